@@ -1,0 +1,273 @@
+"""Exchanges through outboxes, by real processes: bit-equal to sums in rank order, however late anybody is, and in
+whatever order ranks wait. The protocol by itself is in `tests/unit/comm/test_interleavings.py`, dead peers in
+`tests/process/comm/test_shared_memory.py`."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import reduce
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatfsdp.engine.comm.comm_stats import CommStats
+from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
+from flatfsdp.engine.comm.shared_memory.exchange import SharedMemoryExchange
+from flatfsdp.engine.comm.shared_memory.groups import connect
+from flatfsdp.engine.device.memory import MemoryTracker
+from flatfsdp.engine.device.streams import PendingWork
+from tests.conftest import Run
+from tests.harness.thorough import is_thorough, seeds
+
+TINY = 2048  # bytes of an outbox: a chunk has less than half
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int32, torch.int64, torch.uint8,
+]  # fmt: skip
+SIZES = [1, 3, 17, 1001]  # elements of a piece
+
+
+def exchange(capacity: int = TINY, group: Any = None) -> SharedMemoryExchange:
+    shared, why = connect(group or dist.group.WORLD, capacity=capacity)
+    assert shared is not None, why
+    return SharedMemoryExchange(shared, tracker=MemoryTracker(), comm_stats=CommStats())
+
+
+def values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Numbers of very different sizes, so that the order of a sum shows."""
+    generator = torch.Generator().manual_seed(seed)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
+    numbers = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-3, 4, (numel,), generator=generator)
+    return (numbers * 1e-2).to(dtype)
+
+
+def total(world: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return reduce(torch.add, [values(numel, dtype, seed + rank) for rank in range(world)])
+
+
+Exchanged = tuple[str, PendingWork, Tensor, Tensor]  # what, under way, what it fills, what that should become
+
+
+def issue(way: SharedMemoryExchange, what: str, rank: int, world: int, size: int, dtype: torch.dtype) -> Exchanged:
+    name, seed = f"{what} of {size} {dtype}", 100 * size
+    if what == "all-reduce":
+        output, expected = values(size, dtype, seed + rank), total(world, size, dtype, seed)
+        return name, way.all_reduce(output), output, expected
+    if what == "reduce-scatter":
+        output, full = torch.zeros(size, dtype=dtype), values(world * size, dtype, seed + rank)
+        expected = total(world, world * size, dtype, seed).chunk(world)[rank]
+        return name, way.reduce_scatter(output, full), output, expected
+    shards = [values(size, dtype, seed + each) for each in range(world)]
+    output, shard = torch.zeros(world * size, dtype=dtype), shards[rank]
+    if what == "gather in place":
+        shard = output.chunk(world)[rank].copy_(shard)
+    return name, way.gather(output.view(torch.uint8), shard.view(torch.uint8)), output, torch.cat(shards)
+
+
+KINDS = ["gather", "gather in place", "reduce-scatter", "all-reduce"]
+
+
+def wrong(waits: list[Exchanged]) -> list[str]:
+    """Wait in this order: which have not become what they should, bit by bit."""
+    found = []
+    for name, pending, output, expected in waits:
+        pending.wait()
+        if not torch.equal(output.view(torch.uint8), expected.contiguous().view(torch.uint8)):
+            found.append(name)
+    return found
+
+
+def one_by_one(rank: int, world: int, capacity: int) -> list[str]:
+    way, found = exchange(capacity), []
+    for size in SIZES:
+        for dtype in DTYPES:
+            for what in KINDS:
+                found += wrong([issue(way, what, rank, world, size, dtype)])
+    for numel in (1, world - 1, world + 1, world * 1000 - 1):  # pieces of different sizes, and none for some ranks
+        for dtype in DTYPES:
+            found += wrong([issue(way, "all-reduce", rank, world, numel, dtype)])
+    return found
+
+
+@pytest.mark.parametrize("capacity", [TINY, 4 * 1024 * 1024])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_values_are_those_of_a_sum_in_rank_order(run: Run, world: int, capacity: int) -> None:
+    assert run(world, one_by_one, capacity) == [[]] * world
+
+
+@contextmanager
+def delayed(draw: random.Random, share: float = 0.1) -> Iterator[None]:
+    """This rank sleeps now and then before it has heard of its peers, and before and after it tells them."""
+
+    def late(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any) -> Any:
+            if draw.random() < share:
+                time.sleep(draw.choice([0, 0.0003, 0.002]))
+            result = plain(*args)
+            if draw.random() < share:
+                time.sleep(draw.choice([0, 0.0003, 0.002]))
+            return result
+
+        return slow
+
+    with ExitStack() as stack:
+        for name in ("to_post", "was_posted", "to_take", "was_taken"):
+            stack.enter_context(patch.object(ChunkStream, name, late(getattr(ChunkStream, name))))
+        yield
+
+
+def at_random(rank: int, world: int, seed: int) -> list[str]:
+    """Several groups' exchanges, all issued before the first is waited for, each rank in an order of its own."""
+    draw, own = random.Random(seed), random.Random(seed * 10 + rank)
+    capacity = draw.choice([1024, TINY, 10_000])
+    ways, found = [exchange(capacity), exchange(capacity)], []
+    with delayed(own, draw.choice([0.05, 0.3])):
+        for _ in range(3):
+            waits = []
+            for number in range(draw.randint(1, 15)):
+                size = draw.choice([1, 7, 400, 3000]) + number
+                what, dtype, way = draw.choice(KINDS), draw.choice(DTYPES), draw.choice(ways)
+                waits.append(issue(way, what, rank, world, size, dtype))
+                if own.random() < 0.1:
+                    time.sleep(0.005)
+            if own.random() < 0.8:
+                own.shuffle(waits)
+            found += wrong(waits)
+    return found
+
+
+@pytest.mark.parametrize("seed", seeds(6, 200))
+def test_many_under_way_with_delays_at_every_hand_shake(run: Run, seed: int) -> None:
+    world = 2 + seed % 3
+    assert run(world, at_random, seed) == [[]] * world
+
+
+def overlapping_groups(rank: int, world: int) -> list[str]:
+    """Ranks 0 and 1, 1 and 2, and all: everybody waits for another group first, with what is too large for outboxes."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    ways: dict[str, tuple[SharedMemoryExchange, int, int]] = {"all": (exchange(), rank, world)}
+    for number, group in enumerate(pairs):
+        if rank in (number, number + 1):
+            ways[f"pair {number}"] = (exchange(group=group), rank - number, 2)
+    waits = {
+        name: [issue(way, kind, own, size, 5000, torch.float32) for kind in KINDS]
+        for name, (way, own, size) in ways.items()
+    }
+    first = {0: ["all", "pair 0"], 1: ["pair 1", "all", "pair 0"], 2: ["all", "pair 1"]}[rank]
+    found = [each for name in first for each in wrong(waits[name])]
+    for group in pairs:
+        dist.destroy_process_group(group) if group != dist.GroupMember.NON_GROUP_MEMBER else None
+    return found
+
+
+def test_ranks_wait_for_different_groups_first(pool3: Run) -> None:
+    assert pool3(overlapping_groups) == [[]] * 3
+
+
+def by_threads(rank: int, world: int) -> list[str]:
+    """Two threads, each with a group of its own."""
+    ways, found = [exchange(), exchange()], []
+
+    def work(way: SharedMemoryExchange) -> None:
+        for _ in range(10):
+            found.extend(wrong([issue(way, kind, rank, world, 1001, torch.float32) for kind in KINDS]))
+
+    threads = [threading.Thread(target=work, args=(way,)) for way in ways]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    return found
+
+
+def test_threads_exchange_over_groups_of_their_own(pool2: Run) -> None:
+    assert pool2(by_threads) == [[]] * 2
+
+
+def told_later(rank: int, world: int) -> list[str]:
+    """A rank issues, tells the others by other means, and they issue then."""
+    way, found = exchange(), []
+    for first in range(world):
+        for kind in KINDS:
+            if rank == first:
+                waits = [issue(way, kind, rank, world, 5000, torch.float32)]
+            dist.broadcast(torch.zeros(1), first)
+            if rank != first:
+                waits = [issue(way, kind, rank, world, 5000, torch.float32)]
+            found += wrong(waits)
+    return found
+
+
+def test_issuing_waits_for_nobody(pool3: Run) -> None:
+    assert pool3(told_later) == [[]] * 3
+
+
+def forgotten(rank: int, world: int) -> list[str]:
+    """Work that nobody waits for, larger than outboxes, is done where something else is waited for."""
+    way = exchange()
+    for kind in KINDS:
+        issue(way, kind, rank, world, 3000, torch.float32)
+    return wrong([issue(way, kind, rank, world, 1001, torch.float32) for kind in KINDS])
+
+
+def test_work_that_nobody_waits_for_does_no_harm(pool2: Run) -> None:
+    assert pool2(forgotten) == [[]] * 2
+
+
+def divergent(rank: int, world: int, how: str) -> tuple[str, float]:
+    """The last rank is given something else; what each is told, and after how many seconds."""
+    way, size, kinds = exchange(), 1001, ["gather", "reduce-scatter"]
+    if rank == world - 1:
+        if how == "another order":
+            kinds.reverse()
+        elif how == "another kind":
+            kinds[0] = "all-reduce"
+        elif how == "another size":
+            size += 1
+        else:
+            kinds.insert(0, "all-reduce")
+    began, told = time.monotonic(), "nothing"
+    try:
+        wrong([issue(way, "gather", rank, world, 17, torch.float32)])
+        wrong([issue(way, kind, rank, world, size, torch.float32) for kind in kinds])
+    except dist.DistError as error:
+        told = str(error)
+    seconds = time.monotonic() - began
+    del way
+    gc.collect()  # what is broken is not to be seen by the next job's waits
+    return told, seconds
+
+
+@pytest.mark.parametrize("how", ["another order", "another kind", "another size", "one more"])
+def test_other_collectives_end_in_words_on_all_ranks(how: str, pool3: Run) -> None:
+    for rank, (told, seconds) in enumerate(pool3(divergent, how)):
+        assert "issued another collective" in told, (rank, told)
+        assert ("rank 2 of the group" in told) == (rank != 2), (rank, told)
+        assert seconds < 5
+
+
+def waits_elsewhere(rank: int, world: int) -> list[str]:
+    """Rank 1 waits for rank 0 by other means before it waits for what is under way."""
+    way = exchange()
+    waits = [issue(way, kind, rank, world, 5000, torch.float32) for kind in KINDS]
+    if rank == 1:
+        dist.barrier()
+    found = wrong(waits)
+    if rank == 0:
+        dist.barrier()
+    return found
+
+
+@pytest.mark.skipif(not is_thorough(), reason="it hangs")
+@pytest.mark.xfail(strict=True, reason="nobody works in the background")
+def test_a_rank_waits_by_other_means_while_its_peer_waits_for_it_here(pool2: Run) -> None:
+    assert pool2(waits_elsewhere, timeout=10) == [[]] * 2
