@@ -141,8 +141,8 @@ class Rank:
         self.begin = self._named(stream)
 
     def _named(self, stream: ChunkStream[Step]) -> Hashable:
-        parts = vars(stream).values()
-        key = tuple(tuple(each.number for each in part) if isinstance(part, deque) else part for part in parts)
+        parts = [list(part) if isinstance(part, deque) else [part] for part in vars(stream).values()]
+        key = tuple(tuple(each.number if isinstance(each, Chunk) else each for each in part) for part in parts)
         self._streams.setdefault(key, _copied(stream))
         return key
 
@@ -186,6 +186,7 @@ class Rank:
 
     def _equipped(self, kind: type[Bell], rank: int, replay: Replay) -> Any:
         bell: Any = object.__new__(kind)
+        bell._sleepers = 0
         bell._address = (rank + 1) * self._scope.words - 2
         bell._words = Words(replay, bell._address, (bells._WORD, bells._SLEEPS))
         return bell
