@@ -9,6 +9,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[2]
 PACKAGE = TESTS.parent / "flatfsdp"
 LOOKS_INSIDE = TESTS / "harness" / "inspect.py"
+BUILDS_OF_DOUBLES = TESTS / "harness" / "outbox_model.py"  # objects whose memory is a model's
 
 # Through these a model's engine is reached. None of them may be read elsewhere, whatever they are read from.
 WAYS_IN = frozenset(
@@ -56,7 +57,7 @@ def reaches() -> tuple[tuple[str, int, str], ...]:
     return tuple(
         (path.relative_to(TESTS).as_posix(), number, found[2])
         for path in sorted(TESTS.rglob("*.py"))
-        if path != LOOKS_INSIDE
+        if path not in (LOOKS_INSIDE, BUILDS_OF_DOUBLES)
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if not line.lstrip().startswith(("from ", "import "))
         for found in read.finditer(line)
