@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp.engine.comm import gloo
+from flatfsdp.engine.comm.shared_memory.exchange import SharedMemory
+from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.flat.flat_param import FlatParamHandle
 from tests.harness import parity, pool
 from tests.harness.fake_device import streams
@@ -34,6 +36,7 @@ from tests.harness.matrix import (
 )
 from tests.harness.models import CASES
 from tests.harness.reference import Recipe
+from tests.harness.thorough import is_thorough
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -100,12 +103,25 @@ def test_other_settings(recipe: Recipe, options: dict[str, Any]) -> None:
 @contextmanager
 def pairwise() -> Iterator[None]:
     """Everything is exchanged by messages, however small."""
-    with patch.object(gloo, "SMALLEST", 0):
+    with by_messages(), patch.object(gloo, "SMALLEST", 0):
         yield
 
 
 @contextmanager
 def one_late_rank() -> Iterator[None]:
+    """Rank 1 is the last to share its gradients."""
+    post = SharedMemory.sum_pieces
+
+    def late(self: SharedMemory, *args: Any) -> Any:
+        time.sleep(0.02 if dist.get_rank() == 1 else 0)
+        return post(self, *args)
+
+    with patch.object(SharedMemory, "sum_pieces", late):
+        yield
+
+
+@contextmanager
+def one_late_rank_of_gloo() -> Iterator[None]:
     """Rank 1 is the last to send its gradients."""
     scatter = gloo.AllToAll._scatter
 
@@ -113,7 +129,7 @@ def one_late_rank() -> Iterator[None]:
         time.sleep(0.02 if dist.get_rank() == 1 else 0)
         return scatter(self, *args)
 
-    with patch.object(gloo.AllToAll, "_scatter", late):
+    with by_messages(), patch.object(gloo.AllToAll, "_scatter", late):
         yield
 
 
@@ -130,7 +146,7 @@ def one_late_rank_pairwise() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("context", [one_late_rank, one_late_rank_pairwise])
+@pytest.mark.parametrize("context", [one_late_rank, one_late_rank_of_gloo, one_late_rank_pairwise])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("world", [3, 4])
 def test_sums_are_in_rank_order_however_late_a_rank_is(world: int, strategy: str, context: Any) -> None:
@@ -149,8 +165,9 @@ def streams_and_pairwise() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("context", [pairwise, hostile_and_pairwise, streams_and_pairwise])
-@pytest.mark.parametrize("cell", ARRAY[2::9], ids=str)
+# What is not said otherwise goes through shared memory.
+@pytest.mark.parametrize("context", [by_messages, pairwise, hostile_and_pairwise, streams_and_pairwise])
+@pytest.mark.parametrize("cell", ARRAY if is_thorough() else ARRAY[2::9], ids=str)
 def test_exchanges_by_messages_change_no_number(cell: Cell, context: Any) -> None:
     parity.check(cell.world, cell.recipe, context=context, **cell.options)
 

@@ -32,6 +32,7 @@ from flatfsdp import (
     inference,
     register_fsdp_forward_method,
 )
+from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.features import local_clipping
 from tests.conftest import Run
 from tests.harness import inspect
@@ -784,3 +785,14 @@ def world_of(seed: int) -> int:
 @pytest.mark.parametrize("seed", seeds(12, 200))
 def test_programs_do_what_they_do_in_one_process(run: Run, seed: int) -> None:
     assert run(world_of(seed), _play, seed, timeout=60) == [[]] * world_of(seed)
+
+
+def _play_by_messages(rank: int, world: int, seed: int) -> list[str]:
+    with by_messages():
+        return _play(rank, world, seed)
+
+
+# What is not said otherwise goes through shared memory.
+@pytest.mark.parametrize("seed", seeds(2, 100))
+def test_so_they_do_where_ranks_exchange_by_messages(run: Run, seed: int) -> None:
+    assert run(world_of(seed), _play_by_messages, seed, timeout=60) == [[]] * world_of(seed)
