@@ -29,6 +29,10 @@ class DelayedTransport(ProcessGroupTransport):
         hidden = tensor.clone()
         return self._deliver(tensor, hidden, self._inner.all_reduce(hidden, stream))
 
+    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
+        hidden = torch.empty_like(arrived)
+        return self._deliver(arrived, hidden, self._inner.all_to_all(hidden, sent.clone(), stream), sent)
+
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         self._inner.broadcast(tensor, source=source)
 

@@ -7,7 +7,8 @@
   rank computes with the same values.
 - *Reduce-scatter*: a rank encodes the pieces of the others, which go all-to-all, and adds up what it decodes, in rank
   order, in float32, its own piece as it is.
-- *All-reduce*: the same for a piece for each rank, whose sum is encoded once more and gathered.
+- *All-reduce*: the same for a piece for each rank, whose sum is encoded once more and sent to all, who decode it alike.
+  What is joined with others shares blocks with them.
 
 Bytes are counted as they travel, with the scales (`CommStats`), and rows of bytes in the memory tracker as `quantized`.
 """
@@ -17,13 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer
 from ..device.streams import DONE, PendingWork, Stream, Work
 from .block_codec import BlockCodec
-from .transport import ProcessGroupTransport, Transport, wait_for
+from .transport import ProcessGroupTransport, Transport
 
 KIND = "quantized"  # of bytes
 
@@ -81,16 +81,16 @@ class QuantizedTransport(ProcessGroupTransport):
         self.comm_stats.log("reduce_scatter", world * sum(sizes))
         with stream.running():
             sent, arrived = (self._bytes((world - 1) * sum(sizes)) for _ in range(2))
-            for whole, rows in zip(wholes, sent.tensor.view(world - 1, -1).split(sizes, dim=1), strict=True):
+            outgoing, incoming = (buffer.tensor.view(world - 1, -1) for buffer in (sent, arrived))
+            for whole, rows in zip(wholes, outgoing.split(sizes, dim=1), strict=True):
                 self._encode(whole[:rank], rows[:rank])
                 self._encode(whole[rank + 1 :], rows[rank:])
-        arriving = self._to_all(sent, arrived, stream)
+        arriving = self._inner.all_to_all(incoming, outgoing, stream)
 
         def add_up() -> None:
             sent.free()
             pieces = _real(output).split([whole.shape[1] for whole in wholes])
-            parts = arrived.tensor.view(world - 1, -1).split(sizes, dim=1)
-            for piece, whole, rows in zip(pieces, wholes, parts, strict=True):
+            for piece, whole, rows in zip(pieces, wholes, incoming.split(sizes, dim=1), strict=True):
                 self._add_up(piece, rows, whole[rank])
             arrived.free()
 
@@ -109,49 +109,36 @@ class QuantizedTransport(ProcessGroupTransport):
         self.comm_stats.log("all_reduce", world * size)
         with stream.running():
             sent, arrived = (self._bytes((world - 1) * size) for _ in range(2))
-            rows = sent.tensor.view(world - 1, -1)
-            for values, some in (
-                *_pieces(flat[: rank * piece], rows[:rank], piece),
-                *_pieces(flat[(rank + 1) * piece :], rows[rank:], piece),
-            ):
-                self._encode(values, some)
-        arriving = self._to_all(sent, arrived, stream)
+            outgoing, incoming = (buffer.tensor.view(world - 1, -1) for buffer in (sent, arrived))
+            before, after = flat[: rank * piece], flat[(rank + 1) * piece :]
+            for values, rows in (*_pieces(before, outgoing[:rank], piece), *_pieces(after, outgoing[rank:], piece)):
+                self._encode(values, rows)
+        arriving = self._inner.all_to_all(incoming, outgoing, stream)
 
         def share() -> None:
-            sent.free()
-            self._add_up(mine, arrived.tensor.view(world - 1, -1), mine)
-            arrived.free()
+            self._add_up(mine, incoming, mine)
+            self._encode(mine.unsqueeze(0), outgoing[:1])
+            outgoing[1:] = outgoing[0]
             self.comm_stats.issued += 1
-            sums = self._bytes(world * size)
-            rows = sums.tensor.view(world, -1)
-            self._encode(mine.unsqueeze(0), rows[rank : rank + 1])
-            if not is_memoryless():
-                wait_for(self._in_order.gather(sums.tensor, rows[rank]))
-            for values, some in _pieces(flat, rows, piece):
-                self._compute(values.numel(), self._codec.decode_into, values, some)
-            sums.free()
+            self._inner.all_to_all(incoming, outgoing, stream).wait()
+            shared = (
+                *_pieces(before, incoming[:rank], piece),
+                *_pieces(mine, outgoing, piece),
+                *_pieces(after, incoming[rank:], piece),
+            )
+            for values, rows in shared:
+                self._compute(values.numel(), self._codec.decode_into, values, rows)
+            sent.free()
+            arrived.free()
 
         return self._followed(arriving, stream, share, tensor)
-
-    def _to_all(self, sent: FlatBuffer, arrived: FlatBuffer, stream: Stream) -> Work:
-        """Send each other rank its row of `sent`, and receive theirs."""
-        if is_memoryless():
-            return DONE
-        row = sent.tensor.numel() // (self.group.size - 1)
-        splits = [row] * self.group.size
-        splits[self.group.rank] = 0
-        with stream.running():
-            work: Work = dist.all_to_all_single(
-                arrived.tensor, sent.tensor, splits, splits, group=self.group.process_group, async_op=True
-            )
-        return work
 
     def _followed(self, arriving: Work, stream: Stream, finish: Callable[[], None], *keep: torch.Tensor) -> PendingWork:
         """What arrives, and then `finish`: where the stream is the caller's, when it is waited for."""
         if stream.is_callers:
             return PendingWork(work=arriving, keep=keep, finish=finish)
         with stream.running():
-            wait_for(arriving)
+            arriving.wait()
             finish()
             return PendingWork(device=self.device, event=stream.mark(), keep=keep)
 

@@ -121,6 +121,22 @@ class ProcessGroupTransport:
         summed = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return self._issue(stream, lambda flat: flat.all_reduce([summed]), summed)
 
+    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
+        """Send each other rank, in rank order, its row of `sent`, shape (world - 1, n), and receive theirs into
+        `arrived`; both uint8. Collective, and counted by who issues it."""
+        splits = [1] * self.group.size
+        splits[self.group.rank] = 0
+        if is_memoryless():
+            return DONE
+        with stream.running():
+            work: Work = dist.all_to_all_single(
+                arrived, sent, splits, splits, group=self.group.process_group, async_op=True
+            )
+            if stream.is_callers:
+                return PendingWork(work=work, keep=(arrived, sent))
+            wait_for(work)
+            return PendingWork(device=self.device, event=stream.mark(), keep=(arrived, sent))
+
     def all_gather_coalesced(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
@@ -252,6 +268,12 @@ class DeterministicGloo(ProcessGroupTransport):
         self.comm_stats.log("all_reduce", tensor.nbytes)
         way = self._shared_memory(tensor) or (self._pairs if self._is_for_pairs(tensor) else self._all_to_all)
         return self._exchange(stream, lambda: way.all_reduce(tensor), tensor)
+
+    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
+        way = self._shared_memory(sent)
+        if way is None:
+            return super().all_to_all(arrived, sent, stream)
+        return self._exchange(stream, lambda: way.all_to_all(arrived, sent), sent)
 
     def _shared_memory(self, tensor: torch.Tensor) -> SharedMemoryExchange | None:
         return self._in_memory if tensor.device.type == "cpu" and tensor.numel() else None

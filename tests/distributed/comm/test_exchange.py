@@ -105,6 +105,13 @@ def wrong_answers(rank: int, world: int, way: str, thorough: bool) -> list[str]:
                     transport.all_reduce(tensor, lane).wait()
                     if not torch.equal(tensor, in_rank_order(world, numel, dtype, 11)):
                         wrong.append(f"all-reduce of {numel} {dtype}")
+        for size in (1, 17, 2**21 // (world - 1) + 1001):  # the last in several chunks
+            rows = torch.stack([values(size, torch.uint8, each) for each in range(world)])
+            arrived = torch.zeros(world - 1, size, dtype=torch.uint8)
+            sent = torch.stack([rows[rank] + each for each in range(world) if each != rank])
+            transport.all_to_all(arrived, sent, lane).wait()
+            if not torch.equal(arrived, torch.stack([rows[each] + rank for each in range(world) if each != rank])):
+                wrong.append(f"all-to-all of {size} bytes")
         assert (inspect.comm_stats_of(transport).messages > 0) == (way == "pairs")
         assert not any(inspect.memory_of(transport).live.values())
         return wrong

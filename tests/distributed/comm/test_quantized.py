@@ -3,6 +3,7 @@ as stated; shards, and whatever does not train, in full precision."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.comm_hooks import allreduce_hook
+from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.config.arguments import check_arguments
 from flatfsdp.errors import NonFiniteError, UsageError
 from flatfsdp.examples.own_model import make_data, make_eval_data, make_model
@@ -257,12 +259,14 @@ def test_units_with_and_without_it_and_other_kinds(pool3: Run) -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def reductions(rank: int, world: int, setting: Setting, bits: int, reduce: torch.dtype) -> list[str]:
+def reductions(
+    rank: int, world: int, setting: Setting, bits: int, reduce: torch.dtype, shared: bool = True
+) -> list[str]:
     """Gradients are near those of full precision, by the scales of the hops, and the same on all ranks; under doubles,
     over a window and with some that are not there."""
     lines: list[str] = []
     hops = {"FULL_SHARD": 1, "NO_SHARD": 2, "HYBRID_SHARD": 3}[setting.strategy]
-    with setting.doubles():
+    with setting.doubles(), contextlib.nullcontext() if shared else by_messages():
         model = setting.wrap(
             seeded(Net), {Feedforward}, mixed_precision=MixedPrecision(reduce_dtype=reduce, reduce_bits=bits)
         )
@@ -312,7 +316,7 @@ def reductions(rank: int, world: int, setting: Setting, bits: int, reduce: torch
 def test_gradients_are_near_and_the_same_on_all_ranks(
     run: Run, world: int, setting: Setting, bits: int, reduce: torch.dtype
 ) -> None:
-    assert not joined(run(world, reductions, setting, bits, reduce))
+    assert not joined(run(world, reductions, setting, bits, reduce, shared=world != 3))
 
 
 def reduced_bytes(rank: int, world: int, strategy: str, bits: int) -> list[str]:

@@ -121,6 +121,24 @@ class _Sum(Operation):
             total.add_(part)
 
 
+class _AllToAll(Operation):
+    """A row for each other rank, and theirs for this one; uint8, in rank order."""
+
+    def __init__(self, arrived: torch.Tensor, sent: torch.Tensor, rank: int, tag: int) -> None:
+        self._arrived, self._sent, self._rank = arrived, sent, rank
+        self.tag, self.done = tag, False
+
+    def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
+        part = self._sent[:, chunk.start : chunk.end]
+        outbox[chunk.place : chunk.place + part.numel()].view(part.shape).copy_(part)
+
+    def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
+        length = chunk.end - chunk.start
+        for row, (writer, outbox) in enumerate((r, box) for r, box in enumerate(outboxes) if box is not None):
+            begin = chunk.place + length * (self._rank if self._rank < writer else self._rank - 1)
+            self._arrived[row, chunk.start : chunk.end].copy_(outbox[begin : begin + length])
+
+
 class SharedMemory:
     """The outboxes of one process group, and what passes through them on this rank."""
 
@@ -170,6 +188,12 @@ class SharedMemory:
         longest, size = pieces[0].numel(), output.element_size()
         operation = _Sum(output, pieces, self.rank, _tag(f"sum of {output.dtype}", longest))
         return self._issue(operation, longest, bytes_each=size * (self.world - 1))
+
+    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> Operation:
+        """The rows of `sent`, uint8, each to one of the others, and theirs into `arrived`."""
+        length = sent.shape[1]
+        operation = _AllToAll(arrived, sent, self.rank, _tag("all to all", length))
+        return self._issue(operation, length, bytes_each=self.world - 1)
 
     def _issue(self, operation: Operation, elements: int, *, bytes_each: int, depends: bool = False) -> Operation:
         with self._lock:
@@ -313,6 +337,10 @@ class SharedMemoryExchange:
         last = shared.gather_pieces(slots, slots[shared.rank], depends=True)
         return PendingWork(work=SharedWork(shared, last), keep=(tensor,), finish=free)
 
+    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
+        """The rows of `sent`, uint8, each to one of the others, in rank order, and theirs into `arrived`."""
+        return self._under_way(self._shared.all_to_all(arrived, sent), arrived, sent)
+
     def _under_way(self, operation: Operation, *keep: torch.Tensor) -> PendingWork:
         return PendingWork(work=SharedWork(self._shared, operation), keep=keep)
 
@@ -330,6 +358,9 @@ class SimulatedSharedMemory(SharedMemoryExchange):
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
         return PendingWork(keep=(output, full))
+
+    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
+        return PendingWork(keep=(arrived, sent))
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         self._comm_stats.issued += 1
