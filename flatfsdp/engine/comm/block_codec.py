@@ -54,8 +54,8 @@ class BlockCodec:
         return -(-numel // BLOCK) * _SCALE + -(-codes // _SCALE) * _SCALE
 
     def scratch_bytes(self, numel: int, device: torch.device) -> int:
-        """Bytes that encoding and decoding take beside their rows, for as long as they run."""
-        return min(numel, _chunk(device)) * 4
+        """Bytes that encoding and decoding take at most beside their rows, for as long as they run."""
+        return min(numel, _chunk(device)) * 8
 
     def encode(self, values: torch.Tensor, rows: torch.Tensor) -> None:
         """Write `values`, shape (R, n), of any real dtype and on any device, to `rows`, shape (R, at least
@@ -71,7 +71,9 @@ class BlockCodec:
             scale = largest.div_(self.largest * _LESS).clamp_(min=_SMALLEST_SCALE)
             scale.add_(scale * 0)  # inf becomes NaN
             scales[:, start // BLOCK :][:, : scale.shape[1]] = scale
-            self._write(blocks / scale.unsqueeze(2), self._codes(rows, numel, start, stop))
+            numbers = blocks / scale.unsqueeze(2)
+            del blocks
+            self._write(numbers, self._codes(rows, numel, start, stop))
 
     def decode(self, rows: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """What `rows` have, each `numel` numbers: slices of them, with their values, shape (R, length), float32."""

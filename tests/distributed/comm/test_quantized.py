@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import time
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -26,6 +27,7 @@ from tests.harness import inspect
 from tests.harness.corners import Setting, full_gradients, full_parameters, joined, seeded
 from tests.harness.gradients import averaged_over_ranks, plain
 from tests.harness.models import Feedforward
+from tests.harness.slow_link import slow_link
 from tests.harness.thorough import is_thorough
 
 WIDTH, LR = 12, 0.05
@@ -425,3 +427,27 @@ def test_a_transformer_learns_as_in_full_precision(run: Run) -> None:
         full, *losses = run(world, evaluated, [MixedPrecision(), *tried], steps, timeout=300)[0]
         assert full < 0.7  # of 2.3
         assert all(loss < 1.04 * full for loss in losses), (full, losses)
+
+
+def over_a_slow_link(rank: int, world: int) -> list[str]:
+    """A step takes no less than what it sends takes on the link; with few bits that is a fifth, as counted there."""
+    sent = {}
+    lines = []
+    for precision in (MixedPrecision(), FEW):
+        with slow_link(1e6) as link:
+            model = Setting(large=True).wrap(seeded(Net), {Feedforward}, mixed_precision=precision)
+            loss(model, rank, 0).backward()
+            before, begin = link.sent, time.monotonic()
+            loss(model, rank, 1).backward()
+            sent[precision] = link.sent - before
+            if time.monotonic() - begin < sent[precision] / 1e6:
+                lines.append(f"{precision}: too fast")
+    full, few = sent.values()
+    numbers = [sum(flat.layout.shard_numel for flat in unit.flat_params) for unit in inspect.units(model)]
+    if full != 4 * (world - 1) * (3 * sum(numbers) - numbers[-1]):
+        lines.append(f"{full} bytes in full precision")
+    return lines if 0.2 < few / full < 0.25 else [*lines, f"{few / full:.2f}"]
+
+
+def test_what_is_sent_through_a_slow_link(pool3: Run) -> None:
+    assert not joined(pool3(over_a_slow_link))
