@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flatfsdp.engine.schedule.backward_driver import UnitFacts, UnitRules
@@ -25,10 +25,10 @@ Leaf = tuple[str, int]
 
 @dataclass(eq=False)
 class Region:
-    """A checkpoint around some calls."""
+    """A checkpoint around some calls; a reentrant one may be inside of another, without reentrance, `around` it."""
 
     reentrant: bool
-    calls: list[Call] = field(default_factory=list)
+    around: Region | None = None
 
 
 @dataclass(eq=False)
@@ -39,6 +39,11 @@ class Call:
     body: list[Call | Leaf]
     region: Region | None = None
     began: int | None = None
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether the innermost checkpoint around it is."""
+        return self.region is not None and self.region.reentrant
 
     def calls(self) -> Iterator[Call]:
         """This one and all inside, in the order of the forward."""
@@ -79,6 +84,12 @@ class Program:
         return coalesce(units, lambda unit: (self.sizes[unit], None) if self.sizes[unit] else None, most=self.most)
 
 
+def _outwards(region: Region | None) -> Iterator[Region]:
+    while region is not None:
+        yield region
+        region = region.around
+
+
 def _own(unit: str) -> list[Leaf]:
     return [(unit, index) for index in range(PARAMETERS)]
 
@@ -114,6 +125,7 @@ def drawn_program(seed: int) -> Program:
         if rng.random() < 0.15 and step.unit not in inner_names:  # called again, later
             steps.append(Call(step.unit, [*_own(step.unit)]))
     _draw_checkpoints(rng, steps)
+    _draw_reentrant(random.Random(f"reentrant {seed}"), steps)
     kinds: list[Any] = [rng.choice(("before", "halfway", "after", None))]
     if rng.random() < 0.2:
         kinds = ["before", "halfway", "after", None]
@@ -150,9 +162,35 @@ def _draw_checkpoints(rng: random.Random, steps: Sequence[Call | list[str]]) -> 
             continue
         if region is None or reentrant or rng.random() < 0.5:
             region = Region(reentrant)
-        region.calls.append(step)
         for each in step.calls():
             each.region = region
+
+
+def _draw_reentrant(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
+    """Reentrant checkpoints around single calls: of units that are called again, inside of units, and of others."""
+    counts: dict[str, int] = {}
+    for step in steps:
+        for each in step.calls() if isinstance(step, Call) else ():
+            counts[each.unit] = counts.get(each.unit, 0) + 1
+    again = {unit for unit, count in counts.items() if count > 1 and rng.random() < 0.5}
+    share = rng.choice((0.0, 0.3, 0.6))
+
+    def draw(call: Call) -> None:
+        if call.is_reentrant:
+            return
+        several = any(counts[each.unit] > 1 for each in call.calls())
+        if call.unit in again if several else rng.random() < share:
+            region = Region(True, around=call.region)
+            for each in call.calls():
+                each.region = region
+            return
+        for each in call.body:
+            if isinstance(each, Call):
+                draw(each)
+
+    for step in steps:
+        if isinstance(step, Call):
+            draw(step)
 
 
 def _draw_tied(rng: random.Random, steps: Sequence[Call | list[str]]) -> tuple[str, ...]:
@@ -196,6 +234,7 @@ class SimulatedRank:
         self._schedule_class = schedule_class
         self._record: ForwardRecord[str] = ForwardRecord()
         self._segments: dict[Region, Any] = {}
+        self._checkpointed: dict[Region, list[Call]] = {}  # the outermost calls in each reentrant checkpoint
         self._unsharded: dict[str, int] = {}  # by unit, the number of its gather
         self._waited: set[str] = set()
         self._node, self._nodes = 0, 0
@@ -205,6 +244,7 @@ class SimulatedRank:
         self._over: set[str] = set()
         self._kept: set[str] = set()
         self._arrived: set[Leaf] = set()
+        self._late: dict[str, int] = {}  # by unit, gradients that come again
         self._missing: dict[str, set[int]] = {}
         self._open: dict[str, list[Call]] = {}
         self._in_flight: list[int] = []
@@ -225,7 +265,7 @@ class SimulatedRank:
                 for unit in step:
                     self._record.enter(unit)
                 chosen = [unit for unit in step * 2 if self.rng.random() < 0.4]
-                for unit in {unit for unit in chosen if chosen.count(unit) > 1}:
+                for unit in sorted({unit for unit in chosen if chosen.count(unit) > 1}):
                     self._record.repeat(unit)
                 self._steps += [Call(unit, [*_own(unit)]) for unit in chosen]
                 for unit in step:
@@ -233,51 +273,59 @@ class SimulatedRank:
         self._alive = self._record.running  # as a graph would hold it
         self._record.end()
         self._reached = {call for call in self._calls() if self.rng.random() < 0.8}
+        # What these are given is passed on, and nothing saved for it.
+        share = self.rng.choice((0.0, 0.2))
+        self._passing = {call for call in self._calls() if self.rng.random() < share}
         uses = {leaf for call in self._calls() for leaf in call.body if not isinstance(leaf, Call)}
-        self._used = {leaf for leaf in uses if leaf not in self.program.frozen and self.rng.random() < 0.8}
+        self._used = {leaf for leaf in sorted(uses) if leaf not in self.program.frozen and self.rng.random() < 0.8}
 
     def _calls(self) -> Iterator[Call]:
         for step in self._steps:
             yield from step.calls()
 
-    def _run(self, call: Call) -> Call:
+    def _run(self, call: Call, around: Call | None = None) -> Call:
         region = call.region
+        segments = [self._segments.setdefault(each, _Segment()) for each in _outwards(region) if not each.reentrant]
+        segment = segments[0] if segments else None
         if region is not None and region.reentrant:
-            self._record.enter_without_graph(call.unit, checkpoint=id(region))
-        elif region is not None:
-            segment = self._segments.setdefault(region, _Segment())
-            self._record.enter(call.unit, segment=segment, segments=lambda: [segment])
+            self._record.enter_without_graph(
+                call.unit, checkpoint=id(region), segment=segment, segments=lambda: segments
+            )
         else:
-            self._record.enter(call.unit)
+            self._record.enter(call.unit, segment=segment, segments=lambda: segments)
         began = self._record.entered_at
         owners = self.program.rules[call.unit].owners
         for owner in owners:
             self._record.enter_sharing(owner)
-        body = [self._run(each) if isinstance(each, Call) else each for each in call.body]
-        if region is not None and region.reentrant:
+        body = [self._run(each, call) if isinstance(each, Call) else each for each in call.body]
+        if call.is_reentrant:
             self._record.leave_without_graph(call.unit)
         else:
             self._record.leave(call.unit)
         for owner in owners:
             self._record.leave(owner)
-        return Call(call.unit, body, region, None if region is not None and region.reentrant else began)
+        ran = Call(call.unit, body, region, None if call.is_reentrant else began)
+        if region is not None and call.is_reentrant and not (around and around.region is region):
+            self._checkpointed.setdefault(region, []).append(ran)
+        return ran
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def brought(self, calls: Iterable[Call]) -> set[Leaf]:
         """The gradients that a graph task through these calls brings."""
-        return {leaf for call in calls if call in self._reached for leaf in call.body if leaf in self._used}
+        users = (call for call in calls if call in self._reached and call not in self._passing)
+        return {leaf for call in users for leaf in call.body if leaf in self._used}
 
     def has_gradients(self) -> bool:
-        """Whether the backward brings any, but in tasks inside."""
-        return bool(self.brought(call for call in self._calls() if not (call.region and call.region.reentrant)))
+        """Whether the backward brings any."""
+        return bool(self.brought(self._calls()))
 
     def backward(self) -> None:
         """Play it."""
         record, program = self._record, self.program
         if record.empty:
             return
-        self._tasks = [self.brought(call for call in self._calls() if not (call.region and call.region.reentrant))]
+        self._tasks = [self.brought(call for call in self._calls() if not call.is_reentrant)]
         self.schedule = self._schedule_class(
             record, program.rules, self.facts(), self, coalesce=program.cut, together=program.together
         )
@@ -286,10 +334,7 @@ class SimulatedRank:
                 self.schedule.expect(unit)
         self.schedule.reductions.coalesce(program.cut)
         for step in reversed(self._steps):
-            if step.region is not None and step.region.reentrant:
-                self._reentrant(step.region)
-            else:
-                self._through(step)
+            self._through(step)
         self.schedule.ended()
         while self._in_flight:
             self.operations.append(("await", ("reduce", self._in_flight.pop(0))))
@@ -299,44 +344,58 @@ class SimulatedRank:
         if region in self._recomputed_regions:
             return
         self._recomputed_regions.add(region)
-        self._nodes += 1
-        outer, self._node = self._node, self._nodes
-        calls = [call for call in self._steps if call.region is region]
+        outer, self._node = self._node, self._next_node()
+        if region.around is not None:  # which saved what this one was given
+            self._recompute(region.around)
+        calls = self._checkpointed[region]
         for call in calls:
-            for each in call.calls():
-                self.schedule.recomputed(each.unit, with_graph=True)
-                self._wait(each.unit)
-            for each in reversed([*call.calls()]):
-                self.schedule.has_graph(each.unit)
+            self._run_again(call)
         self._tasks.append(self.brought(each for call in calls for each in call.calls()))
         for call in reversed(calls):
-            self._through(call)
+            self._through(call, inside=region)
         self._tasks.pop()
         self._node = outer
+
+    def _run_again(self, call: Call) -> None:
+        self.schedule.recomputed(call.unit, with_graph=True)
+        self._wait(call.unit)
+        for each in call.body:
+            if isinstance(each, Call):
+                self._run_again(each)
+        self.schedule.has_graph(call.unit)
 
     def _recompute(self, region: Region) -> None:
         """What a checkpoint without reentrance does when the first of its tensors is needed."""
         if region in self._recomputed_regions:
             return
         self._recomputed_regions.add(region)
-        for call in self._steps:
-            for each in call.calls() if call.region is region else ():
-                self.schedule.recomputed(each.unit, with_graph=True)
-                self._wait(each.unit)
+        for call in self._calls():
+            if region in _outwards(call.region):
+                self.schedule.recomputed(call.unit, with_graph=not call.is_reentrant)
+                self._wait(call.unit)
 
-    def _through(self, call: Call) -> None:
-        """The backward of one call: its end, what is inside of it, its begin."""
+    def _next_node(self) -> int:
+        self._nodes += 1
+        return self._nodes
+
+    def _through(self, call: Call, *, inside: Region | None = None) -> None:
+        """The backward of one call: its end, what is inside of it, its begin. `inside`: the reentrant checkpoint of
+        which the graph task runs."""
+        if call.region is not None and call.is_reentrant and call.region is not inside:
+            self._reentrant(call.region)
+            return
         reached = call in self._reached
         if reached:
-            self._nodes += 1
-            if not (call.region and call.region.reentrant):
-                self._node = self._nodes
+            if inside is None:
+                self._node = self._next_node()
             self._before_backward(call)
         for at, each in reversed([*enumerate(call.body)]):
             if isinstance(each, Call):
-                self._through(each)
-            elif reached and self._flows_on(call, at):
-                if call.region is not None and not call.region.reentrant:
+                self._through(each, inside=inside)
+            elif reached and call not in self._passing and self._flows_on(call, at):
+                if inside is None:
+                    self._node = self._next_node()
+                if call.region is not None and not call.is_reentrant:
                     self._recompute(call.region)
                 self._wait(each[0])
                 if each in self._tasks[-1] and self._is_last_use(call, each):
@@ -353,16 +412,22 @@ class SimulatedRank:
 
     def _is_last_use(self, call: Call, leaf: Leaf) -> bool:
         """Whether no earlier call, to which the backward is yet to come, uses the parameter, too."""
-        uses = (user for step in self._steps for user, used in step.uses() if used == leaf and user in self._reached)
-        return call is next(uses)
+        reached = self._reached - self._passing
+        uses = (user for step in self._steps for user, used in step.uses() if used == leaf and user in reached)
+        own = call.region if call.is_reentrant else None  # what accumulates in a graph task of its own
+        return call is next(user for user in uses if (user.region if user.is_reentrant else None) is own)
 
     def _before_backward(self, call: Call) -> None:
         unit = call.unit
         needed = [*self.program.rules[unit].owners, unit]
-        if unit in self._completed and (unit in self._over or all(map(self._has_its_gradients, needed))):
+        done = not self.in_inner_task() and all(map(self._has_its_gradients, needed))
+        if unit in self._completed and (unit in self._over or done):
             return
+        if self.in_inner_task():
+            again = range(PARAMETERS) if unit in self._completed else [i for u, i in self._arrived if u == unit]
+            self._late[unit] = sum(self._comes(unit, i) for i in again)
         first = call is next(iter(self._calls()))
-        if self.program.has_inputs or not first:
+        if self.program.has_inputs or not first or call.is_reentrant:  # whose inputs require a gradient
             self._open.setdefault(unit, []).append(call)
         else:
             around, frozen = len([*call.calls()]) > 1, len(self._leaves(unit)) < PARAMETERS
@@ -385,6 +450,8 @@ class SimulatedRank:
             self.take_part(unit)
         if not self.gradient_has_arrived:
             self.gradient_arrived(watched=False)
+        if (unit, index) in self._arrived or unit in self._completed:
+            self._late[unit] = self._late.get(unit, 0) - 1
         self._arrived.add((unit, index))
         self._missing[unit].discard(index)
         if unit in self._completed:
@@ -405,7 +472,7 @@ class SimulatedRank:
             self._advance(unit)
 
     def _advance(self, unit: str) -> None:
-        if self._open.get(unit):
+        if self._open.get(unit) or self._late.get(unit, 0) > 0:
             return
         if self._leaves(unit) and unit not in self._completed and not self._missing[unit]:
             self._completed.add(unit)
@@ -463,8 +530,15 @@ class SimulatedRank:
     def running_node(self) -> int:
         return self._node
 
+    def will_recompute(self, checkpoint: object) -> bool:
+        return True
+
     def brings_gradients(self) -> bool:
-        return self.gradient_has_arrived or bool(self._tasks[-1])
+        return (
+            self.gradient_has_arrived
+            or self.schedule.recomputes_trained
+            or any(unit in self.schedule.clock.planned for unit, _ in self._tasks[-1])
+        )
 
     def may_reach(self, unit: str) -> bool:
         leaves = self._leaves(unit)

@@ -213,10 +213,9 @@ def segments() -> list[object]:
     return [unpack for _, unpack in found if getattr(unpack, "__module__", None) == "torch.utils.checkpoint"]
 
 
-def custom_forward() -> int | None:
-    """What stands for the outermost custom autograd Function whose forward runs, as that of a reentrant checkpoint,
-    whatever its make, as long as its graph lives; None outside of all. What runs without a graph there is no user's
-    `no_grad()`."""
+def custom_forward() -> weakref.ref[Any] | None:
+    """The node of the outermost custom autograd Function whose forward runs, as that of a reentrant checkpoint,
+    whatever its make; None outside of all. What runs without a graph there is no user's `no_grad()`."""
     found: FrameType | None = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -224,7 +223,7 @@ def custom_forward() -> int | None:
         if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
             found = frame
         frame = frame.f_back
-    return None if found is None else id(found.f_locals["ctx"])
+    return None if found is None else weakref.ref(found.f_locals["ctx"])
 
 
 def running_node() -> int:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -278,10 +278,18 @@ class Backward:
         """The node of the graph whose backward runs."""
         return _torch.running_node()
 
+    def will_recompute(self, checkpoint: Any) -> bool:
+        """Whether the running graph task comes to this reentrant checkpoint."""
+        return (node := checkpoint()) is not None and _torch.will_compute(node)
+
     def brings_gradients(self) -> bool:
         """Whether a gradient of a parameter has arrived or will (`torch.autograd.grad` brings none)."""
-        return self.gradient_has_arrived or any(
-            hooks.will_accumulate(leaf) for unit in self.schedule.clock.sequence for leaf in unit.trainable_leaves()
+        return (
+            self.gradient_has_arrived
+            or self.schedule.recomputes_trained
+            or any(
+                hooks.will_accumulate(leaf) for unit in self.schedule.clock.sequence for leaf in unit.trainable_leaves()
+            )
         )
 
     def may_reach(self, unit: Unit) -> bool:

@@ -21,6 +21,9 @@ class BackwardClock(Generic[U]):
         sequence: the units of the plan, in the order in which they are reached, if they are; planned: the same.
         began: when units began that the backward may reach, in that order.
         ended: when each last finished; due: when their gathers are, with what checkpoints gather together.
+        repeated: units outside of the plan that checkpoints without reentrance run again without a graph, before
+            reentrant ones inside of these do with one, and when their gathers are due: with the others in there.
+        gathers: what has a turn to be gathered: the sequence and these.
         begun: those that are not known to be over, the next last.
         several: units to which several graphs, or a graph and a recomputation, bring gradients.
         again: units outside of the plan that ran more than once, at least the last time without a graph.
@@ -41,6 +44,8 @@ class BackwardClock(Generic[U]):
         unseen = self._read(record)
         self.regions = {each: None for inside in self.inside.values() for inner in inside for each in inner.outwards()}
         self.due = self._due() if self.regions else self.ended
+        self.repeated = record.repeated() if record.ran_without_graph else {}
+        self.gathers = self._with_repeated() if self.repeated else self.sequence
         self.recomputes = record.may_recompute or bool(unseen)
         self.again = record.begun_again.difference(self.planned)
         self.called_again = self.several | self.again
@@ -50,7 +55,7 @@ class BackwardClock(Generic[U]):
         if self.again or unseen:
             self.began = dict(sorted(self.began.items(), key=itemgetter(1)))
         self.begun = [unit for unit in self.began if unit in self.planned or unit in self.again]
-        self._passed = 0  # how many of the sequence were due to be gathered later than what was reduced last began
+        self._passed = 0  # how many of the gathers were due later than what was reduced last began
 
     def _read(self, record: ForwardRecord[U]) -> Mapping[U, int]:
         """What the passes tell; returned: units that ran with a graph, and without one that a reentrant checkpoint will
@@ -83,6 +88,10 @@ class BackwardClock(Generic[U]):
             due.update(dict.fromkeys(in_order[inside], region.ended))
         return due
 
+    def _with_repeated(self) -> tuple[U, ...]:
+        due = {**self.due, **self.repeated}
+        return tuple(sorted((*self.sequence, *self.repeated), key=lambda unit: -due.get(unit, NEVER)))
+
     def has_more_calls(self, unit: U) -> bool:
         """Whether `unit` has several graphs."""
         return unit in self.several and unit not in self.again
@@ -101,7 +110,10 @@ class BackwardClock(Generic[U]):
         """The units of which the gathers are due before the reduction of `group`, but for those that were handed out
         here."""
         began = self.began.get(group[0], NEVER) if len(group) == 1 else min(self.began.get(u, NEVER) for u in group)
-        due, sequence, before = self.due, self.sequence, self._passed
-        while self._passed < len(sequence) and due.get(sequence[self._passed], NEVER) > began:
+        due, gathers, before = self.due, self.gathers, self._passed
+        while (
+            self._passed < len(gathers)
+            and due.get(unit := gathers[self._passed], self.repeated.get(unit, NEVER)) > began
+        ):
             self._passed += 1
-        return sequence[before : self._passed]
+        return gathers[before : self._passed]

@@ -82,6 +82,9 @@ class Driver(Protocol[U_contra]):
     def running_node(self) -> int:
         """The node of the graph whose backward runs."""
 
+    def will_recompute(self, checkpoint: object) -> bool:
+        """Whether the running graph task comes to this reentrant checkpoint."""
+
     def brings_gradients(self) -> bool:
         """Whether a gradient of a parameter has arrived or will."""
 

@@ -6,14 +6,15 @@ and never back. Three rules couple them:
 
 1. When a unit is reached, the cursor of reductions moves past all that began after its end, then that of gathers to it.
    What this rank brought no gradients to is *completed*: it takes part with zeros ([Note: passed over]).
-2. A reduction is issued after all gathers that are due before it.
+2. A reduction is issued after all gathers that are due before it: ahead of their use, or, where they have no turn in
+   the plan, when it is known that they will be, it waits for them.
 3. A gather ahead of its use moves the cursor of gathers by one group, and never that of reductions.
 
 Both cursors rest while nothing is known of what this rank will bring: in a graph task inside of this one's, and where
 no gradient of a parameter comes at all. Those ranks find out at the end.
 
-What has no tick, since it had no graph when the backward began, is scheduled when it is recomputed ([Note:
-recomputed]): after all that ended later was gathered, and that began after its end reduced, as far as ranks agree on.
+What had no graph when the backward began is gathered when a reentrant checkpoint recomputes it ([Note: recomputed]):
+after all that ended later was gathered, and that began after its end reduced, as far as ranks agree on.
 
 [Note: passed over] A backward may not reach a unit that another rank's does. Its reduction is issued in its turn, with
 zeros, when something is reached that ended before it began ([Note: backward order]): it, and what lacks gradients that
@@ -41,6 +42,7 @@ class BackwardSchedule(Generic[U]):
 
     Attributes:
         clock: when units are due. gathers, reductions: what is to be issued, in order.
+        recomputes_trained: whether reentrant checkpoints bring gradients, or do so on other ranks.
         windows: units that await gradients and will add them up unsharded.
     """
 
@@ -58,11 +60,14 @@ class BackwardSchedule(Generic[U]):
         clock = self.clock = BackwardClock(record)
         self._rules, self._facts, self._driver = rules, facts, driver
         targets = {unit: rules[unit].targets for unit in record.anchored if rules[unit].targets}
-        self.gathers: GatherOrder[U] = GatherOrder(record.anchored, targets, coalesce=coalesce, together=together)
-        self.reductions: ReduceOrder[U] = ReduceOrder(record)
+        self.gathers: GatherOrder[U] = GatherOrder(clock.gathers[::-1], targets, coalesce=coalesce, together=together)
         self.windows: dict[U, None] = {}
         self._halfway: HalfwayTrigger[U] = HalfwayTrigger()
-        self._repeats: Recomputations[U] = Recomputations(record, clock)
+        self._repeats: Recomputations[U] = Recomputations(record, clock, driver.will_recompute)
+        to_come = self._repeats.to_come
+        self.recomputes_trained = bool(to_come) and any(facts.is_trained(unit) for _, unit in to_come)
+        # Rule 2 for gathers that cannot be issued ahead: what they are due before waits for them.
+        self.reductions: ReduceOrder[U] = ReduceOrder(record, clock.began, to_come)
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
@@ -157,14 +162,20 @@ class BackwardSchedule(Generic[U]):
             self.expect(unit)
             if not self._driver.in_inner_task():
                 self._repeats.node = self._driver.running_node()
+        if self._repeats.to_come:
+            self._repeats.record_graph(unit)
+            if due := self.reductions.due():
+                self._reduce(due)
 
     def ended(self) -> None:
         """The graph task has ended: do what is left of what other ranks' backwards did, and reduce it. [Note: passed
         over]"""
         driver, facts = self._driver, self._facts
         if not driver.gradient_has_arrived:
-            self._gather_unreached()
-            return
+            if not self.recomputes_trained:
+                self._gather_unreached()
+                return
+            driver.gradient_arrived(watched=True)
         for unit in tuple(self._repeats.trained):
             if not facts.completed(unit):
                 self._complete(unit)
@@ -173,6 +184,7 @@ class BackwardSchedule(Generic[U]):
         for unit in self.clock.sequence:
             if not facts.completed(unit):
                 self._complete(unit)
+        self._gather(self.gathers.through(self.clock.repeated))
         rest = self.reductions.due(rest=True)
         for unit in (*chain.from_iterable(rest), *self.windows):
             if not facts.expects_gradients(unit):
@@ -219,7 +231,7 @@ class BackwardSchedule(Generic[U]):
         self.progressed(unit, 0)
 
     def _gather_at_halfway(self, following: Sequence[U]) -> None:
-        due = self.gathers.through(following)
+        due = self.gathers.through(following, ahead=True)
         if any(self._rules[unit].reads and not self._facts.is_unsharded(unit) for group in due for unit in group):
             self._driver.release_inputs()
         self._gather(due, ahead=True)
@@ -353,7 +365,7 @@ class BackwardSchedule(Generic[U]):
         over, ended = [], self._repeats.end_of(unit, with_graph)
         for each in self.reductions.outstanding():
             if not facts.completed(each) or self.clock.waits_for_first_call(each):
-                if facts.may_still_run(each) or each not in self.clock.planned or self.clock.began.get(each, 0) < ended:
+                if facts.may_still_run(each) or self.clock.began.get(each, 0) < ended:
                     break
                 over.append(each)
         if not all(map(facts.completed, over)):
@@ -362,7 +374,7 @@ class BackwardSchedule(Generic[U]):
         for each in over:
             if not facts.completed(each):
                 self._complete(each, keep=True)
-                if not planned:
+                if not planned and each in self.clock.planned:
                     self._prefetch_after(each)
             if self.clock.waits_for_first_call(each):
                 self._reduce_in_turn(each)
@@ -374,7 +386,8 @@ class BackwardSchedule(Generic[U]):
             return
         ended = self._repeats.end_of(unit, with_graph)
         for each in self.clock.sequence:
-            is_there = self.gathers.is_past(each) and self._facts.expects_gradients(each)
-            if not is_there and self.clock.due.get(each, NEVER) >= ended:
-                self._gather(self.gathers.through((each,)), ahead=True)
+            if self.clock.due.get(each, NEVER) < ended:
+                continue
+            self._gather(self.gathers.through((each,)), ahead=True)
+            if not self._facts.expects_gradients(each) or tuple(self.gathers.following(each)):
                 self._prefetch_after(each)

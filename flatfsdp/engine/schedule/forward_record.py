@@ -68,10 +68,12 @@ class PassLog(Generic[U]):
         runs: units that began, when, how, and the innermost checkpoint without reentrance around each: what these will
             recompute, on this rank or on others, since which of them can at all hangs on what they saved on a rank.
         ended: when each last finished with an output that can bring it a gradient.
+        reentrant: units that began in a reentrant checkpoint, when, and what stands for that.
     """
 
     runs: list[tuple[U, int, How, CheckpointRegion | None]] = field(default_factory=list)
     ended: dict[U, int] = field(default_factory=dict)
+    reentrant: list[tuple[U, int, object]] = field(default_factory=list)
 
 
 def _no_segments() -> Sequence[object]:
@@ -86,6 +88,7 @@ class ForwardRecord(Generic[U]):
         begun_again: units that began more than once, at least the last time without a graph, and those that were lent
             without one.
         entered_at: when a unit was entered last.
+        ran_without_graph: whether any unit did.
         consumed: a backward has begun, and no unit has finished since: the next forward opens a new record.
     """
 
@@ -98,7 +101,7 @@ class ForwardRecord(Generic[U]):
         # What is recomputed with those that had no graph, and the innermost segment in which they run so again.
         self._left: dict[U, list[tuple[CheckpointRegion, CheckpointRegion | None]]] = {}
         self._without_graph: dict[U, CheckpointRegion] = {}  # the first of these, of those that run
-        self._checkpoint: int | None = None  # the reentrant one in which a unit ran last
+        self._checkpoint: object | None = None  # the reentrant one in which a unit ran last
         self._repeated = CheckpointRegion(0)  # what ran in it
         self._segments: weakref.WeakKeyDictionary[object, CheckpointRegion] = weakref.WeakKeyDictionary()
         self._inside: dict[U, CheckpointRegion] = {}  # units that were entered last in a segment
@@ -106,7 +109,7 @@ class ForwardRecord(Generic[U]):
         self._now: PassLog[U] = PassLog()  # of the pass that ran last
         self._clock = self.entered_at = 0
         self.running: ForwardPass | None = None
-        self.consumed = False
+        self.consumed = self.ran_without_graph = False
 
     def begin(self) -> None:
         """A pass begins."""
@@ -153,7 +156,7 @@ class ForwardRecord(Generic[U]):
         self,
         unit: U,
         *,
-        checkpoint: int | None = None,
+        checkpoint: object | None = None,
         segment: object | None = None,
         segments: Callable[[], Sequence[object]] = _no_segments,
     ) -> None:
@@ -161,6 +164,7 @@ class ForwardRecord(Generic[U]):
         `checkpoint`, for which that stands. For the others see `enter`."""
         if unit in self._begun:
             self.begun_again.add(unit)
+        self.ran_without_graph = True
         now = self._tick(unit)
         inside = self._enter_segment(unit, segment, segments)
         if checkpoint is None or checkpoint != self._checkpoint:
@@ -168,6 +172,8 @@ class ForwardRecord(Generic[U]):
         self._checkpoint = checkpoint
         self._without_graph[unit] = self._repeated
         self._now.runs.append((unit, now, "none" if checkpoint is None else "recomputed", inside))
+        if checkpoint is not None:
+            self._now.reentrant.append((unit, now, checkpoint))
 
     def enter_sharing(self, owning_unit: U) -> None:
         """Parameters of `owning_unit` are about to be used by another unit, in whose backward it takes part."""
@@ -251,6 +257,12 @@ class ForwardRecord(Generic[U]):
             return CheckpointRegion(0), ()
         together, inside = left[max(0, len(left) - 1 - later)]
         return together, () if inside is None else (*inside.outwards(),)
+
+    def repeated(self) -> dict[U, int]:
+        """Units outside of the plan that segments run again without a graph, as they ran last, and when the outermost
+        of these ended."""
+        ran = {unit: left[-1][1] for unit, left in self._left.items() if unit not in self._anchored}
+        return {unit: [*inside.outwards()][-1].ended for unit, inside in ran.items() if inside is not None}
 
     def awaits(self, unit: U) -> bool:
         """Whether a gradient can reach `unit` in a backward that has not begun."""

@@ -100,10 +100,19 @@ class ReduceOrder(Generic[U]):
     """The reductions of one backward: a unit goes when it is ready and none that was entered later is outstanding.
 
     Units that are joined go together, when all of them are ready.
+
+    Attributes:
+        awaited: units that began when, the last of them last: what began before this one waits until it is taken away.
     """
 
-    def __init__(self, record: ForwardRecord[U]) -> None:
-        self._record = record
+    def __init__(
+        self,
+        record: ForwardRecord[U],
+        began: Mapping[U, int] = MappingProxyType({}),
+        awaited: Sequence[tuple[int, U]] = (),
+    ) -> None:
+        """`began`: when units did that this backward may reach."""
+        self._record, self._began, self.awaited = record, began, awaited
         self._coalesced: dict[U, tuple[U, ...]] = {}
         self._outstanding: dict[U, int] = {}
         self._in_order: list[U] | None = []  # the outstanding, the next last; None when it has to be sorted anew
@@ -152,6 +161,8 @@ class ReduceOrder(Generic[U]):
             group = self._group(in_order[-1])
             if not (rest or self._ready.issuperset(group)):
                 break
+            if self.awaited and not rest and min(map(self._when_began, group)) < self.awaited[-1][0]:
+                break
             out.append(group)
             for unit in group:
                 del self._outstanding[unit]
@@ -162,6 +173,9 @@ class ReduceOrder(Generic[U]):
             else:
                 self._in_order = None
         return out
+
+    def _when_began(self, unit: U) -> int:
+        return self._began.get(unit, self._outstanding[unit])
 
     def _group(self, unit: U) -> tuple[U, ...]:
         return self._coalesced.get(unit) or (unit,)

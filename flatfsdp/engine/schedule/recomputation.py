@@ -1,11 +1,14 @@
 """What checkpoints run again in one backward, and may still; pure.
 
 [Note: recomputed] A reentrant checkpoint runs its units without a graph first, and again inside the backward, where
-they are gathered without a turn in the plan: on every rank, since none can leave the checkpoint out. Where a unit is
-recomputed more than once it is freed and gathered for each, and its gradients are reduced when this backward is
-through with its first run, whichever of them brought some on this rank. What is trained and was recomputed is reduced
-on all ranks, also where a rank's data brings it no gradient: when the node that recomputed it is over. An owner of
-tied parameters takes part as if it were run where a unit that holds them is.
+they are gathered without a turn in the plan: on every rank, since none can leave the checkpoint out; whether it will
+come, autograd knows from the begin. Inside of a checkpoint without reentrance they run once more before, without a
+graph: ranks may pass over units in there before it runs again or after, so that gather, from which the unit stays
+whole, has a turn with theirs. Where a unit is recomputed more than once it is freed and gathered for each, and its
+gradients are reduced when this backward is through with its first run, whichever of them brought some on this rank.
+What is trained and was recomputed is reduced on all ranks, also where a rank's data brings it no gradient: when the
+node that recomputed it is over. An owner of tied parameters takes part as if it were run where a unit that holds them
+is.
 """
 
 from __future__ import annotations
@@ -34,9 +37,12 @@ class Recomputations(Generic[U]):
         node: the node whose backward ran such units again last.
         used_repeatedly: units outside of the plan that a reentrant checkpoint ran or lent more than once, and its node.
         unreached: what a node has run again with a graph, and no gradient has reached since.
+        to_come: when units outside of the plan began that reentrant checkpoints will run again, the next last.
     """
 
-    def __init__(self, record: ForwardRecord[U], clock: BackwardClock[U]) -> None:
+    def __init__(
+        self, record: ForwardRecord[U], clock: BackwardClock[U], will_recompute: Callable[[object], bool]
+    ) -> None:
         self.held_unsharded: dict[U, int] = {}
         self.trained: dict[U, None] = {}
         self.node = 0
@@ -51,6 +57,12 @@ class Recomputations(Generic[U]):
         self._used_in: dict[U, int] = {}  # the node whose backward ran them again last, or lent them
         self._frozen_in: dict[U, int] = {}  # the node whose backward recomputed a frozen unit last
         self._made: dict[U, int] = {}  # of units outside of the plan, how many runs were recomputed, the last first
+        self.to_come: list[tuple[int, U]] = []
+        for log in record.passes if record.ran_without_graph else ():
+            for unit, began, checkpoint in log.reentrant:
+                if unit not in clock.planned and will_recompute(checkpoint):
+                    self.to_come.append((began, unit))
+        self._running: set[U] = set()  # of those whose graph is to come
         self._repeated: dict[U, int] = {}  # in how many segments the next of these ran again without a graph
 
     # -- units of the plan -------------------------------------------------------------------------------------------
@@ -118,7 +130,16 @@ class Recomputations(Generic[U]):
             return False
         _add_one(self._made, unit)
         self._repeated.pop(unit, None)
+        self._running.add(unit)
         return True
+
+    def record_graph(self, unit: U) -> None:
+        """`unit`, which runs again, has a graph, and its reduction a place."""
+        if unit in self._running:
+            self._running.remove(unit)
+            made = (at for at in reversed(range(len(self.to_come))) if self.to_come[at][1] == unit)
+            if (last := next(made, None)) is not None:
+                del self.to_come[last]
 
     def _segment_of(self, unit: U, with_graph: bool) -> CheckpointRegion | None:
         """The segment that is recomputed, in which `unit` runs without a graph as it did in the forward."""

@@ -375,9 +375,10 @@ def test_what_ranks_do_not_use_is_no_gradient_on_them(pool3: Run, seed: int, pre
 # where gathers are not issued before reductions; 64 and 85 where a recomputation is taken for that of the last run; 41,
 # 50 and 68 where a unit that is called again is reduced before its first call is over, 17 where its owner is not, 3020
 # where only the first call is recomputed, 5107 where what is recomputed once more prefetches, 3084
-# where it is an owner that has a graph by what is tied to it, and none by itself.
+# where it is an owner that has a graph by what is tied to it, and none by itself, 1926 where what was called again is
+# not reduced before another is recomputed for its first call, 1923 where what was passed over steps before its end.
 @pytest.mark.parametrize(
-    "seed", [2, 7, 9, 10, 16, 17, 20, 23, 26, 32, 41, 44, 50, 64, 68, 71, 85, 124, 3020, 3084, 5107]
+    "seed", [2, 7, 9, 10, 16, 17, 20, 23, 26, 32, 41, 44, 50, 64, 68, 71, 85, 124, 1923, 1926, 3020, 3084, 5107]
 )
 def test_so_it_is_where_units_are_called_again_or_tied_under_any_settings(run: Run, seed: int) -> None:
     how = How.drawn(seed)
@@ -411,8 +412,9 @@ def test_so_it_is_where_several_units_are_recomputed_together(pool3: Run, seed: 
 
 # 36 has ended the process where a unit that returns what it is given is run again with another one later, 13 where an
 # owner is free while the reentrant checkpoint that lent it goes on; 9 has waited for ever where it is reduced before,
-# 1172 and 1311 where a unit that is called again is passed over, and freed though others may run it again.
-@pytest.mark.parametrize("seed", [9, 13, 36, 1172, 1311])
+# 1172 and 1311 where a unit that is called again is passed over, and freed though others may run it again, 1911 where a
+# unit of a reentrant checkpoint runs again in another one around it.
+@pytest.mark.parametrize("seed", [9, 13, 36, 1172, 1311, 1911])
 def test_so_it_is_where_several_are_under_any_settings(run: Run, seed: int) -> None:
     how = How.drawn(seed)._replace(siblings=True)
     assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
+from flatfsdp.engine.schedule.forward_record import ForwardRecord
 from tests.harness.simulation import problem_of
 from tests.harness.thorough import seeds
 
@@ -103,6 +104,28 @@ class RecomputesWithoutReductions(Schedule):
         return
 
 
+class GathersRepeatedUnitsAsTheyRun(Schedule):
+    """What a checkpoint without reentrance runs again before a reentrant one inside has no turn."""
+
+    def __init__(self, record: ForwardRecord[str], *args: Any, **options: Any) -> None:
+        record.repeated = dict  # type: ignore[method-assign, assignment]
+        super().__init__(record, *args, **options)
+
+
+class ReducesBeforeItRunsAgain(Schedule):
+    """A reduction is issued before gathers that are due before it, where these cannot be issued ahead (rule 2)."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.reductions.awaited = ()
+
+
+class AwaitsGradientsOfThePlan(Schedule):
+    """Where all gradients come in reentrant checkpoints, nothing is passed over before."""
+
+    recomputes_trained = property(lambda self: False, lambda self, found: None)  # type: ignore[assignment]
+
+
 class ReadsAheadOfHalf(Schedule):
     """A gather outside of the plan goes before one that awaits half of a unit's gradients."""
 
@@ -120,7 +143,8 @@ class EndsWithoutTheRest(Schedule):
 WRONG: Sequence[type[Schedule]] = (
     *(ReducesWhatIsReady, GathersWhatIsReached, PassesOverNothing, ReducesBeforeGathers, FreesAtOnce),
     *(PrefetchesWhenFreedInEveryModel, LeavesRecomputedUnits, RecomputesWithoutGathers, RecomputesWithoutReductions),
-    *(ReadsAheadOfHalf, EndsWithoutTheRest, GathersAheadAlone),
+    *(ReadsAheadOfHalf, EndsWithoutTheRest, GathersAheadAlone, GathersRepeatedUnitsAsTheyRun),
+    *(ReducesBeforeItRunsAgain, AwaitsGradientsOfThePlan),
 )
 
 

@@ -1,0 +1,107 @@
+"""Reentrant checkpoints beside units of which ranks use some, against one process on all ranks' batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatfsdp import FullyShardedDataParallel
+from tests.conftest import Run
+
+WIDTH = 6
+reentrant = partial(checkpoint, use_reentrant=True)
+other = partial(checkpoint, use_reentrant=False)
+
+
+class Block(nn.Module):
+    """Passes on what it is given where it is told not to use its parameters, and saves nothing for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+    def forward(self, x: Tensor, use: bool = True) -> Tensor:
+        return x + (x @ self.weight).tanh() if use else x + 0.0
+
+
+class Net(nn.Module):
+    def __init__(self, step: Callable[[Net, Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.step = step
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        self.first, self.a, self.b, self.c, self.d = (Block() for _ in range(5))
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        return self.step(self, x.clone().requires_grad_(), use)
+
+
+def _around(net: Net, x: Tensor, use: bool) -> Tensor:
+    """What comes behind a checkpoint inside of its unit is ready before the unit inside has a graph."""
+    x = reentrant(net.a, x)
+    return x @ net.weight if use else x
+
+
+def _inside(net: Net, x: Tensor, use: bool) -> Tensor:
+    """A checkpoint without reentrance runs one again, on some ranks after they have passed units in it."""
+    x = net.first(x)
+
+    def segment(x: Tensor) -> Tensor:
+        x = reentrant(net.a, x)
+        for block in (net.b, net.c, net.d):
+            x = x + (block(x, False) if use else block(x, False).detach())
+        return x
+
+    y: Tensor = other(segment, x)
+    return y
+
+
+def _twice(net: Net, x: Tensor, use: bool) -> Tensor:
+    """What is called again waits for the first of its calls, and units before that for it."""
+    x = reentrant(net.a, net.first(x))
+    x = net.b(x) if use else x + net.b(x).detach()
+    for block in (net.c, net.a, net.c):
+        x = reentrant(block, x)
+    return x
+
+
+def _nothing_else(net: Net, x: Tensor, use: bool) -> Tensor:
+    """All gradients of a rank come in checkpoints, behind units that it passes over."""
+    x = reentrant(net.a, x if use else x.detach().requires_grad_())
+    x = net.b(x, use)
+    for block in (net.c, net.d):
+        x = block(x) if use else x + block(x).detach()
+    return x
+
+
+def _train(rank: int, world: int, step: Callable[[Net, Tensor, bool], Tensor]) -> list[str]:
+    """Parameters that differ from those of one process."""
+    model, alone = (
+        FullyShardedDataParallel(
+            Net(step), auto_wrap_policy={Block}, backward_prefetch=None, join_units_below=0, use_orig_params=True
+        ),
+        Net(step),
+    )
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, alone)]
+    for seed in range(2):
+        of_ranks = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * seed + r)) for r in range(world)]
+        model(of_ranks[rank], rank == 0).square().sum().backward()
+        for each, x in enumerate(of_ranks):
+            (alone(x, each == 0).square().sum() / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found, expected = model.state_dict(), alone.state_dict()
+    return [name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)]
+
+
+@pytest.mark.parametrize("step", [_around, _inside, _twice, _nothing_else])
+def test_ranks_that_use_other_units_beside_it_are_not_waited_for(
+    step: Callable[[Net, Tensor, bool], Tensor], pool2: Run
+) -> None:
+    assert pool2(_train, step, timeout=20) == [[], []]
