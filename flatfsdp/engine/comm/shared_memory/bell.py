@@ -40,10 +40,10 @@ class _Timespec(ctypes.Structure):
 class Bell:
     """The word of one process, mapped."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._segment = Segment(descriptor, SIZE)
-        self._words = memoryview(self._segment.memory).cast("I")
-        self._address = ctypes.c_void_p(self._segment.bytes.data_ptr() + 4 * _WORD)
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._words = memoryview(segment.memory).cast("I")
+        self._address = ctypes.c_void_p(segment.bytes.data_ptr() + 4 * _WORD)
 
     def ring(self, value: int) -> None:
         """Wake its owner, if that sleeps; no two rings of a bell have the same 32-bit `value`."""
@@ -64,7 +64,7 @@ class OwnBell(Bell):
     def __init__(self) -> None:
         self.descriptor = create(SIZE)
         self._sleepers = 0  # threads
-        super().__init__(self.descriptor)
+        super().__init__(Segment(self.descriptor, SIZE))
 
     def look(self) -> int:
         """The word now. From here on, peers wake whoever sleeps; look at what is awaited after it."""

@@ -13,11 +13,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ....errors import UsageError
 from ...base import _torch
 from ...base.hashing import hash63
 from ...device.memory import MemoryTracker
@@ -38,8 +39,7 @@ _NAP = 0.1  # seconds between two looks at whether a peer has ended
 class _Outbox:
     """One rank's, mapped."""
 
-    def __init__(self, descriptor: int, capacity: int) -> None:
-        segment = Segment(descriptor, CONTROL + capacity)
+    def __init__(self, segment: Segment) -> None:
         self.words = memoryview(segment.memory)[:CONTROL].cast("q")
         self.bytes = segment.bytes[CONTROL:]
 
@@ -142,27 +142,20 @@ class _AllToAll(Operation):
 class SharedMemory:
     """The outboxes of one process group, and what passes through them on this rank."""
 
-    def __init__(self, process_group: Any, peers: Sequence[Peer], own: int, capacity: int) -> None:
-        """`own`: the descriptor of this rank's outbox; all descriptors are closed once they are mapped."""
-        self.rank, self.world, self.capacity = process_group.rank(), process_group.size(), capacity
+    def __init__(self, process_group: Any, peers: Sequence[Peer], own: Segment) -> None:
+        """`own`: this rank's outbox; the segments of `peers` are theirs, and their bells."""
+        self.rank, self.world, self.capacity = process_group.rank(), process_group.size(), own.bytes.numel() - CONTROL
         self._name = f"process group {process_group.group_name}"
         self._limit = _torch.time_limit(process_group)
         self._global_rank = dist.get_rank()
         self._peers = peers
-        mine = _Outbox(own, capacity)
+        mine = _Outbox(own)
         self._words, self._outbox = mine.words, mine.bytes
-        theirs: dict[int, _Outbox] = {}
-        self._bells: list[tuple[memoryview, Bell]] = []
-        for peer in peers:
-            outbox, bell = peer.descriptors
-            theirs[peer.rank] = _Outbox(outbox, capacity)
-            self._bells.append((theirs[peer.rank].words, Bell(bell)))
-            os.close(outbox)
-            os.close(bell)
-        os.close(own)
+        theirs = {peer.rank: _Outbox(peer.segments[0]) for peer in peers}
+        self._bells = [(theirs[peer.rank].words, Bell(peer.segments[1])) for peer in peers]
         self._outboxes = [theirs[rank].bytes if rank in theirs else None for rank in range(self.world)]
         self._their_words = [outbox.words for outbox in theirs.values()]
-        self._stream: ChunkStream[Operation] = ChunkStream(capacity)
+        self._stream: ChunkStream[Operation] = ChunkStream(self.capacity)
         self._lock = threading.RLock()
         self._finalizer = weakref.finalize(self, _close, peers)
         _exchanges.add(self)
@@ -382,10 +375,23 @@ def _close(peers: Sequence[Peer]) -> None:
         peer.close()
 
 
+class _ForkedStream(ChunkStream[Operation]):
+    """In the place of a stream in a forked child, which has none of the memory."""
+
+    def issue(self, *unused: Any, **unused_too: Any) -> NoReturn:
+        raise UsageError(
+            "this process was forked from a rank, and is none: it cannot exchange parameters and gradients with the "
+            "ranks. Start it by spawn, or let it leave the model alone"
+        )
+
+    has_work = property(issue)
+
+
 def _forget_in_child() -> None:
     """A forked child has none of the memory, and would keep connections open whose end means the end of this rank."""
     for each in tuple(_exchanges):
         each._finalizer()
+        each._stream, each._lock = _ForkedStream(0), threading.RLock()
     _exchanges.clear()
     own_bell.cache_clear()
 

@@ -13,7 +13,7 @@ from .bell import SIZE as BELL_SIZE
 from .bell import own_bell
 from .exchange import CAPACITY, CONTROL, SharedMemory
 from .peers import introduce, obstacle
-from .segments import create
+from .segments import Segment, create
 
 logger = logging.getLogger(__name__)
 
@@ -78,17 +78,20 @@ def connect(process_group: Any, *, capacity: int = CAPACITY) -> tuple[SharedMemo
 
     All ranks get the same answer.
     """
-    why, own, descriptors = "" if _wanted else "share_host_memory(False) was called", -1, []
-    why = why or obstacle()
-    if not why:
-        try:
+    why = obstacle() if _wanted else "share_host_memory(False) was called"
+    outbox, own, descriptors = None, -1, []
+    try:
+        if not why:
             own = create(CONTROL + capacity)
+            outbox = Segment(own, CONTROL + capacity)
             descriptors = [own, own_bell().descriptor]
-        except OSError as error:
-            why = f"no memory to share: {error}"
-    peers, why = introduce(process_group, descriptors, (CONTROL + capacity, BELL_SIZE), why)
-    if not peers:
+    except OSError as error:
+        why = f"no memory to share: {error}"
+    try:
+        peers, why = introduce(process_group, descriptors, (CONTROL + capacity, BELL_SIZE), why)
+    finally:
         if own >= 0:
             os.close(own)
+    if not peers or outbox is None:
         return None, why
-    return SharedMemory(process_group, peers, own, capacity), ""
+    return SharedMemory(process_group, peers, outbox), ""

@@ -8,6 +8,7 @@ connections stay: a process that ends closes its side, which is how its peers no
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import platform
@@ -16,6 +17,7 @@ import select
 import socket
 import struct
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,11 @@ import torch
 
 from ...base import _torch
 from ...base.wait_limits import blocked
-from .segments import create, is_sealed
+from .segments import Segment, create, is_sealed
 
 NAME, SECRET, REASON = 16, 32, 160  # bytes
 SECONDS = 20.0  # that a rank waits for another one's connection
+NOBODY = "nobody came of ranks"
 _HELLO = struct.Struct(f"=I{SECRET}s")
 
 
@@ -35,18 +38,20 @@ class Peer:
     """Another rank of the group.
 
     Attributes:
-        rank: in the group. descriptors: of its segments, to be closed once they are mapped.
+        rank: in the group. segments: its own, mapped.
     """
 
-    def __init__(self, rank: int, connection: socket.socket, descriptors: list[int]) -> None:
+    def __init__(self, rank: int, connection: socket.socket, segments: list[Segment]) -> None:
         self.rank = rank
-        self.descriptors = descriptors
+        self.segments = segments
         self._connection = connection
 
     @property
     def has_ended(self) -> bool:
         """Whether its process has, or has let go of the group."""
-        return bool(select.select([self._connection], [], [], 0)[0])  # nothing is ever sent: it is the end
+        look = select.poll()  # `select` knows no descriptors from 1,024 on
+        look.register(self._connection, select.POLLIN)
+        return bool(look.poll(0))  # nothing is ever sent: it is the end
 
     def close(self) -> None:
         """Let go of it. It takes this rank for ended from now on."""
@@ -69,7 +74,8 @@ def obstacle() -> str:
 def introduce(
     process_group: Any, descriptors: Sequence[int], sizes: Sequence[int], obstacle: str
 ) -> tuple[list[Peer], str]:
-    """The peers of this rank, each with descriptors of segments of these `sizes`, as are given here; or none, and why.
+    """The peers of this rank, each with segments of these `sizes`, as are those whose `descriptors` are given here; or
+    none, and why.
 
     Collective over the group. `obstacle`: why this rank cannot; then no rank does. All ranks get the same answer.
     """
@@ -97,8 +103,6 @@ def introduce(
         if why := _first_reason(_tell_all(process_group, b"", trouble)):
             for peer in peers:
                 peer.close()
-                for descriptor in peer.descriptors:
-                    os.close(descriptor)
             return [], why
         return peers, ""
     finally:
@@ -120,11 +124,12 @@ def _listen(world: int) -> tuple[socket.socket, bytes]:
 
 def _host() -> bytes:
     """16 bytes that are this system's since it was started, and the network's whose sockets it sees."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
     try:
-        return bytes.fromhex(boot.read_text().strip().replace("-", ""))
-    except (OSError, ValueError):
-        return platform.node().encode()[:16].ljust(16, b"\0")
+        system = Path("/proc/sys/kernel/random/boot_id").read_text()
+        network = Path("/proc/self/ns/net").stat().st_ino
+    except OSError:
+        system, network = platform.node(), 0
+    return hashlib.blake2b(f"{system} {network}".encode(), digest_size=16).digest()
 
 
 def _tell_all(process_group: Any, payload: bytes, reason: str) -> list[tuple[bytes, str]]:
@@ -139,7 +144,9 @@ def _tell_all(process_group: Any, payload: bytes, reason: str) -> list[tuple[byt
 
 
 def _first_reason(answers: list[tuple[bytes, str]]) -> str:
-    return next((f"rank {rank} of the group: {why}" for rank, (_, why) in enumerate(answers) if why), "")
+    """One of those who cannot; of those who only waited for them if there is no other."""
+    reasons = [(NOBODY in why, f"rank {rank} of the group: {why}") for rank, (_, why) in enumerate(answers) if why]
+    return min(reasons, default=(False, ""), key=lambda each: each[0])[1]
 
 
 def _connect(
@@ -152,54 +159,84 @@ def _connect(
 ) -> list[Peer]:
     """To the ranks before this one; the others come."""
     found: dict[int, socket.socket] = {}
-    peers = []
     try:
         for other in range(rank):
-            found[other] = connection = _socket(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            found[other] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(SECONDS)
             connection.connect(b"\0" + names[other])
             if not _is_ours(connection):
                 raise ValueError("a process of another user has taken the name of a socket")
             connection.sendall(_HELLO.pack(rank, secrets_[other]))
-        listener.settimeout(SECONDS)
-        while len(found) < len(names) - 1:
-            connection = _socket(listener.accept()[0])
-            if not _is_ours(connection):
-                connection.close()
-                continue
-            other, secret = _HELLO.unpack(_receive(connection, _HELLO.size))
-            if not hmac.compare_digest(secret, secrets_[rank]) or not rank < other < len(names) or other in found:
-                connection.close()  # of another job
-                continue
-            found[other] = connection
+        _accept(listener, secrets_[rank], set(range(rank + 1, len(names))), found)
         for connection in found.values():
             socket.send_fds(connection, [b"\0"], list(descriptors))
-        for other, connection in sorted(found.items()):
-            _, received, _, _ = socket.recv_fds(connection, 1, len(descriptors))
-            peers.append(Peer(other, connection, received))
-            if len(received) != len(sizes) or not all(map(is_sealed, received, sizes)):
-                raise ValueError(f"what rank {other} of the group shares is not what was agreed on")
+        return [Peer(other, found[other], _receive(other, found[other], sizes)) for other in sorted(found)]
     except BaseException:
         for connection in found.values():
             connection.close()
-        for peer in peers:
-            for descriptor in peer.descriptors:
-                os.close(descriptor)
         raise
-    return peers
 
 
-def _socket(made: socket.socket) -> socket.socket:
-    made.settimeout(SECONDS)
-    return made
+def _accept(listener: socket.socket, secret: bytes, awaited: set[int], found: dict[int, socket.socket]) -> None:
+    """Add the connections of the `awaited` ranks, which know the `secret`. Nobody else holds them up, whatever he sends
+    or keeps to himself."""
+    deadline = time.monotonic() + SECONDS
+    heard: dict[socket.socket, bytes] = {}
+    try:
+        while not awaited <= found.keys():
+            ready = select.poll()
+            for each in (listener, *heard):
+                ready.register(each, select.POLLIN)
+            if not (events := ready.poll(max(0.0, deadline - time.monotonic()) * 1e3)):
+                raise TimeoutError(f"{NOBODY} {sorted(awaited - found.keys())} within {SECONDS:g} s")
+            descriptors = {descriptor for descriptor, _ in events}
+            for each in [each for each in heard if each.fileno() in descriptors]:
+                hello = heard.pop(each)
+                more = _received(each, _HELLO.size - len(hello))
+                hello += more
+                if more and len(hello) < _HELLO.size:
+                    heard[each] = hello
+                elif (other := _introduced(hello, secret)) in awaited - found.keys():
+                    found[other] = each
+                else:
+                    each.close()
+            if listener.fileno() in descriptors:
+                connection, _ = listener.accept()
+                connection.settimeout(SECONDS)
+                if _is_ours(connection):
+                    heard[connection] = b""
+                else:
+                    connection.close()
+    finally:
+        for each in heard:
+            each.close()
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        if not (more := connection.recv(size - len(received))):
-            raise ValueError("the connection was closed")
-        received += more
-    return received
+def _introduced(hello: bytes, secret: bytes) -> int:
+    """The rank of who sent this; -1 for one who does not know the `secret`."""
+    if len(hello) < _HELLO.size:
+        return -1
+    rank, known = _HELLO.unpack(hello)
+    return int(rank) if hmac.compare_digest(known, secret) else -1
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    try:
+        return connection.recv(size)
+    except OSError:  # it hung up
+        return b""
+
+
+def _receive(other: int, connection: socket.socket, sizes: Sequence[int]) -> list[Segment]:
+    """The segments that another rank sends, mapped."""
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, len(sizes))
+    try:
+        if len(descriptors) != len(sizes) or not all(map(is_sealed, descriptors, sizes)):
+            raise ValueError(f"what rank {other} of the group shares is not what was agreed on")
+        return [Segment(*each) for each in zip(descriptors, sizes, strict=True)]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _is_ours(connection: socket.socket) -> bool:

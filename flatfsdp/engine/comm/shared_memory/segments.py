@@ -1,19 +1,23 @@
 """Memory that other processes map: files without a name (`memfd_create(2)`), which end with the last who maps them.
 
 [Note: segments] A segment's pages are taken when it is made, and it is sealed against another size: no process that
-maps it can be ended (SIGBUS) by what another does. A child that is forked does not get the memory.
+maps it can be ended (SIGBUS) by what another does. A child that is forked does not get the memory, and never unmaps
+what it has not got: other memory of its own may lie there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 
 import torch
 
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of fcntl.h
 _ADD_SEALS = 1033
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 class Segment:
@@ -28,6 +32,7 @@ class Segment:
         """Map what `descriptor` stands for, which stays open."""
         self.memory = mmap.mmap(descriptor, size)
         self.memory.madvise(mmap.MADV_DONTFORK)
+        _mapped.add(self.memory)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
@@ -51,3 +56,11 @@ def is_sealed(descriptor: int, size: int) -> bool:
     """Whether a segment that another process made has that `size` for good."""
     seals = fcntl.fcntl(descriptor, _ADD_SEALS + 1)
     return os.fstat(descriptor).st_size == size and seals & _SEALS == _SEALS
+
+
+def _keep_in_child() -> None:
+    for memory in _mapped:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)

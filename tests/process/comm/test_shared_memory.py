@@ -1,0 +1,469 @@
+"""Ranks that share memory and die, stop, fork, let go of it, or cannot; and strangers at their sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import mmap
+import os
+import re
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.comm.shared_memory import groups, peers
+from flatfsdp.engine.watchdog.watchdog import is_lost_connection
+from tests.distributed.comm.test_shared_memory import at_random, exchange, issue, wrong
+from tests.harness import fresh
+from tests.harness.thorough import is_thorough
+from tests.process.watchdog.test_faults import frozen_until_gone, is_running
+
+SECONDS = 4.0  # in which a rank has to end once a peer has
+
+
+def job(case: Callable[..., Any], world: int = 2, **kwargs: Any) -> pytest.MarkDecorator:
+    return pytest.mark.ranks(world, case, timeout=60, **kwargs)
+
+
+def well(outcomes: list[fresh.Outcome]) -> list[Any]:
+    """What each rank returned, none of which failed."""
+    for outcome in outcomes:
+        assert (outcome.exit_code, outcome.error) == (0, None), outcome
+    return [outcome.result for outcome in outcomes]
+
+
+def die(rank: int, world: int, how: str) -> tuple[str, float]:
+    """Rank 1 ends with an exchange under way that is larger than an outbox; what the others are told, and when."""
+    dist.init_process_group("gloo")
+    way = exchange()
+    assert wrong([issue(way, "gather", rank, world, 1000, torch.float32)]) == []
+    dist.barrier()
+    kind = "all-reduce" if how == "killed" else "reduce-scatter"
+    if rank == 1:
+        if how != "before it issues":
+            issue(way, kind, rank, world, 100_000, torch.float32)
+        os._exit(7) if how == "exits" else os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        wrong([issue(way, kind, rank, world, 100_000, torch.float32)])
+    except RuntimeError as error:
+        assert is_lost_connection(error)
+        return str(error), time.monotonic() - began
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("killed", marks=job(die, 3, of=["how"])),
+        *([pytest.param("exits", marks=job(die, of=["how"]))] if is_thorough() else []),
+        *([pytest.param("before it issues", marks=job(die, of=["how"]))] if is_thorough() else []),
+    ],
+)
+def test_a_peer_ends_in_the_middle_of_an_exchange(how: str, outcomes: list[fresh.Outcome]) -> None:
+    first, dead, *others = outcomes
+    assert dead.exit_code == (7 if how == "exits" else -signal.SIGKILL)
+    for survivor in (first, *others):
+        assert survivor.error is None, survivor
+        told, seconds = survivor.result
+        # The one that has heard of it first may be gone, too, when the other looks.
+        assert re.search(r"connection closed by peer: the process of rank [012] of the group has ended", told), told
+        assert seconds < SECONDS
+    assert any("process of rank 1 of" in survivor.result[0] for survivor in (first, *others))
+
+
+def leave_first(rank: int, world: int) -> list[str]:
+    """The last rank is late, and ends as soon as its part is done: when the others, which sleep, look for it, it is
+    gone. They have more files open than `select` can be asked about."""
+    dist.init_process_group("gloo")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most), most))
+    many = [os.open("/dev/null", os.O_RDONLY) for _ in range(1200)]
+    way = exchange()
+    dist.barrier()
+    if rank == world - 1:
+        time.sleep(0.4)
+    found = wrong([issue(way, "gather", rank, world, 100, torch.float32)])
+    if rank == world - 1:
+        os._exit(0)
+    for each in many:
+        os.close(each)
+    return found
+
+
+@job(leave_first, 3)
+def test_a_peer_that_has_done_its_part_may_end(outcomes: list[fresh.Outcome]) -> None:
+    assert outcomes[2].exit_code == 0
+    assert well(outcomes[:2]) == [[]] * 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(400, 400)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).relu()
+
+
+def wrapped() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=flatfsdp.wrap.ModuleWrapPolicy({Block}), use_orig_params=True
+    )
+
+
+def step(model: Any, seed: int = 0) -> float:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.randn(2, 400, generator=torch.Generator().manual_seed(seed))
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def stopped(rank: int, world: int) -> None:
+    dist.init_process_group("gloo")
+    flatfsdp.set_collective_timeout(report_after=1, raise_after=3)
+    pids: list[Any] = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+    model = wrapped()
+    step(model)
+    if rank == 1:
+        frozen_until_gone([pids[0]])
+    step(model)
+
+
+@pytest.mark.parametrize("limit", [pytest.param(3, marks=job(stopped))] if is_thorough() else [])
+def test_a_stopped_peer_is_reported_by_the_watch(limit: int, outcomes: list[fresh.Outcome]) -> None:
+    """`test_faults.py` has one in every run."""
+    waiting, other = outcomes
+    assert other.exit_code == -signal.SIGKILL
+    assert waiting.exit_code == 1, waiting
+    assert re.search(r"^\[flatfsdp, rank 0\] .* for \d+ s\. Status of all ranks", waiting.output, re.MULTILINE), waiting
+    assert re.search(rf"WaitError: .*{limit} s", waiting.output), waiting
+
+
+def child_of(parent: Callable[[], None]) -> int:
+    """The exit status of a forked child that runs `parent`'s function."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            parent()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fork_between_steps(rank: int, world: int) -> tuple[list[float], list[float], list[int]]:
+    dist.init_process_group("gloo")
+    model = wrapped()
+    plain = [step(model, seed) for seed in range(4)]
+    model = wrapped()
+    forked, statuses = [], []
+
+    def read_and_write() -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                assert torch.isfinite(p).all()
+                p.zero_()
+
+    for seed in range(4):
+        forked.append(step(model, seed))
+        if rank == 0:
+            statuses.append(child_of(read_and_write))
+    return plain, forked, statuses
+
+
+@job(fork_between_steps)
+def test_forked_children_read_and_write_and_change_nothing(outcomes: list[fresh.Outcome]) -> None:
+    for plain, forked, statuses in well(outcomes):
+        assert plain == forked
+        assert set(statuses) <= {0}, statuses
+
+
+def let_go_in_a_child(rank: int, world: int) -> int:
+    """A child that clears up: its own memory does not go with that which it never had."""
+    dist.init_process_group("gloo")
+    way: Any = exchange(1024 * 1024)
+    assert wrong([issue(way, "gather", rank, world, 100, torch.float32)]) == []
+
+    def let_go() -> None:
+        nonlocal way
+        blocks = [mmap.mmap(-1, 100_000 * n) for n in range(1, 30)]  # which may lie where it was
+        way = None
+        gc.collect()
+        for n, block in enumerate(blocks):
+            block.write(bytes([n]) * len(block))
+
+    return child_of(let_go)
+
+
+@job(let_go_in_a_child)
+def test_a_forked_child_lets_go_of_what_it_has_not_got(outcomes: list[fresh.Outcome]) -> None:
+    assert well(outcomes) == [0, 0]
+
+
+def exchange_in_a_child(rank: int, world: int) -> str:
+    """A child that goes on as a rank is told, and does not end by a signal."""
+    dist.init_process_group("gloo")
+    way, told = exchange(), Path(f"told{os.getpid()}")
+    assert wrong([issue(way, "gather", rank, world, 100, torch.float32)]) == []
+
+    def exchanges() -> None:
+        try:
+            wrong([issue(way, "gather", rank, world, 100, torch.float32)])
+        except RuntimeError as error:
+            told.write_text(str(error))
+
+    try:
+        status = child_of(exchanges)
+        return f"{status}: {told.read_text() if told.exists() else 'nothing'}"
+    finally:
+        told.unlink(missing_ok=True)
+
+
+@job(exchange_in_a_child)
+def test_a_forked_child_is_refused_an_exchange_in_words(outcomes: list[fresh.Outcome]) -> None:
+    for told in well(outcomes):
+        assert re.search(r"^0: .*forked", told), told
+
+
+def child_outlives(rank: int, world: int) -> tuple[str, bool]:
+    """Rank 1 is killed while a child that it has forked lives; what rank 0 is told."""
+    dist.init_process_group("gloo")
+    way = exchange()
+    child = torch.zeros(1, dtype=torch.int64)
+    if rank == 1:
+        child[0] = forked = os.fork()
+        if forked == 0:
+            time.sleep(30)
+            os._exit(0)
+    dist.broadcast(child, 1)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    told = "nothing"
+    try:
+        wrong([issue(way, "gather", rank, world, 100, torch.float32)])
+    except RuntimeError as error:
+        told = str(error)
+    assert time.monotonic() - began < SECONDS
+    lives = is_running(int(child))
+    os.kill(int(child), signal.SIGKILL)
+    return told, lives
+
+
+@job(child_outlives)
+def test_a_forked_child_keeps_no_connection_alive(outcomes: list[fresh.Outcome]) -> None:
+    told, lives = outcomes[0].result
+    assert "process of rank 1 of the group has ended" in told
+    assert lives
+
+
+def held() -> tuple[int, int]:
+    """How many descriptors this process has open, and how many segments it has mapped."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:flatfsdp")
+
+
+def rewrap(rank: int, world: int, how: str) -> list[tuple[int, int]]:
+    """What is held with one model, after many more, and once the process group is destroyed."""
+    dist.init_process_group("gloo")
+    model = wrapped()
+    step(model)
+    found = [held()]
+    for _ in range(50 if how == "again" else 3):
+        if how == "again":
+            model = wrapped()
+            step(model)
+            continue
+        group = dist.new_group()
+        other = FullyShardedDataParallel(nn.Linear(8, 8), process_group=group, use_orig_params=True)
+        other(torch.ones(2, 8)).sum().backward()
+        dist.destroy_process_group(group)
+        del other, group
+    found.append(held())
+    del model
+    dist.destroy_process_group()
+    return [*found, held()]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("again", marks=job(rewrap, of=["how"])),
+        *([pytest.param("other groups", marks=job(rewrap, of=["how"]))] if is_thorough() else []),
+    ],
+)
+def test_nothing_is_left_of_what_is_let_go(how: str, outcomes: list[fresh.Outcome]) -> None:
+    """Of all but the process's own bell, which is one file, and one map."""
+    for first, then, last in well(outcomes):
+        if how == "again":
+            assert then[1] == first[1] > 1
+            assert then[0] <= first[0] + 2
+        assert last[1] == 1
+
+
+PLAIN: Any = contextlib.nullcontext()
+
+
+class Reasons(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def refuse(*args: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], list[float], tuple[int, int]]:
+    """Rank 1 cannot; losses with and without."""
+    dist.init_process_group("gloo")
+    log, reasons = logging.getLogger("flatfsdp"), Reasons()
+    log.addHandler(reasons)
+    log.setLevel(logging.DEBUG)
+    maps = iter((mmap.mmap,) * 2)  # its outbox, and its bell
+
+    def late_failure(*args: Any) -> mmap.mmap:
+        for make in maps:
+            return make(*args)
+        return refuse()
+
+    failures: dict[str, Any] = {
+        "memory": patch.object(os, "posix_fallocate", side_effect=refuse),
+        "no such files": patch.object(os, "memfd_create", side_effect=refuse),
+        "maps": patch.object(mmap, "mmap", late_failure),
+        "sockets": patch.object(socket.socket, "bind", side_effect=refuse),
+        "connections": patch.object(socket.socket, "connect", side_effect=refuse),
+        "told not to": patch.object(groups, "connect", groups.connect),
+    }
+    if how == "told not to" and rank == 1:
+        flatfsdp.share_host_memory(False)
+    before = held()
+    peers.SECONDS = 2.0
+    with failures[how] if rank == 1 else PLAIN:
+        model = wrapped()
+        found = [step(model, seed) for seed in range(3)]
+    after = held()
+    model = None
+    with groups.by_messages():
+        model = wrapped()
+        plain = [step(model, seed) for seed in range(3)]
+    left = (after[0] - before[0], after[1] - before[1])
+    return [line for line in reasons.lines if "shares no memory" in line], found, plain, left
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        pytest.param(how, reason, marks=job(unable, of=["how"]), id=how)
+        for how, reason in {
+            "memory": "rank 1 of the group: this system gives no memory to share: .*No space left",
+            "no such files": "rank 1 of the group: .*No space left",
+            "maps": "rank 1 of the group: .*No space left",
+            "sockets": "rank 1 of the group: no local socket: .*No space left",
+            "connections": "rank 1 of the group: .*No space left",
+            "told not to": r"rank 1 of the group: share_host_memory\(False\) was called",
+        }.items()
+        if is_thorough() or how in ("maps", "connections")
+    ],
+)
+def test_one_rank_that_cannot_takes_all_back_to_gloo(how: str, reason: str, outcomes: list[fresh.Outcome]) -> None:
+    for lines, found, plain, left in well(outcomes):
+        assert lines
+        assert all(re.search(reason, line) for line in lines), lines
+        assert found == plain
+        assert left[1] <= 1, left  # its bell
+
+
+def strangers(rank: int, world: int) -> tuple[bool, float]:
+    """Others come to rank 0's socket before rank 1 does: they are silent, hang up, talk nonsense, or know no secret."""
+    dist.init_process_group("gloo")
+    known = listening()
+    silent: list[socket.socket] = []
+
+    def disturb() -> None:
+        deadline = time.monotonic() + 5
+        while not (names := listening() - known) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for name in names:
+            for said in (None, b"", b"x" * 7, b"GET / HTTP/1.0\r\n" * 20, (1).to_bytes(4, "little") + b"y" * 32):
+                stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                stranger.connect(b"\0" + name)
+                if said is None or said == b"x" * 7:
+                    silent.append(stranger)
+                with contextlib.suppress(OSError):
+                    stranger.sendall(said or b"")
+                if stranger not in silent:
+                    stranger.close()
+
+    plain = socket.socket.connect
+
+    def late(self: socket.socket, address: Any) -> None:
+        if isinstance(address, bytes):
+            time.sleep(1)
+        plain(self, address)
+
+    troubling = threading.Thread(target=disturb)
+    if rank == 0:
+        troubling.start()
+    began = time.monotonic()
+    with patch.object(socket.socket, "connect", late) if rank == 1 else PLAIN:
+        way = exchange()
+    seconds = time.monotonic() - began
+    if rank == 0:
+        troubling.join()
+        assert silent
+    return wrong([issue(way, "all-reduce", rank, world, 5000, torch.float32)]) == [], seconds
+
+
+def listening() -> set[bytes]:
+    """The names of this process's local sockets."""
+    own = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {line[7][1:].encode() for line in lines if len(line) > 7 and f"socket:[{line[6]}]" in own}
+
+
+@job(strangers)
+def test_strangers_at_the_socket_are_ignored(outcomes: list[fresh.Outcome]) -> None:
+    for right, seconds in well(outcomes):
+        assert right
+        assert seconds < SECONDS
+
+
+def random_exchanges(rank: int, world: int) -> list[str]:
+    dist.init_process_group("gloo")
+    return [each for seed in range(40 if is_thorough() else 4) for each in at_random(rank, world, seed)]
+
+
+def test_two_jobs_at_once() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(fresh.run, 2, random_exchanges) for _ in range(2)]
+        assert [well(each.result()) for each in jobs] == [[[], []]] * 2
