@@ -189,6 +189,31 @@ def test_issuing_waits_for_nobody(way: str, pool2: Run) -> None:
     pool2(issued_alone, way)
 
 
+def waited_for_last(rank: int, world: int, way: str) -> None:
+    """Rank 0 is through with an operation before the others begin to wait for it."""
+    with going(way, rank):
+        gloo.is_near(dist.group.WORLD)  # asked once
+        of_group(dist.group.WORLD)  # likewise
+        transport, lane, told = over(), Device(CPU).new_stream("test"), dist.new_group()
+        numel = 3_000_000  # more than an outbox has room for
+        whole, piece = torch.ones(world * numel), torch.ones(numel)
+        for issue in (
+            lambda: transport.all_gather_base(whole, piece, lane),
+            lambda: transport.reduce_scatter_base(piece, whole, lane),
+            lambda: transport.all_reduce(whole, lane),
+        ):
+            pending = issue()
+            if rank == 0:
+                pending.wait()
+            dist.broadcast(torch.zeros(1), 0, group=told)
+            pending.wait()
+
+
+def test_a_rank_that_does_not_come_to_a_wait_keeps_nobody_waiting(pool2: Run) -> None:
+    """Or the job would not end. (Of an all-reduce by messages the second half is issued where it is waited for.)"""
+    pool2(waited_for_last, "shared memory")
+
+
 def messages_of(rank: int, world: int, numel: int) -> list[int]:
     with by_messages():
         return _messages_of(world, numel)

@@ -1,8 +1,8 @@
 """Collectives through the outboxes of one process group, carried out where a rank waits.
 
-[Note: progress] Nobody works in the background: a rank writes and reads chunks when it issues a collective, as far as
-there is room, and wherever it waits for one. There it does so for all groups of this process, so that ranks that wait
-for different collectives bring each other's to an end.
+[Note: progress] A rank writes and reads chunks when it issues a collective, as far as there is room, and wherever it
+waits for one. There it does so for all groups of this process, so that ranks that wait for different collectives bring
+each other's to an end. Where it neither issues nor waits for long, a thread does. [Note: attendant]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ...base.hashing import hash63
 from ...device.memory import MemoryTracker
 from ...device.streams import PendingWork
 from ..comm_stats import CommStats
+from .attendant import Attendant
 from .bell import Bell, own_bell, ring_value
 from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream, longest_chunk
 from .peers import Peer
@@ -157,6 +158,7 @@ class SharedMemory:
         self._their_words = [outbox.words for outbox in theirs.values()]
         self._stream: ChunkStream[Operation] = ChunkStream(self.capacity)
         self._lock = threading.RLock()
+        self.worked_at = time.monotonic()
         self._finalizer = weakref.finalize(self, _close, peers)
         _exchanges.add(self)
 
@@ -192,7 +194,14 @@ class SharedMemory:
         with self._lock:
             self._stream.issue(operation, elements, bytes_each=bytes_each, depends=depends)
             self.progress()
+            if self._stream.has_work:
+                _attendant.ask()
         return operation
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is under way."""
+        return self._stream.has_work
 
     # -- progress ----------------------------------------------------------------------------------------------------
 
@@ -205,6 +214,7 @@ class SharedMemory:
         stream, moved = self._stream, False
         if not stream.has_work:
             return False
+        self.worked_at = time.monotonic()
         with self._lock, torch.no_grad():
             while True:
                 words = self._their_words
@@ -260,6 +270,7 @@ def _tag(what: str, elements: int) -> int:
 
 
 _exchanges: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+_attendant = Attendant(lambda: tuple(_exchanges))
 
 
 def _progress_all() -> bool:
@@ -393,6 +404,7 @@ def _forget_in_child() -> None:
         each._finalizer()
         each._stream, each._lock = _ForkedStream(0), threading.RLock()
     _exchanges.clear()
+    _attendant.forget()
     own_bell.cache_clear()
 
 
