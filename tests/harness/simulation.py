@@ -129,10 +129,11 @@ def drawn_program(seed: int) -> Program:
     kinds: list[Any] = [rng.choice(("before", "halfway", "after", None))]
     if rng.random() < 0.2:
         kinds = ["before", "halfway", "after", None]
+    targeting = 0.4 if rng.random() < 0.1 else 0.05
     rules = {
         name: UnitRules(
             prefetch=rng.choice(kinds),
-            targets=(rng.choice(names),) if rng.random() < 0.05 else (),
+            targets=(rng.choice(names),) if rng.random() < targeting else (),
             reduces=rng.random() < 0.97,
             stays_unsharded=rng.random() < 0.05,
             is_conditional=name in together,
@@ -145,6 +146,35 @@ def drawn_program(seed: int) -> Program:
     frozen = {(name, index) for name in names for index in range(PARAMETERS) if rng.random() < 0.1}
     sizes = {name: rng.choice((0, 1, 1)) if name not in together and name not in tied else 0 for name in names}
     return Program(names, steps, rules, frozen, sizes, rng.choice((1, 1, 2, 3)), together, rng.random() < 0.7)
+
+
+def program_of(
+    steps: Sequence[Call | list[str]],
+    rules: dict[str, UnitRules[str]],
+    *,
+    joined: Sequence[str] = (),
+    together: Sequence[str] = (),
+) -> Program:
+    """A program that is written out: every unit trained, none but those `joined` with others in a collective."""
+    return Program(
+        units=list(rules),
+        steps=list(steps),
+        rules=rules,
+        frozen=set(),
+        sizes={name: int(name in joined) for name in rules},
+        most=len(joined),
+        together=dict.fromkeys(together, tuple(together)),
+        has_inputs=True,
+    )
+
+
+def call(unit: str, *inside: Call, checkpoint: Region | None = None) -> Call:
+    """A call with calls inside, before the unit's own parameters are used; `checkpoint`: around this one, alone."""
+    made = Call(unit, [*inside, *_own(unit)], checkpoint)
+    if checkpoint is not None:
+        for each in made.calls():
+            each.region = checkpoint
+    return made
 
 
 def _draw_checkpoints(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
@@ -681,8 +711,14 @@ def deadlock(ranks: Sequence[list[Stream]]) -> str:
 
 def problem_of(seed: int, *, schedule_class: type[BackwardSchedule[str]] = BackwardSchedule, world: int = 0) -> str:
     """Play program `seed` on some ranks; "" or what went wrong."""
+    return problem_of_program(drawn_program(seed), seed, schedule_class=schedule_class, world=world)
+
+
+def problem_of_program(
+    program: Program, seed: int, *, schedule_class: type[BackwardSchedule[str]] = BackwardSchedule, world: int = 0
+) -> str:
+    """Play `program` on some ranks, of which `seed` draws what their backwards reach; "" or what went wrong."""
     rng = random.Random(f"ranks {seed}")
-    program = drawn_program(seed)
     double = rng.random() < 0.1
     ranks = [
         SimulatedRank(program, rng.randrange(2**30), double=double, schedule_class=schedule_class)

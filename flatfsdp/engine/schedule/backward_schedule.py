@@ -260,6 +260,8 @@ class BackwardSchedule(Generic[U]):
         if not self._facts.expects_gradients(unit):
             # Not again where it was gathered with others and freed since: those that reach it have it still.
             self._gather(self.gathers.through((unit,)))
+            if self.clock.recomputes and unit in self.clock.planned:
+                self._prefetch_after(unit)  # as ranks did that reached it: other gathers without a turn may follow
             self._driver.take_part(unit)
         self._driver.complete(unit)
         if not self.clock.waits_for_first_call(unit):

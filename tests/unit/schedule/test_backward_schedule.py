@@ -7,14 +7,15 @@ gathered. Schedules that break one of the rules of [Note: one clock] are found o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from flatfsdp.engine.schedule.backward_driver import UnitRules
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
 from flatfsdp.engine.schedule.forward_record import ForwardRecord
-from tests.harness.simulation import problem_of
+from tests.harness.simulation import Program, Region, call, problem_of, problem_of_program, program_of
 from tests.harness.thorough import seeds
 
 AT_ONCE = 50  # programs of a test
@@ -24,6 +25,29 @@ Schedule = BackwardSchedule[str]
 @pytest.mark.parametrize("block", seeds(6, 400))
 def test_ranks_issue_one_sequence_and_nobody_waits_in_a_circle(block: int) -> None:
     found = {seed: problem for seed in range(block * AT_ONCE, (block + 1) * AT_ONCE) if (problem := problem_of(seed))}
+    assert not found, found
+
+
+def passed_over_before_what_is_listed() -> Program:
+    """`d` is reached before `c`, which is gathered before it, being listed by the second `a`."""
+    steps = [call("x"), call("a"), call("b", checkpoint=Region(reentrant=True)), call("c"), call("d"), call("a")]
+    rules = {name: UnitRules(targets=("c",) if name == "a" else ()) for name in "xabcd"}
+    return program_of(steps, rules)
+
+
+def conditional_listed_and_next() -> Program:
+    """`e`, gathered with `f`, gathers half-way what `f` lists: one of two units, of which ranks run any."""
+    steps = [["a", "b"], call("c"), call("d", checkpoint=Region(reentrant=True)), call("e", call("f"))]
+    rules = {
+        name: UnitRules("halfway", targets=("a",) if name == "f" else (), is_conditional=name in "ab")
+        for name in "abcdef"
+    }
+    return program_of(steps, rules, joined="ef", together="ab")
+
+
+@pytest.mark.parametrize("program", [passed_over_before_what_is_listed, conditional_listed_and_next])
+def test_ranks_gather_alike_whatever_they_pass_over(program: Callable[[], Program]) -> None:
+    found = {seed: problem for seed in range(100) if (problem := problem_of_program(program(), seed))}
     assert not found, found
 
 
