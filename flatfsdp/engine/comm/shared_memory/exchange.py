@@ -7,6 +7,7 @@ each other's to an end. Where it neither issues nor waits for long, a thread doe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -160,7 +161,7 @@ class SharedMemory:
         self._lock = threading.RLock()
         self.worked_at = time.monotonic()
         self._finalizer = weakref.finalize(self, _close, peers)
-        _exchanges.add(self)
+        _remember(self)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -269,12 +270,28 @@ def _tag(what: str, elements: int) -> int:
     return hash63(f"{what} {elements}")
 
 
-_exchanges: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
-_attendant = Attendant(lambda: tuple(_exchanges))
+_exchanges: tuple[weakref.ref[SharedMemory], ...] = ()  # replaced, never changed: several threads go through it
+
+
+def _remember(shared: SharedMemory) -> None:
+    global _exchanges
+    _exchanges = (*(each for each in _exchanges if each() is not None), weakref.ref(shared))
+
+
+def _all() -> list[SharedMemory]:
+    return [shared for each in _exchanges if (shared := each()) is not None]
+
+
+_attendant = Attendant(_all)
 
 
 def _progress_all() -> bool:
-    return any([each.progress() for each in tuple(_exchanges)])
+    """Whether anything moved in any group. Who waits for a broken one meets its error, and nobody else."""
+    moved = False
+    for each in _all():
+        with contextlib.suppress(RuntimeError):
+            moved |= each.progress()
+    return moved
 
 
 class SharedWork:
@@ -299,6 +316,7 @@ class SharedWork:
             looks += 1
             if looks < _LOOKS:
                 continue
+            shared.progress()  # which raises what concerns this wait
             seen = bell.look()
             try:
                 if _progress_all() or operation.done:
@@ -400,10 +418,11 @@ class _ForkedStream(ChunkStream[Operation]):
 
 def _forget_in_child() -> None:
     """A forked child has none of the memory, and would keep connections open whose end means the end of this rank."""
-    for each in tuple(_exchanges):
+    global _exchanges
+    for each in _all():
         each._finalizer()
         each._stream, each._lock = _ForkedStream(0), threading.RLock()
-    _exchanges.clear()
+    _exchanges = ()
     _attendant.forget()
     own_bell.cache_clear()
 
