@@ -51,7 +51,7 @@ def _devices() -> list[str]:
 
 def _shared_memory() -> str:
     """Whether ranks on this host can exchange CPU tensors through memory."""
-    why = flatfsdp.share_host_memory()
+    why = flatfsdp.share_host_memory(None)
     return f"no: {why}" if why else "yes"
 
 

@@ -199,7 +199,7 @@ class Rank:
         outboxes = [Words(replay, each * scope.words + 2 + scope.tags) for each in range(scope.world)]
         peers = [each for each in range(scope.world) if each != rank]
         sleepers = [] if not scope.with_bells else peers if not scope.others_go_on else [0] if rank else []
-        bell_of = [(None, self._equipped(Bell, each, replay)) for each in sleepers]
+        bell_of = [self._equipped(Bell, each, replay) for each in sleepers]
         vars(shared).update(_name="of the model", rank=rank, _global_rank=rank, _stream=stream, _lock=threading.RLock())
         vars(shared).update(_words=words[rank], _their_words=[words[each] for each in peers], _bells=bell_of)
         theirs = [outboxes[each] if each != rank else None for each in range(scope.world)]

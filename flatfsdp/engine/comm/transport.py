@@ -5,7 +5,8 @@
 takes torch's flat collectives. `DeterministicGloo` serves gloo, whose reductions sum in an order of their own: every
 rank sends each peer its piece and sums what it receives in rank order, so that worlds of any size are reproducible, bit
 for bit, however late a rank is. Where much is gathered among a few ranks on one host, that goes by such messages, too
-(`gloo.py`). `SingleRank` serves an axis of one rank.
+(`gloo.py`). What is on the CPU passes through memory instead where ranks share some (`shared_memory/`). `SingleRank`
+serves an axis of one rank.
 
 [Note: reduction] Reductions are SUM; scaling is the caller's (`config.precision.gradient_scaling`). Inputs are complete
 when an operation is issued. On an accelerator the caller has made the stream follow what produced them.
@@ -35,7 +36,7 @@ from ..device.streams import DONE, Device, PendingWork, Stream, Work, accelerato
 from . import gloo
 from .axes import Axis
 from .comm_stats import CommStats
-from .shared_memory.exchange import SharedMemoryExchange, SimulatedSharedMemory
+from .shared_memory.collectives import SharedMemoryExchange, SimulatedSharedMemory
 from .shared_memory.groups import of_group, would_share
 
 # Backends know few dtypes; in a gather bytes only move. These stay as they are: all backends know them.

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import reduce
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp.engine.comm.comm_stats import CommStats
+from flatfsdp.engine.comm.shared_memory.attendant import Attendant
 from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
-from flatfsdp.engine.comm.shared_memory.exchange import SharedMemoryExchange
+from flatfsdp.engine.comm.shared_memory.collectives import SharedMemoryExchange
 from flatfsdp.engine.comm.shared_memory.groups import connect
+from flatfsdp.engine.comm.shared_memory.operations import Sum
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import PendingWork
 from tests.conftest import Run
@@ -253,6 +255,37 @@ def test_other_collectives_end_in_words_on_all_ranks(how: str, pool3: Run) -> No
         assert "issued another collective" in told, (rank, told)
         assert ("rank 2 of the group" in told) == (rank != 2), (rank, told)
         assert seconds < 5
+
+
+def interrupted(rank: int, world: int) -> tuple[list[float], str]:
+    """The last rank is interrupted when it has added up a piece of an all-reduce in place, and tries again."""
+    way, tensor, told = exchange(), torch.full((world * 10,), rank + 1.0), "nothing"
+    take = Sum.take
+
+    def stop(self: Sum, *args: Any) -> None:
+        take(self, *args)
+        raise KeyboardInterrupt
+
+    with patch.object(Attendant, "ask", lambda self: None):  # the thread would be through before
+        if rank < world - 1:
+            pending = way.all_reduce(tensor)
+            dist.barrier()
+            del pending
+            return [], ""
+        with patch.object(Sum, "take", stop), suppress(KeyboardInterrupt):
+            way.all_reduce(tensor).wait()
+        try:
+            way.all_reduce(torch.ones(world)).wait()
+        except dist.DistError as error:
+            told = str(error)
+        dist.barrier()
+    return tensor.unique().tolist(), told
+
+
+def test_what_was_interrupted_is_not_added_up_again(pool2: Run) -> None:
+    found, told = pool2(interrupted)[1]
+    assert found == [2.0, 3.0]  # rank 0's piece as it was, this rank's with both
+    assert "rank 1 of the group was interrupted in the middle of an exchange, which cannot go on" in told
 
 
 def waits_elsewhere(rank: int, world: int) -> list[str]:

@@ -17,7 +17,7 @@ before it is counted, by which peers tell.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 ALIGNMENT = 64  # bytes: a cache line
@@ -131,9 +131,3 @@ class ChunkStream(Generic[T]):
         """What `to_take` returned was read."""
         self._to_take.popleft()
         self.taken += 1
-
-    def unfinished(self) -> Iterator[T]:
-        """The operations of which not all chunks were taken, in order."""
-        for chunk in self._to_take:
-            if chunk.is_last:
-                yield chunk.operation

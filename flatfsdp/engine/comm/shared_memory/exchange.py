@@ -8,26 +8,22 @@ each other's to an end. Where it neither issues nor waits for long, a thread doe
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ....errors import UsageError
 from ...base import _torch
-from ...base.hashing import hash63
-from ...device.memory import MemoryTracker
-from ...device.streams import PendingWork
-from ..comm_stats import CommStats
 from .attendant import Attendant
 from .bell import Bell, own_bell, ring_value
-from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream, longest_chunk
+from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream
+from .operations import AllToAll, Gather, Operation, Sum
 from .peers import Peer
 from .segments import Segment
 
@@ -46,103 +42,10 @@ class _Outbox:
         self.bytes = segment.bytes[CONTROL:]
 
 
-class Operation(Protocol):
-    """What writes and reads the chunks of one collective.
-
-    Attributes:
-        tag: a number that is the same on ranks that issue the same collective.
-        done: whether all chunks were taken.
-    """
-
-    tag: int
-    done: bool
-
-    def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
-        """Write `chunk` into this rank's `outbox`."""
-
-    def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
-        """Read `chunk` from all others' `outboxes`, by rank."""
-
-
-class _Gather(Operation):
-    """Every rank's piece into the slots of all."""
-
-    def __init__(self, slots: Sequence[torch.Tensor], mine: torch.Tensor, rank: int, tag: int) -> None:
-        self._slots, self._mine, self._rank = slots, mine, rank
-        self.tag, self.done = tag, False
-
-    def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
-        part = self._mine[chunk.start : chunk.end]
-        outbox[chunk.place : chunk.place + part.numel()].copy_(part)
-
-    def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
-        for rank, outbox in enumerate(outboxes):
-            if outbox is not None:
-                part = self._slots[rank][chunk.start : chunk.end]
-                part.copy_(outbox[chunk.place : chunk.place + part.numel()])
-
-
-class _Sum(Operation):
-    """The sum over ranks of this rank's piece, in rank order, into `output`, which may be that piece itself."""
-
-    def __init__(self, output: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int, tag: int) -> None:
-        self._output, self._pieces, self._rank = output, pieces, rank
-        self.tag, self.done = tag, False
-
-    def _part(
-        self, outbox: torch.Tensor, chunk: Chunk[Operation], reader: int, writer: int, count: int
-    ) -> torch.Tensor:
-        """What `writer` has there for `reader`: a row for each rank but the writer."""
-        dtype = self._output.dtype
-        row = (chunk.end - chunk.start) * dtype.itemsize
-        begin = chunk.place + row * (reader if reader < writer else reader - 1)
-        return outbox[begin : begin + count * dtype.itemsize].view(dtype)
-
-    def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
-        for peer, piece in enumerate(self._pieces):
-            if peer != self._rank:
-                part = piece[chunk.start : chunk.end]
-                self._part(outbox, chunk, peer, self._rank, part.numel()).copy_(part)
-
-    def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
-        own, total = self._pieces[self._rank][chunk.start : chunk.end], self._output[chunk.start : chunk.end]
-        parts = [
-            own if outbox is None else self._part(outbox, chunk, self._rank, rank, own.numel())
-            for rank, outbox in enumerate(outboxes)
-        ]
-        if own.data_ptr() == total.data_ptr() and self._rank > 1:  # it is not to be written to before its turn
-            before = torch.add(parts[0], parts[1])
-            for part in parts[2 : self._rank]:
-                before.add_(part)
-            torch.add(before, own, out=total)
-            rest = parts[self._rank + 1 :]
-        else:
-            torch.add(parts[0], parts[1], out=total)
-            rest = parts[2:]
-        for part in rest:
-            total.add_(part)
-
-
-class _AllToAll(Operation):
-    """A row for each other rank, and theirs for this one; uint8, in rank order."""
-
-    def __init__(self, arrived: torch.Tensor, sent: torch.Tensor, rank: int, tag: int) -> None:
-        self._arrived, self._sent, self._rank = arrived, sent, rank
-        self.tag, self.done = tag, False
-
-    def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
-        part = self._sent[:, chunk.start : chunk.end]
-        outbox[chunk.place : chunk.place + part.numel()].view(part.shape).copy_(part)
-
-    def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
-        length = chunk.end - chunk.start
-        for row, (writer, outbox) in enumerate((r, box) for r, box in enumerate(outboxes) if box is not None):
-            begin = chunk.place + length * (self._rank if self._rank < writer else self._rank - 1)
-            self._arrived[row, chunk.start : chunk.end].copy_(outbox[begin : begin + length])
-
-
 class SharedMemory:
     """The outboxes of one process group, and what passes through them on this rank."""
+
+    _in_a_chunk = False  # between its beginning and when it was counted
 
     def __init__(self, process_group: Any, peers: Sequence[Peer], own: Segment) -> None:
         """`own`: this rank's outbox; the segments of `peers` are theirs, and their bells."""
@@ -154,7 +57,7 @@ class SharedMemory:
         mine = _Outbox(own)
         self._words, self._outbox = mine.words, mine.bytes
         theirs = {peer.rank: _Outbox(peer.segments[0]) for peer in peers}
-        self._bells = [(theirs[peer.rank].words, Bell(peer.segments[1])) for peer in peers]
+        self._bells = [Bell(peer.segments[1]) for peer in peers]
         self._outboxes = [theirs[rank].bytes if rank in theirs else None for rank in range(self.world)]
         self._their_words = [outbox.words for outbox in theirs.values()]
         self._stream: ChunkStream[Operation] = ChunkStream(self.capacity)
@@ -174,22 +77,16 @@ class SharedMemory:
         own = slots[self.rank]
         if own.data_ptr() != mine.data_ptr():
             own.copy_(mine)
-        longest = slots[0].numel()
-        return self._issue(
-            _Gather(slots, own, self.rank, _tag("gather", longest)), longest, bytes_each=1, depends=depends
-        )
+        return self._issue(Gather(slots, own), slots[0].numel(), bytes_each=1, depends=depends)
 
     def sum_pieces(self, output: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Operation:
         """The sum over ranks of this rank's piece, in rank order, into `output`. The first piece is the longest."""
-        longest, size = pieces[0].numel(), output.element_size()
-        operation = _Sum(output, pieces, self.rank, _tag(f"sum of {output.dtype}", longest))
-        return self._issue(operation, longest, bytes_each=size * (self.world - 1))
+        operation = Sum(output, pieces, self.rank)
+        return self._issue(operation, pieces[0].numel(), bytes_each=output.element_size() * (self.world - 1))
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> Operation:
         """The rows of `sent`, uint8, each to one of the others, and theirs into `arrived`."""
-        length = sent.shape[1]
-        operation = _AllToAll(arrived, sent, self.rank, _tag("all to all", length))
-        return self._issue(operation, length, bytes_each=self.world - 1)
+        return self._issue(AllToAll(arrived, sent, self.rank), sent.shape[1], bytes_each=self.world - 1)
 
     def _issue(self, operation: Operation, elements: int, *, bytes_each: int, depends: bool = False) -> Operation:
         with self._lock:
@@ -210,32 +107,39 @@ class SharedMemory:
         """Post and take what can be posted and taken now; whether there was anything.
 
         Raises:
-            RuntimeError: a peer was given another collective.
+            RuntimeError: a peer was given another collective, or this rank was interrupted in the middle of a chunk.
         """
         stream, moved = self._stream, False
         if not stream.has_work:
             return False
         self.worked_at = time.monotonic()
         with self._lock, torch.no_grad():
+            if self._in_a_chunk:  # a sum in place cannot be made once more
+                raise dist.DistBackendError(
+                    f"shared memory of {self._name}: rank {self.rank} of the group was interrupted in the middle of an "
+                    "exchange, which cannot go on. Make the process group anew, or start the program again"
+                )
             while True:
                 words = self._their_words
                 if (chunk := stream.to_post([each[_TAKEN] for each in words])) is not None:
+                    self._in_a_chunk = True
                     chunk.operation.post(chunk, self._outbox)
                     self._words[_FIRST_TAG + chunk.number % TAGS] = chunk.operation.tag
                     stream.was_posted()
                     self._words[_POSTED] = stream.posted
                 elif (chunk := stream.to_take([each[_POSTED] for each in words])) is not None:
                     self._check(chunk)
+                    self._in_a_chunk = True
                     chunk.operation.take(chunk, self._outboxes)
                     stream.was_taken()
                     self._words[_TAKEN] = stream.taken
                     chunk.operation.done = chunk.is_last
                 else:
                     break
-                moved = True
+                self._in_a_chunk, moved = False, True
         if moved:
             value = ring_value(self._global_rank)
-            for _, bell in self._bells:
+            for bell in self._bells:
                 bell.ring(value)
         return moved
 
@@ -263,11 +167,6 @@ class SharedMemory:
                 f"than {self._limit:.0f} s"
             )
         return ""
-
-
-@functools.lru_cache(1024)
-def _tag(what: str, elements: int) -> int:
-    return hash63(f"{what} {elements}")
 
 
 _exchanges: tuple[weakref.ref[SharedMemory], ...] = ()  # replaced, never changed: several threads go through it
@@ -327,76 +226,6 @@ class SharedWork:
             lost = shared.lost_peer(since)
             if lost and not _progress_all() and not operation.done:  # it may have ended with its part done
                 raise dist.DistNetworkError(lost)
-
-
-class SharedMemoryExchange:
-    """The collectives of a transport, through the shared memory of its group.
-
-    A sum in place takes scratch of a chunk's size from the third rank on, whose piece is not the first to be added.
-    """
-
-    def __init__(self, shared: SharedMemory, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
-        self._shared = shared
-        self._tracker = tracker
-        self._comm_stats = comm_stats
-
-    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
-        """Every rank's `shard` into its slot of `output`; both uint8."""
-        return self._under_way(self._shared.gather(output, shard), output, shard)
-
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
-        """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
-        return self._under_way(self._shared.sum_pieces(output, full.chunk(self._shared.world)), output, full)
-
-    def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
-        """The sum over ranks, in rank order, in place: each rank sums a piece, which all take."""
-        shared = self._shared
-        pieces = tensor.view(-1).tensor_split(shared.world)
-        free = _hold_scratch(tensor, shared.rank, shared.world, shared.capacity, self._tracker)
-        shared.sum_pieces(pieces[shared.rank], pieces)
-        self._comm_stats.issued += 1
-        slots = [piece.view(torch.uint8) for piece in pieces]
-        last = shared.gather_pieces(slots, slots[shared.rank], depends=True)
-        return PendingWork(work=SharedWork(shared, last), keep=(tensor,), finish=free)
-
-    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
-        """The rows of `sent`, uint8, each to one of the others, in rank order, and theirs into `arrived`."""
-        return self._under_way(self._shared.all_to_all(arrived, sent), arrived, sent)
-
-    def _under_way(self, operation: Operation, *keep: torch.Tensor) -> PendingWork:
-        return PendingWork(work=SharedWork(self._shared, operation), keep=keep)
-
-
-class SimulatedSharedMemory(SharedMemoryExchange):
-    """What it holds, without exchanges. [Note: dry run]"""
-
-    def __init__(self, process_group: Any, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
-        self._rank, self._world = process_group.rank(), process_group.size()
-        self._tracker = tracker
-        self._comm_stats = comm_stats
-
-    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
-        return PendingWork(keep=(output, shard))
-
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
-        return PendingWork(keep=(output, full))
-
-    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
-        return PendingWork(keep=(arrived, sent))
-
-    def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
-        self._comm_stats.issued += 1
-        return PendingWork(finish=_hold_scratch(tensor, self._rank, self._world, CAPACITY, self._tracker))
-
-
-def _hold_scratch(
-    tensor: torch.Tensor, rank: int, world: int, capacity: int, tracker: MemoryTracker
-) -> Callable[[], None]:
-    """Count what a sum over `tensor` in place takes; to be called when it is over."""
-    size = tensor.element_size()
-    piece = tensor.numel() // world + (rank < tensor.numel() % world)
-    elements = min(piece, longest_chunk(capacity, size * (world - 1))) if rank > 1 else 0
-    return tracker.allocate("exchange", elements * size)
 
 
 def _close(peers: Sequence[Peer]) -> None:

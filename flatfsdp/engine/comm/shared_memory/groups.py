@@ -7,6 +7,7 @@ import logging
 import os
 from typing import Any
 
+from ....api import check_bool
 from ...base.overrides import Override
 from ...base.per_group import for_group
 from .bell import SIZE as BELL_SIZE
@@ -26,7 +27,7 @@ _by_messages = Override(False)
 by_messages = functools.partial(_by_messages.being, True)
 
 
-def share_host_memory(enabled: bool = True) -> str:
+def share_host_memory(enabled: bool | None = True) -> str:
     """Choose whether ranks on one host exchange parameters and gradients through memory that they share; by default
     they do where they can.
 
@@ -38,10 +39,13 @@ def share_host_memory(enabled: bool = True) -> str:
     collective.
 
     Args:
-        enabled: False to leave everything to gloo.
+        enabled: False to leave everything to gloo; None to change nothing.
 
     Returns:
         Why this process cannot share memory; "" if it can.
+
+    Raises:
+        ConfigTypeError: `enabled` is no bool.
 
     Example:
         >>> import flatfsdp
@@ -49,7 +53,9 @@ def share_host_memory(enabled: bool = True) -> str:
         >>> obstacle = flatfsdp.share_host_memory()  # back to the default
     """
     global _wanted
-    _wanted = bool(enabled)
+    if enabled is not None:
+        check_bool("share_host_memory: enabled", enabled)
+        _wanted = enabled
     return obstacle()
 
 

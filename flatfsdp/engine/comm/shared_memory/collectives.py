@@ -1,0 +1,85 @@
+"""The collectives of a transport, through the outboxes of its group; and what they hold, for dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...device.memory import MemoryTracker
+from ...device.streams import PendingWork
+from ..comm_stats import CommStats
+from .chunks import longest_chunk
+from .exchange import CAPACITY, SharedMemory, SharedWork
+from .operations import Operation
+
+
+class SharedMemoryExchange:
+    """The collectives of a transport, through the shared memory of its group.
+
+    A sum in place takes scratch of a chunk's size from the third rank on, whose piece is not the first to be added.
+    """
+
+    def __init__(self, shared: SharedMemory, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
+        self._shared = shared
+        self._tracker = tracker
+        self._comm_stats = comm_stats
+
+    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
+        """Every rank's `shard` into its slot of `output`; both uint8."""
+        return self._under_way(self._shared.gather(output, shard), output, shard)
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
+        """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
+        return self._under_way(self._shared.sum_pieces(output, full.chunk(self._shared.world)), output, full)
+
+    def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
+        """The sum over ranks, in rank order, in place: each rank sums a piece, which all take."""
+        shared = self._shared
+        pieces = tensor.view(-1).tensor_split(shared.world)
+        free = _hold_scratch(tensor, shared.rank, shared.world, shared.capacity, self._tracker)
+        shared.sum_pieces(pieces[shared.rank], pieces)
+        self._comm_stats.issued += 1
+        slots = [piece.view(torch.uint8) for piece in pieces]
+        last = shared.gather_pieces(slots, slots[shared.rank], depends=True)
+        return PendingWork(work=SharedWork(shared, last), keep=(tensor,), finish=free)
+
+    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
+        """The rows of `sent`, uint8, each to one of the others, in rank order, and theirs into `arrived`."""
+        return self._under_way(self._shared.all_to_all(arrived, sent), arrived, sent)
+
+    def _under_way(self, operation: Operation, *keep: torch.Tensor) -> PendingWork:
+        return PendingWork(work=SharedWork(self._shared, operation), keep=keep)
+
+
+class SimulatedSharedMemory(SharedMemoryExchange):
+    """What it holds, without exchanges. [Note: dry run]"""
+
+    def __init__(self, process_group: Any, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
+        self._rank, self._world = process_group.rank(), process_group.size()
+        self._tracker = tracker
+        self._comm_stats = comm_stats
+
+    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
+        return PendingWork(keep=(output, shard))
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
+        return PendingWork(keep=(output, full))
+
+    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
+        return PendingWork(keep=(arrived, sent))
+
+    def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
+        self._comm_stats.issued += 1
+        return PendingWork(finish=_hold_scratch(tensor, self._rank, self._world, CAPACITY, self._tracker))
+
+
+def _hold_scratch(
+    tensor: torch.Tensor, rank: int, world: int, capacity: int, tracker: MemoryTracker
+) -> Callable[[], None]:
+    """Count what a sum over `tensor` in place takes; to be called when it is over."""
+    size = tensor.element_size()
+    piece = tensor.numel() // world + (rank < tensor.numel() % world)
+    elements = min(piece, longest_chunk(capacity, size * (world - 1))) if rank > 1 else 0
+    return tracker.allocate("exchange", elements * size)
