@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.comm.shared_memory import attendant
 from flatfsdp.engine.comm.transport import doubled
 from flatfsdp.engine.device.memory import poison
 from flatfsdp.engine.flat import gradient_slots as grads
@@ -49,9 +50,9 @@ LR = 0.05
 class Setting:
     """How a model is wrapped.
 
-    `doubled`: under a late communicator and poisoned buffers. `nearby`: among how many ranks parameters stay between
-    forward and backward. `large`: units and gradients, which are small here, are treated as large ones: exchanged, and
-    moved, one by one as they come.
+    `doubled`: under a late communicator and poisoned buffers, and a thread that goes on with exchanges at any moment.
+    `nearby`: among how many ranks parameters stay between forward and backward. `large`: units and gradients, which are
+    small here, are treated as large ones: exchanged, and moved, one by one as they come.
     """
 
     strategy: str = "FULL_SHARD"
@@ -89,6 +90,7 @@ class Setting:
             stack.enter_context(patch.object(grads, "SMALL_BYTES", 0))
         if self.doubled:
             stack.enter_context(doubled(DelayedTransport))
+            stack.enter_context(patch.object(attendant, "PERIOD", 0.0001))
             stack.enter_context(poison())
         return stack
 

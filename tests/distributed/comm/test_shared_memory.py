@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import reduce
 from typing import Any
 from unittest.mock import patch
@@ -74,6 +74,9 @@ def issue(way: SharedMemoryExchange, what: str, rank: int, world: int, size: int
     return name, way.gather(output.view(torch.uint8), shard.view(torch.uint8)), output, torch.cat(shards)
 
 
+MODES: dict[str, Callable[[], Any]] = {
+    "grad": nullcontext, "no grad": torch.no_grad, "inference": torch.inference_mode,
+}  # fmt: skip
 KINDS = ["gather", "gather in place", "reduce-scatter", "all-reduce"]
 
 
@@ -127,7 +130,8 @@ def delayed(draw: random.Random, share: float = 0.1) -> Iterator[None]:
 
 
 def at_random(rank: int, world: int, seed: int) -> list[str]:
-    """Several groups' exchanges, all issued before the first is waited for, each rank in an order of its own."""
+    """Several groups' exchanges, all issued before the first is waited for, each rank in an order and modes of its
+    own."""
     draw, own = random.Random(seed), random.Random(seed * 10 + rank)
     capacity = draw.choice([1024, TINY, 10_000])
     ways, found = [exchange(capacity), exchange(capacity)], []
@@ -137,12 +141,14 @@ def at_random(rank: int, world: int, seed: int) -> list[str]:
             for number in range(draw.randint(1, 15)):
                 size = draw.choice([1, 7, 400, 3000]) + number
                 what, dtype, way = draw.choice(KINDS), draw.choice(DTYPES), draw.choice(ways)
-                waits.append(issue(way, what, rank, world, size, dtype))
+                with MODES[own.choice([*MODES])]():
+                    waits.append(issue(way, what, rank, world, size, dtype))
                 if own.random() < 0.1:
-                    time.sleep(0.005)
+                    time.sleep(own.choice([0.005, 0.02]))  # so long that the thread does it
             if own.random() < 0.8:
                 own.shuffle(waits)
-            found += wrong(waits)
+            with MODES[own.choice([*MODES])]():
+                found += wrong(waits)
     return found
 
 
@@ -268,10 +274,12 @@ def interrupted(rank: int, world: int) -> tuple[list[float], str]:
 
     with patch.object(Attendant, "ask", lambda self: None):  # the thread would be through before
         if rank < world - 1:
-            pending = way.all_reduce(tensor)
+            try:
+                way.all_reduce(tensor).wait()
+            except dist.DistError as error:
+                told = str(error)
             dist.barrier()
-            del pending
-            return [], ""
+            return [], told
         with patch.object(Sum, "take", stop), suppress(KeyboardInterrupt):
             way.all_reduce(tensor).wait()
         try:
@@ -283,15 +291,17 @@ def interrupted(rank: int, world: int) -> tuple[list[float], str]:
 
 
 def test_what_was_interrupted_is_not_added_up_again(pool2: Run) -> None:
-    found, told = pool2(interrupted)[1]
+    (_, peer_told), (found, told) = pool2(interrupted, timeout=10)
     assert found == [2.0, 3.0]  # rank 0's piece as it was, this rank's with both
-    assert "rank 1 of the group was interrupted in the middle of an exchange, which cannot go on" in told
+    assert "rank 1 of the group was interrupted in the middle of an exchange, which cannot go on, by Keyboard" in told
+    assert "rank 1 of the group was interrupted in the middle of an exchange, and rank 0 waits for it" in peer_told
 
 
-def waits_elsewhere(rank: int, world: int) -> list[str]:
-    """Rank 1 waits for rank 0 by other means before it waits for what is under way."""
+def waits_elsewhere(rank: int, world: int, mode: str) -> list[str]:
+    """Rank 1 waits for rank 0 by other means before it waits for what is under way, which its thread works on."""
     way = exchange()
-    waits = [issue(way, kind, rank, world, 5000, torch.float32) for kind in KINDS]
+    with MODES[mode]():
+        waits = [issue(way, kind, rank, world, 5000, torch.float32) for kind in KINDS]
     if rank == 1:
         dist.barrier()
     found = wrong(waits)
@@ -300,5 +310,6 @@ def waits_elsewhere(rank: int, world: int) -> list[str]:
     return found
 
 
-def test_a_rank_waits_by_other_means_while_its_peer_waits_for_it_here(pool2: Run) -> None:
-    assert pool2(waits_elsewhere, timeout=10) == [[]] * 2
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_waits_by_other_means_while_its_peer_waits_for_it_here(mode: str, pool2: Run) -> None:
+    assert pool2(waits_elsewhere, mode, timeout=10) == [[]] * 2

@@ -32,6 +32,7 @@ from flatfsdp import (
     inference,
     register_fsdp_forward_method,
 )
+from flatfsdp.engine.comm.shared_memory import attendant
 from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.features import local_clipping
 from tests.conftest import Run
@@ -769,6 +770,8 @@ SUSPICIONS = ("no optimizer steps on", "ranks clip their gradients")
 def _play(rank: int, world: int, seed: int) -> list[str]:
     with (
         warnings.catch_warnings(record=True) as caught,
+        # How soon this rank's thread goes on with what is under way while the program computes.
+        patch.object(attendant, "PERIOD", random.Random(f"period {seed} {rank}").choice((0.0001, attendant.PERIOD))),
         patch.object(errors, "_warned", set()),
         patch.object(local_clipping, "TOLD", f"clipped in program {seed}"),
     ):

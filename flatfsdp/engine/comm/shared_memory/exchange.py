@@ -29,7 +29,8 @@ from .segments import Segment
 
 CAPACITY = 4 * 1024 * 1024  # bytes of an outbox
 CONTROL = 4096  # bytes before an outbox, for counters and tags
-_POSTED, _TAKEN, _FIRST_TAG = 0, ALIGNMENT // 8, 2 * ALIGNMENT // 8  # indices of 64-bit words, in lines of their own
+# Indices of 64-bit words; what changes often lies in a line of its own.
+_POSTED, _TAKEN, _BROKEN, _FIRST_TAG = 0, ALIGNMENT // 8, ALIGNMENT // 8 + 1, 2 * ALIGNMENT // 8
 _LOOKS = 10  # at the counters, before this rank sleeps: some 10 us
 _NAP = 0.1  # seconds between two looks at whether a peer has ended
 
@@ -46,6 +47,7 @@ class SharedMemory:
     """The outboxes of one process group, and what passes through them on this rank."""
 
     _in_a_chunk = False  # between its beginning and when it was counted
+    _broken = ""  # by what
 
     def __init__(self, process_group: Any, peers: Sequence[Peer], own: Segment) -> None:
         """`own`: this rank's outbox; the segments of `peers` are theirs, and their bells."""
@@ -109,39 +111,53 @@ class SharedMemory:
         Raises:
             RuntimeError: a peer was given another collective, or this rank was interrupted in the middle of a chunk.
         """
-        stream, moved = self._stream, False
-        if not stream.has_work:
+        moved = False
+        if not self._stream.has_work:
             return False
         self.worked_at = time.monotonic()
-        with self._lock, torch.no_grad():
-            if self._in_a_chunk:  # a sum in place cannot be made once more
+        with self._lock:
+            if self._broken:  # a sum in place cannot be made once more
                 raise dist.DistBackendError(
                     f"shared memory of {self._name}: rank {self.rank} of the group was interrupted in the middle of an "
-                    "exchange, which cannot go on. Make the process group anew, or start the program again"
+                    f"exchange, which cannot go on, by {self._broken}. Make the process group anew, or start the "
+                    "program again"
                 )
-            while True:
-                words = self._their_words
-                if (chunk := stream.to_post([each[_TAKEN] for each in words])) is not None:
-                    self._in_a_chunk = True
-                    chunk.operation.post(chunk, self._outbox)
-                    self._words[_FIRST_TAG + chunk.number % TAGS] = chunk.operation.tag
-                    stream.was_posted()
-                    self._words[_POSTED] = stream.posted
-                elif (chunk := stream.to_take([each[_POSTED] for each in words])) is not None:
-                    self._check(chunk)
-                    self._in_a_chunk = True
-                    chunk.operation.take(chunk, self._outboxes)
-                    stream.was_taken()
-                    self._words[_TAKEN] = stream.taken
-                    chunk.operation.done = chunk.is_last
-                else:
-                    break
-                self._in_a_chunk, moved = False, True
+            # In any mode, and by any thread, what was issued in inference mode can be written in this one alone.
+            with torch.inference_mode():
+                try:
+                    while self._next_chunk():
+                        moved = True
+                except BaseException as error:
+                    if self._in_a_chunk:
+                        self._broken = f"{type(error).__name__}: {error}"
+                        self._words[_BROKEN] = 1
+                    raise
         if moved:
             value = ring_value(self._global_rank)
             for bell in self._bells:
                 bell.ring(value)
         return moved
+
+    def _next_chunk(self) -> bool:
+        """Post or take one, if one can be."""
+        stream, words = self._stream, self._their_words
+        if (chunk := stream.to_post([each[_TAKEN] for each in words])) is not None:
+            self._in_a_chunk = True
+            chunk.operation.post(chunk, self._outbox)
+            self._words[_FIRST_TAG + chunk.number % TAGS] = chunk.operation.tag
+            stream.was_posted()
+            self._words[_POSTED] = stream.posted
+        elif (chunk := stream.to_take([each[_POSTED] for each in words])) is not None:
+            self._check(chunk)
+            self._in_a_chunk = True
+            chunk.operation.take(chunk, self._outboxes)
+            stream.was_taken()
+            self._words[_TAKEN] = stream.taken
+            chunk.operation.done = chunk.is_last
+        else:
+            return False
+        self._in_a_chunk = False
+        return True
 
     def _check(self, chunk: Chunk[Operation]) -> None:
         slot = _FIRST_TAG + chunk.number % TAGS
@@ -155,11 +171,16 @@ class SharedMemory:
 
     def lost_peer(self, since: float) -> str:
         """Why to wait no longer, after having waited `since` then; "" to go on."""
-        for peer in self._peers:
+        for peer, words in zip(self._peers, self._their_words, strict=True):
             if peer.has_ended:
                 return (
                     f"shared memory of {self._name}: connection closed by peer: the process of rank {peer.rank} of the "
                     f"group has ended, or has left the group, and rank {self.rank} waits for it"
+                )
+            if words[_BROKEN]:
+                return (
+                    f"shared memory of {self._name}: rank {peer.rank} of the group was interrupted in the middle of an "
+                    f"exchange, and rank {self.rank} waits for it. Rank {peer.rank} knows by what"
                 )
         if time.monotonic() - since > self._limit:
             return (
