@@ -128,9 +128,7 @@ class SharedMemory:
                     while self._next_chunk():
                         moved = True
                 except BaseException as error:
-                    if self._in_a_chunk:
-                        self._broken = f"{type(error).__name__}: {error}"
-                        self._words[_BROKEN] = 1
+                    self._end(error)
                     raise
         if moved:
             value = ring_value(self._global_rank)
@@ -158,6 +156,12 @@ class SharedMemory:
             return False
         self._in_a_chunk = False
         return True
+
+    def _end(self, error: BaseException) -> None:
+        """An `error` passes through: if that is in the middle of a chunk, no exchange goes on."""
+        if self._in_a_chunk:
+            self._broken = f"{type(error).__name__}: {error}"
+            self._words[_BROKEN] = 1
 
     def _check(self, chunk: Chunk[Operation]) -> None:
         slot = _FIRST_TAG + chunk.number % TAGS
