@@ -164,9 +164,13 @@ class PendingWork:
 
     `wait()` orders the caller after the work (blocking on CPU), runs `finish` once, and lets the tensors go. It may be
     called again at no cost.
+
+    Attributes:
+        done: whether it was waited for.
+        advances_in_waits: whether it goes on only where ranks wait, and not beside what they compute.
     """
 
-    __slots__ = ("_device", "_event", "_finish", "_keep", "_work", "done")
+    __slots__ = ("_device", "_event", "_finish", "_keep", "_work", "advances_in_waits", "done")
 
     def __init__(
         self,
@@ -176,12 +180,14 @@ class PendingWork:
         event: Any = None,
         keep: tuple[torch.Tensor, ...] = (),
         finish: Callable[[], None] | None = None,
+        advances_in_waits: bool = False,
     ) -> None:
         self._work = work
         self._device = device
         self._event = event
         self._keep = keep
         self._finish = finish
+        self.advances_in_waits = advances_in_waits
         self.done = False
 
     def wait(self) -> None:

@@ -128,6 +128,7 @@ class Reduction:
         parts: the gradients, none when they have been reduced.
         replicate: what the second stage is yet to be issued on; None where nothing more is issued.
         input_is_released: the first stage was waited for.
+        advances_in_waits: that stage goes on only where ranks wait, and to wait for it later hides nothing.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class Reduction:
             self._first = self._all_reduce()
         else:
             self._first = scatter.reduce_scatter_base(self._result, full, stream)
+        self.advances_in_waits = self._first.advances_in_waits
 
     @property
     def input_bytes(self) -> int:

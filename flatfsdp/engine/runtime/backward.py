@@ -369,6 +369,10 @@ class Backward:
             self.release_inputs()
         elif halfway and self._last_comes(after=newer.units[-1]):
             self.release_inputs()
+        for reduction in newer.reductions:
+            if reduction.advances_in_waits:
+                self.release_inputs()
+                break
 
     def _last_comes(self, *, after: Unit) -> bool:
         """Whether nothing is left to be gathered, and what was gathered last is to compute alone. [Note: half-way]"""

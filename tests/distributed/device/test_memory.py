@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, wrap
+from flatfsdp.engine.comm.shared_memory import collectives
 from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.gradients import Gradients
@@ -207,6 +208,27 @@ def test_messages_take_memory_besides(pool2: Run, strategy: str, exchanged: int)
         assert found[2] == found[50]
         changed = {"exchange": exchanged, "all": elements["all"] + exchanged - at_end}
         assert found[2] == {kind: 4 * count for kind, count in (elements | changed).items()}
+
+
+def peaks_of_large(rank: int, world: int, options: dict[str, Any]) -> dict[int, dict[str, int]]:
+    with patch.object(collectives, "LARGE", 1):
+        return peaks(rank, world, options, 1)
+
+
+def test_what_goes_on_in_waits_alone_holds_no_gradients_for_longer(pool2: Run) -> None:
+    """A large reduction through memory that ranks share has ended before the backward goes on: one block less."""
+    elements = {
+        "shard": MODEL // 2,
+        "unsharded": ROOT + 2 * BLOCK,
+        "slots": BLOCK,
+        "exchange": 0,
+        "reduced": MODEL // 2,
+        # The second block is reduced, and the first is ahead.
+        "all": MODEL // 2 + ROOT + 2 * BLOCK + 3 * BLOCK // 2,
+    }
+    for found in pool2(peaks_of_large, {"sharding_strategy": "FULL_SHARD"}):
+        assert found[2] == found[50]
+        assert found[2] == {kind: 4 * count for kind, count in elements.items()}
 
 
 def test_a_gradient_is_held_twice_only_between_its_reduction_and_the_end_of_its_backward() -> None:

@@ -1,4 +1,8 @@
-"""The collectives of a transport, through the outboxes of its group; and what they hold, for dry runs."""
+"""The collectives of a transport, through the outboxes of its group; and what they hold, for dry runs.
+
+[Note: in waits] Exchanges go on where ranks wait, and not beside what they compute. To wait for a large reduction later
+hides little of it, and holds what it reads for longer; a small one takes less time than it may wait for its peers.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from ..comm_stats import CommStats
 from .chunks import longest_chunk
 from .exchange import CAPACITY, SharedMemory, SharedWork
 from .operations import Operation
+
+LARGE = 1024 * 1024  # bytes that a rank sends of a reduction which is waited for at once
 
 
 class SharedMemoryExchange:
@@ -31,8 +37,9 @@ class SharedMemoryExchange:
         return self._under_way(self._shared.gather(output, shard), output, shard)
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
-        """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
-        return self._under_way(self._shared.sum_pieces(output, full.chunk(self._shared.world)), output, full)
+        """The sum over ranks of this rank's piece of `full`, in rank order, into `output`. [Note: in waits]"""
+        operation = self._shared.sum_pieces(output, full.chunk(self._shared.world))
+        return self._under_way(operation, output, full, advances_in_waits=_is_large(output, full))
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         """The sum over ranks, in rank order, in place: each rank sums a piece, which all take."""
@@ -49,8 +56,8 @@ class SharedMemoryExchange:
         """The rows of `sent`, uint8, each to one of the others, in rank order, and theirs into `arrived`."""
         return self._under_way(self._shared.all_to_all(arrived, sent), arrived, sent)
 
-    def _under_way(self, operation: Operation, *keep: torch.Tensor) -> PendingWork:
-        return PendingWork(work=SharedWork(self._shared, operation), keep=keep)
+    def _under_way(self, operation: Operation, *keep: torch.Tensor, advances_in_waits: bool = False) -> PendingWork:
+        return PendingWork(work=SharedWork(self._shared, operation), keep=keep, advances_in_waits=advances_in_waits)
 
 
 class SimulatedSharedMemory(SharedMemoryExchange):
@@ -65,7 +72,7 @@ class SimulatedSharedMemory(SharedMemoryExchange):
         return PendingWork(keep=(output, shard))
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
-        return PendingWork(keep=(output, full))
+        return PendingWork(keep=(output, full), advances_in_waits=_is_large(output, full))
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
         return PendingWork(keep=(arrived, sent))
@@ -73,6 +80,10 @@ class SimulatedSharedMemory(SharedMemoryExchange):
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         self._comm_stats.issued += 1
         return PendingWork(finish=_hold_scratch(tensor, self._rank, self._world, CAPACITY, self._tracker))
+
+
+def _is_large(output: torch.Tensor, full: torch.Tensor) -> bool:
+    return full.nbytes - output.nbytes >= LARGE
 
 
 def _hold_scratch(
