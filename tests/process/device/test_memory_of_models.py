@@ -96,9 +96,9 @@ ROOT, BLOCK, BLOCKS = 2 * VOCABULARY * WIDTH * 4 / MIB, 2 * WIDTH * WIDTH * 4 / 
     [
         # The root's last gradient, that of the embedding, arrives.
         ("FULL_SHARD", None, ROOT + ROOT / 2 + 4 * BLOCK / 2),
-        # The second block's first gradient, while the first is gathered and the third reduced.
-        ("FULL_SHARD", "BACKWARD_PRE", ROOT + 3 * BLOCK + 2 * BLOCK / 2 + BLOCK / 2),
-        # As without: never more than two whole blocks at once. No schedule needs less.
+        # As without: never more than two whole blocks at once, since a reduction as large as a block's is waited for at
+        # once where ranks share memory. No schedule needs less.
+        ("FULL_SHARD", "BACKWARD_PRE", ROOT + ROOT / 2 + 4 * BLOCK / 2),
         ("FULL_SHARD", "BACKWARD_MID", ROOT + ROOT / 2 + 4 * BLOCK / 2),
         # The root's first gradient, that of the head, arrives: all blocks are still unsharded.
         ("SHARD_GRAD_OP", "BACKWARD_PRE", ROOT + 4 * BLOCK + ROOT / 2),
