@@ -70,6 +70,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
                 }
                 for handle in unit.handles
             ],
+            "residuals": [residuals.held for residuals in unit.residuals()],
             "homes": [(each.module, each.attribute, each.path, each.leaf) for each in unit.param_refs],
             "aliases": [(each.module, each.attribute, each.path, each.leaf) for each in unit.shared_refs],
             "extended": [(e.leaf, e.state, e.extensions) for views in unit.views for e in views.extended],
@@ -113,6 +114,9 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         options=UnitOptions(**{name: plan[name] for name in _OPTIONS}),
         shared_refs=[ParamRef(*each) for each in plan["aliases"]],
     )
+    own = [grads.residuals for grads in unit.grads if grads.residuals is not None]
+    for residuals, held in zip(own, plan["residuals"] if own else (), strict=True):  # older pickles have no such entry
+        residuals.load(held)
     install_extensions(
         unit,
         [
