@@ -318,6 +318,22 @@ def flat_params(model: Any) -> list[FlatParam]:
     return [each for found in units(model) for each in found.flat_params]
 
 
+def owed(model: Any) -> list[Tensor]:
+    """Of each of `flat_params`, all of it, what this rank owes of its gradients by error feedback: shape (padded numel,),
+    float32, in the units of what travels; zeros where nothing is owed."""
+    found = []
+    for handle, _, own in (kind for each in _model(model).units for kind in each.kinds):
+        shards = torch.zeros(handle.layout.world, handle.layout.shard_numel)
+        held = own.residuals.held if own.residuals is not None else {}
+        if "shard" in held:
+            others = [rank for rank in range(handle.layout.world) if rank != handle.rank]
+            shards[others] += held["shard"].view(len(others), -1).float()
+        if "replicate" in held:
+            shards[handle.rank] += held["replicate"].float()
+        found.append(shards.flatten())
+    return found
+
+
 def wrappers_called(model: Any) -> set[int]:
     """The ids of the wrapped modules whose forward users call."""
     return {id(each.module) for each in _model(model).setup.entries}

@@ -18,7 +18,7 @@ Bytes are counted as they travel, with the scales (`CommStats`), and rows of byt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ from .error_feedback import SHARD, Residuals, joined
 from .transport import ProcessGroupTransport, Reducer, Transport
 
 KIND = "quantized"  # of bytes
+
+R = TypeVar("R", bound=Reducer | None)
 
 
 class QuantizedTransport(ProcessGroupTransport):
@@ -91,11 +93,11 @@ class QuantizedTransport(ProcessGroupTransport):
         with stream.running():
             sent, arrived = (self._bytes((world - 1) * sum(sizes)) for _ in range(2))
             outgoing, incoming = (buffer.tensor.view(world - 1, -1) for buffer in (sent, arrived))
-            owed = [each.along(SHARD, full, pieces=world - 1) for each, full in zip(residuals, fulls, strict=False)]
-            places = [_real(each).view(world - 1, -1) for each in owed] or [None] * len(wholes)
-            for whole, rows, lost in zip(wholes, outgoing.split(sizes, dim=1), places, strict=True):
-                self._encode(whole[:rank], rows[:rank], None if lost is None else lost[:rank])
-                self._encode(whole[rank + 1 :], rows[rank:], None if lost is None else lost[rank:])
+            owed = [each.along(SHARD, full, pieces=world - 1) for each, full in zip(residuals, fulls, strict=bool(residuals))]
+            for index, (whole, rows) in enumerate(zip(wholes, outgoing.split(sizes, dim=1), strict=True)):
+                lost = _real(owed[index]).view(world - 1, -1) if owed else None
+                self._encode(whole[:rank], rows[:rank], lost[:rank] if lost is not None else None)
+                self._encode(whole[rank + 1 :], rows[rank:], lost[rank:] if lost is not None else None)
         arriving = self._inner.all_to_all(incoming, outgoing, stream)
 
         def add_up() -> None:
@@ -208,7 +210,7 @@ class Compensated:
         return self._transport.all_reduce(tensor, stream, self._residuals)
 
 
-def compensated(reducer: Reducer | None, residuals: Sequence[Residuals]) -> Any:
+def compensated(reducer: R, residuals: Sequence[Residuals]) -> R | Compensated:
     """`reducer`, with these `residuals` where it quantizes."""
     return Compensated(reducer, residuals) if isinstance(reducer, QuantizedTransport) else reducer
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
+from ..comm.error_feedback import KIND, residual_bytes
 from ..comm.process_groups import extent_of, groups_in_words
 from ..features.persistent_params import persistence_of
 from ..flat.flat_param import FlatParamHandle
@@ -31,8 +32,8 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     - *padding*: elements that fill the unit's flat parameters up, over all ranks of the shard group.
     - *ranks*: shards x replicas; the lines below the table spell the groups out for this rank.
     - *kinds*: the dtypes of its flat parameters, `frozen` where nothing was trainable at construction, what they are
-      cast to in computation, what they travel in (`by int8`, `gradients by 4 bits`), and where frozen ones stay
-      unsharded (`keep_frozen_unsharded`).
+      cast to in computation, what they travel in (`by int8`, `gradients by 4 bits`), with error feedback the bytes of
+      what that loses (`residuals of`), and where frozen ones stay unsharded (`keep_frozen_unsharded`).
 
     With `compact` units that follow each other and are alike share a row, and what all rows have in common stands below
     the table, which fits into 80 columns then where names are short.
@@ -100,7 +101,7 @@ def _summary_of(name: str, unit: Unit) -> UnitSummary:
         padding=sum(handle.layout.padded_numel for handle in unit.handles) - parameters,
         strategy=unit.built.traits.strategy.name,
         ranks=extent_of(unit.groups),
-        kinds=", ".join(_kind(handle) + _kept(unit, handle) for handle in unit.handles) or "none of its own",
+        kinds=", ".join(_kind(unit, handle) + _kept(unit, handle) for handle in unit.handles) or "none of its own",
     )
 
 
@@ -195,6 +196,11 @@ class Stats:
         return sum(grad.numel() * grad.element_size() for grad in grads if grad is not None)
 
     @property
+    def bytes_residuals(self) -> int:
+        """Bytes of what quantized gradients have lost, with error feedback; 0 until some have."""
+        return sum(model.resources.tracker.live[KIND] for model in self._models())
+
+    @property
     def bytes_unsharded(self) -> int:
         """Bytes of unsharded parameters alive now, besides the shards."""
         return sum(model.resources.tracker.live["unsharded"] for model in self._models())
@@ -216,8 +222,8 @@ class Stats:
 
         Kinds: `shard`, `unsharded`, `portion` (of unsharded parameters, between forward and backward), `slots`
         (unsharded gradients), `exchange` (scratch of a reduction), `staging` (of several small units), `quantized`
-        (what travels in few bits), `reduced` (gradient shards before they become `.grad`), `partial` (sums that await
-        an all-reduce), `summoned`, and `host copy` (of `keep_frozen_unsharded`).
+        (what travels in few bits), `residual` (what that has lost), `reduced` (gradient shards before they become
+        `.grad`), `partial` (sums that await an all-reduce), `summoned`, and `host copy` (of `keep_frozen_unsharded`).
         """
         return dict(sum((Counter(model.resources.tracker.at_peak) for model in self._models()), Counter()))
 
@@ -277,7 +283,7 @@ def _units(model: nn.Module) -> list[tuple[str, Unit]]:
     return found
 
 
-def _kind(handle: FlatParamHandle) -> str:
+def _kind(unit: Unit, handle: FlatParamHandle) -> str:
     """E.g. "float32 frozen as bfloat16 by int8": dtype at rest, trainability, dtype in computation and on the way."""
     precision = handle.precision
     frozen = "" if handle.options.trainable else " frozen"
@@ -285,6 +291,8 @@ def _kind(handle: FlatParamHandle) -> str:
     packed = f" by {_dtype(precision.gather)}" if precision.gather is not None else ""
     reduced = precision.reduce_bits is not None and handle.options.trainable
     bits = f", gradients by {precision.reduce_bits} bits" if reduced else ""
+    if reduced and precision.error_feedback:
+        bits += f", residuals of {residual_bytes(handle.layout.shard_numel, precision.reduce, unit.groups):,} bytes"
     return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}"
 
 
