@@ -84,9 +84,9 @@ class ShardedGradScaler(GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As in the base class. What error feedback owes of gradients is scaled with them; where the scale falls, as
         after a step that was skipped, it is dropped with what was skipped."""
-        models = {model for ref in self._unscaled if (model := ref()) is not None}
+        units = {unit for ref in self._unscaled if (model := ref()) is not None for unit in model.units}
         self._unscaled = ()
-        residuals = [each for model in models for unit in model.units for each in unit.residuals()]
+        residuals = [each for unit in units for each in unit.residuals()]
         before = self.get_scale() if residuals else 1.0  # which waits for the device
         super().update(new_scale)
         if residuals and (after := self.get_scale()) != before:

@@ -286,9 +286,9 @@ class Iteration:
         """What a failed backward has reduced is about to be dropped. [Note: error feedback]"""
         if owing := [unit.label for unit in self._units if any([grads.owes_dropped for grads in unit.grads])]:
             warn_once_per_job(
-                f"a backward failed after gradients of {len(owing)} units (first {owing[0]}) had been reduced with "
-                "error feedback. Nobody has these gradients, so what the units' gradients have lost until then is "
-                "dropped, too: it begins at zero again",
+                f"a backward failed after gradients had been reduced with error feedback ({len(owing)} units, first "
+                f"{owing[0]}). They are dropped, and so is what quantized gradients of these units have lost: it "
+                "begins at zero again",
                 names_rank=True,
             )
 
