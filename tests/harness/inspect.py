@@ -319,8 +319,10 @@ def flat_params(model: Any) -> list[FlatParam]:
 
 
 def owed(model: Any) -> list[Tensor]:
-    """Of each of `flat_params`, all of it, what this rank owes of its gradients by error feedback: shape (padded numel,),
-    float32, in the units of what travels; zeros where nothing is owed."""
+    """Of each of `flat_params`, all of it, what this rank owes of its gradients by error feedback, once what a failed
+    backward has left is over: shape (padded numel,), float32, in the units of what travels; zeros where that is
+    nothing."""
+    _model(model).iteration.finish_interrupted()
     found = []
     for handle, _, own in (kind for each in _model(model).units for kind in each.kinds):
         shards = torch.zeros(handle.layout.world, handle.layout.shard_numel)

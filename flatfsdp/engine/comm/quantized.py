@@ -93,10 +93,7 @@ class QuantizedTransport(ProcessGroupTransport):
         with stream.running():
             sent, arrived = (self._bytes((world - 1) * sum(sizes)) for _ in range(2))
             outgoing, incoming = (buffer.tensor.view(world - 1, -1) for buffer in (sent, arrived))
-            owed = [
-                each.along(SHARD, full, pieces=world - 1)
-                for each, full in zip(residuals, fulls, strict=bool(residuals))
-            ]
+            owed = [each.along(SHARD, fulls[0], pieces=world - 1) for each in residuals]
             for index, (whole, rows) in enumerate(zip(wholes, outgoing.split(sizes, dim=1), strict=True)):
                 lost = _real(owed[index]).view(world - 1, -1) if owed else None
                 self._encode(whole[:rank], rows[:rank], lost[:rank] if lost is not None else None)

@@ -25,13 +25,15 @@ from tests.harness import inspect, pool
 from tests.harness.corners import Setting, full_gradients, full_parameters, joined, seeded
 from tests.harness.gradients import plain
 from tests.harness.models import Feedforward
+from tests.harness.thorough import is_thorough
 
 BF16 = torch.bfloat16
 FEW = MixedPrecision(reduce_bits=4, reduce_error_feedback=True)
+LARGE = Setting(large=True)
 Named = dict[str, Tensor]
 
 
-def wrapped(setting: Setting = Setting(large=True), mixed: MixedPrecision = FEW) -> Any:
+def wrapped(setting: Setting = LARGE, mixed: MixedPrecision = FEW) -> Any:
     return setting.wrap(seeded(Net), {Feedforward}, mixed_precision=mixed)
 
 
@@ -84,11 +86,7 @@ class Account:
             missing = float((self.delivered[name] + owed - exact).abs().max())
             if not missing <= rounding * size:
                 yield f"{name}: {missing:.3g} is missing of {size:.3g}"
-            if (
-                rounding < 1e-4
-                and name.endswith("weight")
-                and float((self.delivered[name] - exact).abs().max()) <= 10 * missing
-            ):
+            if rounding < 1e-4 and name.endswith("weight") and not 20 * missing < float(owed.abs().max()):
                 yield f"{name}: nothing is owed"
 
 
@@ -153,8 +151,12 @@ def held(rank: int, world: int, strategy: str, large: bool, reduce: torch.dtype)
 
 @pytest.mark.parametrize(
     ("world", "strategy", "reduce"),
-    [(2, "FULL_SHARD", torch.float32), (3, "FULL_SHARD", BF16), (3, "NO_SHARD", torch.float32)]
-    + [(4, "HYBRID_SHARD", torch.float32)],
+    [
+        (2, "FULL_SHARD", torch.float32),
+        (3, "FULL_SHARD", BF16),
+        (3, "NO_SHARD", torch.float32),
+        (4, "HYBRID_SHARD", torch.float32),
+    ],
 )
 def test_bytes_of_what_is_owed(run: Run, world: int, strategy: str, reduce: torch.dtype) -> None:
     for large in (False, True):
@@ -181,9 +183,8 @@ def not_finite(rank: int, world: int, strategy: str) -> list[str]:
     model.zero_grad()
     loss(model, rank, 2).backward()
     numbers = [*inspect.owed(model), *(grad for grad in full_gradients(model).values() if grad is not None)]
-    return [
-        f"rank {rank}: {line}" for line in lines + ["NaN stays"] * (not all(each.isfinite().all() for each in numbers))
-    ]
+    lines += ["NaN stays"] if not all(each.isfinite().all() for each in numbers) else []
+    return [f"rank {rank}: {line}" for line in lines]
 
 
 def caught(rank: int, world: int) -> tuple[list[str], list[str]]:
@@ -256,8 +257,10 @@ def test_a_block_that_is_not_finite_does_not_stay(pool2: Run) -> None:
 def test_what_a_failed_backward_has_lost_is_dropped(pool2: Run) -> None:
     results = pool2(caught)
     assert not joined([lines for lines, _ in results])
-    (said, *more) = [message for _, messages in results for message in messages]
-    assert "had been reduced with error feedback (1 units, first 'blocks.1')" in said and len(more) == 1
+    said = sorted(message.partition("feedback ")[2] for _, messages in results for message in messages)
+    assert len(said) == 2
+    assert said[0].startswith("(1 units, first 'blocks.1'). They are dropped, and so is what quantized gradients of")
+    assert said[1].startswith("(3 units, first 'blocks.0')")
 
 
 def test_what_is_owed_follows_a_loss_scale(pool2: Run) -> None:
@@ -324,15 +327,12 @@ def partly_used(rank: int, world: int, strategy: str) -> list[str]:
             else:
                 module.blocks[1].forward = lambda x: x
         account.backward(1)
-        if any(
-            name.startswith("blocks.1.") for name, grad in full_gradients(account.model).items() if grad is not None
-        ):
-            lines.append(f"{what}: gradients of what has none")
+        found = full_gradients(account.model)
+        lines += [f"{what}: {name} has a gradient" for name in found if "blocks.1." in name and found[name] is not None]
         account.settle()
         owed = owed_by_all(account.model)
-        lines += [
-            f"{what}: {name}" for name in owed if "blocks.1." in name and not torch.equal(owed[name], before[name])
-        ]
+        changed = [name for name in owed if not torch.equal(owed[name], before[name])]
+        lines += [f"{what}: what is owed of {name} has changed" for name in changed if "blocks.1." in name]
         lines += [f"{what}: {line}" for line in account.check()]
         for module in (inner, *account.plain):
             module.blocks[1].requires_grad_(True)
@@ -379,14 +379,14 @@ def save(rank: int, world: int, path: str, setting: Setting) -> None:
     checkpoint.save(f"{path}/without", model=without.model, optimizer=without.optimizer)
 
 
-def resume(rank: int, world: int, path: str, setting: Setting, exact: bool) -> list[str]:
-    lines = []
+def resume(rank: int, world: int, path: str, setting: Setting, exact: bool) -> tuple[list[str], list[str]]:
+    """What is not as it was, and what was warned of."""
+    lines, said = [], []
     for name in ("now", "later"):
         trained = Trained(rank, setting).train(7)
-        with contextlib.ExitStack() as stack:
-            if not exact and rank == 0:  # the first rank is the first to have it, for it leads
-                stack.enter_context(contextlib.suppress())
+        with warnings.catch_warnings(record=True) as caught:
             checkpoint.load(f"{path}/{name}", model=trained.model, optimizer=trained.optimizer)
+        said += [str(each.message) for each in caught]
         if exact:
             for state in torch.load(f"{path}/{rank}.pt"):
                 if not all(map(torch.equal, trained.state, state)):
@@ -401,22 +401,27 @@ def resume(rank: int, world: int, path: str, setting: Setting, exact: bool) -> l
         lines.append("without: what was owed before")
     plain = Trained(rank, setting, MixedPrecision()).train(7)
     checkpoint.load(f"{path}/now", model=plain.model, optimizer=plain.optimizer)
-    return [f"rank {rank}: {line}" for line in lines]
+    return [f"rank {rank}: {line}" for line in lines], said
 
 
 @pytest.mark.parametrize(
     ("world", "setting", "reader", "others"),
     [
-        (2, Setting(large=True), 3, Setting()),
-        (4, Setting("HYBRID_SHARD"), 4, Setting()),
-        (2, Setting("NO_SHARD", orig=False), 2, Setting("NO_SHARD")),
+        (2, LARGE, 3, Setting()),
+        (4, Setting("HYBRID_SHARD"), 4, Setting("HYBRID_SHARD", orig=False)),
+        *([(2, Setting("NO_SHARD"), 2, Setting()), (3, Setting(), 2, Setting("NO_SHARD"))] if is_thorough() else []),
     ],
     ids=str,
 )
 def test_a_checkpoint_has_what_is_owed(
-    tmp_path: Path, world: int, setting: Setting, reader: int, others: Setting, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, world: int, setting: Setting, reader: int, others: Setting
 ) -> None:
-    """Exact on the same ranks, wrapped alike; elsewhere nothing is owed, and one warning says so."""
-    pool.run(world, save, str(tmp_path), setting)
-    assert not joined(pool.run(world, resume, str(tmp_path), setting, True))
-    assert not joined(pool.run(reader, resume, str(tmp_path), others, False))
+    """Exact on the same ranks, wrapped alike; elsewhere nothing is owed, and one warning for each load says so."""
+    path = str(tmp_path)
+    pool.run(world, save, path, setting)
+    for ranks, wrapping, exact in (world, setting, True), (reader, others, False):
+        results = pool.run(ranks, resume, path, wrapping, exact)
+        assert not joined([lines for lines, _ in results])
+        said = [message for _, messages in results for message in messages]
+        assert len(said) == (0 if exact else 2), said
+        assert all("had lost (reduce_error_feedback) on other ranks, or in units that were" in each for each in said)
