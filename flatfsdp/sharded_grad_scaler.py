@@ -16,7 +16,7 @@ from .engine.features.optimizer_in_backward import note_scaled_loss, optimizers_
 from .engine.runtime import param_registry as registry
 from .engine.runtime.model import Model
 from .engine.runtime.optimizer_hooks import stepped_by, waiting_in
-from .engine.runtime.rest import before_step
+from .engine.runtime.rest import before_step, residuals_of
 
 
 class ShardedGradScaler(GradScaler):
@@ -82,11 +82,11 @@ class ShardedGradScaler(GradScaler):
             return agree_on_maximum(found or {found_inf.device: found_inf}, self.process_group)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As in the base class. What error feedback owes of gradients is scaled with them; where the scale falls, as
-        after a step that was skipped, it is dropped with what was skipped."""
+        """As in the base class, `new_scale` included. What error feedback owes of gradients grows with the scale; where
+        that falls, as after a step that was skipped, it is dropped with what was skipped."""
         units = {unit for ref in self._unscaled if (model := ref()) is not None for unit in model.units}
         self._unscaled = ()
-        residuals = [each for unit in units for each in unit.residuals()]
+        residuals = [each for unit in units for each in residuals_of(unit)]
         before = self.get_scale() if residuals else 1.0  # which waits for the device
         super().update(new_scale)
         if residuals and (after := self.get_scale()) != before:

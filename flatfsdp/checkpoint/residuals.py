@@ -17,6 +17,7 @@ from torch import nn
 from ..engine.agreement.once_per_job import warn_once_per_job
 from ..engine.base.fqns import clean
 from ..engine.comm.error_feedback import Residuals
+from ..engine.runtime.rest import residuals_of
 from ..engine.runtime.unit import Unit
 from ..engine.state.optim.load_plan import TensorSpec
 from .section import Section
@@ -62,7 +63,7 @@ class ResidualSection(Section):
         facts = [(name, *_facts(unit)) for name, unit in self._units.items()]
         place = f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.{dist.get_rank()}"
         for name, unit in self._units.items():
-            for kind, own in enumerate(unit.residuals()):
+            for kind, own in enumerate(residuals_of(unit)):
                 yield f"{place}.{name or 'root'}.{kind}", own
 
 

@@ -19,7 +19,6 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base import _torch
 from ..comm.axes import ProcessGroups
-from ..comm.error_feedback import Residuals
 from ..comm.transport import Reducer
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
@@ -341,12 +340,6 @@ class Unit:
     def finalize_grads(self) -> list[FlatParamHandle]:
         """Make the reduced gradients `.grad`; the handles of which that completes them."""
         return [handle for handle, _, grads in self.kinds if grads.finalize_grads()]
-
-    def residuals(self) -> list[Residuals]:
-        """By handle, what reductions have lost, in order with what the caller computes; none without error feedback."""
-        for stream in (self.resources.streams.reduce, self.resources.streams.replicate):
-            self.resources.device.await_mark(stream.mark())
-        return [grads.residuals for grads in self.grads if grads.residuals is not None]
 
     # -- the end of an iteration -------------------------------------------------------------------------------------
 

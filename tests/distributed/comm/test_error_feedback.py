@@ -23,6 +23,7 @@ from tests.conftest import Run
 from tests.distributed.comm.test_quantized import Net, loss
 from tests.harness import inspect, pool
 from tests.harness.corners import Setting, full_gradients, full_parameters, joined, seeded
+from tests.harness.error_feedback import owed_by_all
 from tests.harness.gradients import plain
 from tests.harness.models import Feedforward
 from tests.harness.thorough import is_thorough
@@ -30,23 +31,10 @@ from tests.harness.thorough import is_thorough
 BF16 = torch.bfloat16
 FEW = MixedPrecision(reduce_bits=4, reduce_error_feedback=True)
 LARGE = Setting(large=True)
-Named = dict[str, Tensor]
 
 
 def wrapped(setting: Setting = LARGE, mixed: MixedPrecision = FEW) -> Any:
     return setting.wrap(seeded(Net), {Feedforward}, mixed_precision=mixed)
-
-
-def owed_by_all(model: Any) -> Named:
-    """What all ranks owe together, by parameter, as it would be in the mean. Collective."""
-    found: Named = {}
-    flats = [(unit.name, flat) for unit in inspect.units(model) for flat in unit.flat_params]
-    for (unit, flat), total in zip(flats, inspect.owed(model), strict=True):
-        torch.distributed.all_reduce(total)
-        for spec, span in zip(flat.layout.params, flat.layout.spans, strict=True):
-            name = f"{unit}.{spec.name}" if unit else spec.name
-            found[plain(name)] = total[span.slice].view(spec.shape) / torch.distributed.get_world_size()
-    return found
 
 
 class Account:

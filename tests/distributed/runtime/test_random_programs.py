@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +38,8 @@ from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.features import local_clipping
 from tests.conftest import Run
 from tests.harness import inspect
+from tests.harness.corners import full_gradients
+from tests.harness.error_feedback import owed_by_all
 from tests.harness.gradients import fill, names_of, together, unlike
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.thorough import seeds
@@ -152,13 +155,18 @@ class Player:
             limit_all_gathers=drawn.random() < 0.7,
             join_units_below=drawn.choice((0, 2000, 2**20)),
         )
+        # Gradients in few bits, with error feedback.
+        self.owes = random.Random(f"few bits {seed}").random() < 0.3
+        if self.owes:
+            mixed = self.settings["mixed_precision"] or MixedPrecision()
+            self.settings["mixed_precision"] = replace(mixed, reduce_bits=4, reduce_error_feedback=True)
         if (world, strategy) == (4, "FULL_SHARD") and drawn.random() < 0.4:
             self.settings["reshard_after_forward"] = 2
         units = drawn.choice(({Block, Outer}, {Block, Outer}, {Block}, {Outer}, None))
         self.names = names_of(net)
         self.model: Any = FullyShardedDataParallel(net, auto_wrap_policy=units, **self.settings)
         register_fsdp_forward_method(self.model, "encode")
-        if strategy != "HYBRID_SHARD" and drawn.random() < 0.15:
+        if strategy != "HYBRID_SHARD" and drawn.random() < 0.15 and not self.owes:
             hooks = comm_hooks.reduce_scatter_hook, comm_hooks.allreduce_hook
             self.model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), hooks[strategy == "NO_SHARD"])
         self.kind = drawn.choice((*OPTIMIZERS,))
@@ -243,6 +251,7 @@ class Player:
             context = self.model.no_sync()
         if self.reduced:
             self.before = [None if each.grad is None else each.grad.clone() for each in self.alone.parameters()]
+        owed = owed_by_all(self.model) if self.owes and sync else {}
         with context:
             self.both(how)
         if not sync and manual:
@@ -250,6 +259,20 @@ class Player:
         self.reduced = sync
         if sync:
             fill(self.alone, together(self.model, self.names))
+            if self.owes:
+                self.take_what_was_delivered(owed)
+
+    def take_what_was_delivered(self, owed: dict[str, Tensor]) -> None:
+        """What was delivered, and what is owed more than before (`owed`), are all gradients that there were; one
+        process goes on with what was delivered."""
+        delivered, now = full_gradients(self.model), owed_by_all(self.model)
+        for name, parameter in self.alone.named_parameters():
+            found = delivered[name] if parameter.requires_grad else None
+            all_of_it = None if found is None else found + now[name] - owed[name]
+            self.same(f"what was delivered and is owed of {name}", all_of_it, parameter.grad)
+            if found is None and not torch.equal(now[name], owed[name]):
+                self.wrong.append(f"{name}, which has no gradient, owes something else than before")
+            parameter.grad = found
 
     @property
     def writes_midway_stay(self) -> bool:
