@@ -93,10 +93,11 @@ def quiesce(
 def residuals_of(unit: Unit) -> list[Residuals]:
     """What gradients of `unit` have lost, for each kind with error feedback, in order with what the caller computes.
     [Note: error feedback]"""
-    resources = unit.resources
-    for stream in (resources.streams.reduce, resources.streams.replicate):
-        resources.device.await_mark(stream.mark())
-    return [grads.residuals for grads in unit.grads if grads.residuals is not None]
+    found = [grads.residuals for grads in unit.grads if grads.residuals is not None]
+    streams = unit.resources.streams
+    for stream in (streams.reduce, streams.replicate) if found else ():
+        unit.resources.device.await_mark(stream.mark())
+    return found
 
 
 def free_unsharded(model: Model) -> None:
