@@ -72,8 +72,9 @@ class BlockCodec:
             blocks = values[:, start:stop].to(rows.device, torch.float32, non_blocking=True)
             blocks = blocks.unflatten(1, (-1, min(BLOCK, stop - start)))
             if lost is not None:
-                owed, waits = lost[:, start:stop].unflatten(1, blocks.shape[1:]), blocks == 0
-                blocks = torch.where(waits, blocks, blocks + owed.to(torch.float32))
+                place = lost[:, start:stop].unflatten(1, blocks.shape[1:])
+                owed, given = place.to(torch.float32), torch.ne(blocks, 0, out=torch.empty_like(blocks))  # 0 or 1
+                blocks = torch.addcmul(blocks, owed, given)
             largest = torch.maximum(blocks.amax(2), blocks.amin(2).neg_())
             scale = largest.div_(self.largest * _LESS).clamp_(min=_SMALLEST_SCALE)
             scale.add_(scale * 0)  # inf becomes NaN
@@ -82,9 +83,10 @@ class BlockCodec:
             if lost is None:
                 del blocks
             self._write(numbers, self._codes(rows, numel, start, stop))
-            if lost is not None:  # rounding has left the codes in `numbers`
-                waits |= scale.isnan().unsqueeze(2)
-                owed.copy_(torch.where(waits, owed, blocks.sub_(numbers.mul_(scale.unsqueeze(2)))))
+            if lost is not None:  # in arithmetic of floats, several times as fast as with masks
+                error = blocks.addcmul_(numbers, scale.unsqueeze(2), value=-1)  # rounding has left codes in `numbers`
+                given.mul_(scale.isfinite().to(torch.float32).unsqueeze(2))
+                place.copy_(torch.lerp(owed, error.nan_to_num_(0, 0, 0), given))
 
     def decode(self, rows: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """What `rows` have, each `numel` numbers: slices of them, with their values, shape (R, length), float32."""
