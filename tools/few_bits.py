@@ -27,7 +27,7 @@ from flatfsdp.trainer.demo.model import Block, ByteTransformer, rotate
 from flatfsdp.trainer.demo.options import corpus_files
 from tests.harness import pool
 
-RANKS, SEEDS, STEPS, BATCH, LENGTH = 2, (0, 1, 2), 250, 8, 64
+RANKS, SEEDS, STEPS, BATCH, LENGTH = 2, (0, 1, 2), 220, 8, 64
 LR, WARMUP, HELD_OUT = 4e-3, 20, 2**15  # bytes
 INT8 = torch.int8
 WAYS = {
@@ -65,10 +65,10 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Logits for the next byte."""
 
-    def __init__(self, width: int = 96, blocks: int = 3) -> None:
+    def __init__(self, width: int = 64, blocks: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(LlamaBlock(width, 4, 256) for _ in range(blocks))
+        self.blocks = nn.ModuleList(LlamaBlock(width, 4, 176) for _ in range(blocks))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import flatfsdp
-from flatfsdp import MixedPrecision, ShardedGradScaler, checkpoint
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, checkpoint
 from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.errors import NonFiniteError
 from tests.conftest import Run
@@ -149,6 +149,28 @@ def held(rank: int, world: int, strategy: str, large: bool, reduce: torch.dtype)
 def test_bytes_of_what_is_owed(run: Run, world: int, strategy: str, reduce: torch.dtype) -> None:
     for large in (False, True):
         assert not joined(run(world, held, strategy, large, reduce))
+
+
+def some_units(rank: int, world: int) -> list[str]:
+    """Small units with it and without: they are joined with their like, and owe for themselves."""
+    net = seeded(Net)
+    net.blocks[1] = FullyShardedDataParallel(
+        net.blocks[1], mixed_precision=MixedPrecision(reduce_bits=4), use_orig_params=True
+    )
+    account = Account(Setting().wrap(net, {Feedforward}, mixed_precision=FEW), rank, world)
+    for step in range(3):
+        account.backward(step)
+        account.settle()
+    calls, _ = flatfsdp.stats(account.model).comm["reduce_scatter"]
+    lines = [] if calls == 3 * 2 else [f"{calls} reductions"]
+    without = [name for name, owed in owed_by_all(account.model).items() if not owed.any()]
+    if [name for name in without if not name.startswith("blocks.1.")] or len(without) != 6:
+        lines.append(f"{without} owe nothing")
+    return [*lines, *(line for line in account.check() if not line.startswith("blocks.1."))]
+
+
+def test_some_units_have_it(pool3: Run) -> None:
+    assert not joined(pool3(some_units))
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
