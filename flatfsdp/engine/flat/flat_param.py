@@ -3,7 +3,7 @@
 [Note: leaves] The user's own `Parameter` objects stay the autograd leaves. A handle swaps what their `.data` shows
 (`views.py`): at rest a view of the shard, while the unit computes an N-D view of the unsharded buffer, and nothing
 (zero elements) between a forward that resharded and the backward. The `FlatParameter` holds the shard; with
-`use_orig_params=False` it is what modules register and optimizers step.
+a `FlatFace` it is what modules register and optimizers step. [Note: faces]
 
 [Note: kinds] One handle holds parameters of one dtype and of one trainability (as it was at construction); packed bytes
 have one of their own.
@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -29,6 +28,7 @@ from ..config.precision import Precision, resolve
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import PendingWork, Stream, pin
 from ..layout.layout import FlatLayout
+from .faces import REQUIRES_GRAD, Face, FaceMaker
 from .layout_views import ShardViews, dense, full_views, is_dense, spec_of
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardSource
 from .states import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
@@ -79,12 +79,13 @@ class FlatParamOptions:
         trainable: whether a parameter required a gradient at construction.
         packed: whether elements are no numbers, and stay as they are. [Note: packed bytes]
         offload: whether the shard lives on the CPU; pin_memory: in page-locked memory.
+        face: makes what users see of the parameters at rest.
     """
 
     mixed_precision: MixedPrecision
     offload: bool
     pin_memory: bool
-    use_orig_params: bool
+    face: FaceMaker
     trainable: bool
     packed: bool
 
@@ -104,6 +105,7 @@ class FlatParamHandle:
         precision: the dtypes ([Note: dtypes]).
         shard: shape (layout.shard_numel,), master dtype; on the CPU when offloaded.
         flat_param: the shard as a parameter.
+        face: what users see of the parameters at rest. [Note: faces]
         at_rest: what the leaves show of the shard.
         writes: who wrote to the shard and the leaves.
         state: [Note: lifecycle].
@@ -134,7 +136,6 @@ class FlatParamHandle:
         self.layout = layout
         self.rank = rank
         self.options = options
-        self.use_orig_params = options.use_orig_params
         self.precision = options.precision(shard.dtype)
         self.device = device
         self.tracker = tracker
@@ -149,6 +150,7 @@ class FlatParamHandle:
         self.shard = shard
         self.flat_param = FlatParameter(shard, requires_grad=options.trainable)
         self.flat_param._handle_ref = weakref.ref(self)
+        self.face: Face = options.face(self.leaves, self.flat_param, layout, rank)
         self._refresh_views()
 
     @classmethod
@@ -174,8 +176,8 @@ class FlatParamHandle:
         layout = FlatLayout.pack(
             [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)],
             world=world,
-            align=max(1, 16 // options.precision(master).compute.itemsize) if options.use_orig_params else 1,
-            pad_total=options.use_orig_params,
+            align=max(1, 16 // options.precision(master).compute.itemsize) if options.face.by_parameter else 1,
+            pad_total=options.face.by_parameter,
         )
         shard = torch.zeros(layout.shard_numel, dtype=master, device=torch.device("cpu") if options.offload else device)
         if options.offload and options.pin_memory:
@@ -200,6 +202,7 @@ class FlatParamHandle:
         empty = torch.empty(0, dtype=self.precision.compute, device=self.device)
         self.at_rest = ShardViews(self.leaves, self.layout, self.rank, self.shard, empty)
         self.writes = WriteTracker(self.shard, self.flat_param, self.leaves)
+        self.face.moved(self.at_rest, self.shard)
         self._unsharded.clear()
 
     @property
@@ -239,11 +242,6 @@ class FlatParamHandle:
                 f"_orig_param_dtype of unit {self.name or '<root>'!r}: got {dtype}, but its flat parameter has "
                 f"{self.flat_param.dtype}; assign flat_param.data first"
             )
-
-    @property
-    def steppable(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer sees."""
-        return self.leaves if self.use_orig_params else [self.flat_param]
 
     def move_to_tracker(self, tracker: MemoryTracker) -> None:
         """Count this handle's bytes in `tracker` from now on (the unit joined another root)."""
@@ -412,16 +410,11 @@ class FlatParamHandle:
     @property
     def is_frozen(self) -> bool:
         """Whether none of the parameters requires a gradient, as users have set it."""
-        if not self.use_orig_params:
-            return not self.flat_param.requires_grad
-        return not any([leaf.requires_grad for leaf in self.leaves])
+        return True not in map(REQUIRES_GRAD, self.face.holders)
 
     def trainable_indices(self) -> frozenset[int]:
         """Which of the leaves require a gradient now."""
-        return _indices_of(tuple(map(_REQUIRES_GRAD, self.leaves)))
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
+        return _indices_of(tuple(map(REQUIRES_GRAD, self.leaves)))
 
 
 @lru_cache(maxsize=4096)  # a set is slow to make, and flags seldom change

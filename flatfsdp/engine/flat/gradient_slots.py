@@ -36,10 +36,11 @@ import torch
 from ...errors import UsageError
 from ..base import _torch
 from ..device.memory import FlatBuffer
+from .faces import assign_grad
 from .flat_param import FlatParamHandle
 from .layout_views import full_views
 from .reduction import ReductionInput, release_inputs
-from .views import ParamViews, assign_grad, check_gradients
+from .views import ParamViews, check_gradients
 
 # A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
 SMALL_BYTES = 64 * 1024
@@ -250,12 +251,7 @@ class Accumulation:
             return
         handle = self._handle
         own = slots.buffer.tensor.narrow(0, handle.rank * handle.layout.shard_numel, handle.layout.shard_numel)
-        every = tuple(range(len(handle.leaves)))
-        shares: list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]] = [(handle.flat_param, own, every)]
-        if handle.use_orig_params:
-            views = handle.at_rest.views_of(own)
-            shares = [(handle.leaves[i], views[i], (i,)) for i in every if handle.leaves[i].requires_grad]
-        for parameter, share, indices in shares:
+        for parameter, share, indices in handle.face.window_shares(own):
             grad = parameter.grad
             if is_ours := grad is None:
                 # `.data` has a version counter of its own: an edit of one mark is not one of its neighbours.

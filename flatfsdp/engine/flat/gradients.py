@@ -18,11 +18,12 @@ import torch
 from ..base import _torch
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
+from .faces import Sums, assign_grad
 from .flat_param import FlatParamHandle
 from .gradient_slots import Accumulation, GradientSlots, SlotMemory
 from .reduction import ReductionInput, release_inputs
 from .states import UNSHARDED
-from .views import ParamViews, assign_grad
+from .views import ParamViews
 
 _GRAD = attrgetter("grad")
 
@@ -312,31 +313,11 @@ class Gradients:
 
         return finish
 
-    def _show(self, total: torch.Tensor, trained: frozenset[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _show(self, total: torch.Tensor, trained: frozenset[int]) -> Sums:
         """Make `total` the `.grad` of `trained` leaves, or show the old one again. Returns what is to be added up: old
         gradients with new ones."""
-        handle = self.handle
         taken, self._stashed = self._stashed or {}, None
-        if not handle.use_orig_params:
-            flat = handle.flat_param
-            if flat.grad is not None:
-                return [(flat.grad, total)]
-            assign_grad(flat, total)
-            return []
-        leaves, fits = handle.leaves, total.dtype == handle.shard.dtype
-        sums = []
-        for i, grad in handle.at_rest.pieces_of(total):
-            if i not in trained:
-                continue
-            if i in taken:
-                sums.append((taken[i], grad))
-            elif fits:
-                leaves[i].grad = grad
-            else:
-                assign_grad(leaves[i], grad)
-        for i, old in taken.items():
-            assign_grad(leaves[i], old)
-        return sums
+        return self.handle.face.add_grads(total, trained, taken)
 
     def _on_shard_device(self, total: torch.Tensor) -> torch.Tensor:
         """`total` in the optimizer's dtype, where the optimizer steps."""
@@ -370,7 +351,7 @@ class Gradients:
         self.accumulation.close_window()
 
 
-def _add(sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _add(sums: Sums) -> None:
     """Add to the first of each pair the second."""
     with _torch.no_grad():
         _torch.foreach_add_([old for old, _ in sums], [new for _, new in sums])
