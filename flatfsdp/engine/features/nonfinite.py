@@ -22,7 +22,6 @@ from ..base import _torch
 from ..base.events import Observer
 from ..base.fqns import fqn
 from ..base.nested_tensors import tensors_in
-from ..flat.flat_param import FlatParamHandle
 from ..runtime.model import Model, outermost_model
 from ..runtime.rest import check_outside
 from ..runtime.unit import Unit

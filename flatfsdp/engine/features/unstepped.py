@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import few, one_voice, warn_once
 from ..base.events import Observer
+from ..flat.faces import FlatFace
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.backward import Backward
 from ..runtime.model import Model
@@ -81,7 +82,9 @@ class UnsteppedCheck(Observer):
             self._end(model)
         elif not self._before and not backward.deferred:  # whoever reads a gradient that lingers waits for it
             handles = [handle for unit in model.units for handle in unit.handles]
-            self._before = [_ParamSnapshot(each) for each in handles if any(p.grad is not None for p in each.face.holders)]
+            self._before = [
+                _ParamSnapshot(each) for each in handles if any(p.grad is not None for p in each.face.holders)
+            ]
             if self._before:
                 _unstepped.add(self)
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from ..base._torch import no_grad
 from ..layout.layout import FlatLayout
 from .layout_views import ShardViews
 from .param_refs import ParamRef
@@ -71,10 +70,10 @@ class Face(Protocol):
     """
 
     holders: list[nn.Parameter]
-    words: ClassVar[FaceWords]
-    holds_leaves: ClassVar[bool]
-    is_flat: ClassVar[bool]
-    by_parameter: ClassVar[bool]
+    words: FaceWords
+    holds_leaves: bool
+    is_flat: bool
+    by_parameter: bool
 
     def holder_of(self, index: int) -> nn.Parameter:
         """What an optimizer steps on in order to step on that leaf."""
@@ -104,8 +103,8 @@ class Face(Protocol):
         ...
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
-        """Make `total`, of shape (shard_numel,), the `.grad` of the holders of `trained` leaves; where one has a `.grad`
-        already, return that with what is to be added to it.
+        """Make `total`, of shape (shard_numel,), the `.grad` of the holders of `trained` leaves; where one has a
+        `.grad` already, return that with what is to be added to it.
 
         `taken`: what was taken from the `.grad` of leaves before the backward, which is shown again. The memory of
         `total` belongs to the gradients afterwards.
@@ -123,7 +122,9 @@ class FaceMaker(Protocol):
 
     by_parameter: bool
 
-    def __call__(self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int) -> Face:
+    def __call__(
+        self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
+    ) -> Face:
         """A face of `leaves`, whose shard `flat_param` shows; `moved` is called before anything else."""
         ...
 

@@ -278,7 +278,8 @@ class Gradients:
             total = downloaded
         elif self.handle.options.offload or total.dtype != self.handle.precision.grad:
             total = self._on_shard_device(total)
-        if sums := self._show(total, trained):
+        taken, self._stashed = self._stashed or {}, None
+        if sums := self.handle.face.add_grads(total, trained, taken):
             _add(sums)
         return True
 
@@ -302,9 +303,12 @@ class Gradients:
         trained = self.expected - self.absent
         left_out = bool(self.absent) and not trained
         self._forget_expectations()
+        sums: Sums = []
         if left_out:
             self.unstash_grads()
-        sums = [] if left_out else self._show(part.result, trained)
+        else:
+            taken, self._stashed = self._stashed or {}, None
+            sums = self.handle.face.add_grads(part.result, trained, taken)
 
         def finish() -> None:
             part.wait()
@@ -312,12 +316,6 @@ class Gradients:
                 _add(sums)
 
         return finish
-
-    def _show(self, total: torch.Tensor, trained: frozenset[int]) -> Sums:
-        """Make `total` the `.grad` of `trained` leaves, or show the old one again. Returns what is to be added up: old
-        gradients with new ones."""
-        taken, self._stashed = self._stashed or {}, None
-        return self.handle.face.add_grads(total, trained, taken)
 
     def _on_shard_device(self, total: torch.Tensor) -> torch.Tensor:
         """`total` in the optimizer's dtype, where the optimizer steps."""

@@ -170,7 +170,7 @@ def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
                     f"{each.name} {where} has a hook on its AccumulateGrad node, but with {words.setting} no "
                     "gradient is accumulated into it: the hook would never run. To step in the backward, use "
                     "flatfsdp.optimizer_in_backward(model, optimizer); to see the sharded gradient, "
-                    f"register_post_accumulate_grad_hook() on {words.holder}{words.or_remedy.replace(',', ';', 1)}"
+                    f"register_post_accumulate_grad_hook() on {words.holder}{words.or_remedy}"
                 )
             if each.before():  # on all ranks alike, though some nodes on some ranks would do
                 return (

@@ -17,6 +17,7 @@ from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
 from ..base import _torch
 from ..base.fqns import fqn
 from ..comm.transport import Transport
+from ..flat.faces import fact_of
 from .unit import Unit
 
 _requires_grad = operator.attrgetter("requires_grad")

@@ -25,6 +25,7 @@ from ...agreement.once_per_job import warn_once_per_job
 from ...base import _torch
 from ...base.fqns import WRAPPED, clean, clean_text
 from ...config.state_dict_configs import StateDictType
+from ...flat.faces import FlatFace
 from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
@@ -337,8 +338,8 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
     what = (
-        f"{clean(key)!r}: a LOCAL_STATE_DICT fits the number of ranks, the wrapping and the use_orig_params that it "
-        f"was made with, here {layout.world} shards of {layout.shard_numel} elements"
+        f"{clean(key)!r}: a LOCAL_STATE_DICT fits the number of ranks, the wrapping and the {FlatFace.words.argument} "
+        f"that it was made with, here {layout.world} shards of {layout.shard_numel} elements"
     )
     remedy = ". Load it into such a model, and save SHARDED_STATE_DICT or FULL_STATE_DICT there"
     if isinstance(value, OwnedInterval):

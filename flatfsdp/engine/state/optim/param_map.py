@@ -1,7 +1,8 @@
 """What an optimizer holds of a model: each of its parameters, and the names of the model's parameters in it.
 
-[Note: optimized parameters] An optimizer steps on flat parameters, on pieces of the user's parameters ([Note: faces]), or on parameters outside of every unit. It knows them by number, in the order of its own param groups, which
-may be another one on every rank. State dicts know names ([Note: clean names]); `OptimizedParam` is the bridge.
+[Note: optimized parameters] An optimizer steps on flat parameters, on pieces of the user's parameters ([Note: faces]),
+or on parameters outside of every unit. It knows them by number, in the order of its own param groups, which may be
+another one on every rank. State dicts know names ([Note: clean names]); `OptimizedParam` is the bridge.
 """
 
 from __future__ import annotations
