@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -246,3 +246,11 @@ def fact_of(faces: Iterable[Face]) -> tuple[str, str]:
     """What the ranks of a model compare of the faces of a unit: the argument that chooses them, and its value."""
     words = next((face.words for face in faces), None)
     return (words.argument, words.value) if words is not None else ("use_orig_params", "")
+
+
+def pickled_face(options: Mapping[str, Any]) -> FaceMaker:
+    """The face among a handle's pickled `options`; earlier versions have the argument there."""
+    if "face" in options:
+        found: FaceMaker = options["face"]
+        return found
+    return OriginalFace if options["use_orig_params"] else FlatFace

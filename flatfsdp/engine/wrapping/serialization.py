@@ -25,6 +25,7 @@ from ..comm.process_groups import plan_over
 from ..config.unit_options import PrefetchTargets, UnitOptions
 from ..device.memory import MemoryTracker
 from ..flat.extensions import TransformedParam
+from ..flat.faces import pickled_face
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
@@ -90,6 +91,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     tracker = MemoryTracker()
     handles = []
     for entry in plan["handles"]:
+        entry["face"] = pickled_face(entry)
         options = FlatParamOptions(**{name: entry[name] for name in _HANDLE_OPTIONS})
         settings = {name: entry[name] for name in _HANDLE_SETTINGS}
         handles.append(
