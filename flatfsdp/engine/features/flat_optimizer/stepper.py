@@ -27,7 +27,8 @@ import torch
 from torch import nn
 
 from ...flat.flat_param import FlatParamHandle
-from ...layout.layout import ParamInShard, Span, find_runs
+from ...layout.layout import Span
+from ...layout.runs import ParamInShard, find_runs
 from ...runtime import param_registry as registry
 from ...state.optim.optimizer_clone import clone_over
 from .state import PLAIN, FusedRun, Pieces, State, States, StepCounts, is_number
