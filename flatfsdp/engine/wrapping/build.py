@@ -197,6 +197,7 @@ def _flatten(
                 use_orig_params=config.use_orig_params,
                 trainable=trainable,
                 packed=is_packed_kind,
+                layout=config.layout,
             ),
             tracker=tracker,
         )
