@@ -187,7 +187,7 @@ class FlatParam:
     @property
     def has_orig_params(self) -> bool:
         """Whether optimizers see the original parameters."""
-        found: bool = self._handle.use_orig_params
+        found: bool = self._handle.face.holds_leaves
         return found
 
     @property
@@ -325,14 +325,17 @@ def owed(model: Any) -> list[Tensor]:
     _model(model).iteration.finish_interrupted()
     found = []
     for handle, _, own in (kind for each in _model(model).units for kind in each.kinds):
-        shards = torch.zeros(handle.layout.world, handle.layout.shard_numel)
+        layout, flat = handle.layout, torch.zeros(handle.layout.padded_numel)
         held = own.residuals.held if own.residuals is not None else {}
-        if "shard" in held:
-            others = [rank for rank in range(handle.layout.world) if rank != handle.rank]
-            shards[others] += held["shard"].view(len(others), -1).float()
+        others = [rank for rank in range(layout.world) if rank != handle.rank]
+        sent = held["shard"].view(len(others), -1) if "shard" in held else torch.zeros(len(others), layout.shard_numel)
+        shards = dict(zip(others, sent, strict=True))
         if "replicate" in held:
-            shards[handle.rank] += held["replicate"].float()
-        found.append(shards.flatten())
+            shards[handle.rank] = held["replicate"]
+        for rank, shard in shards.items():
+            for piece, place in zip(layout.pieces(rank), layout.pieces_in_shard, strict=True):
+                flat[piece.slice] = shard[place.slice].float()
+        found.append(flat)
     return found
 
 

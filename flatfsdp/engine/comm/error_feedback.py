@@ -38,18 +38,24 @@ SHARD, REPLICATE = "shard", "replicate"  # axes
 class Residuals:
     """Those of one flat parameter on this rank, by axis. They are zero until there are some. [Note: error feedback]"""
 
-    def __init__(self, shard_numel: int, tracker: MemoryTracker) -> None:
-        self._shard_numel = shard_numel
+    def __init__(self, pieces: Sequence[int], tracker: MemoryTracker) -> None:
+        """`pieces`: elements of each piece of a shard."""
+        self._pieces = list(pieces)
         self._tracker = tracker
         self._held: dict[str, torch.Tensor] = {}
         self._factors: dict[str, float] = {}  # what is held is to be multiplied by, where that is used next
 
-    def along(self, axis: str, like: torch.Tensor, *, pieces: int = 1) -> torch.Tensor:
-        """Those along an axis, shape (pieces * shard_numel,), dtype and device as `like`; what is written to them is
+    def of_others(self, like: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+        """Those along the shard axis: for each piece of a shard, shape (ranks, numel of the piece), of the other ranks
+        in order. As `along`."""
+        return list(self.along(SHARD, like, shards=ranks).view(ranks, -1).split(self._pieces, dim=1))
+
+    def along(self, axis: str, like: torch.Tensor, *, shards: int = 1) -> torch.Tensor:
+        """Those along an axis, shape (shards * shard_numel,), dtype and device as `like`; what is written to them is
         kept. To be called on the stream that works with them."""
         held = self._held.get(axis)
         if held is None:
-            held = torch.zeros(pieces * self._shard_numel, dtype=like.dtype, device=like.device)
+            held = torch.zeros(shards * sum(self._pieces), dtype=like.dtype, device=like.device)
             self._hold(axis, held)
         elif held.dtype != like.dtype or held.device != like.device:  # the module was cast, or moved
             held = held.to(like.device, like.dtype)

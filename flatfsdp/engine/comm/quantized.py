@@ -26,8 +26,9 @@ from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer
 from ..device.streams import DONE, PendingWork, Stream, Work
 from .block_codec import BlockCodec
-from .error_feedback import SHARD, Residuals, joined
-from .transport import ProcessGroupTransport, Reducer, Transport
+from .comm_hook import Reducer
+from .error_feedback import Residuals, joined
+from .transport import ProcessGroupTransport, Transport
 
 KIND = "quantized"  # of bytes
 
@@ -83,7 +84,7 @@ class QuantizedTransport(ProcessGroupTransport):
         residuals: Sequence[Residuals] = (),
     ) -> PendingWork:
         """`reduce_scatter_base` of several, whose results lie one behind the other, as one operation. Collective.
-        `residuals`: of each of `fulls`, or none."""
+        `residuals`: of what all pieces of `fulls` are of, or none."""
         world, rank = self.group.size, self.group.rank
         wholes = [_real(full).view(world, -1) for full in fulls]
         sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
@@ -93,9 +94,9 @@ class QuantizedTransport(ProcessGroupTransport):
         with stream.running():
             sent, arrived = (self._bytes((world - 1) * sum(sizes)) for _ in range(2))
             outgoing, incoming = (buffer.tensor.view(world - 1, -1) for buffer in (sent, arrived))
-            owed = [each.along(SHARD, fulls[0], pieces=world - 1) for each in residuals]
+            owed = [piece for each in residuals for piece in each.of_others(fulls[0], world - 1)]
             for index, (whole, rows) in enumerate(zip(wholes, outgoing.split(sizes, dim=1), strict=True)):
-                lost = _real(owed[index]).view(world - 1, -1) if owed else None
+                lost = _real(owed[index]) if owed else None
                 self._encode(whole[:rank], rows[:rank], lost[:rank] if lost is not None else None)
                 self._encode(whole[rank + 1 :], rows[rank:], lost[rank:] if lost is not None else None)
         arriving = self._inner.all_to_all(incoming, outgoing, stream)
@@ -225,5 +226,5 @@ def _pieces(flat: torch.Tensor, rows: torch.Tensor, numel: int) -> Iterator[tupl
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, 1-D, as real numbers: twice as many of a complex one."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+    """`tensor` as real numbers: in its last dimension twice as many of a complex one."""
+    return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor

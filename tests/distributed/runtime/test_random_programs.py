@@ -258,9 +258,13 @@ class Player:
             self.model.set_requires_gradient_sync(True)
         self.reduced = sync
         if sync:
-            fill(self.alone, together(self.model, self.names))
-            if self.owes:
-                self.take_what_was_delivered(owed)
+            self.compare_reduced(owed)
+
+    def compare_reduced(self, owed: dict[str, Tensor]) -> None:
+        """Gradients were reduced; `owed`: what was before."""
+        fill(self.alone, together(self.model, self.names))
+        if self.owes:
+            self.take_what_was_delivered(owed)
 
     def take_what_was_delivered(self, owed: dict[str, Tensor]) -> None:
         """What was delivered, and what is owed more than before (`owed`, which has no names yet before the first
@@ -504,6 +508,14 @@ def train(player: Player) -> None:
 
 def accumulate(player: Player) -> None:
     player.train(sync=False)
+
+
+def reduce_accumulated(player: Player) -> None:
+    owed = owed_by_all(player.model) if player.owes else {}
+    player.model.reduce_accumulated_gradients()
+    if not player.reduced:
+        player.reduced = True
+        player.compare_reduced(owed)
 
 
 def evaluate(player: Player) -> None:
@@ -760,6 +772,7 @@ ANYTIME = [
     train,
     accumulate,
     accumulate,
+    reduce_accumulated,
     evaluate,
     drop,
     ask_for_the_inputs_gradient,
