@@ -33,8 +33,8 @@ FEW = MixedPrecision(reduce_bits=4, reduce_error_feedback=True)
 LARGE = Setting(large=True)
 
 
-def wrapped(setting: Setting = LARGE, mixed: MixedPrecision = FEW) -> Any:
-    return setting.wrap(seeded(Net), {Feedforward}, mixed_precision=mixed)
+def wrapped(setting: Setting = LARGE, mixed: MixedPrecision = FEW, **more: Any) -> Any:
+    return setting.wrap(seeded(Net), {Feedforward}, mixed_precision=mixed, **more)
 
 
 class Account:
@@ -78,12 +78,14 @@ class Account:
                 yield f"{name}: nothing is owed"
 
 
-def accounts(rank: int, world: int, setting: Setting, bits: int, reduce: torch.dtype, shared: bool = True) -> list[str]:
+def accounts(
+    rank: int, world: int, setting: Setting, bits: int, reduce: torch.dtype, layout: str, shared: bool
+) -> list[str]:
     """Over windows, and reductions into gradients that are there; of float32, to its rounding."""
     lines: list[str] = []
     mixed = MixedPrecision(reduce_dtype=reduce, reduce_bits=bits, reduce_error_feedback=True)
     with setting.doubles(), contextlib.nullcontext() if shared else by_messages():
-        account = Account(wrapped(setting, mixed), rank, world)
+        account = Account(wrapped(setting, mixed, layout=layout), rank, world)
         for step in range(4):
             with account.model.no_sync():
                 account.backward(step)
@@ -97,22 +99,23 @@ def accounts(rank: int, world: int, setting: Setting, bits: int, reduce: torch.d
 
 
 @pytest.mark.parametrize(
-    ("world", "setting", "bits", "reduce"),
+    ("world", "setting", "bits", "reduce", "layout"),
     [
-        (2, Setting(), 4, torch.float32),
-        (2, Setting("NO_SHARD"), 4, torch.float32),
-        (2, Setting(orig=False, large=True, doubled=True), 4, BF16),
-        (3, Setting(large=True, offload=True), 4, torch.float32),
-        (3, Setting("NO_SHARD", orig=False, large=True, doubled=True), 8, torch.float64),
-        (4, Setting("HYBRID_SHARD", large=True), 8, torch.float32),
-        (4, Setting("HYBRID_SHARD", orig=False), 4, torch.float32),
+        (2, Setting(), 4, torch.float32, "rows"),
+        (2, Setting("NO_SHARD"), 4, torch.float32, "flat"),
+        (2, Setting(orig=False, large=True, doubled=True), 4, BF16, "flat"),
+        (3, Setting(large=True, offload=True), 4, torch.float32, "rows"),
+        (3, Setting("NO_SHARD", orig=False, large=True, doubled=True), 8, torch.float64, "flat"),
+        (4, Setting("HYBRID_SHARD", large=True), 8, torch.float32, "flat"),
+        (4, Setting("HYBRID_SHARD"), 4, torch.float32, "rows"),
+        (4, Setting("HYBRID_SHARD", orig=False), 4, torch.float32, "flat"),
     ],
     ids=str,
 )
 def test_what_was_delivered_and_what_is_owed_are_all_gradients(
-    run: Run, world: int, setting: Setting, bits: int, reduce: torch.dtype
+    run: Run, world: int, setting: Setting, bits: int, reduce: torch.dtype, layout: str
 ) -> None:
-    assert not joined(run(world, accounts, setting, bits, reduce, shared=world != 3))
+    assert not joined(run(world, accounts, setting, bits, reduce, layout, shared=world != 3))
 
 
 def held(rank: int, world: int, strategy: str, large: bool, reduce: torch.dtype) -> list[str]:
