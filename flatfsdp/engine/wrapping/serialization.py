@@ -118,9 +118,6 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         options=UnitOptions(**{name: plan[name] for name in _OPTIONS}),
         shared_refs=[ParamRef(*each) for each in plan["aliases"]],
     )
-    own = [grads.residuals for grads in unit.grads if grads.residuals is not None]
-    for residuals, held in zip(own, plan["residuals"] if own else (), strict=True):  # older pickles have no such entry
-        residuals.load(held)
     install_extensions(
         unit,
         [
@@ -138,6 +135,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         each.share_params_of(owners_of(each.shared_refs))
     keep_model(wrapper, model)
     register_flat_params(wrapper, unit)
+    for residuals, held in zip(residuals_of(unit), plan.get("residuals", ()), strict=True):
+        residuals.load(held)
 
 
 def _check_copyable(unit: Unit) -> None:
