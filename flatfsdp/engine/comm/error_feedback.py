@@ -54,14 +54,15 @@ class Residuals:
         """Those along an axis, shape (shards * shard_numel,), dtype and device as `like`; what is written to them is
         kept. To be called on the stream that works with them."""
         held = self._held.get(axis)
-        if held is None:
-            held = torch.zeros(shards * sum(self._pieces), dtype=like.dtype, device=like.device)
-            self._hold(axis, held)
-        elif held.dtype != like.dtype or held.device != like.device:  # the module was cast, or moved
-            held = held.to(like.device, like.dtype)
+        if held is None or (held.dtype, held.device) != (like.dtype, like.device):
+            with torch.inference_mode(False):  # it serves training, whatever needs it first
+                if held is None:
+                    held = torch.zeros(shards * sum(self._pieces), dtype=like.dtype, device=like.device)
+                else:  # the module was cast, or moved; what overflows would stay
+                    held = held.to(like.device, like.dtype).nan_to_num_(0.0, 0.0, 0.0)
             self._hold(axis, held)
         if (factor := self._factors.pop(axis, 1.0)) != 1.0:
-            held.mul_(factor)
+            held.mul_(factor).nan_to_num_(0.0, 0.0, 0.0)
         return held
 
     def rescale(self, factor: float) -> None:
