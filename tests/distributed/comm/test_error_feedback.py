@@ -455,8 +455,15 @@ def resume(rank: int, world: int, path: str, setting: Setting, exact: bool) -> t
     ("world", "setting", "reader", "others"),
     [
         (2, LARGE, 3, Setting()),
-        (4, Setting("HYBRID_SHARD"), 4, Setting("HYBRID_SHARD", orig=False)),
-        *([(2, Setting("NO_SHARD"), 2, Setting()), (3, Setting(), 2, Setting("NO_SHARD"))] if is_thorough() else []),
+        *(
+            [
+                (4, Setting("HYBRID_SHARD"), 4, Setting("HYBRID_SHARD", orig=False)),
+                (2, Setting("NO_SHARD"), 2, Setting()),
+                (3, Setting(), 2, Setting("NO_SHARD")),
+            ]
+            if is_thorough()
+            else []
+        ),
     ],
     ids=str,
 )
