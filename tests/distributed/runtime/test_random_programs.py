@@ -271,13 +271,13 @@ class Player:
         forward), are all gradients that there were; one process goes on with what was delivered."""
         delivered, now = full_gradients(self.model), owed_by_all(self.model)
         for name, parameter in self.alone.named_parameters():
-            found = delivered[name] if parameter.requires_grad else None
-            more = now[name] - owed.get(name, torch.zeros(()))
-            all_of_it = None if found is None else found + more
-            self.same(f"what was delivered and is owed of {name}", all_of_it, parameter.grad)
+            found, more = delivered.get(name), now[name] - owed.get(name, torch.zeros(()))
             if found is None and more.any():
                 self.wrong.append(f"{name}, which has no gradient, owes something else than before")
-            parameter.grad = found
+            if parameter.requires_grad:  # else it may have one of before it was frozen
+                all_of_it = None if found is None else found + more
+                self.same(f"what was delivered and is owed of {name}", all_of_it, parameter.grad)
+                parameter.grad = found
 
     @property
     def writes_midway_stay(self) -> bool:
