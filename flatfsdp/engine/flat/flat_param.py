@@ -12,11 +12,12 @@ have one of their own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from ..config.precision import Precision, resolve
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import PendingWork, Stream, pin
 from ..layout.layout import FlatLayout
+from ..layout.part import Part
 from .layout_views import ShardViews, dense, full_views, is_dense, spec_of
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardSource
 from .states import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
@@ -162,17 +164,19 @@ class FlatParamHandle:
         device: torch.device,
         options: FlatParamOptions,
         tracker: MemoryTracker,
+        parts: Mapping[int, Part] = MappingProxyType({}),
     ) -> FlatParamHandle:
         """Lay unsharded `leaves` (one dtype) out and copy this rank's shard from them. No communication.
 
-        The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory.
+        The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory. `parts`: of
+        which wholes they are parts, by their ids.
         """
         for leaf in leaves:
             if not is_dense(leaf):
                 leaf.data = leaf.data.contiguous()
         master = leaves[0].dtype
         layout = FlatLayout.pack(
-            [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)],
+            [spec_of(name, leaf, parts.get(id(leaf))) for name, leaf in zip(names, leaves, strict=True)],
             world=world,
             align=max(1, 16 // options.precision(master).compute.itemsize) if options.use_orig_params else 1,
             pad_total=options.use_orig_params,

@@ -24,7 +24,7 @@ from ..comm.axes import ProcessGroups
 from ..comm.process_groups import plan_over
 from ..config.unit_options import PrefetchTargets, UnitOptions
 from ..device.memory import MemoryTracker
-from ..flat.extensions import TransformedParam
+from ..flat.extensions import TransformedParam, as_transform
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
@@ -72,7 +72,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
             ],
             "homes": [(each.module, each.attribute, each.path, each.leaf) for each in unit.param_refs],
             "aliases": [(each.module, each.attribute, each.path, each.leaf) for each in unit.shared_refs],
-            "extended": [(e.leaf, e.state, e.extensions) for views in unit.views for e in views.extended],
+            "extended": [(e.leaf, e.state, e.transform) for views in unit.views for e in views.extended],
             "left_alone": ignored_in(unit.module),
             "groups": unit.groups,
             "root": replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit),
@@ -116,8 +116,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     install_extensions(
         unit,
         [
-            TransformedParam(leaf, state, extensions, [each for each in unit.param_refs if each.leaf is leaf])
-            for leaf, state, extensions in plan["extended"]
+            TransformedParam(leaf, state, as_transform(found), [each for each in unit.param_refs if each.leaf is leaf])
+            for leaf, state, found in plan["extended"]
         ],
     )
     for module, attributes in plan["left_alone"]:
