@@ -202,6 +202,7 @@ def _transformed(param_ref: ParamRef, transforms: Sequence[Transform]) -> Transf
     original = param_ref.leaf
     for each in transforms:
         if each.applies(original):
+            each.check(param_ref.path, original)
             stored, state = each.store(param_ref.path, original)
             if state is not None:
                 leaf = nn.Parameter(stored.detach(), requires_grad=original.requires_grad)
