@@ -21,7 +21,7 @@ from ..comm.axes import Axis, ProcessGroups
 from ..flat.extensions import Transform
 from ..layout.layout import ParamSpec
 from ..layout.part import Part, Ranges, chunk, strided_chunk
-from .specs import require_dtensors
+from .specs import require_dtensors, spec_at_rest
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +96,28 @@ class TensorParallel(Transform):
     def see(self, leaf: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
         """The DTensor of which `leaf` is this rank's part."""
         return state.around(leaf)
+
+    def assemble(self, stored: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
+        """The whole, from all ranks of the mesh. Collective over it."""
+        whole: torch.Tensor = self.around(stored.contiguous(), state).full_tensor()  # type: ignore[attr-defined]
+        return whole
+
+    def around(self, stored: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
+        """The DTensor that holds `stored` itself."""
+        spec = _dtensor.new_spec(state.mesh, state.placements, state.shape, state.stride, stored.dtype)
+        made: torch.Tensor = _dtensor.dtensor(stored, spec)
+        return made
+
+    def stored_in(self, seen: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a DTensor."""
+        return _dtensor.local_of(seen) if _dtensor.is_dtensor(seen) else seen
+
+    def sharded(self, rows: torch.Tensor, dp_mesh: Any, state: StoredDTensor) -> torch.Tensor:
+        """The DTensor on both meshes that FSDP2 would have of this rank's `rows`."""
+        stored = _dtensor.new_spec(state.mesh, state.placements, state.shape, state.stride, rows.dtype)
+        spec = spec_at_rest(dp_mesh, ParamSpec("", tuple(rows.shape)), 0, rows.dtype, stored)
+        made: torch.Tensor = _dtensor.dtensor(rows, spec)
+        return made
 
     def part(self, state: StoredDTensor) -> Part:
         """Which part of the whole is stored here."""

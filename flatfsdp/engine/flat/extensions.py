@@ -86,6 +86,22 @@ class Transform:
         """Of which whole a part is stored; None where it is a tensor of its own. [Note: parts]"""
         return None
 
+    def assemble(self, stored: torch.Tensor, state: Any) -> torch.Tensor:
+        """The whole of the part that is `stored` here. Collective over the axes."""
+        raise NotImplementedError
+
+    def around(self, stored: torch.Tensor, state: Any) -> torch.Tensor | None:
+        """What modules see of `stored`, unknown to autograd and sharing its memory; None where there is none such."""
+        return None
+
+    def stored_in(self, seen: torch.Tensor) -> torch.Tensor:
+        """What is stored of a tensor that `around` made, or that a user put in its place."""
+        return seen
+
+    def sharded(self, rows: torch.Tensor, dp_mesh: Any, state: Any) -> torch.Tensor:
+        """`rows`, this rank's of what is stored, as one tensor of the whole with those of all ranks."""
+        raise NotImplementedError
+
     def axes(self, state: Any, device: torch.device) -> list[tuple[Axis, bool]]:
         """The axes of ranks that store the other parts, each with whether it splits the whole, else holds copies."""
         return []

@@ -41,6 +41,34 @@ class Box:
         return tuple(self.order.index(dim) for dim in range(len(self.order)))
 
 
+@dataclass(frozen=True, slots=True)
+class PartBox:
+    """A block of the whole that a parameter is a part of. [Note: parts]
+
+    Attributes:
+        offsets, sizes: where it begins in the whole and how far it reaches.
+        source: the box of the part that has its elements.
+        inside: where it begins in that.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    source: Box
+    inside: tuple[int, ...]
+
+
+def boxes_of_whole(spec: ParamSpec, span: Span) -> tuple[Box, ...] | tuple[PartBox, ...]:
+    """What `span` of a parameter, in its own memory order, is as boxes of the whole that it is a part of."""
+    boxes = boxes_of(spec, span)
+    if spec.part is None:
+        return boxes
+    return tuple(
+        PartBox(offsets, sizes, box, inside)
+        for box in boxes
+        for offsets, sizes, inside in spec.part.blocks(box.offsets, box.sizes)
+    )
+
+
 def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
     """What `span` of a parameter (in memory order) is as boxes, in order; none for an empty span.
 

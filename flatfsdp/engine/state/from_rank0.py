@@ -21,6 +21,7 @@ from ..runtime.model_facts import axes_of
 from ..runtime.unit import Unit
 from .model.distributed_values import LazyValue
 from .named_param import named_buffers
+from .parts import every_axis
 
 
 def broadcast_value(axes: Sequence[Transport], value: Any) -> Any:
@@ -47,20 +48,21 @@ class FromRank0(LazyValue):
 
     Attributes:
         value: the value there, None on other ranks.
-        unit: over whose axes it is sent.
+        axes: over which it is sent.
     """
 
     value: torch.Tensor | None
-    unit: Unit
+    axes: Sequence[Transport]
     why = "only rank 0 has"
 
     def fetch_into(self, target: torch.Tensor) -> None:
-        device = self.unit.groups.device
-        target.copy_(broadcast_tensor(axes_of([self.unit]), self.value, target.shape, target.dtype, device))
+        device = self.axes[0].device.device
+        target.copy_(broadcast_tensor(self.axes, self.value, target.shape, target.dtype, device))
 
 
 def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace `state_dict` below `prefix` by what the first rank has there. Collective over both axes of `unit`.
+    """Replace `state_dict` below `prefix` by what the first rank has there. Collective over both axes of `unit`, and
+    those of parts of parameters inside.
 
     Does nothing inside a wrapper for which it has been done.
 
@@ -70,7 +72,7 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
     if any(isinstance(value, FromRank0) for value in own.values()):
         return
-    axes = axes_of([unit])
+    axes = every_axis([unit])
     described = [
         (key, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (key, None, value)
         for key, value in (own if is_first_of(axes) else {}).items()
@@ -85,7 +87,7 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
             state_dict[key] = what
         else:
             state_dict[key] = FromRank0.of(own[key] if is_first_of(axes) else None, shape, what)
-            state_dict[key].unit = unit
+            state_dict[key].axes = axes
 
 
 def _refusal(described: list[tuple[str, Any, Any]], own: dict[str, Any]) -> str | None:
