@@ -82,7 +82,9 @@ def parallelized(net: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Any:
     return parallelize_module(net, mesh, plan)
 
 
-def sharded(shape: Iterable[int], *, sequence: bool = True, build: Callable[[], nn.Module] = Net, **options: Any) -> Any:
+def sharded(
+    shape: Iterable[int], *, sequence: bool = True, build: Callable[[], nn.Module] = Net, **options: Any
+) -> Any:
     """The model under tensor parallelism and a wrapper, on a mesh of this `shape`."""
     mesh = mesh_of(*shape)
     parallel = parallelized(seeded(build), mesh["tp"], sequence=sequence)

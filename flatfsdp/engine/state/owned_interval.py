@@ -20,7 +20,7 @@ from ...errors import UsageError
 from ..agreement.collective_calls import meet
 from ..base import _torch
 from ..base.wait_limits import blocked
-from ..layout.boxes import Box, PartBox, boxes_of, boxes_of_whole
+from ..layout.boxes import Box, PartBox, boxes_of, boxes_of_whole, runs_of_whole
 from ..layout.layout import ParamSpec, Span
 from ..layout.part import Part
 from ..watchdog.regions import expecting
@@ -147,6 +147,18 @@ class OwnedInterval(torch.Tensor):
             return block
         piece = self.local[box.span.shift(-self.span.start).slice]
         return piece.view(box.sizes_in_memory).permute(box.back)
+
+    def of_whole(self) -> list[OwnedInterval]:
+        """The same elements as intervals of the whole, in memory shared with this: one, or one for each run of those
+        of a part that lies together in the whole. [Note: parts]"""
+        spec, whole = self.spec, self.spec.whole
+        if spec.part is None:
+            return [self]
+        if whole.numel == 0:
+            return [OwnedInterval(self.local[:0], whole, Span(0, 0), names_empty=self.names_empty)]
+        start = -self.span.start
+        runs = runs_of_whole(spec, self.span) if self.span.numel else ()
+        return [OwnedInterval(self.local[own.shift(start).slice], whole, there) for own, there in runs]
 
     def take_from(self, unsharded: torch.Tensor) -> None:
         """Copy this interval out of a tensor of the parameter's shape, or of the shape of the whole that that is a

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import Run
-from tests.harness.tensor_parallel import Net, parallelized, seeded, sharded, step_one, step_ours
+from tests.harness.tensor_parallel import seeded, sharded, step_one, step_ours
 
 
 def trained(rank: int, world: int, shape: tuple[int, ...], steps: int, options: dict[str, Any]) -> list[str]:

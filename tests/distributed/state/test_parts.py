@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
@@ -15,9 +14,8 @@ from flatfsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictType,
+    checkpoint,
 )
 from tests.conftest import Run
 from tests.harness.tensor_parallel import seeded, sharded, step_one, step_ours
@@ -118,3 +116,32 @@ def moved(rank: int, world: int, folder: str, options: dict[str, Any]) -> list[s
 def test_sharded_state_dicts_are_read_by_any_number_of_ranks(pool4: Run, tmp_path: Path, orig: bool) -> None:
     options = {"use_orig_params": orig}
     assert not [line for lines in pool4(moved, str(tmp_path), options) for line in lines]
+
+
+def kept(rank: int, world: int, folder: str, options: dict[str, Any], model_format: str) -> list[str]:
+    """Through flatfsdp's own checkpoints to other numbers of ranks of either kind."""
+    lines = []
+    model, optimizer = made((2, 2), 2, **options)
+    values = full(model, optimizer)
+    checkpoint.save(folder, model=model, optimizer=optimizer, model_format=model_format)
+    for shape in ((2, 2), (1, 4), (4, 1)):
+        other = sharded(shape, **options)
+        another = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        checkpoint.load(folder, model=other, optimizer=another)
+        lines += unlike(full(other, another), values, f"{shape}")
+    one = seeded()
+    one.load_state_dict({name: torch.zeros_like(value) for name, value in one.state_dict().items()})
+    whole = one.state_dict()
+    checkpoint.load(folder, model=whole, strict=False)
+    lines += unlike(whole, {name: values[name] for name in whole}, "whole tensors")
+    checkpoint.export_safetensors(model, f"{folder}.safetensors")
+    other = sharded((1, 4), **options)
+    checkpoint.load_safetensors(other, f"{folder}.safetensors")
+    with FullyShardedDataParallel.state_dict_type(other, FULL):
+        return lines + unlike(other.state_dict(), {name: values[name] for name in whole}, "safetensors")
+
+
+@pytest.mark.parametrize(("orig", "model_format"), [(True, "flatfsdp"), (False, "safetensors")])
+def test_checkpoints_are_read_by_any_number_of_ranks(pool4: Run, tmp_path: Path, orig: bool, model_format: str) -> None:
+    options = {"use_orig_params": orig}
+    assert not [line for lines in pool4(kept, str(tmp_path / "kept"), options, model_format) for line in lines]
