@@ -52,11 +52,8 @@ class TensorReader:
             return
         for chunk in chunks:
             for box in boxes_of(spec, Span(chunk.start, chunk.stop)):
-                meets = [
-                    (mine, both)
-                    for mine in boxes_of(interval.spec, interval.span)
-                    if (both := _overlap(box, mine)) is not None
-                ]
+                own = boxes_of(interval.spec, interval.span)
+                meets = [(mine, both) for mine in own if (both := _overlap(box, mine)) is not None]
                 if not meets:
                     continue
                 data = torch.empty(box.span.numel, dtype=dtype)

@@ -48,16 +48,16 @@ class FromRank0(LazyValue):
 
     Attributes:
         value: the value there, None on other ranks.
-        axes: over which it is sent.
+        unit: over whose axes, and those of parts, it is sent.
     """
 
     value: torch.Tensor | None
-    axes: Sequence[Transport]
+    unit: Unit
     why = "only rank 0 has"
 
     def fetch_into(self, target: torch.Tensor) -> None:
-        device = self.axes[0].device.device
-        target.copy_(broadcast_tensor(self.axes, self.value, target.shape, target.dtype, device))
+        device = self.unit.groups.device
+        target.copy_(broadcast_tensor(every_axis([self.unit]), self.value, target.shape, target.dtype, device))
 
 
 def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
@@ -87,7 +87,7 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
             state_dict[key] = what
         else:
             state_dict[key] = FromRank0.of(own[key] if is_first_of(axes) else None, shape, what)
-            state_dict[key].axes = axes
+            state_dict[key].unit = unit
 
 
 def _refusal(described: list[tuple[str, Any, Any]], own: dict[str, Any]) -> str | None:

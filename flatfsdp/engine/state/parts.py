@@ -1,7 +1,7 @@
-"""Parts of parameters, which tensor parallelism has split, to wholes and back. [Note: parts]
+"""Parts of parameters, which tensor parallelism has split, to wholes and back ([Note: parts]).
 
-What only the first rank has reaches the others in two ways: along the axes of parts those ranks that are first on
-their unit's own axes, which then send along these.
+What only the first rank has goes two ways: along the axes of parts to the ranks that are first on their unit's own
+axes, and from these along those.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ def state_by_name(
 
 
 def initialized_axes(model: nn.Module) -> list[Transport]:
-    """The axes over which units of `model` are spread, and those of parts, each once. Collective if nothing collective came before."""
+    """The axes over which units of `model` are spread, and those of parts, each once. Collective if nothing collective
+    came before."""
     units = units_in(model)
     for root in models_of(units):
         initialize(root)
