@@ -46,7 +46,7 @@ def as_interval(name: str, value: torch.Tensor) -> OwnedInterval:
 
 
 def intervals_of(name: str, value: torch.Tensor) -> list[OwnedInterval]:
-    """`as_interval`, as intervals of the whole tensor. [Note: parts]"""
+    """`as_interval`, as intervals of the whole tensor. [Note: parts of wholes]"""
     return as_interval(name, value).of_whole()
 
 

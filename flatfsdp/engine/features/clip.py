@@ -93,7 +93,7 @@ class _Gradients(NamedTuple):
 
 def _by_axes(unit: Unit, kind: int, chosen: Container[int]) -> Iterator[tuple[list[Transport], list[torch.Tensor]]]:
     """The gradients of one handle that optimizers see and that are among the `chosen` ids, with the axes besides the
-    unit's own over which they are split. [Note: parts]"""
+    unit's own over which they are split. [Note: parts of wholes]"""
     handle = unit.handles[kind]
     if not unit.views[kind].extended:
         yield [], [p.grad for p in handle.steppable if id(p) in chosen and p.grad is not None]

@@ -83,7 +83,7 @@ class Transform:
         raise NotImplementedError
 
     def part(self, state: Any) -> Part | None:
-        """Of which whole a part is stored; None where it is a tensor of its own. [Note: parts]"""
+        """Of which whole a part is stored; None where it is a tensor of its own. [Note: parts of wholes]"""
         return None
 
     def assemble(self, stored: torch.Tensor, state: Any) -> torch.Tensor:

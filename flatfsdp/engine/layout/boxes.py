@@ -44,7 +44,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class PartBox:
-    """A block of the whole that a parameter is a part of. [Note: parts]
+    """A block of the whole that a parameter is a part of. [Note: parts of wholes]
 
     Attributes:
         offsets, sizes: where it begins in the whole and how far it reaches.

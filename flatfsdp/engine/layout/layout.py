@@ -78,7 +78,7 @@ class ParamSpec:
     parameter that is not row-major (channels_last) gives its stride and lies there in the order its own memory has, so
     that ``as_strided(shape, stride)`` on its span is the parameter. The row-major stride itself is normalised to None.
     A 1x1 convolution in channels_last keeps its stride: kernels read it though no element's place depends on it.
-    ``part`` is None unless this is a part of a larger tensor. [Note: parts]
+    ``part`` is None unless this is a part of a larger tensor. [Note: parts of wholes]
 
     Raises:
         ConfigValueError: a negative size, or a stride with gaps or overlaps (an expanded or sliced parameter).

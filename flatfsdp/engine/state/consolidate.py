@@ -120,7 +120,7 @@ def scatter_from_first(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`scatter` of whole tensors that the first of all ranks has, by their parameters' indices; others have None under
-    the same ones. Collective over the axes of parts, too. [Note: parts]"""
+    the same ones. Collective over the axes of parts, too. [Note: parts of wholes]"""
     params, sent = unit.handles[kind].layout.params, dtype or unit.handles[kind].precision.master
     unsharded: list[torch.Tensor | None] = [None] * len(params)
     axes = axes_beside(unit) if is_first(unit) else []

@@ -82,7 +82,7 @@ class OwnedInterval(torch.Tensor):
 
     Attributes:
         local: the elements of the interval in the parameter's memory order; shape (span.numel,).
-        spec: the parameter's name, global shape and memory order; of a part of a whole ([Note: parts]) those of the
+        spec: the parameter's name, global shape and memory order; of a part of a whole ([Note: parts of wholes]) those of the
             part, while the tensor has the shape of the whole.
         span: which elements of the parameter, or of the part, they are.
         names_empty: whether this rank is the one that saves the parameter if it has no elements at all.
@@ -150,7 +150,7 @@ class OwnedInterval(torch.Tensor):
 
     def of_whole(self) -> list[OwnedInterval]:
         """The same elements as intervals of the whole, in memory shared with this: one, or one for each run of those
-        of a part that lies together in the whole. [Note: parts]"""
+        of a part that lies together in the whole. [Note: parts of wholes]"""
         spec, whole = self.spec, self.spec.whole
         if spec.part is None:
             return [self]

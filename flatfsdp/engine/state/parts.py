@@ -1,4 +1,4 @@
-"""Parts of parameters, which tensor parallelism has split, to wholes and back ([Note: parts]).
+"""Parts of parameters, which tensor parallelism has split, to wholes and back ([Note: parts of wholes]).
 
 What only the first rank has goes two ways: along the axes of parts to the ranks that are first on their unit's own
 axes, and from these along those.
