@@ -33,7 +33,9 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
 
     replicas = [Replicate()] * (dp_mesh.ndim - 1)
     if stored is None:
-        stride = spec.stride or tuple(prod(max(size, 1) for size in spec.shape[each + 1 :]) for each in range(len(spec.shape)))
+        stride = spec.stride or tuple(
+            prod(max(size, 1) for size in spec.shape[each + 1 :]) for each in range(len(spec.shape))
+        )
         return _dtensor.new_spec(dp_mesh, [*replicas, Shard(dim)], spec.shape, stride, dtype)
     before = prod(
         stored.mesh.size(place)

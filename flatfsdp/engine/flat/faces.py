@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..layout.layout import FlatLayout
-from .layout_views import ShardViews
+from .layout_views import ShardViews, shard_of
 from .param_refs import ParamRef
 from .write_tracker import FlatParameter
 
@@ -111,9 +111,9 @@ class Face(Protocol):
         """
         ...
 
-    def window_shares(self, own: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
-        """Of gradients laid out like the shard: each holder that requires one, its part of `own`, and the leaves of
-        that part. [Note: marks]"""
+    def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
+        """Of gradients in `flat`, unsharded and padded: each holder that requires one, this rank's part of it, and the
+        leaves of that part. [Note: marks]"""
         ...
 
 
@@ -174,8 +174,8 @@ class OriginalFace:
             assign_grad(leaves[i], old)
         return sums
 
-    def window_shares(self, own: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
-        rows = enumerate(zip(self.holders, self._at_rest.views_of(own), strict=True))
+    def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
+        rows = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
         return [(leaf, share, (i,)) for i, (leaf, share) in rows if leaf.requires_grad]
 
 
@@ -195,7 +195,7 @@ class FlatFace:
     def __init__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
-        self._leaves, self._flat_param = leaves, flat_param
+        self._leaves, self._flat_param, self._layout, self._rank = leaves, flat_param, layout, rank
         self._every = tuple(range(len(leaves)))
         self.holders: list[nn.Parameter] = [flat_param]
 
@@ -228,8 +228,8 @@ class FlatFace:
         assign_grad(flat, total)
         return []
 
-    def window_shares(self, own: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
-        return [(self._flat_param, own, self._every)]
+    def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
+        return [(self._flat_param, shard_of(flat, self._layout, self._rank), self._every)]
 
 
 REQUIRES_GRAD = attrgetter("requires_grad")
@@ -249,8 +249,5 @@ def fact_of(faces: Iterable[Face]) -> tuple[str, str]:
 
 
 def pickled_face(options: Mapping[str, Any]) -> FaceMaker:
-    """The face among a handle's pickled `options`; earlier versions have the argument there."""
-    if "face" in options:
-        found: FaceMaker = options["face"]
-        return found
+    """The face of a handle among `options` that an earlier version pickled, which has the argument there."""
     return OriginalFace if options["use_orig_params"] else FlatFace

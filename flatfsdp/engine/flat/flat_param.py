@@ -14,9 +14,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import nn
@@ -29,29 +29,10 @@ from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import PendingWork, Stream, pin
 from ..layout.layout import FlatLayout
 from .faces import REQUIRES_GRAD, Face, FaceMaker
-from .layout_views import ShardViews, dense, full_views, is_dense, spec_of
-from .sources import KeptSource, ParamPersistence, ShardSource, UnshardSource
+from .layout_views import ShardViews, dense, full_views, is_dense, segments_of, spec_of
+from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
 from .states import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
 from .write_tracker import FlatParameter, WriteTracker
-
-
-@dataclass(eq=False)
-class UnshardedParam:
-    """The unsharded flat parameter in one dtype.
-
-    Attributes:
-        flat: 1-D and padded.
-        buffer: its memory; None where it is the shard itself.
-        views: the parameters as N-D views of it, once it was filled; shown: each leaf with its view.
-        source: the shard as what fills it; filled_from: what did last.
-    """
-
-    flat: torch.Tensor
-    buffer: FlatBuffer | None
-    views: list[torch.Tensor] = field(default_factory=list)
-    shown: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
-    source: ShardSource | None = None
-    filled_from: UnshardSource | None = None
 
 
 class _NotUnsharded(UnshardedParam):
@@ -78,6 +59,7 @@ class FlatParamOptions:
     Attributes:
         trainable: whether a parameter required a gradient at construction.
         packed: whether elements are no numbers, and stay as they are. [Note: packed bytes]
+        layout: whether ranks split all parameters as one, or each of them by rows. [Note: pieces]
         offload: whether the shard lives on the CPU; pin_memory: in page-locked memory.
         face: makes what users see of the parameters at rest.
     """
@@ -88,6 +70,7 @@ class FlatParamOptions:
     face: FaceMaker
     trainable: bool
     packed: bool
+    layout: Literal["flat", "rows"] = "flat"
 
     def precision(self, master: torch.dtype) -> Precision:
         """The dtypes for a shard of `master`. [Note: dtypes]"""
@@ -173,11 +156,13 @@ class FlatParamHandle:
             if not is_dense(leaf):
                 leaf.data = leaf.data.contiguous()
         master = leaves[0].dtype
-        layout = FlatLayout.pack(
-            [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)],
-            world=world,
-            align=max(1, 16 // options.precision(master).compute.itemsize) if options.face.by_parameter else 1,
-            pad_total=options.face.by_parameter,
+        specs = [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        align = max(1, 16 // options.precision(master).compute.itemsize)
+        aligned = options.face.by_parameter  # FSDP1's flat parameter has no padding but at its end
+        layout = (
+            FlatLayout.pack_rows(specs, world=world, align=align)
+            if options.layout == "rows"
+            else FlatLayout.pack(specs, world=world, align=align if aligned else 1, pad_total=aligned)
         )
         shard = torch.zeros(layout.shard_numel, dtype=master, device=torch.device("cpu") if options.offload else device)
         if options.offload and options.pin_memory:
@@ -273,8 +258,7 @@ class FlatParamHandle:
             offload = self.options.offload
             apart = offload or self.shard.dtype != dtype or self.shard.device != target.flat.device
             copies = apart and not transport.casts_shards
-            own = self.layout.shard(self.rank).slice
-            source = ShardSource(self.shard, own, dtype, transport, copies=copies, offload=offload)
+            source = ShardSource(self.at_rest.pieces, dtype, transport, copies=copies, offload=offload)
             target.source = source
         return source
 
@@ -317,7 +301,9 @@ class FlatParamHandle:
                     target.buffer.allocate()
             else:  # without the calls that a context takes
                 target.buffer.allocate()
-            self.pending = source.fill(target.flat, stream)
+            if not target.segments:
+                target.segments = segments_of(target.flat, self.layout)
+            self.pending = source.fill(target, stream)
 
     def wait_unshard(self) -> None:
         """Order the caller after the gather. Precondition: gathering. Postcondition: unsharded."""

@@ -226,6 +226,7 @@ class Gradients:
         part = ReductionInput(
             handle,
             buffer,
+            slots.segments,
             FlatBuffer.disown if self._hooked else return_buffer or FlatBuffer.free,
             shares_unsharded_buffer=return_buffer is not None,
             scale=self._factor_of_sum if completes else 1.0,

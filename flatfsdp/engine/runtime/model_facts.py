@@ -52,6 +52,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
                 False,
             ),
             (f"{subject}, {argument}", value, False),
+            (f"{subject}, layout", ", ".join(handle.options.layout for handle in unit.handles[:1]), False),
             (f"{subject}, mixed_precision", _unlike_default(unit.built.mixed_precision), False),
             (f"{subject}, backward_prefetch", str(unit.options.backward_prefetch), False),
             (f"{subject}, forward_prefetch", str(unit.options.forward_prefetch), False),

@@ -16,7 +16,7 @@ from ...errors import UsageError
 from ..base import _torch
 from ..flat.faces import assign_grad
 from ..flat.flat_param import FlatParamHandle
-from ..flat.layout_views import full_views
+from ..flat.layout_views import full_views, shard_of
 from ..flat.states import IDLE, SUMMONED
 from ..runtime.model import model_of
 from ..runtime.model_facts import axes_of
@@ -119,7 +119,7 @@ class _SummonedHandle:
                 if from_rank0:
                     own = scatter(self.unit, self.kind, full_views(self.flat, handle.layout) if self.keep else None)
                 else:
-                    own = self.flat[handle.layout.shard(handle.rank).slice]
+                    own = shard_of(self.flat, handle.layout, handle.rank)
                 if not torch.equal(own.to(handle.shard.device), handle.shard):
                     handle.shard.copy_(own)
                 if self.grads is not None:

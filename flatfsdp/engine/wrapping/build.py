@@ -197,6 +197,7 @@ def _flatten(
                 face=OriginalFace if config.use_orig_params else FlatFace,
                 trainable=trainable,
                 packed=is_packed_kind,
+                layout=config.layout,
             ),
             tracker=tracker,
         )

@@ -19,7 +19,9 @@ def test_every_private_name_exists() -> None:
 
 def test_an_older_torch_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(DeviceMesh, "_concatenate")
-    with pytest.raises(UsageError, match=r"need torch 2\.13 or newer: .* lacks torch\.distributed\.device_mesh\.Device"):
+    with pytest.raises(
+        UsageError, match=r"need torch 2\.13 or newer: .* lacks torch\.distributed\.device_mesh\.Device"
+    ):
         require_dtensors()
 
 

@@ -41,7 +41,7 @@ from ..named_param import NamedParam, by_handle, params_of
 from ..owned_interval import OwnedInterval
 from .distributed_values import DistributedValue, defer_distributed, whole_if_distributed
 from .placeholders import Placeholders, placeholder_for
-from .saving import FLAT, has_own_classes
+from .saving import FLAT, check_flat, has_own_classes
 from .types import only_rank0
 
 UNDER_WAY = "_load_under_way"
@@ -311,6 +311,7 @@ def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         key = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
         if key not in state_dict:
             continue
+        check_flat(unit)
         layout, value = handle.layout, state_dict.pop(key)
         flat = _flat_of(value, handle, key)
         shard = torch.zeros(layout.shard_numel, dtype=flat.dtype, device=flat.device)
