@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, NoReturn
@@ -61,7 +61,7 @@ class _Gradients(NamedTuple):
         for unit in model.units:
             for kind, handle in enumerate(unit.handles):
                 managed.update(map(id, (*handle.leaves, handle.flat_param)))
-                if chosen.keys().isdisjoint(map(id, handle.steppable)):
+                if chosen.keys().isdisjoint(map(id, handle.face.holders)):
                     continue
                 if handle.trainable_indices():
                     found.dtypes.add(handle.precision.grad)
@@ -96,13 +96,11 @@ def _by_axes(unit: Unit, kind: int, chosen: Container[int]) -> Iterator[tuple[li
     unit's own over which they are split. [Note: parts of wholes]"""
     handle = unit.handles[kind]
     if not unit.views[kind].extended:
-        yield [], [p.grad for p in handle.steppable if id(p) in chosen and p.grad is not None]
+        yield [], [p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None]
         return
-    grads: Sequence[torch.Tensor | None] = [leaf.grad if id(leaf) in chosen else None for leaf in handle.leaves]
-    if not handle.use_orig_params:
-        flat = handle.flat_param.grad
-        grads = [None] * len(handle.leaves) if flat is None else handle.at_rest.views_of(flat)
-    for grad, axes in zip(grads, part_axes(unit, kind), strict=True):
+    grads = handle.face.grads_of_leaves()
+    for index, axes in enumerate(part_axes(unit, kind)):
+        grad = grads[index] if grads and id(handle.face.holder_of(index)) in chosen else None
         yield [axis.transport for axis in axes if axis.splits], [] if grad is None else [grad]
 
 
@@ -167,7 +165,7 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
         units = {unit for model in registry.models for unit in model.units}
         # Wrappers inside others had models of their own before: each unit's is looked up. Others' may be collected.
         found = {
-            model_of(unit) for unit in units if any(not ids.isdisjoint(map(id, h.steppable)) for h in unit.handles)
+            model_of(unit) for unit in units if any(not ids.isdisjoint(map(id, h.face.holders)) for h in unit.handles)
         }
         if not found:
             return torchs_own(given, max_norm, norm_type, error_if_nonfinite, foreach)

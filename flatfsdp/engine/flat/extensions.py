@@ -8,7 +8,7 @@ gradients flow back into it. FSDP1 has two hooks for that, which users set; DTen
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -174,10 +174,10 @@ class TransformedParam:
         for param_ref in self.param_refs:
             replace(param_ref, leaf=restored).register()
 
-    def uninstall(self, *, hidden: bool) -> None:
-        """Let the modules hold the leaf again; `hidden`: as a plain attribute."""
+    def uninstall(self, put: Callable[[ParamRef], None]) -> None:
+        """Let the modules hold what they hold at rest, which `put` gives to one."""
         for param_ref in self.param_refs:
-            param_ref.unregister() if hidden else param_ref.register()
+            put(param_ref)
 
 
 def as_transform(found: Transform | FlatParamExtensions) -> Transform:

@@ -1,8 +1,8 @@
 """Where modules hold parameters.
 
 [Note: parameter references] A *reference* is a (module, attribute) under which a parameter is registered. Tied
-parameters have several, perhaps in modules of other units. With `use_orig_params=False` those inside a unit give up the
-registration (the flat parameter has it) and hold the leaf as a plain attribute.
+parameters have several, perhaps in modules of other units. Where a flat parameter has the registration, modules hold
+the leaf as a plain attribute ([Note: faces]).
 
 [Note: packed bytes] Quantised weights are bytes, which bitsandbytes stores as a floating-point dtype of the user's
 choice (`quant_storage`), so that FSDP1 flattens them together with others. A cast of them would give other weights

@@ -93,7 +93,7 @@ class ParamViews:
         self.mode = mode
         if self.extended and mode is not SHOWS_UNSHARDED:
             for each in self.extended:
-                each.uninstall(hidden=not handle.use_orig_params)
+                each.uninstall(handle.face.put)
 
     def _shapes(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         handle = self.handle
@@ -117,7 +117,7 @@ class ParamViews:
         """A forward is over and has left the leaves unsharded: what is written to them until they are freed would be
         lost, also where it is written to `.data` in place, which raises no version.
 
-        Leaves that `parameters()` lists are described as their shards are, unless a user has asked for unsharded ones.
+        Leaves that users hold are described as their shards are, unless a user has asked for unsharded ones.
         [Note: left unsharded]
         """
         handle = self.handle
@@ -127,7 +127,7 @@ class ParamViews:
             self.is_left_unsharded = True  # what is written in place is kept, what is replaced is not
         else:
             kinds = NOTICED
-            if handle.use_orig_params and not described_as_unsharded:
+            if handle.face.holds_leaves and not described_as_unsharded:
                 kinds = LEFT_CAST if handle.is_unsharded_at_rest else LEFT_WHOLE
             for leaf in handle.leaves:
                 leaf.__class__ = kinds[type(leaf)]
@@ -190,15 +190,9 @@ class ParamViews:
             leaf.data = view
         self.mode = SHOWS_UNSHARDED
 
-    def show_borrowed_flat(self, flat: torch.Tensor) -> None:
-        """Let the registered flat parameter show `flat`, which the views of `show_borrowed_views` are of, until
-        `end_borrowed_views`."""
-        self.handle.flat_param.data = flat
-
     def end_borrowed_views(self) -> None:
         """End of `show_borrowed_views`: the leaves show the shard, and so does the flat parameter."""
-        if not self.handle.use_orig_params:
-            self.handle.flat_param.data = self.handle.shard
+        self.handle.face.show_flat(self.handle.shard)
         self.show(SHOWS_SHARD)
 
     def show_again(self) -> None:
@@ -212,7 +206,7 @@ class ParamViews:
         Precondition: the leaves show the shard.
         """
         handle = self.handle
-        holders = handle.steppable
+        holders = handle.face.holders
         grads = [holder.grad for holder in holders]
         for holder in holders:
             holder.grad = None
@@ -252,7 +246,7 @@ class ParamViews:
             if index is None or not isinstance(held, nn.Parameter):
                 continue
             self._store(index, held.detach(), f"the parameter now registered as {param_ref.path!r}")
-            param_ref.register() if handle.use_orig_params else param_ref.unregister()
+            handle.face.put(param_ref)
             found = True
         return found
 
@@ -297,13 +291,6 @@ class ParamViews:
                 )
 
 
-def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """`parameter.grad = grad`, also where low-precision gradients are kept for a master of another dtype."""
-    if grad.dtype != parameter.dtype:
-        parameter.grad_dtype = None  # any: with this one, autograd would cast what arrives before it is scaled
-    parameter.grad = grad
-
-
 def check_unwritten(views: ParamViews, name: str) -> None:
     """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
     handle = views.handle
@@ -337,7 +324,7 @@ def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef], name: s
         if isinstance(held, nn.Parameter) and held.data_ptr() == param_ref.leaf.data_ptr():
             param_ref.leaf.__class__ = type(held)
             vars(param_ref.leaf).update(vars(held))
-            param_ref.register() if handle.use_orig_params else param_ref.unregister()
+            handle.face.put(param_ref)
 
 
 def check_exposed(views: ParamViews, name: str) -> None:
@@ -412,7 +399,7 @@ def _refuse_writes(views: ParamViews, name: str, when: str) -> NoReturn:
 
 def _unlike_shard(handle: FlatParamHandle) -> list[str]:
     """The names of leaves that show other values than their shards, of an axis of one rank. Waits for the device."""
-    if not (handle.is_unsharded_at_rest and handle.use_orig_params):
+    if not (handle.is_unsharded_at_rest and handle.face.holds_leaves):
         return []
     rows = zip(handle.layout.params, handle.at_rest.views, handle.unsharded.views, strict=True)
     return [spec.name for spec, shard, view in rows if not torch.equal(shard.to(view.device, view.dtype), view)]

@@ -73,7 +73,7 @@ def boxes_of_whole(spec: ParamSpec, span: Span) -> tuple[Box, ...] | tuple[PartB
 def runs_of_whole(spec: ParamSpec, span: Span) -> Iterator[tuple[Span, Span]]:
     """(elements of the part, elements of the whole) of each run that lies together in both, in the order of the part;
     all of `span` is in them. Precondition: part and whole have their dimensions in one order in memory."""
-    whole, order = spec.whole, _order(spec.whole)
+    whole, order = spec.whole, spec.whole.order
     shape = [whole.shape[dim] for dim in order]
     steps = [prod(shape[place + 1 :]) for place in range(len(shape))]
     stored = [spec.shape[dim] for dim in order]
@@ -107,7 +107,7 @@ def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
 
     An empty parameter is one empty box wherever it is asked for: whether somebody has to name it is not known here.
     """
-    order = _order(spec)
+    order = spec.order
     shape = tuple(spec.shape[dim] for dim in order)
     if spec.numel == 0:
         return (Box((0,) * len(shape), spec.shape, Span(0, 0), order),)
@@ -123,15 +123,6 @@ def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
             )
         )
     return tuple(boxes)
-
-
-def _order(spec: ParamSpec) -> tuple[int, ...]:
-    dims = range(len(spec.shape))
-    if spec.stride is None:
-        return tuple(dims)
-    stride = spec.stride
-    # Where strides are equal, a dimension of size one has that of its neighbour: its place makes no difference.
-    return tuple(sorted(dims, key=lambda dim: (-stride[dim], spec.shape[dim] != 1, dim)))
 
 
 def _cut(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

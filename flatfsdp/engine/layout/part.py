@@ -1,9 +1,9 @@
 """Which part of a whole tensor is stored here, where ranks of another mesh store the others.
 
-[Note: parts of wholes] Tensor parallelism splits a parameter before it comes to a unit: what the flat parameter stores, gathers
-and reduces is this rank's *part* of the *whole*, and layouts know the part's shape. What leaves a unit by name (state
-dicts, states of optimizers, checkpoints) has the whole's. A part is a product of ranges, some along each dimension,
-mostly one. Several ranks may store the same part: these are *copies*.
+[Note: parts of wholes] Tensor parallelism splits a parameter before it comes to a unit: what the flat parameter
+stores, gathers and reduces is this rank's *part* of the *whole*, and layouts know the part's shape. What leaves a unit
+by name (state dicts, states of optimizers, checkpoints) has the whole's. A part is a product of ranges, some along each
+dimension, mostly one. Several ranks may store the same part: these are *copies*.
 """
 
 from __future__ import annotations

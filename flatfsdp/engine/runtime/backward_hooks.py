@@ -21,6 +21,7 @@ from ..base.events import Observers
 from ..flat.states import FORWARD, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED
 from ..flat.views import SHOWS_GUARDED, check_exposed
 from ..schedule.backward_driver import UnitRules
+from ..schedule.forward_record import ForwardRecord
 from .backward import Backward, rules_of
 from .coalesced_collectives import Coalescer
 from .finish import DeferLast, Finisher
@@ -29,7 +30,7 @@ from .iteration import FAILED, Iteration
 from .model_facts import Flags, backward_plan, trained
 from .replica_checks import ReplicaChecks
 from .setup import Setup
-from .unit import Unit
+from .unit import Unit, refuse_without_model
 from .unit_state import ForwardCall
 
 Exceptions = tuple[bool, frozenset[Unit], Mapping[Unit, UnitRules[Unit]]]
@@ -83,24 +84,40 @@ class BackwardHooks:
         if iteration.backward is not None:
             iteration.backward.double = iteration.backward.double or torch.is_grad_enabled()
             return iteration.backward
-        units = self.setup.units
         if not _torch.in_backward():
             raise InternalError(f"unit {self.setup.outermost.label}: a gradient arrived outside of a backward")
         self.observers.begin_step(None)
         if iteration.stage is FAILED:  # the same graph again, after a backward that failed
             iteration.finish_interrupted()
-        iteration.wait_for_gradients()
-        iteration.follow_requests()
+        if iteration.pending is not None:  # asked here: one call less in each step
+            iteration.wait_for_gradients()
+        if iteration.requested:
+            iteration.follow_requests()
         record = iteration.record
         with _torch.as_plain_tensors():  # leaves may be hidden
             flags = {unit: trained(unit) for unit in record.anchored}
-        sync, kept, rules = self._exceptions()
-        self._compare(flags, reduces=sync)
-        self.replica_checks.before_backward(units, reduces=sync)
-        if iteration.is_at_rest:  # a graph older than the last rest
-            iteration.follow_writes()
+        backward = self._plan(record, flags)
         record.consumed = True
-        backward = Backward(
+        iteration.begin_backward(backward)
+        self.accumulators.look_before_backward(self.setup.units)
+        with _torch.as_plain_tensors():
+            for unit in record.begun:
+                for grads in unit.grads:
+                    grads.stash_grads()
+        self._expect_accumulated(backward)
+        for unit in [unit for unit, each in flags.items() if any(map(any, each))]:
+            backward.schedule.expect(unit)
+        backward.join_reductions()
+        return backward
+
+    def _plan(self, record: ForwardRecord[Unit], flags: dict[Unit, Flags]) -> Backward:
+        """A backward over `record`, compared with those of other ranks. `flags`: which parameters are trained."""
+        sync, kept, rules = self._exceptions()
+        self._compare(record, flags, reduces=sync)
+        self.replica_checks.before_backward(self.setup.units, reduces=sync)
+        if self.iteration.is_at_rest:  # a graph older than the last rest
+            self.iteration.follow_writes()
+        return Backward(
             record,
             rules=rules,
             stays_unsharded=kept,
@@ -109,23 +126,30 @@ class BackwardHooks:
             agreement=self.agreement,
             coalescer=self.coalescer,
             finisher=self._finisher(sync=sync),
-            turns=iteration.turns,
+            turns=self.iteration.turns,
         )
-        iteration.begin_backward(backward)
-        self.accumulators.look_before_backward(units)
-        with _torch.as_plain_tensors():
-            for unit in record.begun:
-                for grads in unit.grads:
-                    grads.stash_grads()
-        expect = backward.schedule.expect
-        for unit in units:
+
+    def _expect_accumulated(self, backward: Backward) -> None:
+        """What earlier backwards have left takes part in this one's reductions."""
+        for unit in self.setup.units:
             for grads in unit.grads:
                 if grads.accumulation.pending and unit.phase is not FORWARD:  # with this backward inside
-                    expect(unit, reached=False)
-        for unit in [unit for unit, each in flags.items() if any(map(any, each))]:
-            expect(unit)
+                    backward.schedule.expect(unit, reached=False)
+
+    def reduce_accumulated(self) -> None:
+        """Reduce what backwards without synchronization have left, as one that brings no gradient would. Collective.
+
+        Precondition: no forward or backward runs.
+        """
+        iteration = self.iteration
+        self.observers.begin_step(None)
+        iteration.finish_interrupted()
+        iteration.wait_for_gradients()
+        backward = self._plan(ForwardRecord(), {})
+        backward.gradient_has_arrived = True  # earlier
+        self._expect_accumulated(backward)
         backward.join_reductions()
-        return backward
+        iteration.run_without_graph(backward)
 
     def _finisher(self, *, sync: bool) -> Finisher:
         """What finishes the backward that begins."""
@@ -134,11 +158,11 @@ class BackwardHooks:
             return made[0] if made else Finisher()
         return DeferLast(self.agreement, self.accumulators)
 
-    def _compare(self, flags: dict[Unit, Flags], *, reduces: bool) -> None:
-        """Ranks compare the backward that begins. `flags`: which parameters require a gradient, by unit."""
+    def _compare(self, record: ForwardRecord[Unit], flags: dict[Unit, Flags], *, reduces: bool) -> None:
+        """Ranks compare the backward over `record` that begins. `flags`: which parameters require a gradient."""
         if self.iteration.depth:
             self.iteration.turns.check_backward_inside()
-        setup, sync, record = self.setup, self.sync, self.iteration.record
+        setup, sync = self.setup, self.sync
         post_forward = tuple(
             unit.place.index
             for unit in setup.units
@@ -417,12 +441,3 @@ class CountingHooks(UnitHooks):
         backward = driver.iteration.backward if driver is not None else None
         if unit is not None and backward is not None:
             backward.gradient_elements_arrived(unit, unit.handles[kind].layout.params[index].numel)
-
-
-def refuse_without_model(unit: Unit) -> NoReturn:
-    """Refuse to use `unit`, whose model is gone."""
-    raise UsageError(
-        f"unit {unit.label}: the outermost wrapper of its model has been deleted, and with it the communicators that "
-        "its units share. Keep a reference to the outermost wrapper while any part of it is in use; or wrap the part "
-        "again, and load the model's state dict into it"
-    )

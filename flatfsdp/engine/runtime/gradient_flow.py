@@ -14,8 +14,8 @@ import torch
 
 from ...errors import UsageError, fail
 from ..flat.states import FORWARD
-from .backward_hooks import UnitHooks, refuse_without_model
-from .unit import Unit
+from .backward_hooks import UnitHooks
+from .unit import Unit, refuse_without_model
 from .unit_state import ForwardCall
 
 

@@ -203,6 +203,16 @@ class Iteration:
         ended, failed = self.end_backward, self.fail_backward
         hooks.at_end_of_backward(functools.partial(ended, backward), functools.partial(failed, backward))
 
+    def run_without_graph(self, backward: Backward) -> None:
+        """The `backward` has no graph: it reduces what earlier ones have left, and ends. Collective."""
+        self.backward = backward
+        self.enter(BACKWARD)
+        try:
+            self.end_backward(backward)
+        except BaseException:
+            self.fail_backward(backward)
+            raise
+
     def end_backward(self, backward: Backward) -> None:
         """The graph task has ended: flush, and return to between iterations. Collective."""
         if self.backward is not backward:

@@ -20,7 +20,7 @@ from ..agreement.agreement import Agreement
 from ..base.events import Observers
 from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
-from .backward_hooks import BackwardHooks, refuse_without_model
+from .backward_hooks import BackwardHooks
 from .coalesced_collectives import Coalescer
 from .forward_driver import ForwardDriver, unshard_at_first_gradient
 from .forward_gathers import ForwardGathers
@@ -32,7 +32,7 @@ from .persistence import evict_all
 from .replica_checks import ReplicaChecks
 from .resources import ModelSettings, Resources
 from .setup import Setup
-from .unit import Unit
+from .unit import Unit, refuse_without_model
 from .user_writes import begin_request, check_left_unsharded, retire_request
 
 

@@ -113,7 +113,7 @@ def models_of(optimizer: torch.optim.Optimizer) -> list[Model]:
         model
         for model in registry.models
         if any(
-            not held.isdisjoint(map(id, handle.steppable))
+            not held.isdisjoint(map(id, handle.face.holders))
             for unit in model.units
             for handle in unit.handles
             if handle.layout.owned(handle.layout.world - 1)  # the last rank is the first to have none
@@ -140,11 +140,11 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             index = next(i for i, leaf in enumerate(handle.leaves) if leaf is parameter)
             spec = handle.layout.params[index]
             where = f"parameter {spec.name!r} of unit {unit.label} (param group {number})"
-            if not handle.use_orig_params:
+            if not handle.face.holds_leaves:
+                words = handle.face.words
                 raise UsageError(
-                    f"the optimizer holds {where}, which was flattened: with use_orig_params=False it would never be "
-                    "updated. Build the optimizer "
-                    "from model.parameters() after wrapping, or wrap with use_orig_params=True"
+                    f"the optimizer holds {where}, which was flattened: with {words.setting} it would never be "
+                    f"updated. Build the optimizer from model.parameters() after wrapping{words.or_remedy}"
                 )
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:

@@ -1,4 +1,4 @@
-"""The ranks that store the other parts of a unit's parameters, beside those of the unit's own axes. [Note: parts of wholes]"""
+"""The ranks that store the other parts of a unit's parameters, beside those of its own axes. [Note: parts of wholes]"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base import _torch
 from ..comm.axes import ProcessGroups
-from ..comm.transport import Reducer
+from ..comm.comm_hook import Reducer
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
@@ -364,3 +365,12 @@ class Unit:
             self.drop_post_forward_shards()
         self.phase = IDLE
         self.backward = UnitBackward()
+
+
+def refuse_without_model(unit: Unit) -> NoReturn:
+    """Refuse to use `unit`, whose model is gone."""
+    raise UsageError(
+        f"unit {unit.label}: the outermost wrapper of its model has been deleted, and with it the communicators that "
+        "its units share. Keep a reference to the outermost wrapper while any part of it is in use; or wrap the part "
+        "again, and load the model's state dict into it"
+    )

@@ -82,8 +82,8 @@ class OwnedInterval(torch.Tensor):
 
     Attributes:
         local: the elements of the interval in the parameter's memory order; shape (span.numel,).
-        spec: the parameter's name, global shape and memory order; of a part of a whole ([Note: parts of wholes]) those of the
-            part, while the tensor has the shape of the whole.
+        spec: the parameter's name, global shape and memory order; of a part those of the part, while the tensor has
+            the shape of the whole. [Note: parts of wholes]
         span: which elements of the parameter, or of the part, they are.
         names_empty: whether this rank is the one that saves the parameter if it has no elements at all.
         others: where the rest is; None if that is not known any more, as in another process.

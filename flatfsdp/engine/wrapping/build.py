@@ -30,13 +30,14 @@ from ..features.post_forward import PostForwardShards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import Transform, TransformedParam, transform, users_transforms
+from ..flat.faces import FlatFace, OriginalFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..layout.part import Part
 from ..runtime.device_checks import compute_device, move_buffers
 from ..runtime.model import Model, model_of
 from ..runtime.model_facts import own_pieces
-from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in, unregistered_refs
+from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, put_at_rest, units_in
 from ..runtime.optimizer_hooks import guard_optimizers
 from ..runtime.param_registry import extended, models, own, owner_of, owners_of, unit_around
 from ..runtime.resources import ModelSettings, Resources
@@ -93,8 +94,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Mo
     )
     install_extensions(unit, transformed)
     watch((*param_refs, *shared_refs))
-    for param_ref in unregistered_refs(unit):
-        param_ref.unregister()
+    put_at_rest(unit)
     for each, attributes in (*dict.fromkeys(ignored_modules).items(), *ignored_refs.items()):
         ignore(each, attributes)
     settings = ModelSettings(device, config.limit_all_gathers, config.check_values, config.join_units_below)
@@ -206,9 +206,10 @@ def _flatten(
                 mixed_precision=MixedPrecision() if is_packed_kind else config.mixed_precision,
                 offload=config.cpu_offload.offload_params,
                 pin_memory=config.cpu_offload.pin_memory,
-                use_orig_params=config.use_orig_params,
+                face=OriginalFace if config.use_orig_params else FlatFace,
                 trainable=trainable,
                 packed=is_packed_kind,
+                layout=config.layout,
             ),
             tracker=tracker,
             parts=parts,

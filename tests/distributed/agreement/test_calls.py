@@ -65,6 +65,7 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
         s.model, s.optimizer
     ),
     "FullyShardedDataParallel.optim_state_dict": lambda s: s.model.optim_state_dict(s.model, s.optimizer),
+    "FullyShardedDataParallel.reduce_accumulated_gradients": lambda s: s.model.reduce_accumulated_gradients(),
     "FullyShardedDataParallel.state_dict": lambda s: s.model.state_dict(),
     "FullyShardedDataParallel.summon_full_params": summon,
     "FullyShardedDataParallel.unshard": lambda s: s.model.unshard(),

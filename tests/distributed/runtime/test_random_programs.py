@@ -482,6 +482,13 @@ def accumulate(player: Player) -> None:
     player.train(sync=False)
 
 
+def reduce_accumulated(player: Player) -> None:
+    player.model.reduce_accumulated_gradients()
+    if not player.reduced:
+        player.reduced = True
+        fill(player.alone, together(player.model, player.names))
+
+
 def evaluate(player: Player) -> None:
     inside = player.drawn.choice((torch.no_grad, torch.inference_mode))
     training = player.drawn.random() < 0.5
@@ -736,6 +743,7 @@ ANYTIME = [
     train,
     accumulate,
     accumulate,
+    reduce_accumulated,
     evaluate,
     drop,
     ask_for_the_inputs_gradient,
