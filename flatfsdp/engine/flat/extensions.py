@@ -174,6 +174,26 @@ class TransformedParam:
         for param_ref in self.param_refs:
             replace(param_ref, leaf=restored).register()
 
+    def show(self, stored: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """Let the modules list what they see of unsharded `stored` memory and its gradient as a parameter, until
+        `uninstall`; kinds that cannot be seen so stay as they are stored."""
+        if (seen := self.transform.around(stored, self.state)) is not None:
+            shown = nn.Parameter(seen, requires_grad=self.leaf.requires_grad)
+            if grad is not None:
+                shown.grad = self.transform.around(grad, self.state)
+            for param_ref in self.param_refs:
+                replace(param_ref, leaf=shown).register()
+
+    def taken(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the modules hold now, as it is stored, and its gradient: what `show` has shown, or what a user has put
+        in its place."""
+        held = self.param_refs[0].current
+        if not isinstance(held, nn.Parameter):
+            return self.leaf, self.leaf.grad
+        return self.transform.stored_in(held.detach()), None if held.grad is None else self.transform.stored_in(
+            held.grad
+        )
+
     def uninstall(self, put: Callable[[ParamRef], None]) -> None:
         """Let the modules hold what they hold at rest, which `put` gives to one."""
         for param_ref in self.param_refs:

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from ...api import BackwardPrefetch
-from ...errors import UsageError
+from ...errors import UsageError, few
 from ..agreement.once_per_job import warn_once_per_job
+from ..base.fqns import fqn
 from ..comm.axes import ProcessGroups
 from ..comm.process_groups import plan_over
 from ..config.unit_options import PrefetchTargets, UnitOptions
@@ -218,6 +219,12 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
         warn_once_per_job(
             "the pickle of a wrapped model does not have its communication and all-reduce hooks. Register them again "
             "when it is loaded, before it trains"
+        )
+    specs = ((unit, spec) for unit in units for handle in unit.handles for spec in handle.layout.params)
+    if parts := [fqn(unit.name, spec.name) for unit, spec in specs if spec.part is not None]:
+        raise UsageError(
+            f"a wrapped model with DTensors ({few(parts)}) cannot be pickled: they lie on a mesh of this job, and torch's "
+            "tensor parallelism leaves hooks in modules that no pickle can hold. Save its state_dict()"
         )
     buffer = io.BytesIO()
     for unit in units:
