@@ -12,10 +12,11 @@ have one of their own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Literal, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from ..config.precision import Precision, resolve
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import PendingWork, Stream, pin
 from ..layout.layout import FlatLayout
+from ..layout.part import Part
 from .faces import REQUIRES_GRAD, Face, FaceMaker
 from .layout_views import ShardViews, dense, full_views, is_dense, segments_of, spec_of
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
@@ -147,16 +149,18 @@ class FlatParamHandle:
         device: torch.device,
         options: FlatParamOptions,
         tracker: MemoryTracker,
+        parts: Mapping[int, Part] = MappingProxyType({}),
     ) -> FlatParamHandle:
         """Lay unsharded `leaves` (one dtype) out and copy this rank's shard from them. No communication.
 
-        The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory.
+        The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory. `parts`: of
+        which wholes they are parts, by their ids.
         """
         for leaf in leaves:
             if not is_dense(leaf):
                 leaf.data = leaf.data.contiguous()
         master = leaves[0].dtype
-        specs = [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        specs = [spec_of(name, leaf, parts.get(id(leaf))) for name, leaf in zip(names, leaves, strict=True)]
         align = max(1, 16 // options.precision(master).compute.itemsize)
         aligned = options.face.by_parameter  # FSDP1's flat parameter has no padding but at its end
         layout = (

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..layout.layout import FlatLayout, ParamSpec, Span
+from ..layout.part import Part
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
@@ -35,9 +36,10 @@ def is_dense(leaf: torch.Tensor) -> bool:
     return True
 
 
-def spec_of(name: str, leaf: torch.Tensor) -> ParamSpec:
-    """The layout's entry for `leaf`, which must be dense; strides that are not row-major are kept."""
-    return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()))
+def spec_of(name: str, leaf: torch.Tensor, part: Part | None = None) -> ParamSpec:
+    """The layout's entry for `leaf`, which must be dense; strides that are not row-major are kept. `part`: of what it
+    is a part."""
+    return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()), part)
 
 
 def full_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:

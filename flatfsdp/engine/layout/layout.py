@@ -29,11 +29,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from math import prod
 from typing import Any
 
 from ...errors import ConfigValueError, InternalError
+from .part import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class ParamSpec:
     parameter that is not row-major (channels_last) gives its stride and lies there in the order its own memory has, so
     that ``as_strided(shape, stride)`` on its span is the parameter. The row-major stride itself is normalised to None.
     A 1x1 convolution in channels_last keeps its stride: kernels read it though no element's place depends on it.
+    ``part`` is None unless this is a part of a larger tensor. [Note: parts of wholes]
 
     Raises:
         ConfigValueError: a negative size, or a stride with gaps or overlaps (an expanded or sliced parameter).
@@ -91,6 +93,11 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
+    part: Part | None = None
+
+    def __setstate__(self, state: list[object]) -> None:
+        for name, value in zip_longest(("name", "shape", "stride", "part"), state):  # older pickles have fewer
+            object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
@@ -120,6 +127,11 @@ class ParamSpec:
     def numel(self) -> int:
         """Elements of the parameter: 1 for shape ``()``, 0 where a size is 0."""
         return prod(self.shape)
+
+    @property
+    def whole(self) -> ParamSpec:
+        """The whole tensor that this is a part of, maybe itself."""
+        return self if self.part is None else ParamSpec(self.name, self.part.shape, self.part.stride)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -388,7 +400,7 @@ class FlatLayout:
         if len(self.segments) > 1:  # files hold the digests of others
             yield " ".join(f"{segment.span} of {segment.members}" for segment in self.segments)
         for param, span in zip(self.params, self.spans, strict=True):
-            yield f"{param.name!r} {param.shape} {param.stride} {span}"
+            yield f"{param.name!r} {param.shape} {param.stride} {span}{'' if param.part is None else f' {param.part}'}"
 
     def _cut(self, rank: int) -> Iterator[Owned]:
         for segment, piece, place in zip(self.segments, self.pieces(rank), self.pieces_in_shard, strict=True):

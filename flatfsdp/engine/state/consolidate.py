@@ -8,7 +8,7 @@ piece where only the first one has it (`scatter`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,6 +20,7 @@ from ..flat.layout_views import assemble, full_views
 from ..layout.layout import FlatLayout
 from ..runtime.unit import Unit
 from .owned_interval import OwnedInterval
+from .parts import axes_beside, cut, sent_by_first
 
 
 def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, stream: Stream) -> torch.Tensor:
@@ -78,8 +79,8 @@ def scatter(
     """Each rank's shard of what the first rank has whole. Collective over the shard and the replicate axis.
 
     Args:
-        unsharded: on the first rank ([Note: consolidation]) the parameters, N-D, on any device; None stands for zeros.
-            Ignored on other ranks.
+        unsharded: on the first rank ([Note: consolidation]) the parameters, N-D, on any device, as they are stored
+            here; None stands for zeros. Ignored on other ranks.
         dtype: of the result; None for the master dtype.
 
     Returns:
@@ -109,3 +110,23 @@ def scatter(
         if replicate is not None:
             replicate.broadcast(own)
     return own
+
+
+def scatter_from_first(
+    unit: Unit,
+    kind: int,
+    wholes: Mapping[int, torch.Tensor | None],
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`scatter` of whole tensors that the first of all ranks has, by their parameters' indices; others have None under
+    the same ones. Collective over the axes of parts, too. [Note: parts of wholes]"""
+    params, sent = unit.handles[kind].layout.params, dtype or unit.handles[kind].precision.master
+    unsharded: list[torch.Tensor | None] = [None] * len(params)
+    axes = axes_beside(unit) if is_first(unit) else []
+    with torch.no_grad():
+        for index, whole in wholes.items():
+            if axes:
+                whole = sent_by_first(axes, whole, params[index].whole.shape, sent)
+            unsharded[index] = None if whole is None else cut(whole, params[index].part)
+    return scatter(unit, kind, unsharded, dtype=dtype)

@@ -86,6 +86,21 @@ class _SummonedHandle:
                 if grad is not None:
                     assign_grad(leaf, grad)
 
+    def show_seen(self) -> None:
+        """Let modules list what they compute with, where that is not what is stored. Precondition: `show`."""
+        for each in self.views.extended if self.keep else ():
+            each.show(each.leaf.detach(), each.leaf.grad)
+
+    def _take_seen(self) -> None:
+        """Let the leaves show what modules list in the place of `show_seen`'s."""
+        for each in self.views.extended:
+            stored, grad = each.taken()
+            if stored.data_ptr() != each.leaf.data_ptr() or stored.shape != each.leaf.shape:
+                each.leaf.data = stored
+            each.leaf.grad = None
+            if grad is not None:
+                assign_grad(each.leaf, grad)
+
     def hide(self, *, writeback: bool, from_rank0: bool) -> list[str]:
         """Let the leaves show the shard again, after copying this rank's piece back if asked; what does not fit, in
         words.
@@ -95,6 +110,8 @@ class _SummonedHandle:
         handle = self.handle
         misfits = []
         with torch.no_grad():
+            if self.keep:
+                self._take_seen()
             if self.keep and writeback:
                 # What a user put in a parameter's place, instead of into it, counts too.
                 if handle.face.is_flat:
@@ -220,6 +237,8 @@ def summon(
         for unit in units:
             register_leaves(unit)
             undo.callback(put_at_rest, unit)
+        for each in summoned:
+            each.show_seen()
         misfits: list[str] = []
         try:
             yield

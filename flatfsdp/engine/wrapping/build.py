@@ -22,16 +22,18 @@ from ..config.strategy import traits
 from ..config.unit_options import UnitOptions
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
+from ..dtensor.tensor_parallel import TensorParallel
 from ..features.conditional_units import ConditionalUnits
 from ..features.local_clipping import warn_of_local_clipping
 from ..features.persistent_params import PersistentParams
 from ..features.post_forward import PostForwardShards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
-from ..flat.extensions import TransformedParam, can_transform, transform
+from ..flat.extensions import Transform, TransformedParam, transform, users_transforms
 from ..flat.faces import FlatFace, OriginalFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
+from ..layout.part import Part
 from ..runtime.device_checks import compute_device, move_buffers
 from ..runtime.model import Model, model_of
 from ..runtime.model_facts import own_pieces
@@ -67,12 +69,15 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Mo
         param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params)
         check_called(module, [param_ref.path for param_ref in param_refs])
         _check_untransformed(param_refs)
-        if not can_transform():
-            _check_plain(param_refs)
+        transforms = [*users_transforms(), TensorParallel(groups, config.device_mesh)]
+        if len(transforms) == 1:
+            _check_plain(param_refs, transforms)
         move_buffers(modules, device)
     synchronize(module, modules, leaves_of(param_refs), axes)
     tracker = MemoryTracker()
-    handles, param_refs, transformed, initial_checksums = _shard(param_refs, config, groups, device, tracker)
+    handles, param_refs, transformed, initial_checksums = _shard(
+        param_refs, transforms, config, groups, device, tracker
+    )
     unit = Unit(
         module,
         handles,
@@ -145,7 +150,12 @@ def _homes(
 
 
 def _shard(
-    param_refs: list[ParamRef], config: Config, groups: ProcessGroups, device: torch.device, tracker: MemoryTracker
+    param_refs: list[ParamRef],
+    transforms: list[Transform],
+    config: Config,
+    groups: ProcessGroups,
+    device: torch.device,
+    tracker: MemoryTracker,
 ) -> tuple[list[FlatParamHandle], list[ParamRef], list[TransformedParam], InitialChecksums | None]:
     """Handles of what the unit will own; with what extensions made of it, and the sums of values that ranks compare.
 
@@ -154,12 +164,13 @@ def _shard(
     with ExitStack() as undo:
         for param_ref in param_refs:
             undo.callback(param_ref.register)
-        param_refs, transformed = transform(param_refs)
+        param_refs, transformed = transform(param_refs, transforms)
         _check_plain(param_refs)
         leaves = leaves_of(param_refs)
         initial_checksums = InitialChecksums(leaves) if config.check_values != "off" else None
         packed = {id(param_ref.leaf) for param_ref in param_refs if param_ref.is_packed}
-        handles = _flatten(leaves, packed, config, groups, device, tracker)
+        parts = {id(each.leaf): part for each in transformed if (part := each.part) is not None}
+        handles = _flatten(leaves, packed, parts, config, groups, device, tracker)
         undo.pop_all()
     if dropped := [path for leaf, path in leaves if leaf.grad is not None]:
         warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")
@@ -171,6 +182,7 @@ def _shard(
 def _flatten(
     leaves: list[tuple[nn.Parameter, str]],
     packed: set[int],
+    parts: dict[int, Part],
     config: Config,
     groups: ProcessGroups,
     device: torch.device,
@@ -178,7 +190,7 @@ def _flatten(
 ) -> list[FlatParamHandle]:
     """A handle for each kind among `leaves`, given with their paths. They still show their own memory.
 
-    `packed`: the ids of those that are packed bytes.
+    `packed`: the ids of those that are packed bytes; `parts`: of which wholes some are parts, by their ids.
     """
     kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:
@@ -200,6 +212,7 @@ def _flatten(
                 layout=config.layout,
             ),
             tracker=tracker,
+            parts=parts,
         )
         for (_, trainable, is_packed_kind), members in kinds.items()
     ]
@@ -271,9 +284,13 @@ def _check_untransformed(param_refs: Iterable[ParamRef]) -> None:
                     )
 
 
-def _check_plain(param_refs: Iterable[ParamRef]) -> None:
+def _check_plain(param_refs: Iterable[ParamRef], transforms: Iterable[Transform] = ()) -> None:
+    """Refuse what is no plain tensor, and what those of `transforms` that apply refuse."""
     for param_ref in param_refs:
-        if hasattr(type(param_ref.leaf), "__tensor_flatten__"):
+        applying = next((each for each in transforms if each.applies(param_ref.leaf)), None)
+        if applying is not None:
+            applying.check(param_ref.path, param_ref.leaf)
+        elif hasattr(type(param_ref.leaf), "__tensor_flatten__"):
             raise UsageError(
                 f"{param_ref.path!r} is a {type(param_ref.leaf).__name__}, a tensor made of others: a flat parameter "
                 "holds plain elements. Name its module in ignored_modules=, which leaves it whole on each rank, or say "

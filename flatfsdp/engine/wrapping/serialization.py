@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from ...api import BackwardPrefetch
-from ...errors import UsageError
+from ...errors import UsageError, few
 from ..agreement.once_per_job import warn_once_per_job
+from ..base.fqns import fqn
 from ..comm.axes import ProcessGroups
 from ..comm.process_groups import plan_over
 from ..config.unit_options import PrefetchTargets, UnitOptions
 from ..device.memory import MemoryTracker
-from ..flat.extensions import TransformedParam
+from ..flat.extensions import TransformedParam, as_transform
 from ..flat.faces import pickled_face
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
@@ -74,7 +75,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
             ],
             "homes": [(each.module, each.attribute, each.path, each.leaf) for each in unit.param_refs],
             "aliases": [(each.module, each.attribute, each.path, each.leaf) for each in unit.shared_refs],
-            "extended": [(e.leaf, e.state, e.extensions) for views in unit.views for e in views.extended],
+            "extended": [(e.leaf, e.state, e.transform) for views in unit.views for e in views.extended],
             "left_alone": ignored_in(unit.module),
             "groups": unit.groups,
             "root": replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit),
@@ -93,7 +94,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     handles = []
     for entry in plan["handles"]:
         options = entry.get("options") or FlatParamOptions(
-            face=pickled_face(entry), **{name: entry[name] for name in _HANDLE_OPTIONS}
+            **{name: entry[name] for name in _HANDLE_OPTIONS}, face=pickled_face(entry)
         )
         settings = {name: entry[name] for name in _HANDLE_SETTINGS}
         handles.append(
@@ -120,8 +121,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     install_extensions(
         unit,
         [
-            TransformedParam(leaf, state, extensions, [each for each in unit.param_refs if each.leaf is leaf])
-            for leaf, state, extensions in plan["extended"]
+            TransformedParam(leaf, state, as_transform(found), [each for each in unit.param_refs if each.leaf is leaf])
+            for leaf, state, found in plan["extended"]
         ],
     )
     for module, attributes in plan["left_alone"]:
@@ -218,6 +219,12 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
         warn_once_per_job(
             "the pickle of a wrapped model does not have its communication and all-reduce hooks. Register them again "
             "when it is loaded, before it trains"
+        )
+    specs = ((unit, spec) for unit in units for handle in unit.handles for spec in handle.layout.params)
+    if parts := [fqn(unit.name, spec.name) for unit, spec in specs if spec.part is not None]:
+        raise UsageError(
+            f"a wrapped model with DTensors ({few(parts)}) cannot be pickled: they lie on a mesh of this job, and torch's "
+            "tensor parallelism leaves hooks in modules that no pickle can hold. Save its state_dict()"
         )
     buffer = io.BytesIO()
     for unit in units:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ....errors import UsageError
+from ...agreement.object_collectives import is_first_of
 from ...base.fqns import clean
 from ...config.state_dict_configs import (
     LocalStateDictConfig,
@@ -39,7 +40,8 @@ from ..from_rank0 import take_buffers
 from ..full_params import summon
 from ..named_param import NamedParam, by_handle, interval_of, params_of
 from ..owned_interval import OwnedInterval
-from .distributed_values import carrier_of, flat_of, rows_of
+from ..parts import assembled, axes_of_parts, meet_over_parts
+from .distributed_values import carrier_of, flat_of, rows_of, rows_of_part
 from .placeholders import Placeholders, placeholder_for
 from .types import only_rank0, settings_of, shares_memory
 
@@ -118,6 +120,8 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     token = _job.set(job)
     try:
         with collective_call(units, "state_dict()", when=not job.is_without_communication):
+            if not job.is_without_communication:
+                meet_over_parts(units, "called state_dict()")
             _add(job, wrapper, destination, prefix)
             if job.broadcasts_buffers:
                 take_buffers(unit, units, wrapper, destination, prefix)
@@ -129,7 +133,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
 
 def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> StateDictCall:
     """A call for `units`, outermost `unit`, which are brought to rest where they will be gathered."""
-    job = StateDictCall(chosen, is_first(unit))
+    job = StateDictCall(chosen, is_first(unit) and is_first_of(axes_of_parts(units)))
     for each in units:
         if job.is_flat(each):
             check_flat(each)
@@ -269,12 +273,20 @@ def _values(job: StateDictCall, unit: Unit, kind: int, params: Sequence[NamedPar
     carrier = carrier_of(unit, config.sharded_as) if isinstance(config, ShardedStateDictConfig) else "whole"
     with consolidated(unit, kind) as unsharded:
         for each in params:
-            whole = unsharded[each.index]
-            if carrier == "whole":
-                yield id(each.leaf), job.copy(whole) if job.first or not job.rank0_only else None
-            else:
+            view = unsharded[each.index]
+            if carrier == "dtensor" and each.spec.part is not None:
+                yield id(each.leaf), rows_of_part(view, unit, kind, each.index, offload_to_cpu=config.offload_to_cpu)
+                continue
+            whole = assembled(unit, kind, each.index, view)
+            if carrier != "whole":
                 as_dtensor, offload = carrier == "dtensor", config.offload_to_cpu
                 yield id(each.leaf), rows_of(whole, unit, as_dtensor=as_dtensor, offload_to_cpu=offload)
+            elif job.rank0_only and not job.first:
+                yield id(each.leaf), None
+            elif whole is view or config.offload_to_cpu:
+                yield id(each.leaf), job.copy(whole)
+            else:
+                yield id(each.leaf), whole
 
 
 def _shard_of(job: StateDictCall, handle: FlatParamHandle) -> torch.Tensor:

@@ -73,7 +73,7 @@ class OptimizedParam:
     def keeps_any_shape(self) -> bool:
         """Whether states of other shapes mean something: they are those of a whole parameter."""
         named = self.params[0]
-        return named.unit is None or (not self.is_flat and named.span_in_shard.numel == named.spec.numel)
+        return named.unit is None or (not self.is_flat and named.span_in_shard.numel == named.spec.whole.numel)
 
 
 class ParamMap:
