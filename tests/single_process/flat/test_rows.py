@@ -163,9 +163,7 @@ def test_copies_and_pickles_keep_the_layout() -> None:
     with fake_world(3, 2):
         model = FullyShardedDataParallel(Net(), use_orig_params=True, layout="rows")
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            for mine, its in zip(
-                inspect.unit(model).flat_params, inspect.unit(other).flat_params, strict=True
-            ):
+            for mine, its in zip(inspect.unit(model).flat_params, inspect.unit(other).flat_params, strict=True):
                 assert mine.layout == its.layout and torch.equal(mine.shard, its.shard)
             assert "in rows" in flatfsdp.summary(other)
             other(torch.tensor([1])).backward()
