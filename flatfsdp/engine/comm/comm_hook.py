@@ -16,7 +16,7 @@ A hook talks over the user's groups, in the order of reductions, which has no co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,19 +25,7 @@ from ..config.precision import gradient_scaling
 from ..config.unit_options import CommHook
 from ..device.streams import Device, PendingWork, Stream
 from .axes import ProcessGroups
-from .transport import Transport
-
-
-class Reducer(Protocol):
-    """What gradients are reduced with: a transport, or a user's hook."""
-
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork: ...
-
-    def reduce_scatter_coalesced(
-        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork: ...
-
-    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork: ...
+from .transport import Reducer, Transport
 
 
 class HookReducer:

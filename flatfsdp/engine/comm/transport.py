@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -385,17 +385,27 @@ _backend: Override[str | None] = Override(None)
 served_as = _backend.being  # inside, groups are served as those of a backend are, whatever theirs is: for dry runs
 
 
+class Reducer(Protocol):
+    """What gradients are reduced with: a transport, or a user's hook."""
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork: ...
+
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork: ...
+
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork: ...
+
+
 _double: Override[Callable[[Transport], Transport] | None] = Override(None)
 doubled = _double.being  # inside, a double is put in front of every transport that is made (a late one, for tests)
 
 
 def transport(group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
     """The transport for `group`: by backend and world size."""
-    kind = (
-        SingleRank
-        if group.process_group is None
-        else _BY_BACKEND.get(_backend.value or group.backend, ProcessGroupTransport)
-    )
+    kind = _BY_BACKEND.get(_backend.value or group.backend, ProcessGroupTransport)
+    if group.process_group is None:
+        kind = SingleRank
     if kind is DeterministicGloo:
         gloo.wait_at_exit()
     made = kind(group, device, comm_stats=comm_stats, tracker=tracker)

@@ -10,8 +10,7 @@ from torch import nn
 
 from ...api import CPUOffload, MixedPrecision
 from ..base import autograd as hooks
-from ..comm.comm_hook import Reducer
-from ..comm.transport import Transport
+from ..comm.transport import Reducer, Transport
 from ..config.strategy import Traits
 
 
