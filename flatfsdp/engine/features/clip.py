@@ -31,7 +31,9 @@ def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dt
         norm: Any = torch.linalg.vector_norm(
             grad.detach().to_dense() if grad.is_sparse else grad.detach(), p, dtype=dtype
         )
-        norm = (norm.full_tensor() if is_dtensor(norm) else norm).to(device)
+        if type(norm) is not torch.Tensor and is_dtensor(norm):
+            norm = norm.full_tensor()
+        norm = norm.to(device)
         if math.isinf(p):
             total = torch.maximum(total, norm)
         else:
@@ -66,8 +68,14 @@ class _Gradients(NamedTuple):
                 if handle.trainable_indices():
                     found.dtypes.add(handle.precision.grad)
                 own = [] if handle.is_unsharded_at_rest else [unit.transports.gather]
-                for axes, grads in _by_axes(unit, kind, chosen.keys()):
-                    found.over([*own, *axes]).extend(grads)
+                if unit.views[kind].extended:
+                    for axes, grads in _by_axes(unit, kind, chosen.keys()):
+                        found.over([*own, *axes]).extend(grads)
+                    continue
+                grads = found.whole  # without the calls of `over`, for each unit
+                if own:
+                    grads = found.sharded.setdefault((unit.groups.shard.process_group,), (own, []))[1]
+                grads.extend([p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None])
         found.whole.extend([p.grad for key, p in chosen.items() if key not in managed and p.grad is not None])
         found.dtypes.update(map(attrgetter("dtype"), found.whole))
         return found
@@ -95,9 +103,6 @@ def _by_axes(unit: Unit, kind: int, chosen: Container[int]) -> Iterator[tuple[li
     """The gradients of one handle that optimizers see and that are among the `chosen` ids, with the axes besides the
     unit's own over which they are split. [Note: parts of wholes]"""
     handle = unit.handles[kind]
-    if not unit.views[kind].extended:
-        yield [], [p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None]
-        return
     grads = handle.face.grads_of_leaves()
     for index, axes in enumerate(part_axes(unit, kind)):
         grad = grads[index] if grads and id(handle.face.holder_of(index)) in chosen else None

@@ -26,11 +26,11 @@ FUNCTIONS = {}
 # engine and 9,600 for the core, each with the second number on top: parts that declare what they take as values pay for
 # imports, fields and docstrings of their own.
 LINES = {
-    "engine": (23_715, 4_145, 1_350, 1_789, 1_489),
-    "core": (11_350, 1_202, 454, 1_772, 822),
+    "engine": (23_715, 4_145, 1_350, 1_789, 1_501),
+    "core": (11_350, 1_202, 454, 1_772, 829),
     "checkpoint": (4_103, 903),
     "trainer": (7_300, 324, -818, 28, 5),
-    "all": (36_122, 5_661, -163, 1_817, 1_511),
+    "all": (36_122, 5_661, -163, 1_817, 1_521),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
