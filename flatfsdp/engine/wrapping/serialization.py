@@ -223,8 +223,8 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
     specs = ((unit, spec) for unit in units for handle in unit.handles for spec in handle.layout.params)
     if parts := [fqn(unit.name, spec.name) for unit, spec in specs if spec.part is not None]:
         raise UsageError(
-            f"a wrapped model with DTensors ({few(parts)}) cannot be pickled: they lie on a mesh of this job, and torch's "
-            "tensor parallelism leaves hooks in modules that no pickle can hold. Save its state_dict()"
+            f"a wrapped model with DTensors ({few(parts)}) cannot be pickled: they lie on a mesh of this job, and "
+            "torch's tensor parallelism leaves hooks in modules that no pickle can hold. Save its state_dict()"
         )
     buffer = io.BytesIO()
     for unit in units:
