@@ -121,10 +121,8 @@ def _export(
         place.prepare(next(iter(place.complete()), None), overwrite=overwrite)
 
     def write() -> None:
-        mine = (each for each in params if each.saves(first=ranks.rank == 0))
-        weights.write(
-            place.new, ((each.name, piece) for each in mine for piece in intervals_of(each.name, each.in_place()))
-        )
+        mine = [each for each in params if each.saves(first=ranks.rank == 0)]
+        weights.write(place.new, ((p.name, piece) for p in mine for piece in intervals_of(p.name, p.in_place())))
 
     def conclude(checksums: Sequence[BlockChecksums]) -> None:
         if (index := weights.index()) is not None:
