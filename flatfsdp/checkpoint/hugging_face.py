@@ -122,7 +122,7 @@ def _export(
 
     def write() -> None:
         mine = [each for each in params if each.saves(first=ranks.rank == 0)]
-        weights.write(place.new, ((x.name, piece) for x in mine for piece in intervals_of(x.name, x.in_place())))
+        weights.write(place.new, ((p.name, piece) for p in mine for piece in intervals_of(p.name, p.in_place())))
 
     def conclude(checksums: Sequence[BlockChecksums]) -> None:
         if (index := weights.index()) is not None:

@@ -97,6 +97,12 @@ class TensorParallel(Transform):
         """The DTensor of which `leaf` is this rank's part."""
         return state.around(leaf)
 
+    def describe(self, state: StoredDTensor) -> str:
+        """Its placements, by the names of the mesh's dimensions."""
+        names = state.mesh.mesh_dim_names or range(state.mesh.ndim)
+        sides = (f"{n} of {state.mesh.size(d)}: {state.placements[d]}" for d, n in enumerate(names))
+        return f" as a DTensor ({', '.join(sides)})"
+
     def assemble(self, stored: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
         """The whole, from all ranks of the mesh. Collective over it."""
         whole: torch.Tensor = self.around(stored.contiguous(), state).full_tensor()  # type: ignore[attr-defined]

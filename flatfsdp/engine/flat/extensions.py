@@ -86,6 +86,10 @@ class Transform:
         """Of which whole a part is stored; None where it is a tensor of its own. [Note: parts of wholes]"""
         return None
 
+    def describe(self, state: Any) -> str:
+        """What ranks compare of it, as the end of a phrase."""
+        return ""
+
     def assemble(self, stored: torch.Tensor, state: Any) -> torch.Tensor:
         """The whole of the part that is `stored` here. Collective over the axes."""
         raise NotImplementedError

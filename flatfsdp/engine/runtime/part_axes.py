@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..comm.transport import Transport
@@ -31,6 +31,13 @@ def part_axes(unit: Unit, kind: int) -> list[PartAxes]:
         found = each.transform.axes(each.state, unit.groups.device)
         axes[id(each.leaf)] = tuple(PartAxis(unit.resources.transport(axis, "parts"), splits) for axis, splits in found)
     return [axes.get(id(leaf), ()) for leaf in unit.handles[kind].leaves]
+
+
+def beside(unit: Unit, axes: Iterable[Transport]) -> list[Transport]:
+    """Those of `axes` on which no other rank is of the unit's own axes."""
+    groups = unit.groups
+    own = {*groups.shard.ranks, *(groups.replicate.ranks if groups.replicate is not None else ())}
+    return [axis for axis in axes if len(own & {*axis.group.ranks}) == 1]
 
 
 def all_part_axes(units: Sequence[Unit]) -> list[Transport]:

@@ -17,7 +17,7 @@ from ...errors import UsageError
 from ..agreement.object_collectives import firsts, is_first_of
 from ..base.plain_data import decode, encode
 from ..comm.transport import Transport
-from ..runtime.model_facts import axes_of
+from ..runtime.model_facts import own_axes
 from ..runtime.unit import Unit
 from .model.distributed_values import LazyValue
 from .named_param import named_buffers
@@ -115,7 +115,7 @@ def take_buffers(unit: Unit, units: Collection[Unit], module: nn.Module, destina
     """
     if all(each.groups.shard.size == 1 for each in units):
         return
-    axes = axes_of([unit])
+    axes = own_axes([unit])
     keys = [prefix + name for each in named_buffers(module) for name in each.names]
     own = {key: destination[key] for key in keys if key in destination}
     described = [(key, each.shape, each.dtype) for key, each in own.items() if _can_travel(each)]

@@ -19,7 +19,7 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views, shard_of
 from ..flat.states import IDLE, SUMMONED
 from ..runtime.model import model_of
-from ..runtime.model_facts import axes_of
+from ..runtime.model_facts import own_axes
 from ..runtime.module_tree import put_at_rest, register_leaves
 from ..runtime.rest import collective_call, quiesce
 from ..runtime.unit import Unit
@@ -162,7 +162,7 @@ class _SummonedHandle:
         for index, grad in enumerate(unsharded):
             present[index] = grad is not None
         if from_rank0:
-            present = broadcast_tensor(axes_of([self.unit]), present, present.shape, present.dtype, handle.device)
+            present = broadcast_tensor(own_axes([self.unit]), present, present.shape, present.dtype, handle.device)
             shard = scatter(self.unit, self.kind, unsharded, dtype=self.grad_dtype)
         else:
             shard = torch.zeros(layout.shard_numel, dtype=self.grad_dtype, device=handle.device)

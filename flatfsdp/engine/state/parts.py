@@ -10,17 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from ..agreement.collective_calls import meet
-from ..agreement.object_collectives import is_first_of, ranks_over
+from ..agreement.object_collectives import is_first_of
 from ..base.wait_limits import blocked
 from ..comm.transport import Transport
 from ..flat.extensions import TransformedParam
 from ..layout.part import Part
 from ..runtime.model_facts import axes_of
-from ..runtime.part_axes import all_part_axes
+from ..runtime.part_axes import all_part_axes, beside
 from ..runtime.rest import models_of
 from ..runtime.unit import Unit
-from ..watchdog.regions import expecting
 
 
 def axes_of_parts(units: Sequence[Unit]) -> list[Transport]:
@@ -30,25 +28,13 @@ def axes_of_parts(units: Sequence[Unit]) -> list[Transport]:
 
 def every_axis(units: Sequence[Unit]) -> list[Transport]:
     """The axes over which `units` are spread, and those of parts in their models, each once."""
-    return [*axes_of(units), *axes_of_parts(units)]
+    found = {id(axis.group.process_group): axis for axis in (*axes_of(units), *axes_of_parts(units))}
+    return list(found.values())
 
 
 def axes_beside(unit: Unit) -> list[Transport]:
     """The axes of parts in the model of `unit` on which no other rank is of the unit's own axes."""
-    groups = unit.groups
-    own = {*groups.shard.ranks, *(groups.replicate.ranks if groups.replicate is not None else ())}
-    return [axis for axis in axes_of_parts([unit]) if len(own & {*axis.group.ranks}) == 1]
-
-
-def meet_over_parts(units: Sequence[Unit], doing: str) -> None:
-    """Come together with the ranks that store the other parts, before they exchange these. Collective over their axes.
-
-    Raises:
-        AgreementError: they make another call.
-    """
-    for axis in axes_of_parts(units):
-        with expecting(ranks_over([axis]), doing):
-            meet(axis.group.process_group, axis.group.ranks, doing)
+    return beside(unit, axes_of_parts([unit]))
 
 
 def transformed_of(unit: Unit, kind: int, index: int) -> TransformedParam | None:

@@ -40,7 +40,7 @@ from ..from_rank0 import take_buffers
 from ..full_params import summon
 from ..named_param import NamedParam, by_handle, interval_of, params_of
 from ..owned_interval import OwnedInterval
-from ..parts import assembled, axes_of_parts, meet_over_parts
+from ..parts import assembled, axes_of_parts
 from .distributed_values import carrier_of, flat_of, rows_of, rows_of_part
 from .placeholders import Placeholders, placeholder_for
 from .types import only_rank0, settings_of, shares_memory
@@ -120,8 +120,6 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     token = _job.set(job)
     try:
         with collective_call(units, "state_dict()", when=not job.is_without_communication):
-            if not job.is_without_communication:
-                meet_over_parts(units, "called state_dict()")
             _add(job, wrapper, destination, prefix)
             if job.broadcasts_buffers:
                 take_buffers(unit, units, wrapper, destination, prefix)
