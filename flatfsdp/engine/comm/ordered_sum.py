@@ -23,7 +23,7 @@ class OrderedSum:
     """The sum, in rank order, of `own` and of what every other rank sends.
 
     It is made in the first row of `room`, of which there are two or more. There the first row of another rank arrives;
-    later ones in the others, each as often as it takes. [Note: pieces]
+    later ones in the others, each as often as it takes. [Note: rows]
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Lists of tensors that travel as one, cut into a piece for each rank.
 
-[Note: pieces] Collectives that take lists take unsharded tensors of one dtype, 1-D, each of which has room for as many
+[Note: rows] Collectives that take lists take unsharded tensors of one dtype, 1-D, each of which has room for as many
 elements of every rank. Together they are one space, in which a rank's *row* is its piece of each, one behind the
 other; that is the order of a shard, and of what a reduction leaves. A single tensor is a list of one.
 """
@@ -15,7 +15,7 @@ from ..base import _torch
 
 
 class Row:
-    """What one rank has of each tensor of a list, as if it lay in one place. [Note: pieces]
+    """What one rank has of each tensor of a list, as if it lay in one place. [Note: rows]
 
     Attributes:
         pieces: 1-D, of one dtype, one at least; sizes: their elements; numel: of all.

@@ -6,7 +6,7 @@ when an operation is issued. On an accelerator the caller has made the stream fo
 [Note: lists] `all_gather_coalesced` and `reduce_scatter_coalesced` take lists of tensors that travel as one: those of
 several small units, or the segments of one. Through shared memory, and by messages, that is one exchange whatever their
 number; NCCL makes one operation of several; elsewhere each is a collective. Where memory is not shared small ones are
-staged together. [Note: pieces] [Note: staging]
+staged together. [Note: rows] [Note: staging]
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class StagingBuffer:
 
 
 class TensorList:
-    """Unsharded tensors of one dtype that travel as one, and how. [Note: pieces]
+    """Unsharded tensors of one dtype that travel as one, and how. [Note: rows]
 
     Attributes:
         nbytes, numel, device: of all of them.

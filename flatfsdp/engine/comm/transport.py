@@ -36,7 +36,7 @@ from .tensor_lists import TensorList
 
 
 class Exchange(Protocol):
-    """A way to exchange lists of tensors, cut into rows. [Note: pieces]"""
+    """A way to exchange lists of tensors, cut into rows. [Note: rows]"""
 
     def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork: ...
 

@@ -34,7 +34,7 @@ class SharedMemoryExchange:
         self._comm_stats = comm_stats
 
     def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
-        """Every rank's `shards` into its row; of any dtype, and anywhere. [Note: pieces]"""
+        """Every rank's `shards` into its row; of any dtype, and anywhere. [Note: rows]"""
         copy(rows[self._shared.rank].pieces, shards)
         return self._under_way(self._shared.gather(rows))
 

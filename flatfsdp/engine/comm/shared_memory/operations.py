@@ -32,7 +32,7 @@ class Operation(Protocol):
 
 
 class Gather(Operation):
-    """Every rank's row, of which this rank's is there, into the rows of all. [Note: pieces]"""
+    """Every rank's row, of which this rank's is there, into the rows of all. [Note: rows]"""
 
     def __init__(self, rows: Sequence[Row], rank: int) -> None:
         self._rows, self._rank = rows, rank
