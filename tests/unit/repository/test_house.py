@@ -26,11 +26,11 @@ FUNCTIONS = {}
 # engine and 9,600 for the core, each with the second number on top: parts that declare what they take as values pay for
 # imports, fields and docstrings of their own.
 LINES = {
-    "engine": (23_715, 4_145, 1_350, 1_789, 155),
-    "core": (11_350, 1_202, 454, 1_772, 83),
+    "engine": (23_715, 4_145, 1_350, 1_789, 167),
+    "core": (11_350, 1_202, 454, 1_772, 94),
     "checkpoint": (4_103, 886),
     "trainer": (7_300, 324, -818, 28),
-    "all": (36_122, 5_661, -163, 1_817, 155),
+    "all": (36_122, 5_661, -163, 1_817, 167),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
