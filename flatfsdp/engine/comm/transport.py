@@ -228,9 +228,6 @@ _BY_BACKEND: dict[str, type[ProcessGroupTransport]] = {"gloo": DeterministicGloo
 
 Transport = ProcessGroupTransport
 
-_backend: Override[str | None] = Override(None)
-served_as = _backend.being  # inside, groups are served as those of a backend are, whatever theirs is: for dry runs
-
 
 class Reducer(Protocol):
     """What gradients are reduced with: a transport, or a user's hook."""
@@ -250,9 +247,7 @@ doubled = _double.being  # inside, a double is put in front of every transport t
 
 def transport(group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
     """The transport for `group`: by backend and world size."""
-    kind = _BY_BACKEND.get(_backend.value or group.backend, ProcessGroupTransport)
-    if group.process_group is None:
-        kind = SingleRank
+    kind = SingleRank if group.process_group is None else _BY_BACKEND.get(group.served_as, ProcessGroupTransport)
     if kind is DeterministicGloo:
         gloo.wait_at_exit()
     made = kind(group, device, comm_stats=comm_stats, tracker=tracker)

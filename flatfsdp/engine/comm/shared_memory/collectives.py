@@ -1,7 +1,8 @@
 """The collectives of a transport, through the outboxes of its group; and what they hold, for dry runs.
 
 [Note: in waits] Exchanges go on where ranks wait, and not beside what they compute. To wait for a large reduction later
-hides little of it, and holds what it reads for longer; a small one takes less time than it may wait for its peers.
+hides little of it, and holds what it reads for longer; a small one takes less time than it may wait for its peers. So
+large ones are waited for early, where they are issued. That changes no order, so each rank may choose for itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,20 @@ from .chunks import longest_chunk
 from .exchange import CAPACITY, SharedMemory, SharedWork
 from .operations import Operation
 
-LARGE = 1024 * 1024  # bytes that a rank sends of a reduction which is waited for at once
+LARGE = 1024 * 1024  # bytes that a rank sends of a reduction which is waited for early
+
+_early_waits = True
+
+
+def choose_early_waits(wanted: bool) -> None:
+    """Whether large reductions are waited for early from now on. [Note: in waits]"""
+    global _early_waits
+    _early_waits = wanted
+
+
+def is_waited_for_early(sent: int) -> bool:
+    """Whether a reduction is of which this rank sends so many bytes."""
+    return _early_waits and sent >= LARGE
 
 
 class SharedMemoryExchange:
@@ -85,7 +99,7 @@ class SimulatedSharedMemory(SharedMemoryExchange):
 
 
 def _is_large(rows: Sequence[Row]) -> bool:
-    return (len(rows) - 1) * rows[0].nbytes >= LARGE
+    return is_waited_for_early((len(rows) - 1) * rows[0].nbytes)
 
 
 def _hold_scratch(
