@@ -126,6 +126,11 @@ class MixedPrecision:
     a scale each. What a rank receives is summed in float32, in the order of ranks, and has the ``reduce_dtype`` then;
     across replicas the sums travel so again. None: ``reduce_dtype``. Not in torch's FSDP."""
 
+    reduce_error_feedback: bool = False
+    """Add to the gradients that travel in ``reduce_bits`` what earlier ones have lost on this rank: the error of a sum
+    over steps is that of one step. What is lost is kept on the device, in the ``reduce_dtype``: of a unit with shards
+    of n numbers on S ranks, ``(S - 1) * n`` numbers, and where there are replicas n more. Not in torch's FSDP."""
+
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
@@ -145,8 +150,14 @@ class MixedPrecision:
             "cast_forward_inputs",
             "cast_root_forward_inputs",
             "full_precision_in_eval",
+            "reduce_error_feedback",
         ):
             check_bool(f"MixedPrecision.{name}", getattr(self, name))
+        if self.reduce_error_feedback and bits is None:
+            raise ConfigValueError(
+                "MixedPrecision: got reduce_error_feedback=True without reduce_bits. Accepted: with reduce_bits=8 or "
+                "reduce_bits=4; gradients in the reduce_dtype lose nothing that could be made up for."
+            )
         ignored = "MixedPrecision._module_classes_to_ignore"
         if self.gather_dtype is not None and self.full_precision_in_eval:
             raise ConfigValueError(

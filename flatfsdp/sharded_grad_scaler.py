@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,8 +14,9 @@ from .engine.base import autograd as hooks
 from .engine.comm.transport import agree_on_maximum
 from .engine.features.optimizer_in_backward import note_scaled_loss, optimizers_of
 from .engine.runtime import param_registry as registry
-from .engine.runtime.optimizer_hooks import waiting_in
-from .engine.runtime.rest import before_step
+from .engine.runtime.model import Model
+from .engine.runtime.optimizer_hooks import stepped_by, waiting_in
+from .engine.runtime.rest import before_step, residuals_of
 
 
 class ShardedGradScaler(GradScaler):
@@ -33,6 +35,9 @@ class ShardedGradScaler(GradScaler):
         >>> float(scaler.scale(torch.ones(())))
         1024.0
     """
+
+    # Models of which gradients were unscaled since the last update.
+    _unscaled: tuple[weakref.ref[Model], ...] = ()
 
     def __init__(
         self,
@@ -71,9 +76,22 @@ class ShardedGradScaler(GradScaler):
         # fp16 gradients are legal here: keep_low_precision_grads leaves them to the optimizer on purpose. `unscale_` of
         # the base class passes False, so `allow_fp16` says nothing.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        self._unscaled += tuple(map(weakref.ref, stepped_by(optimizer)))
         # A rank may hold no gradient at all (its shard is padding): it takes part with "nothing found".
         with waiting_in("ShardedGradScaler.unscale_()", optimizer):
             return agree_on_maximum(found or {found_inf.device: found_inf}, self.process_group)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As in the base class, `new_scale` included. What error feedback owes of gradients grows with the scale; where
+        that falls, as after a step that was skipped, it is dropped with what was skipped."""
+        units = {unit for ref in self._unscaled if (model := ref()) is not None for unit in model.units}
+        self._unscaled = ()
+        residuals = [each for unit in units for each in residuals_of(unit)]
+        before = self.get_scale() if residuals else 1.0  # which waits for the device
+        super().update(new_scale)
+        if residuals and (after := self.get_scale()) != before:
+            for each in residuals:
+                each.rescale(after / before if after > before else 0.0)
 
 
 __all__ = ["ShardedGradScaler"]

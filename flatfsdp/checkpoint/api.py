@@ -21,9 +21,10 @@ from .foreign import DcpFolder
 from .keeping import Keeping
 from .loading import compare, find, is_foreign
 from .nested import flatten, plain
-from .parts import Section, parts_of
+from .parts import parts_of
 from .ranks import CheckpointRanks
 from .saving import Contents, SaveRequest, save_contents
+from .section import Section
 
 __all__ = ["async_save", "load", "save"]
 
@@ -53,7 +54,8 @@ def save(
     Args:
         path: a folder that is not there, is empty, or, with `overwrite`, holds a checkpoint. All ranks share it.
         model: of which every rank saves what it owns; no parameter is made whole. Of buffers that differ between ranks
-            (running statistics) the first rank's are saved (`per_node`: of each node), with one warning.
+            (running statistics) the first rank's are saved (`per_node`: of each node), with one warning. What quantized
+            gradients have lost (`reduce_error_feedback`) is saved as each rank has it.
         optimizer: that of `model`. Its state is saved by the names of parameters.
         extra: nested mappings and lists of tensors and plain values (None, bool, int, float, str, bytes, tuples, ...),
             the same on all ranks where the keys are the same. What differs between ranks (states of random numbers)
@@ -151,7 +153,8 @@ def load(
     Args:
         path: where it was saved.
         model, optimizer: what is to have the saved state, of each rank what it owns; either may be left out. Of
-            state dicts tensors are filled in place, and other values replaced.
+            state dicts tensors are filled in place, and other values replaced. What quantized gradients have lost
+            fits only the same ranks and the same wrapping; elsewhere it begins at zero, with a warning.
         strict: refuse what is missing, and what is there and not wanted.
         verify: compare all files with their checksums first; each file is read once for that, by one of the ranks.
             Without it only their sizes are compared.
@@ -211,7 +214,8 @@ def _targets(
     targets = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     shapes = {key: described.shape for key, described in there.items()}
     entries = _entries(parts, there, values) if values is not None else None
-    compare(shapes, targets, [part.name for part in parts], strict=strict, entries=entries)
+    compared = [part.name for part in parts if not part.is_optional]
+    compare(shapes, targets, compared, strict=strict, entries=entries)
     return targets
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,32 +20,8 @@ from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigValueError, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from .nested import flatten
-
-
-class Section:
-    """One part, under its name in the checkpoint; as it is here, a state dict that the user has made, and will load.
-
-    Attributes:
-        state: nested mappings.
-        ties: names in `state` of a parameter or buffer that has several, with the first of them.
-        buffers: names in `state` of buffers, of which each rank may have another one.
-    """
-
-    ties: Mapping[str, str] = MappingProxyType({})
-    buffers: Collection[str] = ()
-
-    def __init__(self, name: str, state: Mapping[str, Any]) -> None:
-        self.name, self.state = name, state
-
-    def take(self, *, in_use: bool) -> None:
-        """Find `state`, whose tensors may be `in_use`; otherwise they are there to be filled. Collective."""
-
-    def expect(self, there: Mapping[str, TensorSpec]) -> None:
-        """Make `state` what is to be loaded from a checkpoint that has these tensors, by key ([Note: keys])."""
-
-    def load(self, read: Mapping[str, Any]) -> None:
-        """Take back `read`, which is `state` with the values of the checkpoint. Collective."""
-        _replace_values(self.state, read)
+from .residuals import ResidualSection, has_residuals
+from .section import Section
 
 
 class _ModelSection(Section):
@@ -151,21 +126,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _replace_values(state: Any, read: Any) -> None:
-    """Put what was read in the place of plain values of `state`; its tensors have been filled."""
-    if isinstance(state, list) and isinstance(read, list) and len(state) == len(read):
-        places: Iterable[Any] = range(len(state))
-    elif isinstance(state, MutableMapping) and isinstance(read, Mapping):
-        places = [key for key in state if key in read]
-    else:
-        return
-    for place in places:
-        if isinstance(state[place], Mapping | list) and isinstance(read[place], Mapping | list):
-            _replace_values(state[place], read[place])
-        elif not _is_tensor(state[place]):
-            state[place] = read[place]
-
-
 def _sharded(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, state dicts hold what this rank owns, in memory of its own on the CPU outside of `sharing_memory()`."""
     return FullyShardedDataParallel.state_dict_type(
@@ -199,4 +159,6 @@ def parts_of(model: Any, optimizer: Any) -> list[Section]:
         parts.append(Section("optimizer", optimizer))
     elif optimizer is not None:
         refuse_type("optimizer", optimizer, "an optimizer, or a state dict")
+    if isinstance(model, nn.Module) and has_residuals(model):
+        parts.append(ResidualSection(model))
     return parts

@@ -169,6 +169,9 @@ class FSDPArguments(Settings):
     reduce_bits: Bits | None = setting(
         None, "bits of a number when gradients travel, 8 or 4 with a scale for each 256; none for reduce_dtype"
     )
+    reduce_error_feedback: bool = setting(
+        False, "add to gradients in reduce_bits what earlier ones have lost, which is kept on the device"
+    )
     cpu_offload: bool = setting(False, "keep shards, gradients and optimizer state in host memory")
     use_orig_params: bool = setting(True, "the optimizer sees the original parameters, or one flat parameter per unit")
     layout: Layout = setting(
@@ -194,6 +197,8 @@ class FSDPArguments(Settings):
             )
         if self.strategy in _HYBRIDS and self.replicas is None and self.units == "none":
             self.refuse("units", f"{self.called('strategy')} {self.strategy} needs units, or {self.called('replicas')}")
+        if self.reduce_error_feedback and self.reduce_bits is None:
+            self.refuse("reduce_error_feedback", f"without {self.called('reduce_bits')} gradients lose nothing")
         if self.strategy == "no_shard":
             for name in ("reshard_after_forward", "forward_prefetch", "gather_dtype"):
                 if getattr(self, name):

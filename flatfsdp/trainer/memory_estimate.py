@@ -38,6 +38,7 @@ _WORDS = {
     "exchange": "scratch of reductions",
     "staging": "small units, joined",
     "quantized": "quantized, on their way",
+    "residual": "gradients, lost in few bits",
 }
 _KINDS = {
     "all_gather": "all-gather, parameters",
@@ -86,12 +87,13 @@ class MemoryEstimate:
         plan = self.plan
         state = sum(plan.optimizer.values())
         always = [(f"optimizer: {', '.join(plan.optimizer)}", state), ("buffers", plan.buffers)]
-        in_step = plan.params + plan.grads > sum(plan.at_peak.values())  # of the optimizer, and not in a backward
-        at_peak = {"shard": plan.params, "reduced": plan.grads} if in_step else plan.at_peak
+        held = {"shard": plan.params, "residual": plan.residuals}
+        in_step = plan.grads + sum(held.values()) > sum(plan.at_peak.values())  # of the optimizer, not in a backward
+        at_peak = held | {"reduced": plan.grads} if in_step else plan.at_peak
         rows = [("each rank holds", "between steps", "at the peak")]
         for kind in [*_WORDS, *(at_peak.keys() - _WORDS.keys())]:
             if count := at_peak.get(kind, 0):
-                between = size_in_words(plan.params if kind == "shard" else 0)
+                between = size_in_words(held.get(kind, 0))
                 rows.append((_WORDS.get(kind, kind), between, size_in_words(count)))
         rows += [(name, size_in_words(count), size_in_words(count)) for name, count in always if count]
         rows.append(("total, besides activations", size_in_words(plan.between_steps), size_in_words(plan.peak)))

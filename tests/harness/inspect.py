@@ -318,6 +318,27 @@ def flat_params(model: Any) -> list[FlatParam]:
     return [each for found in units(model) for each in found.flat_params]
 
 
+def owed(model: Any) -> list[Tensor]:
+    """Of each of `flat_params`, all of it, what this rank owes of its gradients by error feedback, once what a failed
+    backward has left is over: shape (padded numel,), float32, in the units of what travels; zeros where that is
+    nothing."""
+    _model(model).iteration.finish_interrupted()
+    found = []
+    for handle, _, own in (kind for each in _model(model).units for kind in each.kinds):
+        layout, flat = handle.layout, torch.zeros(handle.layout.padded_numel)
+        held = own.residuals.held if own.residuals is not None else {}
+        others = [rank for rank in range(layout.world) if rank != handle.rank]
+        sent = held["shard"].view(len(others), -1) if "shard" in held else torch.zeros(len(others), layout.shard_numel)
+        shards = dict(zip(others, sent, strict=True))
+        if "replicate" in held:
+            shards[handle.rank] = held["replicate"]
+        for rank, shard in shards.items():
+            for piece, place in zip(layout.pieces(rank), layout.pieces_in_shard, strict=True):
+                flat[piece.slice] = shard[place.slice].float()
+        found.append(flat)
+    return found
+
+
 def wrappers_called(model: Any) -> set[int]:
     """The ids of the wrapped modules whose forward users call."""
     return {id(each.module) for each in _model(model).setup.entries}

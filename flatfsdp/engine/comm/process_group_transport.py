@@ -237,8 +237,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, 1-D, as real numbers: twice as many of a complex one."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+    """`tensor` as real numbers: in its last dimension twice as many of a complex one."""
+    return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
 
 
 def wait_for(work: Work | None) -> None:

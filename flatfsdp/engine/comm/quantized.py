@@ -10,12 +10,15 @@
 - *All-reduce*: the same for a piece for each rank, whose sum is encoded once more and sent to all, who decode it alike.
   What is joined with others shares blocks with them.
 
+What reductions lose they leave in the residuals that they are given ([Note: error feedback]).
+
 Bytes are counted as they travel, with the scales (`CommStats`), and rows of bytes in the memory tracker as `quantized`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -23,10 +26,13 @@ from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer
 from ..device.streams import DONE, PendingWork, Stream
 from .block_codec import BlockCodec
+from .error_feedback import Residuals, joined
 from .process_group_transport import ProcessGroupTransport, real
-from .transport import Transport
+from .transport import Reducer, Transport
 
 KIND = "quantized"  # of bytes
+
+R = TypeVar("R", bound=Reducer | None)
 
 
 class QuantizedTransport(ProcessGroupTransport):
@@ -71,9 +77,14 @@ class QuantizedTransport(ProcessGroupTransport):
         return self.reduce_scatter_coalesced(output, [full], stream)
 
     def reduce_scatter_coalesced(
-        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+        self,
+        output: torch.Tensor,
+        fulls: Sequence[torch.Tensor],
+        stream: Stream,
+        residuals: Sequence[Residuals] = (),
     ) -> PendingWork:
-        """`reduce_scatter_base` of several, whose results lie one behind the other, as one operation. Collective."""
+        """`reduce_scatter_base` of several, whose results lie one behind the other, as one operation. Collective.
+        `residuals`: of what all pieces of `fulls` are of, or none."""
         world, rank = self.group.size, self.group.rank
         wholes = [_by_rank(real(full), world) for full in fulls]
         sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
@@ -83,9 +94,11 @@ class QuantizedTransport(ProcessGroupTransport):
         with stream.running():
             sent, arrived = (self._bytes((world - 1) * sum(sizes)) for _ in range(2))
             outgoing, incoming = (buffer.tensor.view(world - 1, -1) for buffer in (sent, arrived))
-            for whole, rows in zip(wholes, outgoing.split(sizes, dim=1), strict=True):
-                self._encode(whole[:rank], rows[:rank])
-                self._encode(whole[rank + 1 :], rows[rank:])
+            owed = [piece for each in residuals for piece in each.of_others(fulls[0], world - 1)]
+            for index, (whole, rows) in enumerate(zip(wholes, outgoing.split(sizes, dim=1), strict=True)):
+                lost = real(owed[index]) if owed else None
+                self._encode(whole[:rank], rows[:rank], lost[:rank] if lost is not None else None)
+                self._encode(whole[rank + 1 :], rows[rank:], lost[rank:] if lost is not None else None)
         arriving = self._inner.all_to_all(incoming, outgoing, stream)
 
         def add_up() -> None:
@@ -95,30 +108,41 @@ class QuantizedTransport(ProcessGroupTransport):
                 self._add_up(piece, rows, whole[rank])
             arrived.free()
 
-        return self._followed(arriving, stream, add_up, output, *fulls)
+        return self._followed(arriving, stream, add_up, output, *fulls, *owed)
 
-    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream, residuals: Sequence[Residuals] = ()) -> PendingWork:
         """Sum `tensor` over ranks in place: all of them decode the same sums. Collective; on a CPU again when it is
-        waited for."""
+        waited for. `residuals`: of what lies in `tensor`, one behind the other, or none."""
         world, rank = self.group.size, self.group.rank
         flat = real(tensor.view(-1))
         if not flat.numel():
             return DONE
         piece = -(-flat.numel() // world)
         size = self._codec.row_bytes(piece)
-        mine = flat[rank * piece :][:piece]
+        places = slice(rank * piece), slice(rank * piece, (rank + 1) * piece), slice((rank + 1) * piece, None)
+        before, mine, after = (flat[place] for place in places)
         self.comm_stats.log("all_reduce", world * size)
+
+        def encode(place: slice, rows: torch.Tensor) -> None:
+            pieces = _pieces(flat[place], rows, piece)
+            if not residuals:
+                for values, row in pieces:
+                    self._encode(values, row)
+                return
+            with joined(residuals, tensor) as owed:
+                for (values, row), (lost, _) in zip(pieces, _pieces(real(owed)[place], rows, piece), strict=True):
+                    self._encode(values, row, lost)
+
         with stream.running():
             sent, arrived = (self._bytes((world - 1) * size) for _ in range(2))
             outgoing, incoming = (buffer.tensor.view(world - 1, -1) for buffer in (sent, arrived))
-            before, after = flat[: rank * piece], flat[(rank + 1) * piece :]
-            for values, rows in (*_pieces(before, outgoing[:rank], piece), *_pieces(after, outgoing[rank:], piece)):
-                self._encode(values, rows)
+            encode(places[0], outgoing[:rank])
+            encode(places[2], outgoing[rank:])
         arriving = self._inner.all_to_all(incoming, outgoing, stream)
 
         def share() -> None:
             self._add_up(mine, incoming, mine)
-            self._encode(mine.unsqueeze(0), outgoing[:1])
+            encode(places[1], outgoing[:1])
             outgoing[1:] = outgoing[0]
             self.comm_stats.issued += 1
             self._inner.all_to_all(incoming, outgoing, stream).wait()
@@ -134,16 +158,17 @@ class QuantizedTransport(ProcessGroupTransport):
 
         return self._followed(arriving, stream, share, tensor)
 
-    def _encode(self, values: torch.Tensor, rows: torch.Tensor) -> None:
+    def _encode(self, values: torch.Tensor, rows: torch.Tensor, lost: torch.Tensor | None = None) -> None:
         if values.numel():
-            self._compute(values.numel(), self._codec.encode, values, rows)
+            self._compute(values.numel(), self._codec.encode, values, rows, lost, with_lost=lost is not None)
 
     def _add_up(self, output: torch.Tensor, rows: torch.Tensor, own: torch.Tensor) -> None:
         self._compute(own.numel() * len(rows), self._codec.add_up, output, rows, own, self.group.rank)
 
-    def _compute(self, numel: int, function: Callable[..., None], *args: object) -> None:
+    def _compute(self, numel: int, function: Callable[..., None], *args: object, with_lost: bool = False) -> None:
         """Run a function of the codec, whose scratch is counted. [Note: dry run]"""
-        free = self.tracker.allocate(KIND, self._codec.scratch_bytes(numel, self.device.device))
+        scratch = self._codec.scratch_bytes(numel, self.device.device, with_lost=with_lost)
+        free = self.tracker.allocate(KIND, scratch)
         if not is_memoryless():
             with torch.no_grad():
                 function(*args)
@@ -154,6 +179,32 @@ class QuantizedTransport(ProcessGroupTransport):
         buffer = FlatBuffer(count, torch.uint8, self.device.device, tracker=self.tracker, kind=KIND)
         buffer.allocate()
         return buffer
+
+
+class Compensated:
+    """A quantized transport's reductions of certain gradients, with their residuals."""
+
+    def __init__(self, transport: QuantizedTransport, residuals: Sequence[Residuals]) -> None:
+        self._transport, self._residuals = transport, residuals
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
+        """As the transport's. Collective."""
+        return self._transport.reduce_scatter_coalesced(output, [full], stream, self._residuals)
+
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        """As the transport's. Collective."""
+        return self._transport.reduce_scatter_coalesced(output, fulls, stream, self._residuals)
+
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
+        """As the transport's. Collective."""
+        return self._transport.all_reduce(tensor, stream, self._residuals)
+
+
+def compensated(reducer: R, residuals: Sequence[Residuals]) -> R | Compensated:
+    """`reducer`, with these `residuals` where it quantizes."""
+    return Compensated(reducer, residuals) if isinstance(reducer, QuantizedTransport) else reducer
 
 
 def _pieces(flat: torch.Tensor, rows: torch.Tensor, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

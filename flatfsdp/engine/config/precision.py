@@ -28,6 +28,8 @@ class Precision:
     gather: torch.dtype | None = None
     # Of a number when gradients travel, in blocks; None as they are.
     reduce_bits: int | None = None
+    # Whether what these lose is added to the next ones.
+    error_feedback: bool = False
 
 
 def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
@@ -42,7 +44,8 @@ def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
     reduce = mixed.reduce_dtype or compute
     accumulate = mixed.accumulate_dtype or reduce
     grad = reduce if mixed.keep_low_precision_grads else master
-    return Precision(master, compute, reduce, accumulate, grad, mixed.gather_dtype, mixed.reduce_bits)
+    few_bits = mixed.gather_dtype, mixed.reduce_bits, mixed.reduce_error_feedback
+    return Precision(master, compute, reduce, accumulate, grad, *few_bits)
 
 
 @lru_cache(maxsize=64)

@@ -29,9 +29,9 @@ class MemoryTracker:
     """Exact live bytes by kind, and their peaks.
 
     Kinds: `shard`, `unsharded`, `portion` (post-forward shards), `slots` (unsharded gradients), `exchange` (scratch of
-    a reduction), `staging` (of several small units), `quantized` (what travels in few bits), `reduced` (gradient shards
-    before they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, `host copy` (of persistent
-    parameters).
+    a reduction), `staging` (of several small units), `quantized` (what travels in few bits), `residual` (what
+    that has lost), `reduced` (gradient shards before they become `.grad`), `partial` (sums that await an all-reduce),
+    `summoned`, `host copy` (of persistent parameters).
     """
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..base import _torch
+from ..comm.error_feedback import Residuals
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
 from .faces import Sums, assign_grad
@@ -41,6 +42,7 @@ class Gradients:
         accumulation: what lasts from backward to backward.
         contributed: leaves of which a gradient came to what is being reduced, or was reduced earlier, on this rank.
         absent: leaves of which none did, on any rank: `.grad` stays as it is. [Note: unused]
+        residuals: what reductions have lost; None without error feedback.
     """
 
     def __init__(self, handle: FlatParamHandle, views: ParamViews) -> None:
@@ -49,6 +51,8 @@ class Gradients:
         self.reducing: list[ReductionInput] = []
         self._forget_expectations()
         self.accumulation = Accumulation(handle)
+        pieces = [place.numel for place in handle.layout.pieces_in_shard]
+        self.residuals = Residuals(pieces, handle.tracker) if handle.precision.error_feedback else None
         self._memory = SlotMemory(handle, views, self.reducing)
         self.slots = GradientSlots(self._memory, handle.precision.reduce, 1.0)
         self._factor_of_sum = 1.0
@@ -233,6 +237,7 @@ class Gradients:
             earlier=None if self.reducing else kept.partial,
             hook=hook if completes else None,
             downloads=completes and handle.options.offload and handle.options.pin_memory,
+            residuals=self.residuals,
         )
         self.reducing.append(part)
         return part
@@ -242,6 +247,11 @@ class Gradients:
         return self.expected.difference(
             self.contributed, self.slots.filled, self.slots.collected, self.accumulation.contributed
         )
+
+    @property
+    def owes_dropped(self) -> bool:
+        """Whether residuals are those of reductions whose results would be lost with this backward."""
+        return self.residuals is not None and bool(self.reducing)
 
     @property
     def reduced(self) -> list[torch.Tensor]:
@@ -337,6 +347,8 @@ class Gradients:
     def drop(self) -> bool:
         """Forget a failed backward: what arrived, what is in flight, the window. True if a window was lost."""
         lost = self.accumulation.window_open
+        if self.owes_dropped and self.residuals is not None:
+            self.residuals.rescale(0.0)
         for part in self.reducing:
             part.discard()
         self.reducing.clear()

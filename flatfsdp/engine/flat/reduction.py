@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from ..comm.comm_hook import to_wait_for
+from ..comm.error_feedback import Residuals
+from ..comm.quantized import compensated
 from ..comm.transport import Reducer
 from ..device.memory import FlatBuffer
 from ..device.streams import DONE, PendingWork, Stream
@@ -37,6 +39,7 @@ class ReductionInput:
         earlier: what is added to it between the stages.
         hook: runs on the sum of both, before it is scaled.
         downloads: whether the result is sent on to the host, which awaits nothing else.
+        residuals: what earlier ones have lost; None without error feedback.
         reduction: what the part is in; None until that is issued.
         result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` is over.
         in_place: whether the result lies in the buffer; bytes: what it takes elsewhere.
@@ -52,6 +55,7 @@ class ReductionInput:
     earlier: torch.Tensor | None
     hook: Callable[[torch.Tensor], Any] | None
     downloads: bool
+    residuals: Residuals | None = None
     reduction: Reduction | None = None
     result: torch.Tensor = field(init=False)
     in_place: bool = False
@@ -146,12 +150,15 @@ class Reduction:
     ) -> None:
         """Issue the first stage. Collective over its axis; `across` is the replicate axis's stream."""
         self.parts = parts
+        first = parts[0]
+        if first.residuals is not None:
+            residuals = [part.residuals for part in parts if part.residuals is not None]
+            scatter, replicate = compensated(scatter, residuals), compensated(replicate, residuals)
         self.replicate = replicate
         self._stream = stream  # of the stage that was issued last
         self._across = across
         self._first = self._second = DONE
         self.input_is_released = False
-        first = parts[0]
         assert first.buffer is not None
         full = first.buffer.tensor
         if coalesced:

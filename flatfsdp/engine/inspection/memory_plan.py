@@ -41,6 +41,7 @@ class Plan:
         unsharded_peak: unsharded parameters at their peak, as `stats(model).bytes_unsharded_peak`.
         at_peak: what the engine holds when that is the most, by kind, as `stats(model).bytes_at_peak`.
         comm: kind of collective to (calls, bytes) in one step, as `stats(model).comm`.
+        residuals: what quantized gradients have lost, with error feedback.
     """
 
     units: tuple[UnitSummary, ...]
@@ -51,16 +52,17 @@ class Plan:
     unsharded_peak: int
     at_peak: dict[str, int]
     comm: dict[str, tuple[int, int]]
+    residuals: int = 0
 
     @property
     def between_steps(self) -> int:
         """What is held after `zero_grad()`."""
-        return self.params + sum(self.optimizer.values()) + self.buffers
+        return self.params + self.residuals + sum(self.optimizer.values()) + self.buffers
 
     @property
     def peak(self) -> int:
         """The most that is held at one time, besides activations and what an optimizer needs while it steps."""
-        during_step = self.params + self.grads
+        during_step = self.params + self.grads + self.residuals
         return max(sum(self.at_peak.values()), during_step) + sum(self.optimizer.values()) + self.buffers
 
 
@@ -130,6 +132,7 @@ def memory_plan(
             unsharded_peak=unsharded,
             at_peak=at_peak,
             comm=comm,
+            residuals=figures.bytes_residuals,
         )
 
 

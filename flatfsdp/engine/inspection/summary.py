@@ -13,6 +13,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..comm.early_waits import waits_early
+from ..comm.error_feedback import KIND, residual_bytes
 from ..comm.process_groups import extent_of, groups_in_words
 from ..features.persistent_params import persistence_of
 from ..flat.flat_param import FlatParamHandle
@@ -32,8 +33,9 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     - *padding*: elements that fill the unit's flat parameters up, over all ranks of the shard group.
     - *ranks*: shards x replicas; the lines below the table spell the groups out for this rank.
     - *kinds*: the dtypes of its flat parameters, `frozen` where nothing was trainable at construction, what they are
-      cast to in computation, what they travel in (`by int8`, `gradients by 4 bits`), whether each parameter is split
-      by rows (`in rows`), and where frozen ones stay unsharded (`keep_frozen_unsharded`).
+      cast to in computation, what they travel in (`by int8`, `gradients by 4 bits`), with error feedback the bytes of
+      what that loses (`residuals of`), whether each parameter is split by rows (`in rows`), and where frozen ones stay
+      unsharded (`keep_frozen_unsharded`).
 
     Below it stands for how many units reductions are *waited for early*, where they are issued: those of which a rank
     sends 1 MiB or more through memory that ranks share (`share_host_memory`). Whether they do is known from their first
@@ -131,7 +133,7 @@ def _summary_of(name: str, unit: Unit) -> UnitSummary:
         padding=sum(handle.layout.padded_numel for handle in unit.handles) - parameters,
         strategy=unit.built.traits.strategy.name,
         ranks=extent_of(unit.groups),
-        kinds=", ".join(_kind(handle) + _kept(unit, handle) for handle in unit.handles) or "none of its own",
+        kinds=", ".join(_kind(unit, handle) + _kept(unit, handle) for handle in unit.handles) or "none of its own",
     )
 
 
@@ -226,6 +228,11 @@ class Stats:
         return sum(grad.numel() * grad.element_size() for grad in grads if grad is not None)
 
     @property
+    def bytes_residuals(self) -> int:
+        """Bytes of what quantized gradients have lost, with error feedback; 0 until some have."""
+        return sum(model.resources.tracker.live[KIND] for model in self._models())
+
+    @property
     def bytes_unsharded(self) -> int:
         """Bytes of unsharded parameters alive now, besides the shards."""
         return sum(model.resources.tracker.live["unsharded"] for model in self._models())
@@ -247,8 +254,8 @@ class Stats:
 
         Kinds: `shard`, `unsharded`, `portion` (of unsharded parameters, between forward and backward), `slots`
         (unsharded gradients), `exchange` (scratch of a reduction), `staging` (of several small units), `quantized`
-        (what travels in few bits), `reduced` (gradient shards before they become `.grad`), `partial` (sums that await
-        an all-reduce), `summoned`, and `host copy` (of `keep_frozen_unsharded`).
+        (what travels in few bits), `residual` (what that has lost), `reduced` (gradient shards before they become
+        `.grad`), `partial` (sums that await an all-reduce), `summoned`, and `host copy` (of `keep_frozen_unsharded`).
         """
         return dict(sum((Counter(model.resources.tracker.at_peak) for model in self._models()), Counter()))
 
@@ -314,7 +321,7 @@ def _units(model: nn.Module) -> list[tuple[str, Unit]]:
     return found
 
 
-def _kind(handle: FlatParamHandle) -> str:
+def _kind(unit: Unit, handle: FlatParamHandle) -> str:
     """E.g. "float32 frozen as bfloat16 by int8 in rows": dtype at rest, trainability, dtype in computation and on the
     way, layout."""
     precision = handle.precision
@@ -323,6 +330,8 @@ def _kind(handle: FlatParamHandle) -> str:
     packed = f" by {_dtype(precision.gather)}" if precision.gather is not None else ""
     reduced = precision.reduce_bits is not None and handle.options.trainable
     bits = f", gradients by {precision.reduce_bits} bits" if reduced else ""
+    if reduced and precision.error_feedback:
+        bits += f", residuals of {residual_bytes(handle.layout.shard_numel, precision.reduce, unit.groups):,} bytes"
     rows = " in rows" if handle.options.layout == "rows" else ""
     return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}{rows}"
 

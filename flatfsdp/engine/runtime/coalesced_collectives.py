@@ -86,11 +86,10 @@ class Coalescer:
         size, options = self._bytes.get(unit), unit.options
         hooked = options.all_reduce_hook is not None or options.comm_hook is not None
         travels = unit.groups.shard.size > 1 or unit.second_stage_reducer is not None
-        return (
-            (size, (id(unit.transports.reducers[0]), id(unit.second_stage_reducer)))
-            if size is not None and travels and not hooked
-            else None
-        )
+        if size is None or not travels or hooked:
+            return None
+        feedback = unit.built.mixed_precision.reduce_error_feedback
+        return size, (id(unit.transports.reducers[0]), id(unit.second_stage_reducer), feedback)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 

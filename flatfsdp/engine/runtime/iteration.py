@@ -292,6 +292,16 @@ class Iteration:
             if type(unit.module) in classes:
                 unit.leaves.single_use = False
 
+    def _name_dropped_residuals(self) -> None:
+        """What a failed backward has reduced is about to be dropped. [Note: error feedback]"""
+        if owing := [unit.label for unit in self._units if any([grads.owes_dropped for grads in unit.grads])]:
+            warn_once_per_job(
+                f"a backward failed after gradients had been reduced with error feedback ({len(owing)} units, first "
+                f"{owing[0]}). They are dropped, and so is what quantized gradients of these units have lost: it "
+                "begins at zero again",
+                names_rank=True,
+            )
+
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def close(self, outcome: Outcome, backward: Backward | None = None) -> None:
@@ -311,6 +321,7 @@ class Iteration:
             return
         kept = backward.stays_unsharded if backward is not None else frozenset()
         if outcome is Outcome.FAILED:
+            self._name_dropped_residuals()
             for unit in self._units:
                 for grads in unit.grads:
                     grads.drop()

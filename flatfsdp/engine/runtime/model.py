@@ -89,8 +89,10 @@ class Model:
         _models[unit] = weakref.ref(self)
         unit.resources = self.resources
         unit.place = replace(unit.place, is_outermost=unit is self.outermost)
-        for handle in unit.handles:
+        for handle, _, grads in unit.kinds:
             handle.move_to_tracker(self.resources.tracker)
+            if grads.residuals is not None:
+                grads.residuals.move_to_tracker(self.resources.tracker)
 
     def adopt(self, nested: list[Unit]) -> None:
         """Take the units of wrapped descendants into this model, in front of the outermost one."""

@@ -73,6 +73,11 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
     return known
 
 
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[Model]:
+    """`models_of` an optimizer that steps, as it was last looked at."""
+    return [model for ref in _look_at(optimizer).models if (model := ref()) is not None]
+
+
 @contextmanager
 def waiting_in(call: str, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, this rank may wait for others in a `call` about the models that `optimizer` steps. No communication.
@@ -80,9 +85,8 @@ def waiting_in(call: str, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     Raises:
         AgreementError: a connection broke; what the others did.
     """
-    models = [model for ref in _look_at(optimizer).models if (model := ref()) is not None]
     with ExitStack() as waits:
-        for model in models:
+        for model in stepped_by(optimizer):
             waits.enter_context(model.agreement.waiting(call))
         yield
 

@@ -14,6 +14,7 @@ import torch
 
 from ...errors import UsageError
 from ..base import _torch
+from ..comm.error_feedback import Residuals
 from ..flat.states import IDLE, SUMMONED
 from . import param_registry as registry
 from .model import Model, model_of
@@ -87,6 +88,16 @@ def quiesce(
                 model.iteration.reset_to_idle()
         for model in models:
             model.setup.write_back([unit for unit in units if model_of(unit) is model])
+
+
+def residuals_of(unit: Unit) -> list[Residuals]:
+    """What gradients of `unit` have lost, for each kind with error feedback, in order with what the caller computes.
+    [Note: error feedback]"""
+    found = [grads.residuals for grads in unit.grads if grads.residuals is not None]
+    streams = unit.resources.streams
+    for stream in (streams.reduce, streams.replicate) if found else ():
+        unit.resources.device.await_mark(stream.mark())
+    return found
 
 
 def free_unsharded(model: Model) -> None:

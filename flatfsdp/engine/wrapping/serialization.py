@@ -34,7 +34,7 @@ from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from ..runtime.model import model_of
 from ..runtime.module_tree import ignore, ignored_in, units_in
 from ..runtime.param_registry import owners_of
-from ..runtime.rest import quiesce
+from ..runtime.rest import quiesce, residuals_of
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
 from .build import install_extensions, new_model
@@ -73,6 +73,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
                 }
                 for handle in unit.handles
             ],
+            "residuals": [residuals.held for residuals in residuals_of(unit)],
             "homes": [(each.module, each.attribute, each.path, each.leaf) for each in unit.param_refs],
             "aliases": [(each.module, each.attribute, each.path, each.leaf) for each in unit.shared_refs],
             "extended": [(e.leaf, e.state, e.transform) for views in unit.views for e in views.extended],
@@ -135,6 +136,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         each.share_params_of(owners_of(each.shared_refs))
     keep_model(wrapper, model)
     register_flat_params(wrapper, unit)
+    for residuals, held in zip(residuals_of(unit), plan.get("residuals", ()), strict=True):
+        residuals.load(held)
 
 
 def _check_copyable(unit: Unit) -> None:

@@ -53,7 +53,7 @@ def shard(
         UsageError: there is no process group, or the model cannot be wrapped.
     """
     # Names are dtypes once arguments are checked.
-    names = "param_dtype", "reduce_dtype", "buffer_dtype", "gather_dtype", "reduce_bits"
+    names = "param_dtype", "reduce_dtype", "buffer_dtype", "gather_dtype", "reduce_bits", "reduce_error_feedback"
     precision: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     policy = policy_for(model, arguments.units, fallback=arguments.units_fallback, param_dtype=precision["param_dtype"])
     if arguments.activation_checkpointing:

@@ -101,6 +101,8 @@ def construct(rank: int, world: int, case: str) -> str:
         kwargs["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
     elif case == "gather dtype":
         kwargs["mixed_precision"] = MixedPrecision(gather_dtype=torch.int8, reduce_bits=4 if odd else 8)
+    elif case == "error feedback":
+        kwargs["mixed_precision"] = MixedPrecision(reduce_bits=4, reduce_error_feedback=odd)
     elif case == "prefetch" and odd:
         kwargs["backward_prefetch"] = None
     model = wrap(net, **kwargs)
@@ -143,6 +145,11 @@ ADVICE = ". Build the same module with the same arguments of FullyShardedDataPar
             "gather dtype",
             " in unit 'blocks.0', mixed_precision: rank 0: gather_dtype=torch.int8, reduce_bits=8; rank 1: "
             "gather_dtype=torch.int8, reduce_bits=4",
+        ),
+        (
+            "error feedback",
+            " in unit 'blocks.0', mixed_precision: rank 0: reduce_bits=4; rank 1: reduce_bits=4, "
+            "reduce_error_feedback=True",
         ),
         (
             "prefetch",

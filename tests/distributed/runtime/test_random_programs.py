@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +38,8 @@ from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.features import local_clipping
 from tests.conftest import Run
 from tests.harness import inspect
+from tests.harness.corners import full_gradients
+from tests.harness.error_feedback import owed_by_all
 from tests.harness.gradients import fill, names_of, together, unlike
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.thorough import seeds
@@ -153,13 +156,18 @@ class Player:
             join_units_below=drawn.choice((0, 2000, 2**20)),
             layout=random.Random(f"layout {seed}").choice(("flat", "rows")),
         )
+        # Gradients in few bits, with error feedback.
+        self.owes = random.Random(f"few bits {seed}").random() < 0.3
+        if self.owes:
+            mixed = self.settings["mixed_precision"] or MixedPrecision()
+            self.settings["mixed_precision"] = replace(mixed, reduce_bits=4, reduce_error_feedback=True)
         if (world, strategy) == (4, "FULL_SHARD") and drawn.random() < 0.4:
             self.settings["reshard_after_forward"] = 2
         units = drawn.choice(({Block, Outer}, {Block, Outer}, {Block}, {Outer}, None))
         self.names = names_of(net)
         self.model: Any = FullyShardedDataParallel(net, auto_wrap_policy=units, **self.settings)
         register_fsdp_forward_method(self.model, "encode")
-        if strategy != "HYBRID_SHARD" and drawn.random() < 0.15:
+        if strategy != "HYBRID_SHARD" and drawn.random() < 0.15 and not self.owes:
             hooks = comm_hooks.reduce_scatter_hook, comm_hooks.allreduce_hook
             self.model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), hooks[strategy == "NO_SHARD"])
         self.kind = drawn.choice((*OPTIMIZERS,))
@@ -244,13 +252,33 @@ class Player:
             context = self.model.no_sync()
         if self.reduced:
             self.before = [None if each.grad is None else each.grad.clone() for each in self.alone.parameters()]
+        owed = owed_by_all(self.model) if self.owes and sync else {}
         with context:
             self.both(how)
         if not sync and manual:
             self.model.set_requires_gradient_sync(True)
         self.reduced = sync
         if sync:
-            fill(self.alone, together(self.model, self.names))
+            self.compare_reduced(owed)
+
+    def compare_reduced(self, owed: dict[str, Tensor]) -> None:
+        """Gradients were reduced; `owed`: what was before."""
+        fill(self.alone, together(self.model, self.names))
+        if self.owes:
+            self.take_what_was_delivered(owed)
+
+    def take_what_was_delivered(self, owed: dict[str, Tensor]) -> None:
+        """What was delivered, and what is owed more than before (`owed`, which has no names yet before the first
+        forward), are all gradients that there were; one process goes on with what was delivered."""
+        delivered, now = full_gradients(self.model), owed_by_all(self.model)
+        for name, parameter in self.alone.named_parameters():
+            found = delivered[name] if parameter.requires_grad else None
+            more = now[name] - owed.get(name, torch.zeros(()))
+            all_of_it = None if found is None else found + more
+            self.same(f"what was delivered and is owed of {name}", all_of_it, parameter.grad)
+            if found is None and more.any():
+                self.wrong.append(f"{name}, which has no gradient, owes something else than before")
+            parameter.grad = found
 
     @property
     def writes_midway_stay(self) -> bool:
@@ -484,10 +512,11 @@ def accumulate(player: Player) -> None:
 
 
 def reduce_accumulated(player: Player) -> None:
+    owed = owed_by_all(player.model) if player.owes else {}
     player.model.reduce_accumulated_gradients()
     if not player.reduced:
         player.reduced = True
-        fill(player.alone, together(player.model, player.names))
+        player.compare_reduced(owed)
 
 
 def evaluate(player: Player) -> None:

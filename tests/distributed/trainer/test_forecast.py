@@ -70,6 +70,7 @@ def lived(rank: int, world: int, job: Job) -> dict[str, Any]:
             "unsharded_peak": figures.bytes_unsharded_peak,
             "at_peak": figures.bytes_at_peak,
             "comm": figures.comm,
+            "residuals": figures.bytes_residuals,
         }
         optimizer.step()
         optimizer.zero_grad()
@@ -90,7 +91,8 @@ JOBS = [
     Job(many, 2, {"forward_prefetch": True}, {"accumulate": 2}),
     Job(mlp, 2, {"gather_dtype": "int8", "reduce_bits": 4} | BF16, {}),
     Job(many, 2, {"gather_dtype": "fp8", "reduce_bits": 8, "use_orig_params": False}, {"accumulate": 2}),
-    Job(many, 4, {"strategy": "hybrid_shard", "replicas": 2, "reduce_bits": 4}, {}),
+    Job(many, 4, {"strategy": "hybrid_shard", "replicas": 2, "reduce_bits": 4, "reduce_error_feedback": True}, {}),
+    Job(mlp, 2, {"reduce_bits": 8, "reduce_error_feedback": True}, {"optimizer_in_backward": True}),
     Job(mlp, 4, {"strategy": "hybrid_shard", "replicas": 2, "activation_checkpointing": True}, {"accumulate": 2}),
     Job(tied, 4, {"use_orig_params": False}, {"optimizer": "sgd", "clip": 0.1}),
     Job(many, 4, {"strategy": "hybrid_shard_zero2", "replicas": 2} | BF16, {"optimizer_in_backward": True}),

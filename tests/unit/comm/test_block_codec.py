@@ -80,6 +80,38 @@ def test_a_block_with_what_is_not_finite_is_nan_as_a_whole(name: str, bad: float
     assert found[1].nonzero().flatten().tolist() == list(range(768, 1000))
 
 
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
+def test_what_is_decoded_and_what_is_lost_are_what_there_was(codec: BlockCodec, dtype: torch.dtype, numel: int) -> None:
+    values = of_many_sizes(3, numel, dtype)
+    lost = (of_many_sizes(3, numel).flip(0) / 10).to(dtype)
+    there = values.double() + lost.double()
+    size = largest_of_block(there)
+    rows = torch.empty(3, codec.row_bytes(numel), dtype=torch.uint8)
+    codec.encode(values, rows, lost)
+    decoded = torch.empty(3, numel)
+    codec.decode_into(decoded, rows)
+    assert ((decoded + lost.double() - there).abs() <= size * (2**-11 if dtype is torch.bfloat16 else 2**-22)).all()
+    assert (lost.double().abs() <= size / codec.largest / 2 * (1 + 2**-8)).all()
+    assert numel < 255 or lost.count_nonzero() > numel
+
+
+@pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
+def test_zeros_and_blocks_that_are_nan_lose_nothing_and_wait(codec: BlockCodec) -> None:
+    values, lost = of_many_sizes(2, 1000), of_many_sizes(2, 1000).flip(0)
+    values[:, ::3], values[0, 300], values[1, 999] = 0, torch.nan, torch.inf
+    before, rows = lost.clone(), torch.empty(2, codec.row_bytes(1000), dtype=torch.uint8)
+    codec.encode(values, rows, lost)
+    found = torch.empty(2, 1000)
+    codec.decode_into(found, rows)
+    waits = (values == 0) | found.isnan()
+    assert waits[0, 256:512].all() and waits[1, 768:].all() and not waits[0, 1]
+    assert torch.equal(lost[waits], before[waits])
+    assert lost.isfinite().all() and not torch.equal(lost[~waits], before[~waits])
+    assert not found[(values == 0) & ~found.isnan()].any()
+
+
 def test_what_is_decoded_is_rounded_once_to_the_output() -> None:
     values = of_many_sizes(2, 513)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):

@@ -363,6 +363,15 @@ def test_wrong_values(given, message):
         ({"reduce_bits": 2}, "MixedPrecision.reduce_bits: got 2. Accepted: None, 8 or 4."),
         ({"reduce_bits": True}, "MixedPrecision.reduce_bits: got True (bool). Accepted: None, 8 or 4."),
         (
+            {"reduce_error_feedback": True},
+            "MixedPrecision: got reduce_error_feedback=True without reduce_bits. Accepted: with reduce_bits=8 or "
+            "reduce_bits=4; gradients in the reduce_dtype lose nothing that could be made up for.",
+        ),
+        (
+            {"reduce_bits": 4, "reduce_error_feedback": 1},
+            "MixedPrecision.reduce_error_feedback: got 1 (int). Accepted: True or False.",
+        ),
+        (
             {"gather_dtype": torch.int8, "full_precision_in_eval": True},
             "MixedPrecision: got gather_dtype=torch.int8 and full_precision_in_eval=True. Accepted: one of them; "
             "parameters that were gathered in few bits are not in full precision.",

@@ -94,6 +94,18 @@ buffers                                    12.0 KiB     12.0 KiB""",
     )
 
 
+def test_what_quantized_gradients_lose_is_held_between_steps() -> None:
+    plan = replace(FIGURES, residuals=2 * GIB, at_peak=FIGURES.at_peak | {"residual": 2 * GIB})
+    lines = replace(FORECAST, plan=plan).render().splitlines()
+    found = [line for line in lines if line.startswith(("gradients, lost", "total"))]
+    assert_expected_inline(
+        "\n".join(found),
+        """\
+gradients, lost in few bits                2.00 GiB     2.00 GiB
+total, besides activations                 3.31 GiB     31.3 GiB""",
+    )
+
+
 def test_a_forecast_goes_through_json() -> None:
     found = json.loads(json.dumps(asdict(FORECAST)))
     assert found["plan"]["comm"]["all_gather"] == [212, 110 * GIB]

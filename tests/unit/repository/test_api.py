@@ -43,6 +43,7 @@ def test_enums_have_torchs_names_and_values_then_our_own(ours, torchs, only_ours
                 ("full_precision_in_eval", False),
                 ("gather_dtype", None),
                 ("reduce_bits", None),
+                ("reduce_error_feedback", False),
             ],
         ),
         (CPUOffload, torch_fsdp.CPUOffload, [("pin_memory", True)]),

@@ -96,6 +96,10 @@ def test_values_have_one_normal_form() -> None:
         ),
         (lambda: FSDPArguments(reduce_bits=16), "FSDPArguments.reduce_bits: got 16. Accepted: 8 or 4."),
         (
+            lambda: FSDPArguments(reduce_error_feedback=True),
+            "FSDPArguments.reduce_error_feedback: got True, but without reduce_bits gradients lose nothing",
+        ),
+        (
             lambda: FSDPArguments(gather_dtype="int8", strategy="no_shard"),
             "FSDPArguments.gather_dtype: got torch.int8, but with strategy no_shard parameters are never gathered",
         ),
@@ -303,7 +307,7 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
     fsdp = FSDPArguments(
         strategy="hybrid_shard", reshard_after_forward=2, replicas=2, units=("a.b", "C"), units_fallback=True,
         param_dtype="bf16", reduce_dtype="fp32", buffer_dtype="double", gather_dtype="fp8", reduce_bits=4,
-        cpu_offload=True, use_orig_params=False, layout="rows",
+        reduce_error_feedback=True, cpu_offload=True, use_orig_params=False, layout="rows",
         activation_checkpointing=True, backward_prefetch=None, forward_prefetch=True, limit_all_gathers=False,
         sync_module_states=True,
     )  # fmt: skip
@@ -315,7 +319,7 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         "--keep-best 3 --best-by eval_accuracy --best-mode max --resume latest --log-every 9 --no-progress --plot "
         "--device cpu --ranks 4 --detect-nonfinite --strategy hybrid-shard --reshard-after-forward 2 --replicas 2 "
         "--units a.b,C --units-fallback --param-dtype bf16 --reduce-dtype fp32 --buffer-dtype double "
-        "--gather-dtype fp8 --reduce-bits 4 --cpu-offload --no-use-orig-params --layout rows "
+        "--gather-dtype fp8 --reduce-bits 4 --reduce-error-feedback --cpu-offload --no-use-orig-params --layout rows "
         "--activation-checkpointing --backward-prefetch none --forward-prefetch --no-limit-all-gathers "
         "--sync-module-states"
     )
