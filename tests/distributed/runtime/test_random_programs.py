@@ -151,6 +151,7 @@ class Player:
             forward_prefetch=drawn.random() < 0.3,
             limit_all_gathers=drawn.random() < 0.7,
             join_units_below=drawn.choice((0, 2000, 2**20)),
+            layout=random.Random(f"layout {seed}").choice(("flat", "rows")),
         )
         if (world, strategy) == (4, "FULL_SHARD") and drawn.random() < 0.4:
             self.settings["reshard_after_forward"] = 2

@@ -148,7 +148,7 @@ def check_flat(unit: Unit) -> None:
     Raises:
         UsageError: they do.
     """
-    if any(handle.options.layout == "rows" for handle in unit.handles):
+    if any(handle.options.layout == "rows" and handle.layout.world > 1 for handle in unit.handles):
         raise UsageError(
             f'LOCAL_STATE_DICT of unit {unit.label}: it was wrapped with layout="rows", where a shard has a piece of '
             "each parameter and is no part of one flat parameter. Use SHARDED_STATE_DICT, which needs no communication "
