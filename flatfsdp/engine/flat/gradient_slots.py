@@ -12,7 +12,8 @@ differentiated, and a unit of which an earlier backward has shown that each grad
 own graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come.
 What is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
 ([Note: hidden]). A unit whose forward runs again before its reduction is refused, once: to gather again would be a
-collective that only those ranks issue which share.
+collective that only those ranks issue which share. Padding between the places is that of the shards: zero, unless a
+user wrote to all of a flat parameter, and then it is cleared.
 
 [Note: window] Without synchronization the slots stay, and the next microbatch adds to them: a *window*. Microbatches
 without synchronization came before, so the next synchronized backward reduces, on every rank alike, whether or not
@@ -163,9 +164,13 @@ class GradientSlots:
     def open(self) -> FlatBuffer:
         """The buffer in which the slots lie, from now on."""
         if self.shares:
-            unsharded = self._memory.handle.unsharded
+            handle = self._memory.handle
+            unsharded = handle.unsharded
             assert unsharded.buffer is not None
             self.buffer, self._slots, self.segments = unsharded.buffer, unsharded.views, unsharded.segments
+            if not handle.use_orig_params:
+                for gap in handle.layout.gaps:
+                    unsharded.flat[gap.slice].zero_()
         else:
             self.buffer, self._slots, self.segments = self._memory.allocate(self.dtype)
         return self.buffer

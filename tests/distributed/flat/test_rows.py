@@ -1,5 +1,5 @@
-"""Parameters that are split by rows: what is special to it. That the numbers are those of one process is a matter of the
-covering arrays and of what is drawn at random, of which the layout is a part."""
+"""Parameters that are split by rows: what is special to it. That the numbers are those of one process is a matter of
+the covering arrays and of what is drawn at random, of which the layout is a part."""
 
 from __future__ import annotations
 
@@ -148,6 +148,59 @@ def stamped(rank: int, world: int) -> list[str]:
 
 def test_an_optimizers_own_state_is_that_of_a_layout(pool2: Run) -> None:
     assert not joined(pool2(stamped))
+
+
+def beside(rank: int, world: int) -> list[str]:
+    """Units of both layouts, small enough to travel together."""
+    model, plain = seeded(Net), seeded(Net)
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = FSDP(block, use_orig_params=True, layout=("rows", "flat")[place % 2])
+    sharded = FSDP(model, use_orig_params=True, layout="rows")
+    figures = flatfsdp.stats(sharded)
+    for step in range(3):
+        for net in (sharded, plain):
+            net.zero_grad()
+        figures.reset()
+        loss_of(sharded(data(rank, step))).backward()
+        for of in range(world):
+            (loss_of(plain(data(of, step))) / world).backward()
+        with FSDP.summon_full_params(sharded, with_grads=True):
+            for (name, one), other in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+                if one.grad is None or not torch.allclose(one.grad, other.grad, atol=1e-6):
+                    return [f"step {step}: gradient of {name}"]
+    calls, _ = figures.comm["reduce_scatter"]
+    return [] if calls < figures.units else [f"{calls} reductions of {figures.units} units"]
+
+
+def test_units_of_both_layouts_share_their_collectives(pool3: Run) -> None:
+    assert not joined(pool3(beside))
+
+
+def filled(rank: int, world: int, layout: str) -> list[str]:
+    """A user who fills flat parameters fills their padding, too; that is no gradient."""
+    block = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))  # of 47 elements
+    model = FSDP(nn.Sequential(FSDP(block, layout=layout), nn.Linear(2, 1)), layout=layout)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    for _ in range(3):
+        model.zero_grad()
+        model(data(rank, 0, width=6)).sum().backward()
+    lines = []
+    for unit in inspect.units(model):
+        for flat in unit.flat_params:
+            padding = torch.ones(flat.layout.shard_numel, dtype=torch.bool)
+            for owned in flat.layout.owned(rank):
+                padding[owned.in_shard.slice] = False
+            assert flat.parameter.grad is not None
+            if flat.parameter.grad[padding].any():
+                lines.append(f"{unit.label}: {flat.parameter.grad[padding]}")
+    return lines
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+def test_padding_has_no_gradient_whatever_was_written_there(layout: str, pool2: Run) -> None:
+    assert not joined(pool2(filled, layout))
 
 
 class Nothing(nn.Module):

@@ -655,6 +655,8 @@ def go_on_with_a_copy(player: Player) -> None:
 
 def save_and_load(player: Player) -> None:
     kind = player.drawn.choice(list(StateDictType))
+    if kind is StateDictType.LOCAL_STATE_DICT and player.settings["layout"] == "rows":
+        kind = StateDictType.SHARDED_STATE_DICT  # which there is no other of
     with FullyShardedDataParallel.state_dict_type(player.model, kind):
         state = {name: value.clone() for name, value in player.model.state_dict().items()}
         if not player.exposed:
