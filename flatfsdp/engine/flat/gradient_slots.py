@@ -168,7 +168,7 @@ class GradientSlots:
             unsharded = handle.unsharded
             assert unsharded.buffer is not None
             self.buffer, self._slots, self.segments = unsharded.buffer, unsharded.views, unsharded.segments
-            if not handle.use_orig_params:
+            if handle.face.is_flat:
                 for gap in handle.layout.gaps:
                     unsharded.flat[gap.slice].zero_()
         else:
