@@ -16,12 +16,12 @@ from torch import Tensor
 from flatfsdp import comm_hooks
 from flatfsdp.engine.comm import tensor_lists
 from flatfsdp.engine.comm import transport as comm
-from flatfsdp.engine.comm.axes import Axis
+from flatfsdp.engine.comm.axes import Axis, served_as
 from flatfsdp.engine.comm.comm_hook import HookReducer
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.comm.shared_memory.collectives import LARGE
 from flatfsdp.engine.comm.tensor_lists import SMALL
-from flatfsdp.engine.comm.transport import Transport, served_as
+from flatfsdp.engine.comm.transport import Transport
 from flatfsdp.engine.config.unit_options import CommHook
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
