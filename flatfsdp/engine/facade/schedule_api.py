@@ -203,7 +203,7 @@ class ScheduleControls(AccumulatedGradients):
         units = self._meant(method, recurse)
         options = [
             reshard_choice(
-                f"{method}: {name}, of a {type(unit.module).__name__}",
+                f"{method}: {name}, of a {unit.entries.class_name}",
                 reshard_after_forward,
                 shards=unit.groups.shard.size,
             )
@@ -334,7 +334,7 @@ class ScheduleControls(AccumulatedGradients):
         if model.outermost is not unit:
             raise UsageError(
                 f"{method} of unit {unit.label} was called on a nested wrapper, but gathers of a model share one "
-                f"order; call it on the outermost ({type(model.outermost.module).__name__})"
+                f"order; call it on the outermost ({model.outermost.entries.class_name})"
             )
         if async_op:
             for each in model.units:
@@ -408,7 +408,7 @@ def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
             refuse_type(f"{method}: modules", module, accepted)
         (target,) = units_at(module)
         if target is unit or model_of(target) is not model_of(unit):
-            found = "itself" if target is unit else f"a {type(target.module).__name__} that is wrapped in another model"
+            found = "itself" if target is unit else f"a {target.entries.class_name} that is wrapped in another model"
             raise ConfigValueError(
                 f"{method} of unit {unit.label}: modules: got {found}. Accepted: {accepted}. Wrap the whole model "
                 "before you say what is gathered ahead"
@@ -427,6 +427,6 @@ def check_prefetches_on_request(unit: Unit, method: str) -> None:
     ):
         if is_made:
             raise ConfigValueError(
-                f"{method}: a {type(unit.module).__name__} inside was wrapped with {setting}, which gathers ahead by "
+                f"{method}: a {unit.entries.class_name} inside was wrapped with {setting}, which gathers ahead by "
                 f"itself. Wrap without it, and list what is gathered ahead by set_modules_to_{instead}_prefetch"
             )

@@ -94,7 +94,7 @@ def _summary_of(name: str, unit: Unit) -> UnitSummary:
     parameters = sum(spec.numel for handle in unit.handles for spec in handle.layout.params)
     return UnitSummary(
         name=name,
-        module=type(unit.module).__name__,
+        module=unit.entries.class_name,
         parameters=parameters,
         bytes_per_rank=sum(handle.shard.numel() * handle.shard.element_size() for handle in unit.handles),
         padding=sum(handle.layout.padded_numel for handle in unit.handles) - parameters,
@@ -257,7 +257,7 @@ class Stats:
         models = models_of(units)
         for model in models:
             if model.outermost not in units:
-                part, unsharded = type(units[0].module).__name__, type(model.outermost.module).__name__
+                part, unsharded = units[0].entries.class_name, model.outermost.entries.class_name
                 raise UsageError(
                     f"stats() of {part}, which is a part of the wrapped {unsharded}: bytes and collectives are counted "
                     "for whole models. Pass the outermost module"

@@ -10,7 +10,6 @@ from torch import nn
 
 from ...api import Config
 from ...errors import ConfigValueError, UsageError
-from ..base.fqns import fqn
 from ..comm.process_groups import serves
 from ..device.fake_tensors import is_memoryless
 from ..device.streams import accelerator, concrete
@@ -91,9 +90,9 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
             found, expected = handle.shard.device, torch.device("cpu") if handle.options.offload else device
             for spec in handle.layout.params:
                 if found.type == "meta":
-                    on_meta.append(fqn(unit.name, spec.name))
+                    on_meta.append(unit.entries.fqn(spec.name))
                 elif found != expected:
-                    elsewhere.append(f"{fqn(unit.name, spec.name)} ({found}, expected {expected})")
+                    elsewhere.append(f"{unit.entries.fqn(spec.name)} ({found}, expected {expected})")
         for module in unit.built.modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device != device:

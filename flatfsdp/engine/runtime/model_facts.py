@@ -15,7 +15,6 @@ from ..agreement.checksums import InitialChecksums
 from ..agreement.model_check import Checksums, Fact
 from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
 from ..base import _torch
-from ..base.fqns import fqn
 from ..comm.transport import Transport
 from .unit import Unit
 
@@ -42,7 +41,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
     for unit in units:
         subject, groups = f"unit {unit.label}", unit.groups
         facts += [
-            (subject, f"of class {type(unit.module).__name__}", False),
+            (subject, f"of class {unit.entries.class_name}", False),
             (f"{subject}, sharding_strategy", groups.strategy.name, False),
             (
                 f"{subject}, ranks",
@@ -98,7 +97,7 @@ def initial_checksums(units: Iterable[Unit], known: dict[Unit, InitialChecksums]
     for unit in units:
         if (each := known.pop(unit, None)) is not None:
             paths = [spec.name for handle in unit.handles for spec in handle.layout.params]
-            out += [(fqn(unit.name, path), value) for path, value in each.unchanged(paths, own_pieces(unit))]
+            out += [(unit.entries.fqn(path), value) for path, value in each.unchanged(paths, own_pieces(unit))]
     return out
 
 
@@ -140,7 +139,7 @@ def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
 def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
     """The path of every parameter of `units` in their model, by its id."""
     return {
-        id(leaf): fqn(unit.name, spec.name)
+        id(leaf): unit.entries.fqn(spec.name)
         for unit in units
         for handle in unit.handles
         for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)

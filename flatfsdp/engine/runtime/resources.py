@@ -87,6 +87,12 @@ class Resources:
             self.streams.unshard = _unshard_stream(self.device, on_callers=on_callers)
             self.limiter = Limiter(self.device, self.streams.unshard, limit=self.limiter.limit)
 
+    def share_streams(self, other: Resources) -> None:
+        """Issue on the streams of `other` from now on, with nothing under way here. [Note: root]"""
+        self.streams = Streams(other.streams.unshard, other.streams.reduce, other.streams.replicate)
+        self.limiter = Limiter(self.device, self.streams.unshard, limit=self.limiter.limit)
+        self._gathers_on_callers = other._gathers_on_callers
+
     def free(self, handle: FlatParamHandle) -> None:
         """Reshard `handle`; its memory may be reused once the caller's stream is done with it."""
         buffer = handle.reshard()

@@ -72,7 +72,7 @@ class Setup:
         names = {id(module): name for name, module in outermost.module.named_modules()}
         parameters = 0
         for index, unit in enumerate(units):
-            unit.name = names.get(id(unit.module), "")
+            unit.name = unit.entries.name(lambda module: names.get(id(module), ""))
             unit.place = UnitPlace(index, parameters, unit is outermost)
             for handle in unit.handles:
                 handle.name = unit.name
@@ -84,7 +84,7 @@ class Setup:
         self.choose_unshard_stream()
         if not any(unit.handles for unit in units):
             warn_once_per_job(
-                f"{type(outermost.module).__name__} is wrapped, but no unit of it has parameters: they are all "
+                f"{outermost.entries.class_name} is wrapped, but no unit of it has parameters: they are all "
                 "ignored, or there are none. Nothing is sharded, and no gradient is averaged"
             )
         if training:
@@ -144,8 +144,8 @@ class Setup:
         for unit in self.units:
             if unit.options.schedule.unshard_async_op is not on_callers:
                 raise UsageError(
-                    f"unit {unit.label}: set_unshard_async_op() was called on a {type(unit.module).__name__} that an "
-                    f"outer {type(outermost.module).__name__} was wrapped around later. Gathers of a model share one "
+                    f"unit {unit.label}: set_unshard_async_op() was called on a {unit.entries.class_name} that an "
+                    f"outer {outermost.entries.class_name} was wrapped around later. Gathers of a model share one "
                     "order: call it on the outermost wrapper, when all are made"
                 )
         self.resources.gather_on_callers_stream(on_callers)

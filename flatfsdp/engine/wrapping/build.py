@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -30,8 +31,9 @@ from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import TransformedParam, can_transform, transform
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
-from ..flat.param_refs import ParamRef
+from ..flat.param_refs import ParamRef, WeakParamRef
 from ..runtime.device_checks import compute_device, move_buffers
+from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
 from ..runtime.model_facts import own_pieces
 from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in, unregistered_refs
@@ -47,8 +49,35 @@ from .init_sync import failing_together, meeting_axes, synchronize
 from .materialize import materialize
 
 
-def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Model:
+@dataclass(frozen=True)
+class Front:
+    """What a unit is built for.
+
+    Attributes:
+        in_place: whether its entries hold it themselves. [Note: entries]
+        words: what made it, for messages.
+        output_dtype: to which outputs are cast; None for as they are.
+    """
+
+    in_place: bool = False
+    words: str = "FullyShardedDataParallel"
+    output_dtype: torch.dtype | None = None
+
+
+WRAPPER = Front()
+
+
+def build_unit(
+    module: nn.Module,
+    config: Config,
+    *,
+    island: bool = False,
+    entries: Sequence[nn.Module] | None = None,
+    front: Front = WRAPPER,
+) -> Model:
     """Shard what no nested unit of `module` owns, as the outermost unit of a model. `config` has its groups resolved.
+
+    `entries`: of several modules, these; `module` is then a list of them that is used for building only.
 
     Collective only for `sync_module_states`. Raises before any parameter is changed, except out of user functions.
     """
@@ -57,14 +86,19 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Mo
     axes = meeting_axes(groups, Device(device)) if config.sync_module_states else []
     nested = units_in(module)
     with failing_together(axes):
-        _check_unwrapped(module)
+        entries = [module] if entries is None else entries
+        for each in entries:
+            _check_unwrapped(each)
+        _check_front(nested, front)
         _check_unattended(nested)
         reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
-        materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
-        param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params)
-        check_called(module, [param_ref.path for param_ref in param_refs])
+        if not front.in_place:
+            materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
+        param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params, front)
+        if not front.in_place:
+            check_called(module, [param_ref.path for param_ref in param_refs])
         _check_untransformed(param_refs)
         if not can_transform():
             _check_plain(param_refs)
@@ -73,10 +107,10 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Mo
     tracker = MemoryTracker()
     handles, param_refs, transformed, initial_checksums = _shard(param_refs, config, groups, device, tracker)
     unit = Unit(
-        module,
+        Entries(entries, in_place=front.in_place),
         handles,
         param_refs,
-        built=_built_with(config, [each for _, each in modules], island=island),
+        built=_built_with(config, [each for _, each in modules], front, island=island),
         groups=groups,
         options=UnitOptions(
             AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
@@ -87,7 +121,8 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Mo
         shared_refs=shared_refs,
     )
     install_extensions(unit, transformed)
-    watch((*param_refs, *shared_refs))
+    if not front.in_place:
+        watch((*param_refs, *shared_refs))
     for param_ref in unregistered_refs(unit):
         param_ref.unregister()
     for each, attributes in (*dict.fromkeys(ignored_modules).items(), *ignored_refs.items()):
@@ -100,12 +135,13 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Mo
     return model
 
 
-def _built_with(config: Config, modules: Sequence[nn.Module], *, island: bool) -> BuiltWith:
+def _built_with(config: Config, modules: Sequence[nn.Module], front: Front, *, island: bool) -> BuiltWith:
     return BuiltWith(
         traits(config.sharding_strategy),
         config.mixed_precision,
         config.cpu_offload,
-        modules=modules,
+        modules=WeakModules(modules) if front.in_place else modules,
+        output_dtype=front.output_dtype,
         island=island,
         device_mesh=config.device_mesh,
         counts_gradients=config.backward_prefetch is BackwardPrefetch.BACKWARD_MID,
@@ -120,9 +156,10 @@ def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None
 
 
 def _homes(
-    module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
+    module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter], front: Front
 ) -> tuple[list[ParamRef], list[ParamRef], dict[nn.Module, set[str]]]:
     """(homes of what the unit will own, homes of what other units own, attributes that hold ignored parameters)."""
+    make = WeakParamRef if front.in_place else ParamRef
     param_refs: list[ParamRef] = []
     shared_refs: list[ParamRef] = []
     ignored: dict[nn.Module, set[str]] = {}
@@ -133,14 +170,14 @@ def _homes(
             ignored.setdefault(holder, set()).add(attribute)
         elif (owning_unit := owner_of(leaf)) is not None:
             _check_tie(owning_unit, module, path, config)
-            shared_refs.append(ParamRef(holder, attribute, path, leaf))
+            shared_refs.append(make(holder, attribute, path, leaf))
         elif getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
                 f"{path!r} is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the "
                 "original module, once"
             )
         else:
-            param_refs.append(ParamRef(holder, attribute, path, leaf))
+            param_refs.append(make(holder, attribute, path, leaf))
     return param_refs, shared_refs, ignored
 
 
@@ -227,17 +264,33 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
 def _check_unwrapped(module: nn.Module) -> None:
     """Refuse a module that is in a unit already, as a wrapper or inside of one."""
     wrapped = module.__dict__.get("_unit")
+    if isinstance(wrapped, Unit) and wrapped.entries.in_place:
+        raise UsageError(
+            f"module: {plain_class(module).__name__} was given to fully_shard() already. Shard a module once, inner "
+            "ones before outer ones, and do not wrap it besides"
+        )
     if isinstance(wrapped, Unit):
         raise UsageError(
-            f"module: {type(module).__name__} is a wrapper already, of {type(wrapped.module).__name__}. Wrap the "
+            f"module: {type(module).__name__} is a wrapper already, of {wrapped.entries.class_name}. Wrap the "
             "original module, once"
         )
     unit = unit_around(module)
     if unit is not None:
         raise UsageError(
-            f"module: {type(module).__name__} is in a unit already, that of {type(unit.module).__name__}, and its "
+            f"module: {type(module).__name__} is in a unit already, that of {unit.entries.class_name}, and its "
             "parameters are flattened there. Wrap inner modules before outer ones, each once"
         )
+
+
+def _check_front(nested: Iterable[Unit], front: Front) -> None:
+    """Refuse a model that is made by both fronts."""
+    for unit in nested:
+        if unit.entries.in_place is not front.in_place:
+            made = "fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel"
+            raise UsageError(
+                f"module: {unit.entries.class_name} inside was sharded by {made}, and what is around it is given to "
+                f"{front.words}. A model is sharded by one of them: use the same for all of its modules"
+            )
 
 
 def _check_unattended(nested: Iterable[Unit]) -> None:
@@ -245,7 +298,7 @@ def _check_unattended(nested: Iterable[Unit]) -> None:
     for unit in nested:
         if given := [each.requested_by for each in model_of(unit).observers.all if each.requested_by]:
             raise UsageError(
-                f"module: {type(unit.module).__name__} inside is of a model that was given to {given[0]}, and cannot "
+                f"module: {unit.entries.class_name} inside is of a model that was given to {given[0]}, and cannot "
                 "become part of a larger one. Wrap the whole model first, and call it on the outermost wrapper"
             )
 
@@ -254,7 +307,7 @@ def _check_tie(owning_unit: Unit, module: nn.Module, path: str, config: Config) 
     if owning_unit.groups.shard.ranks != plan_groups(config, owning_unit.handles[0].device).shard.ranks:
         raise UsageError(
             f"{path!r} of {type(module).__name__} is tied to a parameter of another unit "
-            f"({type(owning_unit.module).__name__}) that is sharded over other ranks, so no order of gathers serves "
+            f"({owning_unit.entries.class_name}) that is sharded over other ranks, so no order of gathers serves "
             "both. Put both modules into one unit, or wrap them with the same process group"
         )
 
@@ -265,7 +318,7 @@ def _check_untransformed(param_refs: Iterable[ParamRef]) -> None:
             for param_ref in param_refs:
                 if each.replaced(param_ref.leaf):
                     raise UsageError(
-                        f"{param_ref.path!r} is tied to a parameter of another unit ({type(unit.module).__name__}) "
+                        f"{param_ref.path!r} is tied to a parameter of another unit ({unit.entries.class_name}) "
                         "that an extension transformed. Put both modules into one unit"
                     )
 

@@ -29,6 +29,7 @@ from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
+from ..runtime.entries import Entries
 from ..runtime.model import model_of
 from ..runtime.module_tree import ignore, ignored_in, units_in
 from ..runtime.param_registry import owners_of
@@ -102,7 +103,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
                 "load each rank's own pickle"
             )
     unit = Unit(
-        wrapper._modules["_fsdp_wrapped_module"],  # type: ignore[arg-type]
+        Entries([wrapper._modules["_fsdp_wrapped_module"]], in_place=False),  # type: ignore[list-item]
         handles,
         [ParamRef(*each) for each in plan["homes"]],
         built=BuiltWith(

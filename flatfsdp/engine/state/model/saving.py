@@ -167,7 +167,7 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
     for after in wrapper._state_dict_hooks.values():
         if (changed := after(wrapper, destination, prefix, metadata)) is not None:
             raise UsageError(
-                f"a state dict hook of the wrapper of {type(unit.module).__name__} returned a "
+                f"a state dict hook of the wrapper of {unit.entries.class_name} returned a "
                 f"{type(changed).__name__}: change the dictionary in place, and return None"
             )
 
