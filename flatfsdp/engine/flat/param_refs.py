@@ -13,10 +13,9 @@ stay on the meta device, only the module.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -71,24 +70,6 @@ class ParamRef:
         """Let the module have `value` as a plain attribute in the parameter's place."""
         self.module._parameters.pop(self.attribute, None)
         self.module.__dict__[self.attribute] = value
-
-
-class WeakParamRef(ParamRef):
-    """A reference that does not keep the module alive. One that is gone is as if it still held the parameter."""
-
-    def __init__(self, module: nn.Module, attribute: str, path: str, leaf: nn.Parameter) -> None:
-        values: dict[str, Any] = {"_ref": weakref.ref(module), "attribute": attribute, "path": path, "leaf": leaf}
-        vars(self).update(values)
-
-    @property  # type: ignore[override]  # of a dataclass, whose field it stands for
-    def module(self) -> nn.Module:
-        """The module; once that is gone, one of this reference's own."""
-        found: nn.Module | None = vars(self)["_ref"]()
-        if found is None:
-            found = nn.Module()
-            found._parameters[self.attribute] = self.leaf
-            vars(self)["_ref"] = lambda: found
-        return found
 
 
 def check_param_refs(

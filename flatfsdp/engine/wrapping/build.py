@@ -31,7 +31,7 @@ from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import TransformedParam, can_transform, transform
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
-from ..flat.param_refs import ParamRef, WeakParamRef
+from ..flat.param_refs import ParamRef
 from ..runtime.device_checks import compute_device, move_buffers
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
@@ -96,7 +96,7 @@ def build_unit(
         modules = modules_of(module, ignored_modules)
         if not front.in_place:
             materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
-        param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params, front)
+        param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params)
         if not front.in_place:
             check_called(module, [param_ref.path for param_ref in param_refs])
         _check_untransformed(param_refs)
@@ -156,10 +156,9 @@ def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None
 
 
 def _homes(
-    module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter], front: Front
+    module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> tuple[list[ParamRef], list[ParamRef], dict[nn.Module, set[str]]]:
     """(homes of what the unit will own, homes of what other units own, attributes that hold ignored parameters)."""
-    make = WeakParamRef if front.in_place else ParamRef
     param_refs: list[ParamRef] = []
     shared_refs: list[ParamRef] = []
     ignored: dict[nn.Module, set[str]] = {}
@@ -170,14 +169,14 @@ def _homes(
             ignored.setdefault(holder, set()).add(attribute)
         elif (owning_unit := owner_of(leaf)) is not None:
             _check_tie(owning_unit, module, path, config)
-            shared_refs.append(make(holder, attribute, path, leaf))
+            shared_refs.append(ParamRef(holder, attribute, path, leaf))
         elif getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
                 f"{path!r} is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the "
                 "original module, once"
             )
         else:
-            param_refs.append(make(holder, attribute, path, leaf))
+            param_refs.append(ParamRef(holder, attribute, path, leaf))
     return param_refs, shared_refs, ignored
 
 
