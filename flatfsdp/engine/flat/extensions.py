@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -97,7 +96,7 @@ class TransformedParam:
         """Let the modules hold a parameter like the one they had before. Precondition: the leaf is unsharded."""
         restored = nn.Parameter(self._value().detach().clone(), requires_grad=self.leaf.requires_grad)
         for param_ref in self.param_refs:
-            replace(param_ref, leaf=restored).register()
+            param_ref.of(restored).register()
 
     def uninstall(self, put: Callable[[ParamRef], None]) -> None:
         """Let the modules hold what they hold at rest, which `put` gives to one."""
@@ -132,7 +131,7 @@ def transform(param_refs: Iterable[ParamRef]) -> tuple[list[ParamRef], list[Tran
                 made[id(original)] = TransformedParam(leaf, state, _extensions, [], original)
         transformed = made[id(original)]
         if transformed is not None:
-            param_ref = replace(param_ref, leaf=transformed.leaf)
+            param_ref = param_ref.of(transformed.leaf)
             transformed.param_refs.append(param_ref)
         out.append(param_ref)
     for param_ref in out:
