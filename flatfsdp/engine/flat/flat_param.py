@@ -180,14 +180,19 @@ class FlatParamHandle:
         """Whether the shard holds all of every parameter (an axis of one rank)."""
         return self.layout.world == 1
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Whatever of it modules may list, or users hold."""
+        return [*self.leaves, self.flat_param, *self.face.holders]
+
     # -- the shard ---------------------------------------------------------------------------------------------------
 
     def _refresh_views(self) -> None:
         """Rebuild what depends on the shard (it moved or changed its dtype)."""
         empty = torch.empty(0, dtype=self.precision.compute, device=self.device)
         self.at_rest = ShardViews(self.leaves, self.layout, self.rank, self.shard, empty)
-        self.writes = WriteTracker(self.shard, self.flat_param, self.leaves)
         self.face.moved(self.at_rest, self.shard)
+        self.writes = WriteTracker(self.shard, self.flat_param, self.leaves, self.face.counters)
         self._unsharded.clear()
 
     @property
@@ -291,7 +296,8 @@ class FlatParamHandle:
         if GATHERING not in SHARD_STEPS[self.state]:
             refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
         self.state = GATHERING
-        self.writes.gathered = self.shard._version + self.flat_param._version
+        writes = self.writes
+        writes.gathered = writes.of_shard if writes.counters else self.shard._version + self.flat_param._version
         target = self.unsharded = self._unsharded.get(source.dtype) or self._target(source.dtype)
         target.filled_from = source
         self.pending = None

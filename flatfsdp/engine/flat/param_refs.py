@@ -84,12 +84,20 @@ class ParamRef:
 
     def register(self) -> None:
         """Let the module list the leaf among its parameters."""
-        self.list_among_parameters(self.leaf)
-
-    def list_among_parameters(self, parameter: nn.Parameter) -> None:
-        """Let the module list `parameter` in this place."""
         self.module.__dict__.pop(self.attribute, None)
-        self.module._parameters[self.attribute] = self.held = parameter
+        self.module._parameters[self.attribute] = self.held = self.leaf
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Let the module, if it is there, list `parameter` in this place, the leaf or what stands for it at rest."""
+        module = self.module_ref()
+        if module is None:
+            return
+        module.__dict__.pop(self.attribute, None)
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            module._parameters[self.attribute] = parameter
+        else:  # a recurrent module has its weights in a list, besides
+            setattr(module, self.attribute, parameter)
+        self.held = parameter
 
     def unregister(self) -> None:
         """Keep the leaf as a plain attribute that `parameters()` does not list."""

@@ -49,7 +49,7 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     lines = aligned([row[:kept] for row in (header, *rows, last)], right=(2, 3, 4))
     lines += [f"each unit: {common}"] if common else []
     lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in found)
-    owned = {id(each) for _, unit in found for h in unit.handles for each in (*h.leaves, h.flat_param)}
+    owned = {id(each) for _, unit in found for h in unit.handles for each in h.parameters}
     left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
     if left:
         lines.append(f"not sharded: {left:,} parameters that no unit owns (ignored, or outside of every wrapper)")

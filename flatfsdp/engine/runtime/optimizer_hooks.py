@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...errors import UsageError
 from ..base.overrides import Override
+from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParameter
 from . import param_registry as registry
 from .model import Model
@@ -66,10 +67,11 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
         UsageError: it holds what it could not step.
     """
     known, groups = _checked.get(optimizer), len(optimizer.param_groups)
-    if known is None or known[:2] != (registry.generation, groups):
+    generation = registry.generation + adoptions.count
+    if known is None or known[:2] != (generation, groups):
         check_parameters(optimizer)
         models = tuple(map(weakref.ref, models_of(optimizer)))
-        known = _checked[optimizer] = _CheckedOptimizer(registry.generation, groups, models)
+        known = _checked[optimizer] = _CheckedOptimizer(generation, groups, models)
     return known
 
 
@@ -134,7 +136,7 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
-            if unit is None:
+            if unit is None or registry.handle_of_holder(unit, parameter) is not None:
                 continue
             handle = next(h for h in unit.handles if any(leaf is parameter for leaf in h.leaves))
             index = next(i for i, leaf in enumerate(handle.leaves) if leaf is parameter)

@@ -6,8 +6,9 @@ All that may fail in a user's hands is checked before the first parameter is tou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from ..features.post_forward import PostForwardShards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import TransformedParam, can_transform, transform
-from ..flat.faces import FlatFace, OriginalFace
+from ..flat.faces import FaceMaker, FlatFace, OriginalFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..runtime.device_checks import compute_device, move_buffers
@@ -47,9 +48,13 @@ from .auto_wrap import check_called
 from .init_sync import failing_together, meeting_axes, synchronize
 from .materialize import materialize
 
+# Of what transforms made of parameters and the leaves of one handle, what gives it its face.
+Faces = Callable[[Sequence[TransformedParam], Sequence[nn.Parameter]], FaceMaker]
 
-def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Model:
+
+def build_unit(module: nn.Module, config: Config, *, island: bool = False, faces: Faces | None = None) -> Model:
     """Shard what no nested unit of `module` owns, as the outermost unit of a model. `config` has its groups resolved.
+    `faces`: gives a face to the leaves of a handle; FSDP1's, as `config` says, if there is none.
 
     Collective only for `sync_module_states`. Raises before any parameter is changed, except out of user functions.
     """
@@ -72,7 +77,9 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Mo
         move_buffers(modules, device)
     synchronize(module, modules, leaves_of(param_refs), axes)
     tracker = MemoryTracker()
-    handles, param_refs, transformed, initial_checksums = _shard(param_refs, config, groups, device, tracker)
+    handles, param_refs, transformed, initial_checksums = _shard(
+        param_refs, config, groups, device, tracker, faces or _fsdp1_faces(config)
+    )
     unit = Unit(
         module,
         handles,
@@ -145,7 +152,12 @@ def _homes(
 
 
 def _shard(
-    param_refs: list[ParamRef], config: Config, groups: ProcessGroups, device: torch.device, tracker: MemoryTracker
+    param_refs: list[ParamRef],
+    config: Config,
+    groups: ProcessGroups,
+    device: torch.device,
+    tracker: MemoryTracker,
+    faces: Faces,
 ) -> tuple[list[FlatParamHandle], list[ParamRef], list[TransformedParam], InitialChecksums | None]:
     """Handles of what the unit will own; with what extensions made of it, and the sums of values that ranks compare.
 
@@ -159,7 +171,8 @@ def _shard(
         leaves = leaves_of(param_refs)
         initial_checksums = InitialChecksums(leaves) if config.check_values != "off" else None
         packed = {id(param_ref.leaf) for param_ref in param_refs if param_ref.is_packed}
-        handles = _flatten(leaves, packed, config, groups, device, tracker)
+        faced = partial(faces, transformed)
+        handles = _flatten(leaves, packed, config, groups, device, tracker, faced)
         undo.pop_all()
     if dropped := [path for leaf, path in leaves if leaf.grad is not None]:
         warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")
@@ -175,6 +188,7 @@ def _flatten(
     groups: ProcessGroups,
     device: torch.device,
     tracker: MemoryTracker,
+    faces: Callable[[Sequence[nn.Parameter]], FaceMaker],
 ) -> list[FlatParamHandle]:
     """A handle for each kind among `leaves`, given with their paths. They still show their own memory.
 
@@ -194,7 +208,7 @@ def _flatten(
                 mixed_precision=MixedPrecision() if is_packed_kind else config.mixed_precision,
                 offload=config.cpu_offload.offload_params,
                 pin_memory=config.cpu_offload.pin_memory,
-                face=OriginalFace if config.use_orig_params else FlatFace,
+                face=faces([leaf for leaf, _ in members]),
                 trainable=trainable,
                 packed=is_packed_kind,
                 layout=config.layout,
@@ -203,6 +217,11 @@ def _flatten(
         )
         for (_, trainable, is_packed_kind), members in kinds.items()
     ]
+
+
+def _fsdp1_faces(config: Config) -> Faces:
+    face: FaceMaker = OriginalFace if config.use_orig_params else FlatFace
+    return lambda transformed, leaves: face
 
 
 def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, nested: list[Unit]) -> Model:
