@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -216,6 +216,8 @@ class Config:
     """What differing initial values across ranks lead to: "warn", "raise", or "off" (not compared)."""
     join_units_below: int
     """Bytes of unsharded parameters up to which units that follow each other share their collectives; 0 for none."""
+    layout: Literal["flat", "rows"]
+    """Whether ranks split the parameters of a unit as one flat parameter, or each of them by rows."""
 
     def replace(self, **changes: Any) -> Config:
         """A copy with the given fields changed; the values must be normalised already."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -92,6 +92,11 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         join_units_below: up to how many bytes of parameters, unsharded, units that follow each other are gathered and
             reduced as one, through a staging buffer of at most that size; the outermost wrapper's counts. 0 for
             never. Not in FSDP1.
+        layout: what ranks split evenly. "flat": all parameters of a unit (and kind) as one, cut anywhere, with the
+            least padding. "rows": each parameter by slices of its first dimension (of another memory order: of the
+            slowest one), as `torch.chunk` divides them. Each rank then has whole, consecutive rows of every parameter,
+            which optimizers that compute by row need; one with fewer rows than ranks is padded up to a row for each,
+            and there is no `LOCAL_STATE_DICT`. Other state dicts and checkpoints are those of "flat". Not in FSDP1.
 
     Raises:
         ConfigTypeError, ConfigValueError: an argument; the message names it, what was given and what is accepted.
@@ -139,6 +144,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         check_values: str = "warn",
         reshard_after_forward: bool | int | None = None,
         join_units_below: int = JOIN_UNITS_BELOW,
+        layout: Literal["flat", "rows"] = "flat",
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
         with one_voice(speaks=is_first_of(process_group, device_mesh)):

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -125,6 +125,7 @@ PackedDType = Annotated[torch.dtype | str, PlainValidator(_packed_dtype)]
 Bits = Annotated[int, PlainValidator(_bits)]
 Units = Annotated[Any, PlainValidator(_units)]
 Strategy = Annotated[str, PlainValidator(Name(tuple(STRATEGIES)))]
+Layout = Annotated[Literal["flat", "rows"], PlainValidator(Name(("flat", "rows")))]
 Prefetch = Annotated[str, PlainValidator(Name(tuple(member.name.lower() for member in BackwardPrefetch)))]
 DataMode = Annotated[str, PlainValidator(Name(("sharded", "dispatch")))]
 SaveFormat = Annotated[str, PlainValidator(Name(("safetensors", "torch")))]
@@ -170,6 +171,9 @@ class FSDPArguments(Settings):
     )
     cpu_offload: bool = setting(False, "keep shards, gradients and optimizer state in host memory")
     use_orig_params: bool = setting(True, "the optimizer sees the original parameters, or one flat parameter per unit")
+    layout: Layout = setting(
+        "flat", "ranks split all parameters of a unit as one, with the least padding, or each of them by whole rows"
+    )
     activation_checkpointing: bool = setting(False, "compute the activations of each unit again in the backward")
     backward_prefetch: Prefetch | None = setting(
         "backward_pre", "when backward gathers the next unit (none for not before it is reached)"

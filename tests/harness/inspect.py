@@ -187,7 +187,7 @@ class FlatParam:
     @property
     def has_orig_params(self) -> bool:
         """Whether optimizers see the original parameters."""
-        found: bool = self._handle.use_orig_params
+        found: bool = self._handle.face.holds_leaves
         return found
 
     @property

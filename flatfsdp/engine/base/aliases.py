@@ -19,7 +19,7 @@ _ROOT = "flatfsdp"
 # another one.
 _MOVED = {
     "base": "_torch hooks=autograd trace=events trees=nested_tensors waits=wait_limits state_dicts.names=fqns",
-    "layout": "layout boxes runs=layout",
+    "layout": "layout boxes runs",
     "schedule": """
         policy.order=forward_record policy.joining=issue_order policy.midway=mid_backward policy.branches=conditional
     """,

@@ -15,7 +15,8 @@ A hook talks over the user's groups, in the order of reductions, which has no co
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +25,19 @@ from ..config.precision import gradient_scaling
 from ..config.unit_options import CommHook
 from ..device.streams import Device, PendingWork, Stream
 from .axes import ProcessGroups
-from .transport import Reducer, Transport
+from .transport import Transport
+
+
+class Reducer(Protocol):
+    """What gradients are reduced with: a transport, or a user's hook."""
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork: ...
+
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork: ...
+
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork: ...
 
 
 class HookReducer:
@@ -35,11 +48,22 @@ class HookReducer:
         self._hook = hook
         self._device: Device = inner.device
         self._comm_stats = inner.comm_stats
+        self._world = inner.group.size
         self._replicas = replicas
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         """Let the hook fill `output`, this rank's piece, from `full`. Collective over what the hook uses."""
         return self._run(stream, full, output)
+
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        """Let the hook fill `output`, this rank's pieces of `fulls` one behind the other, from a copy in which every
+        rank's pieces lie so. Collective over what the hook uses."""
+        with stream.running():
+            shards = torch.cat([full.view(self._world, -1) for full in fulls], dim=1).view(-1)
+        self._comm_stats.staged += shards.nbytes
+        return self._run(stream, shards, output)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         """Let the hook change all of `tensor`. Collective over what the hook uses."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -383,14 +383,6 @@ Transport = ProcessGroupTransport
 
 _backend: Override[str | None] = Override(None)
 served_as = _backend.being  # inside, groups are served as those of a backend are, whatever theirs is: for dry runs
-
-
-class Reducer(Protocol):
-    """What gradients are reduced with: a transport, or a user's hook."""
-
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork: ...
-
-    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork: ...
 
 
 _double: Override[Callable[[Transport], Transport] | None] = Override(None)

@@ -54,6 +54,7 @@ def check_arguments(
     check_values: Any = "warn",
     reshard_after_forward: Any = None,
     join_units_below: Any = JOIN_UNITS_BELOW,
+    layout: Any = "flat",
 ) -> Config:
     """Check the arguments of ``FullyShardedDataParallel`` and return them normalised. Never communicates.
 
@@ -62,14 +63,12 @@ def check_arguments(
     """
     strategy = member("sharding_strategy", sharding_strategy, ShardingStrategy) or ShardingStrategy.FULL_SHARD
     modules, params = _ignored(_check_module(module), ignored_modules, ignored_states)
-    flags = {
-        "sync_module_states": sync_module_states,
-        "forward_prefetch": forward_prefetch,
-        "limit_all_gathers": limit_all_gathers,
-        "use_orig_params": use_orig_params,
-    }
-    for name, flag in flags.items():
-        check_bool(name, flag)
+    flags = _bools(
+        sync_module_states=sync_module_states,
+        forward_prefetch=forward_prefetch,
+        limit_all_gathers=limit_all_gathers,
+        use_orig_params=use_orig_params,
+    )
     config = Config(
         process_group=_process_group(process_group, strategy),
         sharding_strategy=strategy,
@@ -83,9 +82,10 @@ def check_arguments(
         device_id=_device_id(device_id),
         **flags,
         device_mesh=_device_mesh(device_mesh, strategy),
-        check_values=_check_values(check_values),
+        check_values=_one_of("check_values", check_values, "warn", "raise", "off"),
         reshard_after_forward=_reshard_after_forward(reshard_after_forward),
         join_units_below=_join_units_below(join_units_below),
+        layout=_one_of("layout", layout, "flat", "rows"),
     )
     return _check_combination(config)
 
@@ -313,13 +313,18 @@ def _reshard_after_forward(value: Any) -> bool | int | None:
     return value
 
 
-def _check_values(value: Any) -> str:
-    choices = ("warn", "raise", "off")
+def _bools(**flags: Any) -> dict[str, bool]:
+    for name, flag in flags.items():
+        check_bool(name, flag)
+    return flags
+
+
+def _one_of(argument: str, value: Any, *choices: str) -> Any:
     accepted = ", ".join(f'"{choice}"' for choice in choices)
     if not isinstance(value, str):
-        refuse_type("check_values", value, accepted)
+        refuse_type(argument, value, accepted)
     if value not in choices:
-        refuse_value("check_values", value, accepted, hint=did_you_mean(value, choices))
+        refuse_value(argument, value, accepted, hint=did_you_mean(value, choices))
     return value
 
 

@@ -58,15 +58,16 @@ class _Gradients(NamedTuple):
         chosen = {id(parameter): parameter for parameter in parameters}
         for unit in model.units:
             for handle in unit.handles:
-                managed.update(map(id, (*handle.leaves, handle.flat_param)))
-                if chosen.keys().isdisjoint(map(id, handle.steppable)):
+                managed.update(map(id, handle.parameters))
+                if chosen.keys().isdisjoint(map(id, handle.face.holders)):
                     continue
                 if handle.trainable_indices():
                     dtypes.add(handle.precision.grad)
                 grads = whole
                 if not handle.is_unsharded_at_rest:
                     _, grads = sharded.setdefault(unit.groups.shard.process_group, (unit.transports.gather, []))
-                grads.extend([p.grad for p in handle.steppable if id(p) in chosen and p.grad is not None])
+                present = [p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None]
+                grads.extend(map(handle.face.local_of, present))
         whole.extend([p.grad for key, p in chosen.items() if key not in managed and p.grad is not None])
         return cls(sharded, whole, dtypes.union(map(attrgetter("dtype"), whole)))
 
@@ -143,7 +144,10 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
         units = {unit for model in registry.models for unit in model.units}
         # Wrappers inside others had models of their own before: each unit's is looked up. Others' may be collected.
         found = {
-            model_of(unit) for unit in units if any(not ids.isdisjoint(map(id, h.steppable)) for h in unit.handles)
+            model_of(unit)
+            for unit in units
+            for handle in unit.handles
+            if not (handle.face.is_distributed or ids.isdisjoint(map(id, handle.face.holders)))
         }
         if not found:
             return torchs_own(given, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -311,7 +311,7 @@ def _pieces_of(model: Model) -> tuple[Axis | None, list[GradientPiece]]:
     count = 0
     for unit in model.units:
         for handle in unit.handles:
-            if not (handle.is_unsharded_at_rest or handle.options.packed):
+            if not (handle.is_unsharded_at_rest or handle.options.packed or handle.face.is_distributed):
                 group = group or unit.groups.shard
                 if unit.groups.shard.ranks == group.ranks:
                     numbered.append((count, handle))
@@ -323,8 +323,9 @@ def _pieces_of(model: Model) -> tuple[Axis | None, list[GradientPiece]]:
         for place in sorted({0, len(owned) // 2, len(owned) - 1}) if owned else ():
             each = owned[place]
             numel = each.in_shard.numel
-            if handle.use_orig_params:
-                pieces.append(GradientPiece(first + each.index, handle.leaves[each.index], 0, numel, numel))
+            if not handle.face.is_flat:
+                holder = handle.face.holder_of(each.index)
+                pieces.append(GradientPiece(first + each.index, holder, 0, numel, numel))
             else:
                 of = handle.layout.shard_numel
                 pieces.append(GradientPiece(first + each.index, handle.flat_param, each.in_shard.start, numel, of))

@@ -21,7 +21,6 @@ from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base.events import Observer
 from ..base.nested_tensors import tensors_in
-from ..flat.flat_param import FlatParamHandle
 from ..runtime.model import Model, outermost_model
 from ..runtime.rest import check_outside
 from ..runtime.unit import Unit
@@ -175,17 +174,10 @@ def first_gradient(units: Sequence[Unit]) -> Finding | None:
     """The first gradient of this rank that is not finite, as the optimizer would see it."""
     for position, unit in enumerate(units):
         for kind, handle in enumerate(unit.handles):
-            for index, grad in enumerate(_gradients(handle)):
+            for index, grad in enumerate(handle.face.grads_of_leaves()):
                 if grad is not None and (is_nan := worst(grad)) is not None:
                     return Finding(0, REDUCED, position, kind, index, is_nan)
     return None
-
-
-def _gradients(handle: FlatParamHandle) -> Sequence[torch.Tensor | None]:
-    if handle.use_orig_params:
-        return [leaf.grad for leaf in handle.leaves]
-    flat = handle.flat_param.grad
-    return [] if flat is None else handle.at_rest.views_of(flat)
 
 
 @contextmanager

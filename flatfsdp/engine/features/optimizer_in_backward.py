@@ -155,7 +155,7 @@ class StepInBackward(Finisher):
         complete = unit.finalize_grads()
         handles = complete
         if earlier:
-            has_gradient = (any(each.grad is not None for each in handle.steppable) for handle in unit.handles)
+            has_gradient = (any(each.grad is not None for each in handle.face.holders) for handle in unit.handles)
             handles = [*itertools.compress(unit.handles, has_gradient)]
         if complete:
             self._stepped[unit] = None
@@ -163,12 +163,12 @@ class StepInBackward(Finisher):
             run_user_hooks(unit, complete)
             self._accumulators.run(complete)
         if handles:
-            parameters = [parameter for handle in handles for parameter in handle.steppable]
+            parameters = [parameter for handle in handles for parameter in handle.face.holders]
             for optimizer in self._optimizers:
                 optimizer._step_on(parameters)
             for handle in handles:
-                if handle.is_unsharded_at_rest and not handle.use_orig_params:
-                    # The leaves see the write, made through the flat parameter, of which nothing notifies them.
+                if handle.is_unsharded_at_rest and not handle.face.holds_leaves:
+                    # The leaves see the write, made through what users hold, of which nothing notifies them.
                     torch.autograd.graph.increment_version(handle.leaves)
         for views, mode in zip(unit.views, modes, strict=True):
             views.show(mode)

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import few, one_voice, warn_once
 from ..base.events import Observer
+from ..flat.faces import FlatFace
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.backward import Backward
 from ..runtime.model import Model
@@ -81,7 +82,9 @@ class UnsteppedCheck(Observer):
             self._end(model)
         elif not self._before and not backward.deferred:  # whoever reads a gradient that lingers waits for it
             handles = [handle for unit in model.units for handle in unit.handles]
-            self._before = [_ParamSnapshot(each) for each in handles if any(p.grad is not None for p in each.steppable)]
+            self._before = [
+                _ParamSnapshot(each) for each in handles if any(p.grad is not None for p in each.face.holders)
+            ]
             if self._before:
                 _unstepped.add(self)
 
@@ -118,12 +121,9 @@ def _warn(model: Model, in_vain: str) -> None:
     if any(_holds_some_of(model, each) for each in every):
         return  # it steps later, after some backwards more perhaps
     cause = "Take them from model.named_parameters(), after wrapping"
-    if any(not handle.use_orig_params for unit in model.units for handle in unit.handles):
+    if any(handle.face.is_flat for unit in model.units for handle in unit.handles):
         names = [f"{unit.name}._flat_param".lstrip(".") for unit in model.units if unit.handles]
-        cause = (
-            f"Names of flat parameters end in '_flat_param' ({few(names)}), so groups that are picked by names such as "
-            "'bias' are empty; use_orig_params=True keeps the original names"
-        )
+        cause = f"Names of flat parameters end in '_flat_param' ({few(names)}), {FlatFace.words.names}"
     with one_voice(speaks=model.agreement.peers.is_first):
         warn_once(
             "unstepped",

@@ -8,8 +8,7 @@ instead, through which gradients flow back into the leaf. FSDP1 has the same two
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -97,12 +96,12 @@ class TransformedParam:
         """Let the modules hold a parameter like the one they had before. Precondition: the leaf is unsharded."""
         restored = nn.Parameter(self._value().detach().clone(), requires_grad=self.leaf.requires_grad)
         for param_ref in self.param_refs:
-            replace(param_ref, leaf=restored).register()
+            param_ref.of(restored).register()
 
-    def uninstall(self, *, hidden: bool) -> None:
-        """Let the modules hold the leaf again; `hidden`: as a plain attribute."""
+    def uninstall(self, put: Callable[[ParamRef], None]) -> None:
+        """Let the modules hold what they hold at rest, which `put` gives to one."""
         for param_ref in self.param_refs:
-            param_ref.unregister() if hidden else param_ref.register()
+            put(param_ref)
 
 
 def can_transform() -> bool:
@@ -132,7 +131,7 @@ def transform(param_refs: Iterable[ParamRef]) -> tuple[list[ParamRef], list[Tran
                 made[id(original)] = TransformedParam(leaf, state, _extensions, [], original)
         transformed = made[id(original)]
         if transformed is not None:
-            param_ref = replace(param_ref, leaf=transformed.leaf)
+            param_ref = param_ref.of(transformed.leaf)
             transformed.param_refs.append(param_ref)
         out.append(param_ref)
     for param_ref in out:

@@ -3,7 +3,7 @@
 [Note: leaves] The user's own `Parameter` objects stay the autograd leaves. A handle swaps what their `.data` shows
 (`views.py`): at rest a view of the shard, while the unit computes an N-D view of the unsharded buffer, and nothing
 (zero elements) between a forward that resharded and the backward. The `FlatParameter` holds the shard; with
-`use_orig_params=False` it is what modules register and optimizers step.
+a `FlatFace` it is what modules register and optimizers step. [Note: faces]
 
 [Note: kinds] One handle holds parameters of one dtype and of one trainability (as it was at construction); packed bytes
 have one of their own.
@@ -14,10 +14,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from operator import attrgetter
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import nn
@@ -29,29 +28,11 @@ from ..config.precision import Precision, resolve
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import PendingWork, Stream, pin
 from ..layout.layout import FlatLayout
-from .layout_views import ShardViews, dense, full_views, is_dense, spec_of
-from .sources import KeptSource, ParamPersistence, ShardSource, UnshardSource
+from .faces import REQUIRES_GRAD, Face, FaceMaker
+from .layout_views import ShardViews, dense, full_views, is_dense, segments_of, spec_of
+from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
 from .states import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
 from .write_tracker import FlatParameter, WriteTracker
-
-
-@dataclass(eq=False)
-class UnshardedParam:
-    """The unsharded flat parameter in one dtype.
-
-    Attributes:
-        flat: 1-D and padded.
-        buffer: its memory; None where it is the shard itself.
-        views: the parameters as N-D views of it, once it was filled; shown: each leaf with its view.
-        source: the shard as what fills it; filled_from: what did last.
-    """
-
-    flat: torch.Tensor
-    buffer: FlatBuffer | None
-    views: list[torch.Tensor] = field(default_factory=list)
-    shown: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
-    source: ShardSource | None = None
-    filled_from: UnshardSource | None = None
 
 
 class _NotUnsharded(UnshardedParam):
@@ -78,15 +59,18 @@ class FlatParamOptions:
     Attributes:
         trainable: whether a parameter required a gradient at construction.
         packed: whether elements are no numbers, and stay as they are. [Note: packed bytes]
+        layout: whether ranks split all parameters as one, or each of them by rows. [Note: pieces]
         offload: whether the shard lives on the CPU; pin_memory: in page-locked memory.
+        face: makes what users see of the parameters at rest.
     """
 
     mixed_precision: MixedPrecision
     offload: bool
     pin_memory: bool
-    use_orig_params: bool
+    face: FaceMaker
     trainable: bool
     packed: bool
+    layout: Literal["flat", "rows"] = "flat"
 
     def precision(self, master: torch.dtype) -> Precision:
         """The dtypes for a shard of `master`. [Note: dtypes]"""
@@ -104,6 +88,7 @@ class FlatParamHandle:
         precision: the dtypes ([Note: dtypes]).
         shard: shape (layout.shard_numel,), master dtype; on the CPU when offloaded.
         flat_param: the shard as a parameter.
+        face: what users see of the parameters at rest. [Note: faces]
         at_rest: what the leaves show of the shard.
         writes: who wrote to the shard and the leaves.
         state: [Note: lifecycle].
@@ -134,7 +119,6 @@ class FlatParamHandle:
         self.layout = layout
         self.rank = rank
         self.options = options
-        self.use_orig_params = options.use_orig_params
         self.precision = options.precision(shard.dtype)
         self.device = device
         self.tracker = tracker
@@ -149,6 +133,7 @@ class FlatParamHandle:
         self.shard = shard
         self.flat_param = FlatParameter(shard, requires_grad=options.trainable)
         self.flat_param._handle_ref = weakref.ref(self)
+        self.face: Face = options.face(self.leaves, self.flat_param, layout, rank)
         self._refresh_views()
 
     @classmethod
@@ -171,11 +156,13 @@ class FlatParamHandle:
             if not is_dense(leaf):
                 leaf.data = leaf.data.contiguous()
         master = leaves[0].dtype
-        layout = FlatLayout.pack(
-            [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)],
-            world=world,
-            align=max(1, 16 // options.precision(master).compute.itemsize) if options.use_orig_params else 1,
-            pad_total=options.use_orig_params,
+        specs = [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        align = max(1, 16 // options.precision(master).compute.itemsize)
+        aligned = options.face.by_parameter  # FSDP1's flat parameter has no padding but at its end
+        layout = (
+            FlatLayout.pack_rows(specs, world=world, align=align)
+            if options.layout == "rows"
+            else FlatLayout.pack(specs, world=world, align=align if aligned else 1, pad_total=aligned)
         )
         shard = torch.zeros(layout.shard_numel, dtype=master, device=torch.device("cpu") if options.offload else device)
         if options.offload and options.pin_memory:
@@ -193,13 +180,19 @@ class FlatParamHandle:
         """Whether the shard holds all of every parameter (an axis of one rank)."""
         return self.layout.world == 1
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Whatever of it modules may list, or users hold."""
+        return [*self.leaves, self.flat_param, *self.face.holders]
+
     # -- the shard ---------------------------------------------------------------------------------------------------
 
     def _refresh_views(self) -> None:
         """Rebuild what depends on the shard (it moved or changed its dtype)."""
         empty = torch.empty(0, dtype=self.precision.compute, device=self.device)
         self.at_rest = ShardViews(self.leaves, self.layout, self.rank, self.shard, empty)
-        self.writes = WriteTracker(self.shard, self.flat_param, self.leaves)
+        self.face.moved(self.at_rest, self.shard)
+        self.writes = WriteTracker(self.shard, self.flat_param, self.leaves, self.face.counters)
         self._unsharded.clear()
 
     @property
@@ -240,11 +233,6 @@ class FlatParamHandle:
                 f"{self.flat_param.dtype}; assign flat_param.data first"
             )
 
-    @property
-    def steppable(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer sees."""
-        return self.leaves if self.use_orig_params else [self.flat_param]
-
     def move_to_tracker(self, tracker: MemoryTracker) -> None:
         """Count this handle's bytes in `tracker` from now on (the unit joined another root)."""
         self.tracker.remove("shard", self.shard.nbytes)
@@ -275,8 +263,7 @@ class FlatParamHandle:
             offload = self.options.offload
             apart = offload or self.shard.dtype != dtype or self.shard.device != target.flat.device
             copies = apart and not transport.casts_shards
-            own = self.layout.shard(self.rank).slice
-            source = ShardSource(self.shard, own, dtype, transport, copies=copies, offload=offload)
+            source = ShardSource(self.at_rest.pieces, dtype, transport, copies=copies, offload=offload)
             target.source = source
         return source
 
@@ -309,7 +296,8 @@ class FlatParamHandle:
         if GATHERING not in SHARD_STEPS[self.state]:
             refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
         self.state = GATHERING
-        self.writes.gathered = self.shard._version + self.flat_param._version
+        writes = self.writes
+        writes.gathered = writes.of_shard if writes.counters else self.shard._version + self.flat_param._version
         target = self.unsharded = self._unsharded.get(source.dtype) or self._target(source.dtype)
         target.filled_from = source
         self.pending = None
@@ -319,7 +307,9 @@ class FlatParamHandle:
                     target.buffer.allocate()
             else:  # without the calls that a context takes
                 target.buffer.allocate()
-            self.pending = source.fill(target.flat, stream)
+            if not target.segments:
+                target.segments = segments_of(target.flat, self.layout)
+            self.pending = source.fill(target, stream)
 
     def wait_unshard(self) -> None:
         """Order the caller after the gather. Precondition: gathering. Postcondition: unsharded."""
@@ -412,16 +402,11 @@ class FlatParamHandle:
     @property
     def is_frozen(self) -> bool:
         """Whether none of the parameters requires a gradient, as users have set it."""
-        if not self.use_orig_params:
-            return not self.flat_param.requires_grad
-        return not any([leaf.requires_grad for leaf in self.leaves])
+        return True not in map(REQUIRES_GRAD, self.face.holders)
 
     def trainable_indices(self) -> frozenset[int]:
         """Which of the leaves require a gradient now."""
-        return _indices_of(tuple(map(_REQUIRES_GRAD, self.leaves)))
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
+        return _indices_of(tuple(map(REQUIRES_GRAD, self.leaves)))
 
 
 @lru_cache(maxsize=4096)  # a set is slow to make, and flags seldom change

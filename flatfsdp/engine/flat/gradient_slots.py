@@ -36,10 +36,11 @@ import torch
 from ...errors import UsageError
 from ..base import _torch
 from ..device.memory import FlatBuffer
+from .faces import assign_grad
 from .flat_param import FlatParamHandle
-from .layout_views import full_views
+from .layout_views import full_views, segments_of
 from .reduction import ReductionInput, release_inputs
-from .views import ParamViews, assign_grad, check_gradients
+from .views import ParamViews, check_gradients
 
 # A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
 SMALL_BYTES = 64 * 1024
@@ -61,12 +62,12 @@ class SlotMemory:
         itemsize = handle.precision.compute.itemsize
         self.all_small = max(self.numels) * itemsize <= SMALL_BYTES and sum(self.numels) * itemsize <= COLLECT_BYTES
         self._reducing = reducing
-        self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor]]] = {}
+        self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor], list[torch.Tensor]]] = {}
 
-    def allocate(self, dtype: torch.dtype) -> tuple[FlatBuffer, list[torch.Tensor]]:
-        """The buffer of that dtype, with zeros where no parameter lies, and the slots in it."""
+    def allocate(self, dtype: torch.dtype) -> tuple[FlatBuffer, list[torch.Tensor], list[torch.Tensor]]:
+        """The buffer of that dtype, with zeros where no parameter lies, the slots in it, and its segments."""
         handle = self.handle
-        buffer, slots = self._buffers.get(dtype, (None, []))
+        buffer, slots, segments = self._buffers.get(dtype, (None, [], []))
         if buffer is not None and buffer.allocated:
             # A late gradient while the buffer's reduction is in flight: that one first.
             release_inputs(self._reducing)
@@ -76,10 +77,12 @@ class SlotMemory:
         buffer.allocate()
         if not slots:
             slots = full_views(buffer.tensor, handle.layout)
-        self._buffers[dtype] = buffer, slots
+            whole = handle.is_unsharded_at_rest  # asked here, as the buffer is another one each time there
+            segments = [buffer.tensor] if whole else segments_of(buffer.tensor, handle.layout)
+        self._buffers[dtype] = buffer, slots, segments
         for gap in handle.layout.gaps:
             buffer.tensor[gap.slice].zero_()
-        return buffer, slots
+        return buffer, slots, segments
 
     def forget(self, dtype: torch.dtype) -> None:
         """The buffer of that dtype becomes somebody else's."""
@@ -94,7 +97,7 @@ class GradientSlots:
         factor: what gradients are multiplied by on their way in.
         shares: gradients go to the parameters' places. [Note: slot sharing]
         return_buffer: gives back the memory of the parameters' places, once they are ours.
-        buffer: None until a gradient was moved.
+        buffer: None until a gradient was moved; segments: what of it is reduced. [Note: pieces]
         filled: the leaves whose slots have a gradient.
         collected: gradients that are not moved yet, by leaf.
     """
@@ -106,6 +109,7 @@ class GradientSlots:
         self.shares = False
         self.return_buffer: Callable[[FlatBuffer], None] | None = None
         self.buffer: FlatBuffer | None = None
+        self.segments: list[torch.Tensor] = []
         self.filled: set[int] = set()
         self.collected: dict[int, torch.Tensor] = {}
         self._collected_bytes = 0
@@ -161,9 +165,9 @@ class GradientSlots:
         if self.shares:
             unsharded = self._memory.handle.unsharded
             assert unsharded.buffer is not None
-            self.buffer, self._slots = unsharded.buffer, unsharded.views
+            self.buffer, self._slots, self.segments = unsharded.buffer, unsharded.views, unsharded.segments
         else:
-            self.buffer, self._slots = self._memory.allocate(self.dtype)
+            self.buffer, self._slots, self.segments = self._memory.allocate(self.dtype)
         return self.buffer
 
     def close(self, reduce: torch.dtype) -> FlatBuffer:
@@ -198,6 +202,7 @@ class WindowGrad:
 
     parameter: torch.Tensor
     grad: torch.Tensor
+    local: torch.Tensor  # this rank's part of it
     version: int
     indices: tuple[int, ...]
     is_ours: bool  # made by the window, and not the sum of earlier synchronized gradients
@@ -206,6 +211,11 @@ class WindowGrad:
     def is_there(self) -> bool:
         """Whether the parameter still has it."""
         return self.parameter.grad is self.grad
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether somebody wrote to it."""
+        return self.grad._version + self.local._version != self.version
 
 
 class Accumulation:
@@ -249,27 +259,24 @@ class Accumulation:
         if slots.buffer is None:
             return
         handle = self._handle
-        own = slots.buffer.tensor.narrow(0, handle.rank * handle.layout.shard_numel, handle.layout.shard_numel)
-        every = tuple(range(len(handle.leaves)))
-        shares: list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]] = [(handle.flat_param, own, every)]
-        if handle.use_orig_params:
-            views = handle.at_rest.views_of(own)
-            shares = [(handle.leaves[i], views[i], (i,)) for i in every if handle.leaves[i].requires_grad]
-        for parameter, share, indices in shares:
+        for parameter, share, indices in handle.face.window_shares(slots.buffer.tensor):
             grad = parameter.grad
             if is_ours := grad is None:
                 # `.data` has a version counter of its own: an edit of one mark is not one of its neighbours.
-                grad = share.data.to(device=parameter.device, dtype=handle.precision.grad)
+                own = share.data.to(device=handle.shard.device, dtype=handle.precision.grad)
+                grad = handle.face.as_grad(indices, own)
                 assign_grad(parameter, grad)
             assert grad is not None
-            self._window_grads.append(WindowGrad(parameter, grad, grad._version, indices, is_ours))
+            local = handle.face.local_of(grad)
+            version = grad._version + local._version
+            self._window_grads.append(WindowGrad(parameter, grad, local, version, indices, is_ours))
 
     def check_window(self, slots: GradientSlots) -> bool:
         """Drop from the window in `slots` what the user dropped; take back the marks that we made. True if nothing is
         left of it."""
         marks, self._window_grads = self._window_grads, []
-        changed = [mark for mark in marks if mark.is_there and mark.grad._version != mark.version]
-        edited = [mark for mark in changed if mark.grad.any()]
+        changed = [mark for mark in marks if mark.is_there and mark.was_changed]
+        edited = [mark for mark in changed if mark.local.any()]
         ours = [self._handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]
         if ours:
             raise UsageError(
@@ -278,7 +285,7 @@ class Accumulation:
                 "it after a backward outside of no_sync(), or drop it with zero_grad()"
             )
         # An empty piece looks zero whatever was done to it; its neighbours show it.
-        zeroed = [mark for mark in changed if not mark.grad.any() and (mark.grad.numel() or not edited)]
+        zeroed = [mark for mark in changed if not mark.local.any() and (mark.local.numel() or not edited)]
         dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
         for mark in marks:
             if mark.is_ours and mark.is_there:

@@ -18,11 +18,12 @@ import torch
 from ..base import _torch
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
+from .faces import Sums, assign_grad
 from .flat_param import FlatParamHandle
 from .gradient_slots import Accumulation, GradientSlots, SlotMemory
 from .reduction import ReductionInput, release_inputs
 from .states import UNSHARDED
-from .views import ParamViews, assign_grad
+from .views import ParamViews
 
 _GRAD = attrgetter("grad")
 
@@ -225,6 +226,7 @@ class Gradients:
         part = ReductionInput(
             handle,
             buffer,
+            slots.segments,
             FlatBuffer.disown if self._hooked else return_buffer or FlatBuffer.free,
             shares_unsharded_buffer=return_buffer is not None,
             scale=self._factor_of_sum if completes else 1.0,
@@ -277,7 +279,8 @@ class Gradients:
             total = downloaded
         elif self.handle.options.offload or total.dtype != self.handle.precision.grad:
             total = self._on_shard_device(total)
-        if sums := self._show(total, trained):
+        taken, self._stashed = self._stashed or {}, None
+        if sums := self.handle.face.add_grads(total, trained, taken):
             _add(sums)
         return True
 
@@ -301,9 +304,12 @@ class Gradients:
         trained = self.expected - self.absent
         left_out = bool(self.absent) and not trained
         self._forget_expectations()
+        sums: Sums = []
         if left_out:
             self.unstash_grads()
-        sums = [] if left_out else self._show(part.result, trained)
+        else:
+            taken, self._stashed = self._stashed or {}, None
+            sums = self.handle.face.add_grads(part.result, trained, taken)
 
         def finish() -> None:
             part.wait()
@@ -311,32 +317,6 @@ class Gradients:
                 _add(sums)
 
         return finish
-
-    def _show(self, total: torch.Tensor, trained: frozenset[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Make `total` the `.grad` of `trained` leaves, or show the old one again. Returns what is to be added up: old
-        gradients with new ones."""
-        handle = self.handle
-        taken, self._stashed = self._stashed or {}, None
-        if not handle.use_orig_params:
-            flat = handle.flat_param
-            if flat.grad is not None:
-                return [(flat.grad, total)]
-            assign_grad(flat, total)
-            return []
-        leaves, fits = handle.leaves, total.dtype == handle.shard.dtype
-        sums = []
-        for i, grad in handle.at_rest.pieces_of(total):
-            if i not in trained:
-                continue
-            if i in taken:
-                sums.append((taken[i], grad))
-            elif fits:
-                leaves[i].grad = grad
-            else:
-                assign_grad(leaves[i], grad)
-        for i, old in taken.items():
-            assign_grad(leaves[i], old)
-        return sums
 
     def _on_shard_device(self, total: torch.Tensor) -> torch.Tensor:
         """`total` in the optimizer's dtype, where the optimizer steps."""
@@ -370,7 +350,7 @@ class Gradients:
         self.accumulation.close_window()
 
 
-def _add(sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _add(sums: Sums) -> None:
     """Add to the first of each pair the second."""
     with _torch.no_grad():
         _torch.foreach_add_([old for old, _ in sums], [new for _, new in sums])

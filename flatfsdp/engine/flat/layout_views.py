@@ -1,4 +1,8 @@
-"""Flat tensors seen through their layout: unsharded parameters as N-D views, those of a shard as pieces."""
+"""Flat tensors seen through their layout: unsharded parameters as N-D views, those of a shard as pieces.
+
+What is split evenly over ranks is seen as two lists that pair up: the segments of an unsharded tensor, and the pieces
+of a shard. Empty ones are left out, as nothing is exchanged of them. [Note: pieces]
+"""
 
 from __future__ import annotations
 
@@ -45,12 +49,53 @@ def full_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
     return views
 
 
+def segments_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """The segments of `flat` (unsharded, 1-D, padded), each of which holds a piece for every rank, as views; `flat`
+    itself where there is one."""
+    return _parts(flat, [segment.span for segment in layout.segments])
+
+
+def pieces_of(shard: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """What `shard` (1-D) has of each segment, as views; `shard` itself where there is one segment."""
+    return _parts(shard, layout.pieces_in_shard)
+
+
+def own_pieces_of(flat: torch.Tensor, layout: FlatLayout, rank: int) -> list[torch.Tensor]:
+    """Where in `flat` (unsharded, 1-D, padded) the pieces of `rank` lie, as views."""
+    found = [flat[span.slice] for span in layout.pieces(rank) if not span.is_empty]
+    return found or [flat[layout.pieces(rank)[0].slice]]
+
+
+def shard_of(flat: torch.Tensor, layout: FlatLayout, rank: int) -> torch.Tensor:
+    """The shard of `rank` as `flat` (unsharded, 1-D, padded) has it; a view where there is one segment."""
+    pieces = own_pieces_of(flat, layout, rank)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def assemble(shards: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
+    """The unsharded flat tensor, padded, of all `shards`, which lie one behind the other; itself where that is so."""
+    if len(layout.segments) == 1:
+        return shards
+    flat = shards.new_zeros(layout.padded_numel)
+    by_rank = [pieces_of(shard, layout) for shard in shards.chunk(layout.world)] if shards.numel() else []
+    for rank, pieces in enumerate(by_rank):
+        for own, piece in zip(own_pieces_of(flat, layout, rank), pieces, strict=True):
+            own.copy_(piece)
+    return flat
+
+
+def _parts(flat: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
+    found = [span for span in spans if not span.is_empty] or spans[:1]
+    return [flat] if len(spans) == 1 else [flat.narrow(0, span.start, span.numel) for span in found]
+
+
 class ShardViews:
     """What leaves show of one shard, and how tensors that are laid out like it are divided.
 
     Attributes:
         views: for each leaf what it shows of the shard: 1-D pieces, maybe empty (N-D on an axis of one rank).
         shown: each leaf with its view.
+        pieces: what the shard has of each segment. [Note: pieces]
         empty: what leaves show where they show nothing: no elements, in the compute dtype, where the unit computes.
         stands_in: whether leaves may show the shard where they are to show nothing: autograd sees no difference.
     """
@@ -63,9 +108,11 @@ class ShardViews:
         self._is_whole = layout.world == 1
         spans = [layout.span_in_shard(i, rank) for i in range(len(leaves))]
         self._pieces = [(span.start, span.numel) for span in spans]
+        self._owned = [layout.span_in_param(i, rank) for i in range(len(leaves))]
         # Of the leaves that have elements here, or none anywhere: what divides a shard into them, in one call.
         self._present = [i for i, spec in enumerate(layout.params) if spans[i].numel or 0 in spec.shape]
         self._cuts, self._kept = _cuts([spans[i] for i in self._present], layout.shard_numel)
+        self.pieces = pieces_of(shard, layout)
         self.views = self.views_of(shard)
         self.shown = list(zip(leaves, self.views, strict=True))
         self.empty = empty
@@ -77,6 +124,15 @@ class ShardViews:
         if self._is_whole:
             return full_views(flat, self._layout)
         return [flat.narrow(0, start, numel) for start, numel in self._pieces]
+
+    def views_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """What the leaves would show of this rank's part of `flat`, unsharded, 1-D and padded."""
+        if self._is_whole:
+            return full_views(flat, self._layout)
+        starts = [span.start for span in self._layout.spans]
+        return [
+            flat.narrow(0, start + piece.start, piece.numel) for start, piece in zip(starts, self._owned, strict=True)
+        ]
 
     def pieces_of(self, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Those of `views_of(flat)` that have elements, or whose parameter has none anywhere, by index.

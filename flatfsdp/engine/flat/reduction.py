@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from ..comm.comm_hook import to_wait_for
-from ..comm.transport import Reducer, Transport
+from ..comm.comm_hook import Reducer, to_wait_for
 from ..device.memory import FlatBuffer
 from ..device.streams import DONE, PendingWork, Stream
 from .flat_param import FlatParamHandle
@@ -31,6 +30,7 @@ class ReductionInput:
     Attributes:
         buffer: what is reduced: shape (padded_numel,), reduce dtype. It belongs to the reduction until `free_buffer`
             has given it back, and is None then.
+        segments: what of the buffer is reduced, while it is there. [Note: pieces]
         shares_unsharded_buffer: whether the buffer is the parameters' place.
         scale: what the result is to be multiplied by still.
         earlier: what is added to it between the stages.
@@ -44,6 +44,7 @@ class ReductionInput:
 
     handle: FlatParamHandle
     buffer: FlatBuffer | None
+    segments: list[torch.Tensor]
     free_buffer: Callable[[FlatBuffer], Any]
     shares_unsharded_buffer: bool
     scale: float
@@ -76,6 +77,7 @@ class ReductionInput:
         if self.buffer is not None and not self.in_place:
             self.free_buffer(self.buffer)
             self.buffer = None
+            self.segments = []  # of memory that may be somebody else's
 
     def finish(self, stream: Stream) -> None:
         """Run the hook on the sum, and send the result on its way to the host. [Note: downloads]"""
@@ -141,8 +143,7 @@ class Reduction:
         *,
         coalesced: bool = False,
     ) -> None:
-        """Issue the first stage. Collective over its axis; `across` is the replicate axis's stream. If `coalesced`,
-        `scatter` is a transport."""
+        """Issue the first stage. Collective over its axis; `across` is the replicate axis's stream."""
         self.parts = parts
         self.replicate = replicate
         self._stream = stream  # of the stage that was issued last
@@ -153,7 +154,6 @@ class Reduction:
         assert first.buffer is not None
         full = first.buffer.tensor
         if coalesced:
-            inputs = [part.buffer.tensor for part in parts if part.buffer is not None]
             sizes = [part.handle.layout.shard_numel for part in parts]
             self._result = full.new_empty(sum(sizes))
             for part, piece in zip(parts, self._result.split(sizes), strict=True):
@@ -167,16 +167,16 @@ class Reduction:
             part.bytes = 0 if part.in_place else part.result.nbytes
             part.handle.tracker.add("reduced", part.bytes)
         stream.follow_compute()
-        if coalesced:
-            assert isinstance(scatter, Transport)
-            self._first = scatter.reduce_scatter_coalesced(self._result, inputs, stream)
+        if first.in_place:
+            self._first = self._all_reduce()
+        elif coalesced or first.segments[1:]:
+            segments = [segment for part in parts for segment in part.segments]
+            self._first = scatter.reduce_scatter_coalesced(self._result, segments, stream)
             if first.handle.is_unsharded_at_rest:
                 self._first.wait()  # a copy, no message
                 self._first = self._all_reduce()
-        elif first.in_place:
-            self._first = self._all_reduce()
         else:
-            self._first = scatter.reduce_scatter_base(self._result, full, stream)
+            self._first = scatter.reduce_scatter_base(self._result, first.segments[0], stream)
         self.advances_in_waits = self._first.advances_in_waits
 
     @property

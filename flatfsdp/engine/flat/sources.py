@@ -17,15 +17,18 @@ gather out alone. A persistent parameter that was written to is gathered again.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ..base import _torch
 from ..comm.transport import Transport
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, PendingWork, Stream, pinned_like
 from ..layout.layout import FlatLayout
+from .layout_views import own_pieces_of, pieces_of
 
 
 class ParamPersistence(enum.Enum):
@@ -36,6 +39,27 @@ class ParamPersistence(enum.Enum):
 
 
 DEVICE, HOST = ParamPersistence
+
+
+@dataclass(eq=False)
+class UnshardedParam:
+    """The unsharded flat parameter in one dtype.
+
+    Attributes:
+        flat: 1-D and padded.
+        buffer: its memory; None where it is the shard itself.
+        segments: what of it is gathered, since it first had memory. [Note: pieces]
+        views: the parameters as N-D views of it, once it was filled; shown: each leaf with its view.
+        source: the shard as what fills it; filled_from: what did last.
+    """
+
+    flat: torch.Tensor
+    buffer: FlatBuffer | None
+    segments: list[torch.Tensor] = field(default_factory=list)
+    views: list[torch.Tensor] = field(default_factory=list)
+    shown: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
+    source: ShardSource | None = None
+    filled_from: UnshardSource | None = None
 
 
 class UnshardSource(Protocol):
@@ -56,8 +80,8 @@ class UnshardSource(Protocol):
     as_of_forward: bool = False
     versions: tuple[int, ...] | None = None
 
-    def fill(self, flat: torch.Tensor, stream: Stream) -> PendingWork:
-        """Start to fill `flat`, unsharded, 1-D and padded, on `stream`. Collective unless it is local."""
+    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
+        """Start to fill `unsharded`, which has its memory, on `stream`. Collective unless it is local."""
         ...
 
 
@@ -77,36 +101,37 @@ class ShardSource(UnshardSource):
     """This rank's shard, gathered with those of others over the shard axis."""
 
     def __init__(
-        self, shard: torch.Tensor, own: slice, dtype: torch.dtype, transport: Transport, *, copies: bool, offload: bool
+        self, pieces: list[torch.Tensor], dtype: torch.dtype, transport: Transport, *, copies: bool, offload: bool
     ) -> None:
-        """`own`: where `shard` lies in the unsharded buffer, to which it is copied first if `copies`."""
+        """`pieces`: of the shard, one for each segment; a single one is copied to its place in the unsharded buffer
+        first if `copies`."""
         self.dtype = dtype
         self.transport = transport
         self.reads_host = offload
-        self._shard = shard
-        self._own = own if copies else None
+        self._pieces = pieces
+        self._only = pieces[0] if len(pieces) == 1 else None
+        start, numel = transport.group.rank * pieces[0].numel(), pieces[0].numel()
+        self._own = slice(start, start + numel) if copies else None
 
-    def fill(self, flat: torch.Tensor, stream: Stream) -> PendingWork:
-        shard = self._shard
+    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
+        piece = self._only
+        if piece is None:  # several are copied and cast on their way
+            return self.transport.all_gather_coalesced(unsharded.segments, self._pieces, stream)
+        segment = unsharded.segments[0]
         if self._own is not None:
             with stream.running():
-                shard = flat[self._own].copy_(shard, non_blocking=True)
-        return self.transport.all_gather_base(flat, shard, stream)
+                piece = segment[self._own].copy_(piece, non_blocking=True)
+        return self.transport.all_gather_base(segment, piece, stream)
 
 
 class CoalescedSource(UnshardSource):
-    """The shards of several handles, gathered by one collective over the shard axis.
-
-    Attributes:
-        flats: the buffers that the caller fills, and for which it sets the pending work of the handles, in order.
-    """
+    """The shards of several handles, gathered by one collective over the shard axis: the caller's, which sets the
+    pending work of the handles."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.flats: list[torch.Tensor] = []
 
-    def fill(self, flat: torch.Tensor, stream: Stream) -> PendingWork:
-        self.flats.append(flat)
+    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
         return DONE
 
 
@@ -124,23 +149,25 @@ class PostForwardShard(KeptSource):
     ) -> None:
         """Copy this rank's piece of `unsharded`, 1-D and padded, laid out by `layout`."""
         group = transport.group
-        span = layout.over(group.size).shard(group.rank)
+        over = layout.over(group.size)
         self.dtype = unsharded.dtype
-        self._transport = transport
-        self._memory = FlatBuffer(span.numel, unsharded.dtype, unsharded.device, tracker=tracker, kind="portion")
+        self._memory = FlatBuffer(over.shard_numel, unsharded.dtype, unsharded.device, tracker=tracker, kind="portion")
         self._memory.allocate()
-        self._memory.tensor.copy_(unsharded[span.slice])
+        pieces = pieces_of(self._memory.tensor, over)
+        self._source = ShardSource(pieces, unsharded.dtype, transport, copies=False, offload=False)
+        for piece, own in zip(pieces, own_pieces_of(unsharded, over, group.rank), strict=True):
+            piece.copy_(own)
 
     def serves(self, dtype: torch.dtype) -> bool:
         """In a backward, which computes in the dtype of its forward."""
         return _torch.in_backward()
 
-    def fill(self, flat: torch.Tensor, stream: Stream) -> PendingWork:
+    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
         """Gather the pieces. Collective over the post-forward axis.
 
-        Precondition: `stream` comes after the last use of `flat`, hence after the copy. [Note: limiter]
+        Precondition: `stream` comes after the last use of `unsharded`, hence after the copy. [Note: limiter]
         """
-        return self._transport.all_gather_base(flat, self._memory.tensor, stream)
+        return self._source.fill(unsharded, stream)
 
     def free(self) -> None:
         self._memory.free()
@@ -162,8 +189,8 @@ class HostCache(KeptSource):
     def serves(self, dtype: torch.dtype) -> bool:
         return dtype == self.dtype
 
-    def fill(self, flat: torch.Tensor, stream: Stream) -> PendingWork:
-        return stream.upload(flat, self._tensor)
+    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
+        return stream.upload(unsharded.flat, self._tensor)
 
     def free(self) -> None:
         self._free()

@@ -91,9 +91,11 @@ class ParamViews:
                 refuse_use(handle.leaves)
                 self.some_hidden = True
         self.mode = mode
+        if handle.face.is_distributed:
+            handle.face.compute() if mode is SHOWS_UNSHARDED else handle.face.rest()
         if self.extended and mode is not SHOWS_UNSHARDED:
             for each in self.extended:
-                each.uninstall(hidden=not handle.use_orig_params)
+                each.uninstall(handle.face.put)
 
     def _shapes(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         handle = self.handle
@@ -109,15 +111,16 @@ class ParamViews:
 
     def guard(self) -> None:
         """Let the leaves refuse to be used for as long as they show a shard that lacks elements."""
-        if self.mode is SHOWS_SHARD and not self.handle.is_unsharded_at_rest:
-            refuse_use(self.handle.leaves)
+        handle = self.handle
+        if self.mode is SHOWS_SHARD and not (handle.is_unsharded_at_rest or handle.face.is_distributed):
+            refuse_use(handle.leaves)
             self.some_hidden = True
 
     def track_writes(self, *, described_as_unsharded: bool = False) -> None:
         """A forward is over and has left the leaves unsharded: what is written to them until they are freed would be
         lost, also where it is written to `.data` in place, which raises no version.
 
-        Leaves that `parameters()` lists are described as their shards are, unless a user has asked for unsharded ones.
+        Leaves that users hold are described as their shards are, unless a user has asked for unsharded ones.
         [Note: left unsharded]
         """
         handle = self.handle
@@ -127,7 +130,7 @@ class ParamViews:
             self.is_left_unsharded = True  # what is written in place is kept, what is replaced is not
         else:
             kinds = NOTICED
-            if handle.use_orig_params and not described_as_unsharded:
+            if handle.face.holds_leaves and not described_as_unsharded:
                 kinds = LEFT_CAST if handle.is_unsharded_at_rest else LEFT_WHOLE
             for leaf in handle.leaves:
                 leaf.__class__ = kinds[type(leaf)]
@@ -190,15 +193,9 @@ class ParamViews:
             leaf.data = view
         self.mode = SHOWS_UNSHARDED
 
-    def show_borrowed_flat(self, flat: torch.Tensor) -> None:
-        """Let the registered flat parameter show `flat`, which the views of `show_borrowed_views` are of, until
-        `end_borrowed_views`."""
-        self.handle.flat_param.data = flat
-
     def end_borrowed_views(self) -> None:
         """End of `show_borrowed_views`: the leaves show the shard, and so does the flat parameter."""
-        if not self.handle.use_orig_params:
-            self.handle.flat_param.data = self.handle.shard
+        self.handle.face.show_flat(self.handle.shard)
         self.show(SHOWS_SHARD)
 
     def show_again(self) -> None:
@@ -212,7 +209,7 @@ class ParamViews:
         Precondition: the leaves show the shard.
         """
         handle = self.handle
-        holders = handle.steppable
+        holders = handle.face.holders
         grads = [holder.grad for holder in holders]
         for holder in holders:
             holder.grad = None
@@ -232,6 +229,12 @@ class ParamViews:
         handle = self.handle
         if found := not handle.flat_shows_shard:
             self.adopt_flat()
+        if handle.face.is_distributed:
+            for i in handle.face.replaced():
+                found, holder = True, handle.face.holder_of(i)
+                what = f"what the parameter {handle.layout.params[i].name!r} shows now"
+                self._store(i, handle.face.value_of(i, holder), what)
+                self._adopt(i, holder)
         replaced = handle.at_rest.replaced()
         if replaced:
             found = True
@@ -251,10 +254,19 @@ class ParamViews:
             held = param_ref.current
             if index is None or not isinstance(held, nn.Parameter):
                 continue
-            self._store(index, held.detach(), f"the parameter now registered as {param_ref.path!r}")
-            param_ref.register() if handle.use_orig_params else param_ref.unregister()
+            what = f"the parameter now registered as {param_ref.path!r}"
+            self._store(index, handle.face.value_of(index, held), what)
+            self._adopt(index, held)
+            handle.face.put(param_ref)
             found = True
         return found
+
+    def _adopt(self, index: int, held: nn.Parameter) -> None:
+        """Let what a user put in the place of a holder be one, where the handle's face has such."""
+        face = self.handle.face
+        if face.is_distributed:
+            face.adopt(index, held)
+            self.handle.writes.on_replacement()
 
     def adopt_flat(self) -> None:
         """Copy what the user put in the place of the flat parameter's `.data` into the shard."""
@@ -297,13 +309,6 @@ class ParamViews:
                 )
 
 
-def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """`parameter.grad = grad`, also where low-precision gradients are kept for a master of another dtype."""
-    if grad.dtype != parameter.dtype:
-        parameter.grad_dtype = None  # any: with this one, autograd would cast what arrives before it is scaled
-    parameter.grad = grad
-
-
 def check_unwritten(views: ParamViews, name: str) -> None:
     """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
     handle = views.handle
@@ -337,7 +342,7 @@ def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef], name: s
         if isinstance(held, nn.Parameter) and held.data_ptr() == param_ref.leaf.data_ptr():
             param_ref.leaf.__class__ = type(held)
             vars(param_ref.leaf).update(vars(held))
-            param_ref.register() if handle.use_orig_params else param_ref.unregister()
+            handle.face.put(param_ref)
 
 
 def check_exposed(views: ParamViews, name: str) -> None:
@@ -412,7 +417,7 @@ def _refuse_writes(views: ParamViews, name: str, when: str) -> NoReturn:
 
 def _unlike_shard(handle: FlatParamHandle) -> list[str]:
     """The names of leaves that show other values than their shards, of an axis of one rank. Waits for the device."""
-    if not (handle.is_unsharded_at_rest and handle.use_orig_params):
+    if not (handle.is_unsharded_at_rest and handle.face.holds_leaves):
         return []
     rows = zip(handle.layout.params, handle.at_rest.views, handle.unsharded.views, strict=True)
     return [spec.name for spec, shard, view in rows if not torch.equal(shard.to(view.device, view.dtype), view)]

@@ -78,6 +78,7 @@ def check_call(
         device_mesh=mesh,
         check_values="off" if any(p.is_meta for p in holder.parameters()) else "warn",
         reshard_after_forward=reshard_after_forward,
+        layout="rows",
     )
     return Call(modules, holder, config, output_dtype, shard_placement_fn)
 

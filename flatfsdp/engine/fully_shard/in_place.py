@@ -12,6 +12,7 @@ from torch import nn
 from ...errors import one_voice
 from ..base import _torch
 from ..comm.process_groups import is_first_of, resolve_groups
+from ..dtensor.row_face import RowFaces
 from ..runtime.model import model_of
 from ..runtime.unit import Unit
 from ..wrapping.build import Front, build_unit
@@ -26,8 +27,9 @@ _changed: list[Unit] | None = None
 def shard(call: Call, front_class: type) -> None:
     """Make one unit of the modules of `call`, and let them be of classes that derive from `front_class` too."""
     with one_voice(speaks=is_first_of(None, call.config.device_mesh)):
-        front = Front(in_place=True, words=f"{CALL}()", output_dtype=call.output_dtype)
-        model = build_unit(call.holder, resolve_groups(call.config), entries=call.modules, front=front)
+        faces = RowFaces(call.config.device_mesh)
+        front = Front(f"{CALL}()", call.modules, call.output_dtype, lambda transformed, leaves: faces)
+        model = build_unit(call.holder, resolve_groups(call.config), front=front)
     for module in call.modules:
         swap_class(module, front_class)
         module.__dict__["_unit"] = model.outermost

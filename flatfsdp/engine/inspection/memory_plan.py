@@ -220,6 +220,6 @@ def _state_of(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
 
 def _besides(model: nn.Module, units: list[Unit]) -> int:
     """Bytes of buffers and of parameters that no unit owns."""
-    owned = {id(each) for unit in units for handle in unit.handles for each in (*handle.leaves, handle.flat_param)}
+    owned = {id(each) for unit in units for handle in unit.handles for each in handle.parameters}
     others: list[Any] = [parameter for parameter in model.parameters() if id(parameter) not in owned]
     return sum(tensor.nbytes for tensor in [*model.buffers(), *others])

@@ -31,8 +31,8 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     - *padding*: elements that fill the unit's flat parameters up, over all ranks of the shard group.
     - *ranks*: shards x replicas; the lines below the table spell the groups out for this rank.
     - *kinds*: the dtypes of its flat parameters, `frozen` where nothing was trainable at construction, what they are
-      cast to in computation, what they travel in (`by int8`, `gradients by 4 bits`), and where frozen ones stay
-      unsharded (`keep_frozen_unsharded`).
+      cast to in computation, what they travel in (`by int8`, `gradients by 4 bits`), whether each parameter is split
+      by rows (`in rows`), and where frozen ones stay unsharded (`keep_frozen_unsharded`).
 
     With `compact` units that follow each other and are alike share a row, and what all rows have in common stands below
     the table, which fits into 80 columns then where names are short.
@@ -49,7 +49,7 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     lines = aligned([row[:kept] for row in (header, *rows, last)], right=(2, 3, 4))
     lines += [f"each unit: {common}"] if common else []
     lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in found)
-    owned = {id(each) for _, unit in found for h in unit.handles for each in (*h.leaves, h.flat_param)}
+    owned = {id(each) for _, unit in found for h in unit.handles for each in h.parameters}
     left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
     if left:
         lines.append(f"not sharded: {left:,} parameters that no unit owns (ignored, or outside of every wrapper)")
@@ -236,6 +236,12 @@ class Stats:
                 found[kind] = (calls + count, size + model.resources.comm_stats.bytes[kind])
         return found
 
+    @property
+    def bytes_staged(self) -> int:
+        """Bytes that were copied into staging buffers since the last `reset()`, of the unsharded side: those of small
+        units, or small parameters under `layout="rows"`, that travel together. They count in `comm`, too."""
+        return sum(model.resources.comm_stats.staged for model in self._models())
+
     def reset(self) -> None:
         """Start counting collectives, and measuring peaks, from now."""
         for model in self._models():
@@ -278,14 +284,16 @@ def _units(model: nn.Module) -> list[tuple[str, Unit]]:
 
 
 def _kind(handle: FlatParamHandle) -> str:
-    """E.g. "float32 frozen as bfloat16 by int8": dtype at rest, trainability, dtype in computation and on the way."""
+    """E.g. "float32 frozen as bfloat16 by int8 in rows": dtype at rest, trainability, dtype in computation and on the
+    way, layout."""
     precision = handle.precision
     frozen = "" if handle.options.trainable else " frozen"
     cast = f" as {_dtype(precision.compute)}" if precision.compute != precision.master else ""
     packed = f" by {_dtype(precision.gather)}" if precision.gather is not None else ""
     reduced = precision.reduce_bits is not None and handle.options.trainable
     bits = f", gradients by {precision.reduce_bits} bits" if reduced else ""
-    return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}"
+    rows = " in rows" if handle.options.layout == "rows" else ""
+    return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}{rows}"
 
 
 def _kept(unit: Unit, handle: FlatParamHandle) -> str:

@@ -46,7 +46,7 @@ def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
 
     An empty parameter is one empty box wherever it is asked for: whether somebody has to name it is not known here.
     """
-    order = _order(spec)
+    order = spec.order
     shape = tuple(spec.shape[dim] for dim in order)
     if spec.numel == 0:
         return (Box((0,) * len(shape), spec.shape, Span(0, 0), order),)
@@ -62,15 +62,6 @@ def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
             )
         )
     return tuple(boxes)
-
-
-def _order(spec: ParamSpec) -> tuple[int, ...]:
-    dims = range(len(spec.shape))
-    if spec.stride is None:
-        return tuple(dims)
-    stride = spec.stride
-    # Where strides are equal, a dimension of size one has that of its neighbour: its place makes no difference.
-    return tuple(sorted(dims, key=lambda dim: (-stride[dim], spec.shape[dim] != 1, dim)))
 
 
 def _cut(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

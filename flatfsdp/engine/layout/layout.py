@@ -2,14 +2,19 @@
 
 [Note: the flat space]
 Parameters lie one after the other in a one-dimensional *flat space*, in declaration order, each on its *span*.
-Between spans there may be *alignment padding*; behind the last one *world padding* fills the space up to ``world``
-equal *shards*, and rank ``r`` keeps shard ``r``. The whole map is integers: nothing here knows a dtype, a device or a
-tensor. Everything that needs an address (collectives, views, state dicts, optimizers, estimates) reads it here and
-computes none of its own.
+Between spans there may be *alignment padding*. The space is a row of *segments*, each filled up by *world padding* and
+split evenly over ``world`` ranks: rank ``r`` has *piece* ``r`` of each, and its *shard* is these pieces, one behind the
+other. The whole map is integers: nothing here knows a dtype, a device or a tensor. Everything that needs an address
+(collectives, views, state dicts, optimizers, estimates) reads it here and computes none of its own.
+
+[Note: pieces] With one segment, shards are equal intervals of the flat space, and parameters are cut anywhere:
+FSDP1's layout, with the least padding. With one for each parameter, whose pieces are whole rows, each rank has
+consecutive rows of every parameter, as ``torch.chunk`` divides them, which is what FSDP2's ``Shard(0)`` means. Either
+way a rank owns one interval of each parameter, and parameters are whole in the flat space. Between segments there may
+be alignment padding that is in no shard.
 
 Three spaces have elements, and a `Span` means nothing without saying in which it lies: the flat space, one rank's
-shard (flat space minus the shard's start), one parameter (flat space minus the span's start; memory order, see
-`ParamSpec`).
+shard, one parameter (flat space minus the span's start; memory order, see `ParamSpec`).
 
 A layout is a frozen value that proves itself when made, so a wrong one cannot be passed on. FSDP1's layouts are two
 calls of `FlatLayout.pack`: with ``use_orig_params=True`` parameters are aligned and the total is padded to the world
@@ -21,10 +26,12 @@ from __future__ import annotations
 import builtins
 import hashlib
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
+from typing import Any
 
 from ...errors import ConfigValueError, InternalError
 
@@ -114,6 +121,21 @@ class ParamSpec:
         """Elements of the parameter: 1 for shape ``()``, 0 where a size is 0."""
         return prod(self.shape)
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions from the slowest to the fastest in memory; (0, 1, ...) for row-major parameters."""
+        dims = range(len(self.shape))
+        if self.stride is None:
+            return tuple(dims)
+        stride = self.stride
+        # A dimension of size one with the stride of another lies inside of it: the other's steps are no longer.
+        return tuple(sorted(dims, key=lambda dim: (-stride[dim], self.shape[dim] == 1, dim)))
+
+    @property
+    def rows(self) -> int:
+        """Into how many slices of equal size, each contiguous, the slowest dimension in memory divides it."""
+        return self.shape[self.order[0]] if self.shape else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Owned:
@@ -128,6 +150,19 @@ class Owned:
     in_shard: Span
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of the flat space that is split evenly over the ranks. [Note: pieces]
+
+    Attributes:
+        span: of the flat space, padding included; as many elements for each rank.
+        members: the parameters that lie in it, as a span of indices into `FlatLayout.params`.
+    """
+
+    span: Span
+    members: Span
+
+
 @dataclass(frozen=True)
 class FlatLayout:
     """Where every parameter of one flat parameter lies, and what each of ``world`` ranks keeps of it.
@@ -140,6 +175,7 @@ class FlatLayout:
             when the total was padded (``pack(pad_total=True)``): what FSDP1 calls the unpadded unsharded size.
         shard_numel: elements of every rank's shard, padding included.
         align: every span starts at a multiple of this many elements.
+        segments: what the ranks split, in order; if none are given, all of the space as one. [Note: pieces]
 
     Making one costs O(parameters), whatever the world; `owned` costs O(log parameters + what the rank owns).
 
@@ -157,6 +193,7 @@ class FlatLayout:
     numel: int
     shard_numel: int
     align: int = 1
+    segments: tuple[Segment, ...] = ()
 
     @classmethod
     def pack(cls, params: Iterable[ParamSpec], *, world: int, align: int = 1, pad_total: bool = False) -> FlatLayout:
@@ -169,8 +206,7 @@ class FlatLayout:
         Raises:
             ConfigValueError: ``world`` or ``align`` below 1.
         """
-        if world < 1 or align < 1:
-            raise ConfigValueError(f"expected world and align of at least 1, found world={world}, align={align}")
+        _check_packing(world, align)
         params = tuple(params)
         spans: list[Span] = []
         end = 0
@@ -181,10 +217,48 @@ class FlatLayout:
         numel = _round_up(end, world) if pad_total else end
         return cls(params, tuple(spans), world, numel, shard_numel=_round_up(numel, world) // world, align=align)
 
+    @classmethod
+    def pack_rows(cls, params: Iterable[ParamSpec], *, world: int, align: int = 1) -> FlatLayout:
+        """Lay ``params`` out in the order given, each in a segment of its own of which every rank has whole rows.
+
+        A rank's piece is ``ceil(rows / world)`` rows, the first ranks' full: what ``torch.chunk`` makes of the slowest
+        dimension in memory (`ParamSpec.rows`). Segments start at multiples of ``align`` elements. One rank has all of
+        one segment.
+
+        Raises:
+            ConfigValueError: ``world`` or ``align`` below 1.
+
+        Example:
+            >>> layout = FlatLayout.pack_rows([ParamSpec("weight", (5, 2)), ParamSpec("bias", (3,))], world=2)
+            >>> [str(segment.span) for segment in layout.segments], layout.shard_numel
+            (['[0, 12)', '[12, 16)'], 8)
+            >>> [(str(part.in_param), str(part.in_shard)) for part in layout.owned(1)]
+            [('[6, 10)', '[0, 4)'), ('[2, 3)', '[6, 7)')]
+        """
+        _check_packing(world, align)
+        params = tuple(params)
+        if world == 1 or not params:
+            return cls.pack(params, world=world, align=align, pad_total=True)
+        spans: list[Span] = []
+        segments: list[Segment] = []
+        end = 0
+        for index, param in enumerate(params):
+            start = _round_up(end, align)
+            row = param.numel // param.rows if param.rows else 0
+            end = start + _round_up(param.rows, world) * row
+            spans.append(Span(start, start + param.numel))
+            segments.append(Segment(Span(start, end), Span(index, index + 1)))
+        shard_numel = sum(segment.span.numel for segment in segments) // world
+        return cls(params, tuple(spans), world, end, shard_numel, align, tuple(segments))
+
     def __post_init__(self) -> None:
         """Prove that the spans fit their parameters and that the shards hold every parameter exactly once."""
         if self.world < 1 or self.align < 1:
             raise InternalError(f"a layout needs world >= 1 and align >= 1, found {self.world} and {self.align}")
+        if not self.segments:
+            whole = Segment(Span(0, max(0, self.shard_numel) * self.world), Span(0, len(self.params)))
+            object.__setattr__(self, "segments", (whole,))
+        self._prove_segments()
         if not 0 <= self.numel <= self.padded_numel:
             raise InternalError(f"{self.world} shards of {self.shard_numel} elements do not hold {self.numel} elements")
         end = 0
@@ -197,59 +271,102 @@ class FlatLayout:
                 raise InternalError(f"{param.name!r} at {span} does not start at a multiple of {self.align}")
             if span.stop > self.numel:
                 raise InternalError(f"{param.name!r} at {span} ends behind the layout's {self.numel} elements")
-            # Shards are equal and adjoin, so the pieces of a span adjoin too: they cover it exactly once when the first
-            # and the last shard they fall into exist and reach around it. No rank needs to be visited for that.
-            if not span.is_empty:
-                first, last = self.rank_of(span.start), self.rank_of(span.stop - 1)
-                if self.shard(first).start > span.start or self.shard(last).stop < span.stop:
-                    raise InternalError(f"the shards of ranks {first} to {last} do not cover {param.name!r} at {span}")
             end = span.stop
+        # The pieces of a segment are equal and adjoin: they cover each span inside of it exactly once. No rank needs to
+        # be visited for that.
+        for segment in self.segments:
+            for index in range(segment.members.start, segment.members.stop):
+                param, span = self.params[index], self.spans[index]
+                if span.start < segment.span.start or span.stop > segment.span.stop:
+                    raise InternalError(f"{param.name!r} at {span} lies outside of its segment {segment.span}")
         names = [param.name for param in self.params]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise InternalError(f"a parameter has one place, but these names occur more than once: {twice}")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "segments" not in state:  # a pickle of before there were several
+            self.__post_init__()
+
+    def _prove_segments(self) -> None:
+        """Prove that segments are disjoint and split evenly, and that each parameter is in one."""
+        end = members = pieces = 0
+        for segment in self.segments:
+            if segment.span.start < end:
+                raise InternalError(f"the segment {segment.span} overlaps what ends at {end}")
+            if segment.span.numel % self.world:
+                raise InternalError(f"{self.world} ranks cannot split the segment {segment.span} evenly")
+            if segment.members.start != members:
+                raise InternalError(f"parameters {segment.members} are in the segment behind that of {members - 1}")
+            end, members = segment.span.stop, segment.members.stop
+            pieces += segment.span.numel // self.world
+        if members != len(self.params):
+            raise InternalError(f"segments hold {members} of {len(self.params)} parameters")
+        if pieces != self.shard_numel:
+            raise InternalError(f"pieces of {pieces} elements do not make a shard of {self.shard_numel}")
+
     @property
     def padded_numel(self) -> int:
-        """Elements of the unsharded buffer: all shards together."""
-        return self.shard_numel * self.world
+        """Elements of the unsharded buffer: all shards together, and what is between segments."""
+        return self.segments[-1].span.stop
 
     def shard(self, rank: int) -> Span:
-        """The span of the flat space that ``rank`` keeps, padding included."""
-        if not 0 <= rank < self.world:
-            raise ConfigValueError(f"expected a rank from 0 to {self.world - 1}, found {rank}")
-        return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        """The span of the flat space that ``rank`` keeps, padding included; only where there is one segment."""
+        if len(self.segments) > 1:
+            raise InternalError(f"a shard of {len(self.segments)} segments is no span of the flat space")
+        return self.pieces(rank)[0]
+
+    def pieces(self, rank: int) -> tuple[Span, ...]:
+        """For each segment the span of the flat space that ``rank`` keeps, padding included."""
+        cached = self._pieces_by_rank.get(rank)
+        if cached is None:
+            if not 0 <= rank < self.world:
+                raise ConfigValueError(f"expected a rank from 0 to {self.world - 1}, found {rank}")
+            starts = [segment.span.start for segment in self.segments]
+            cached = self._pieces_by_rank[rank] = tuple(
+                Span(0, place.numel).shift(start + rank * place.numel)
+                for start, place in zip(starts, self.pieces_in_shard, strict=True)
+            )
+        return cached
 
     def rank_of(self, element: int) -> int:
         """The rank whose shard holds ``element`` of the flat space."""
         if not 0 <= element < self.padded_numel:
             raise ConfigValueError(f"expected an element from 0 to {self.padded_numel - 1}, found {element}")
-        return element // self.shard_numel
+        ends = [segment.span.stop for segment in self.segments]
+        segment = self.segments[bisect_right(ends, element)].span
+        if element < segment.start:
+            raise ConfigValueError(f"element {element} lies between two segments, in the shard of no rank")
+        return (element - segment.start) // (segment.numel // self.world)
 
     def owned(self, rank: int) -> tuple[Owned, ...]:
         """What ``rank`` owns of each parameter, in order; parameters of which it owns no element are left out."""
         cached = self._owned_by_rank.get(rank)
         if cached is None:
-            cached = self._owned_by_rank[rank] = tuple(self._cut(self.shard(rank)))
+            cached = self._owned_by_rank[rank] = tuple(self._cut(rank))
         return cached
 
     def span_in_shard(self, index: int, rank: int) -> Span:
         """Where parameter ``index`` lies in the shard of ``rank``; an empty span inside the shard where it does not."""
-        shard = self.shard(rank)
-        return shard.intersect(self.spans[index]).shift(-shard.start)
+        segment = self._segment_of[index]
+        piece, place = self.pieces(rank)[segment], self.pieces_in_shard[segment]
+        return piece.intersect(self.spans[index]).shift(place.start - piece.start)
 
     def span_in_param(self, index: int, rank: int) -> Span:
         """Which elements of parameter `index` are in the shard of ``rank``; ``[0, 0)`` where none is."""
-        shared = self.spans[index].intersect(self.shard(rank))
+        shared = self.spans[index].intersect(self.pieces(rank)[self._segment_of[index]])
         return Span(0, 0) if shared.is_empty else shared.shift(-self.spans[index].start)
 
     def unpadded_part(self, rank: int) -> Span:
-        """What ``rank`` keeps of the flat space without world padding; ``[0, 0)`` for nothing."""
+        """What ``rank`` keeps of the flat space without world padding; ``[0, 0)`` for nothing. Only where there is one
+        segment."""
         shared = self.shard(rank).intersect(Span(0, self.numel))
         return Span(0, 0) if shared.is_empty else shared
 
     def over(self, world: int) -> FlatLayout:
-        """The same flat space, padding included, in ``world`` shards, each of them some of these shards in a row.
+        """The same flat space, padding included, split over ``world`` ranks, each of which has some of these pieces of
+        each segment in a row.
 
         Raises:
             ConfigValueError: ``world`` does not divide this layout's.
@@ -258,7 +375,8 @@ class FlatLayout:
         if cached is None:
             if world < 1 or self.world % world:
                 raise ConfigValueError(f"expected a divisor of the {self.world} shards of a layout, found {world}")
-            cached = self._over_worlds[world] = replace(self, world=world, shard_numel=self.padded_numel // world)
+            numel = self.shard_numel * self.world // world
+            cached = self._over_worlds[world] = replace(self, world=world, shard_numel=numel)
         return cached
 
     def digest(self) -> str:
@@ -267,17 +385,28 @@ class FlatLayout:
 
     def _facts(self) -> Iterator[str]:
         yield f"world {self.world} numel {self.numel} shard {self.shard_numel} align {self.align}"
+        if len(self.segments) > 1:  # files hold the digests of others
+            yield " ".join(f"{segment.span} of {segment.members}" for segment in self.segments)
         for param, span in zip(self.params, self.spans, strict=True):
             yield f"{param.name!r} {param.shape} {param.stride} {span}"
 
-    def _cut(self, shard: Span) -> Iterator[Owned]:
-        index = bisect_right(self._stops, shard.start)
-        while index < len(self.spans) and self.spans[index].start < shard.stop:
-            span = self.spans[index]
-            part = span.intersect(shard)
-            if not part.is_empty:
-                yield Owned(index, part.shift(-span.start), part.shift(-shard.start))
-            index += 1
+    def _cut(self, rank: int) -> Iterator[Owned]:
+        for segment, piece, place in zip(self.segments, self.pieces(rank), self.pieces_in_shard, strict=True):
+            end = segment.members.stop
+            index = bisect_right(self._stops, piece.start, segment.members.start, end)
+            while index < end and self.spans[index].start < piece.stop:
+                span = self.spans[index]
+                part = span.intersect(piece)
+                if not part.is_empty:
+                    yield Owned(index, part.shift(-span.start), part.shift(place.start - piece.start))
+                index += 1
+
+    @cached_property
+    def pieces_in_shard(self) -> tuple[Span, ...]:
+        """For each segment the span of every rank's shard that is its piece: one behind the other."""
+        sizes = [segment.span.numel // self.world for segment in self.segments]
+        ends = list(accumulate(sizes))
+        return tuple(Span(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
     @cached_property
     def gaps(self) -> tuple[Span, ...]:
@@ -291,6 +420,14 @@ class FlatLayout:
         return tuple(span.stop for span in self.spans)
 
     @cached_property
+    def _segment_of(self) -> tuple[int, ...]:
+        return tuple(number for number, each in enumerate(self.segments) for _ in range(each.members.numel))
+
+    @cached_property
+    def _pieces_by_rank(self) -> dict[int, tuple[Span, ...]]:
+        return {}
+
+    @cached_property
     def _owned_by_rank(self) -> dict[int, tuple[Owned, ...]]:
         return {}
 
@@ -299,44 +436,10 @@ class FlatLayout:
         return {}
 
 
+def _check_packing(world: int, align: int) -> None:
+    if world < 1 or align < 1:
+        raise ConfigValueError(f"expected world and align of at least 1, found world={world}, align={align}")
+
+
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-@dataclass(frozen=True, slots=True)
-class ParamInShard:
-    """Where a parameter lies in a shard.
-
-    Attributes:
-        span: of the shard; empty for a parameter of which the shard holds nothing.
-        kind: parameters are taken together where this is equal; None: with no other.
-    """
-
-    span: Span
-    kind: Hashable
-
-
-def find_runs(places: Sequence[ParamInShard], *, padding: int) -> list[list[int]]:
-    """The places by run: maximal sequences of one kind that only padding divides. Empty places are in none.
-
-    Args:
-        places: in the order in which they lie.
-        padding: how many elements at most may lie between two of a run.
-
-    Example:
-        >>> places = [ParamInShard(Span(0, 6), "a"), ParamInShard(Span(8, 11), "a"), ParamInShard(Span(12, 14), "b")]
-        >>> find_runs(places, padding=3)
-        [[0, 1], [2]]
-    """
-    found: list[list[int]] = []
-    last: ParamInShard | None = None
-    for index, place in enumerate(places):
-        if place.span.is_empty:
-            continue
-        alike = last is not None and place.kind is not None and place.kind == last.kind
-        if last is not None and alike and place.span.start - last.span.stop <= padding:
-            found[-1].append(index)
-        else:
-            found.append([index])
-        last = place
-    return found

@@ -319,7 +319,7 @@ class Backward:
                 hooked=hooked,
             )
             on_leaves = hooks.are_more_than_ours(unit.leaves.hooked[kind].values())
-            if on_leaves or not handle.use_orig_params:
+            if on_leaves or not handle.face.holds_leaves:
                 defer_user_hooks(unit, kind, on_leaves=on_leaves)
             grads.let_collect(self.collecting)
             participates = participates or grads.participates

@@ -119,9 +119,10 @@ class Coalescer:
             together = CoalescedSource(dtype)
             for handle, _ in gathered:
                 handle.launch_unshard(together, stream)
-            shards = [handle.shard for handle, _ in gathered]
+            segments = [segment for handle, _ in gathered for segment in handle.unsharded.segments]
+            pieces = [piece for handle, _ in gathered for piece in handle.at_rest.pieces]
             transport = transports.gather if is_exact else transports.quantized
-            pending = transport.all_gather_coalesced(together.flats, shards, stream)
+            pending = transport.all_gather_coalesced(segments, pieces, stream)
             for handle, _ in gathered:
                 handle.pending = pending
             if any(source.reads_host for _, source in gathered):

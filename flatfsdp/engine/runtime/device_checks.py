@@ -85,8 +85,7 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
     managed: set[int] = set()
     for unit in units:
         for handle in unit.handles:
-            managed.update(map(id, handle.leaves))
-            managed.add(id(handle.flat_param))
+            managed.update(map(id, handle.parameters))
             found, expected = handle.shard.device, torch.device("cpu") if handle.options.offload else device
             for spec in handle.layout.params:
                 if found.type == "meta":

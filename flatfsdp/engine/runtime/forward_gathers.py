@@ -199,10 +199,7 @@ def _is_used_by_sharing_unit(unit: Unit) -> bool:
 
 
 def follow_requires_grad(unit: Unit) -> None:
-    """With the flat parameter registered, its `requires_grad` is the one that users set."""
+    """Give leaves the `requires_grad` that users have set on what they hold instead."""
     for handle in unit.handles:
-        if not handle.use_orig_params:
-            wanted = handle.flat_param.requires_grad
-            if len(handle.trainable_indices()) != wanted * len(handle.leaves):
-                for leaf in handle.leaves:
-                    leaf.requires_grad_(wanted)
+        if not handle.face.holds_leaves:
+            handle.face.follow_requires_grad()

@@ -108,8 +108,8 @@ class GradAccumulators:
                 if handle.accumulator_was_requested or not views.some_hidden:  # where nobody can ask unnoticed
                     places.append((handle, views))
                     leaves += handle.leaves
-                    if not handle.use_orig_params:
-                        leaves.append(handle.flat_param)
+                    if not handle.face.holds_leaves:
+                        leaves += handle.face.holders
         with _torch.as_plain_tensors():
             found = hooks.held_nodes(leaves)
         if found:
@@ -125,9 +125,9 @@ class GradAccumulators:
         handle.accumulator_was_requested = False
         known = self._held.setdefault(handle, [])
         seen = {id(held.after()) for held in known}
-        flat = [] if handle.use_orig_params else [(handle.flat_param, "the flat parameter", handle.flat_param.shape)]
-        specs = zip(handle.leaves, handle.layout.params, strict=True)
-        for leaf, name, shape in [*flat, *((leaf, repr(spec.name), spec.shape) for leaf, spec in specs)]:
+        face, specs = handle.face, zip(handle.leaves, handle.layout.params, strict=True)
+        apart = [] if face.holds_leaves else [(holder, face.words.holder, holder.shape) for holder in face.holders]
+        for leaf, name, shape in [*apart, *((leaf, repr(spec.name), spec.shape) for leaf, spec in specs)]:
             if (node := found.get(id(leaf))) is None:
                 continue
             held = HeldAccumulator(leaf, node, name)
@@ -146,12 +146,13 @@ class GradAccumulators:
     def _find_optimizers(self, handles: Iterable[FlatParamHandle]) -> None:
         self._stepped = {}
         for handle in handles:
-            if not handle.use_orig_params and any(hasattr(p, _OPTIMIZERS) for p in (handle.flat_param, *handle.leaves)):
+            face = handle.face
+            if not face.holds_leaves and any(hasattr(p, _OPTIMIZERS) for p in (*face.holders, *handle.leaves)):
                 raise UsageError(
                     f"unit {handle.name or '<root>'!r}: _apply_optimizer_in_backward() was called on parameters that "
-                    "were flattened, or on the flat parameter, and would never step: autograd accumulates no gradient "
-                    "there. Step with flatfsdp.optimizer_in_backward(model, optimizer), or wrap with "
-                    "use_orig_params=True"
+                    f"were flattened, or on {face.words.holder}, and would never step: autograd accumulates no "
+                    "gradient there. Step with flatfsdp.optimizer_in_backward(model, optimizer)"
+                    f"{face.words.or_remedy}"
                 )
             stepped = [leaf for leaf in handle.leaves if hasattr(leaf, _OPTIMIZERS)]
             if stepped:
@@ -162,14 +163,14 @@ class GradAccumulators:
 def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
     """What is wrong with the hooks on nodes that are held, if anything."""
     for handle, known in held.items():
-        where = f"of unit {handle.name or '<root>'!r}"
+        where, words = f"of unit {handle.name or '<root>'!r}", handle.face.words
         for each in known:
-            if each.after() and not handle.use_orig_params:
+            if each.after() and not handle.face.holds_leaves:
                 return (
-                    f"{each.name} {where} has a hook on its AccumulateGrad node, but with use_orig_params=False no "
+                    f"{each.name} {where} has a hook on its AccumulateGrad node, but with {words.setting} no "
                     "gradient is accumulated into it: the hook would never run. To step in the backward, use "
                     "flatfsdp.optimizer_in_backward(model, optimizer); to see the sharded gradient, "
-                    "register_post_accumulate_grad_hook() on the flat parameter; or wrap with use_orig_params=True"
+                    f"register_post_accumulate_grad_hook() on {words.holder}{words.or_remedy}"
                 )
             if each.before():  # on all ranks alike, though some nodes on some ranks would do
                 return (

@@ -16,6 +16,7 @@ from ..agreement.model_check import Checksums, Fact
 from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
 from ..base import _torch
 from ..comm.transport import Transport
+from ..flat.faces import fact_of
 from .unit import Unit
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -40,6 +41,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
     places = {unit: str(place) for place, unit in enumerate(units)}
     for unit in units:
         subject, groups = f"unit {unit.label}", unit.groups
+        argument, value = fact_of([handle.face for handle in unit.handles])
         facts += [
             (subject, f"of class {unit.entries.class_name}", False),
             (f"{subject}, sharding_strategy", groups.strategy.name, False),
@@ -48,11 +50,8 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
                 f"{groups.shard.size} x {groups.replicate.size if groups.replicate is not None else 1}",
                 False,
             ),
-            (
-                f"{subject}, use_orig_params",
-                ", ".join(str(handle.use_orig_params) for handle in unit.handles[:1]),
-                False,
-            ),
+            (f"{subject}, {argument}", value, False),
+            (f"{subject}, layout", ", ".join(handle.options.layout for handle in unit.handles[:1]), False),
             (f"{subject}, mixed_precision", _unlike_default(unit.built.mixed_precision), False),
             (f"{subject}, backward_prefetch", str(unit.options.backward_prefetch), False),
             (f"{subject}, forward_prefetch", str(unit.options.forward_prefetch), False),
@@ -115,7 +114,7 @@ def own_pieces(unit: Unit) -> dict[str, Tensor]:
 
 def steppable_of(unit: Unit) -> list[nn.Parameter]:
     """The parameters of `unit` that an optimizer sees."""
-    return [parameter for handle in unit.handles for parameter in handle.steppable]
+    return [parameter for handle in unit.handles for parameter in handle.face.holders]
 
 
 def trained(unit: Unit) -> Flags:

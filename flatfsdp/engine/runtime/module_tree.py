@@ -11,6 +11,7 @@ from ...api import Config
 from ...errors import ConfigValueError
 from ..base.fqns import fqn
 from ..config.arguments import has_forward
+from ..flat.faces import Face
 from ..flat.param_refs import ParamRef
 from .unit import Unit
 
@@ -116,16 +117,25 @@ def param_refs_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[
                 yield holder, attribute, fqn(prefix, attribute)
 
 
-def unregistered_refs(unit: Unit) -> list[ParamRef]:
-    """Where modules of `unit` hold parameters as plain attributes, a flat parameter having the registration."""
-    flattened = {
-        id(leaf)
-        for each in (unit, *unit.owning_units)
-        for handle in each.handles
-        if not handle.use_orig_params
-        for leaf in handle.leaves
-    }
-    return [param_ref for param_ref in (*unit.param_refs, *unit.shared_refs) if id(param_ref.leaf) in flattened]
+def faced_refs(unit: Unit) -> list[tuple[ParamRef, Face]]:
+    """Where modules of `unit` hold parameters, and the face that gives them what they hold at rest."""
+    units = (unit, *unit.owning_units)
+    faces = {id(leaf): handle.face for each in units for handle in each.handles for leaf in handle.leaves}
+    return [(param_ref, faces[id(param_ref.leaf)]) for param_ref in (*unit.param_refs, *unit.shared_refs)]
+
+
+def put_at_rest(unit: Unit) -> None:
+    """Let modules of `unit` hold what they hold at rest, where that is not registered as a leaf is."""
+    for param_ref, face in faced_refs(unit):
+        if not face.holds_leaves:
+            face.put(param_ref)
+
+
+def register_leaves(unit: Unit) -> None:
+    """Let modules of `unit` list the leaves themselves, until `put_at_rest`."""
+    for param_ref, face in faced_refs(unit):
+        if not face.holds_leaves:
+            param_ref.register()
 
 
 def leaves_of(param_refs: Iterable[ParamRef]) -> list[tuple[nn.Parameter, str]]:

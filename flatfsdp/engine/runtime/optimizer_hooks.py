@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...errors import UsageError
 from ..base.overrides import Override
+from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParameter
 from . import param_registry as registry
 from .model import Model
@@ -66,10 +67,11 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
         UsageError: it holds what it could not step.
     """
     known, groups = _checked.get(optimizer), len(optimizer.param_groups)
-    if known is None or known[:2] != (registry.generation, groups):
+    generation = registry.generation + adoptions.count
+    if known is None or known[:2] != (generation, groups):
         check_parameters(optimizer)
         models = tuple(map(weakref.ref, models_of(optimizer)))
-        known = _checked[optimizer] = _CheckedOptimizer(registry.generation, groups, models)
+        known = _checked[optimizer] = _CheckedOptimizer(generation, groups, models)
     return known
 
 
@@ -113,7 +115,7 @@ def models_of(optimizer: torch.optim.Optimizer) -> list[Model]:
         model
         for model in registry.models
         if any(
-            not held.isdisjoint(map(id, handle.steppable))
+            not held.isdisjoint(map(id, handle.face.holders))
             for unit in model.units
             for handle in unit.handles
             if handle.layout.owned(handle.layout.world - 1)  # the last rank is the first to have none
@@ -134,17 +136,17 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
-            if unit is None:
+            if unit is None or registry.handle_of_holder(unit, parameter) is not None:
                 continue
             handle = next(h for h in unit.handles if any(leaf is parameter for leaf in h.leaves))
             index = next(i for i, leaf in enumerate(handle.leaves) if leaf is parameter)
             spec = handle.layout.params[index]
             where = f"parameter {spec.name!r} of unit {unit.label} (param group {number})"
-            if not handle.use_orig_params:
+            if not handle.face.holds_leaves:
+                words = handle.face.words
                 raise UsageError(
-                    f"the optimizer holds {where}, which was flattened: with use_orig_params=False it would never be "
-                    "updated. Build the optimizer "
-                    "from model.parameters() after wrapping, or wrap with use_orig_params=True"
+                    f"the optimizer holds {where}, which was flattened: with {words.setting} it would never be "
+                    f"updated. Build the optimizer from model.parameters() after wrapping{words.or_remedy}"
                 )
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:

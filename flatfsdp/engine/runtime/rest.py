@@ -109,7 +109,7 @@ def before_step(optimizer: torch.optim.Optimizer) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in busy:
             handles = (handle for unit in model.units for handle in unit.handles)
-            if any(id(parameter) in stepped for handle in handles for parameter in handle.steppable):
+            if any(id(parameter) in stepped for handle in handles for parameter in handle.face.holders):
                 model.iteration.show_shards()
 
 

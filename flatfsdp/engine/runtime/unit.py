@@ -20,7 +20,7 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base import _torch
 from ..comm.axes import ProcessGroups
-from ..comm.transport import Reducer
+from ..comm.comm_hook import Reducer
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients

@@ -11,7 +11,8 @@ from torch import nn
 
 from ...api import CPUOffload, MixedPrecision
 from ..base import autograd as hooks
-from ..comm.transport import Reducer, Transport
+from ..comm.comm_hook import Reducer
+from ..comm.transport import Transport
 from ..config.strategy import Traits
 
 

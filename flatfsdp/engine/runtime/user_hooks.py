@@ -15,32 +15,32 @@ def defer_user_hooks(unit: Unit, kind: int, *, on_leaves: bool) -> None:
     """Gradients are about to come: keep hooks from running on those of this rank. `on_leaves`: some leaves have any.
 
     Raises:
-        UsageError: of a hook that would never run, where a flat parameter has the gradients and original ones see them
+        UsageError: of a hook that would never run, where one parameter has the gradients and another one sees them
             pass.
     """
     handle = unit.handles[kind]
-    if handle.use_orig_params:
+    if handle.face.holds_leaves:
         if on_leaves:
             hooks.defer_user_hooks(handle.leaves)
-    elif on_leaves or _torch.has_hooks(handle.flat_param):
+    elif on_leaves or any(map(_torch.has_hooks, handle.face.holders)):
         _check_hooks(unit, handle)
 
 
 def _check_hooks(unit: Unit, handle: FlatParamHandle) -> None:
-    where = f"of unit {unit.name or '<root>'!r}"
+    where, words = f"of unit {unit.name or '<root>'!r}", handle.face.words
     hooked = hooks.user_hooked(handle.leaves)
     if hooked:
         fail(
             UsageError(
                 f"parameter {handle.layout.params[hooked[0]].name!r} {where} has a post-accumulate hook, but with "
-                "use_orig_params=False no gradient is accumulated into it: the hook would never run. Register it on "
-                "the flat parameter, which model.parameters() lists, or wrap with use_orig_params=True"
+                f"{words.setting} no gradient is accumulated into it: the hook would never run. Register it on "
+                f"{words.holder}, which model.parameters() lists{words.or_remedy}"
             )
         )
-    if _torch.has_hooks(handle.flat_param):
+    if any(map(_torch.has_hooks, handle.face.holders)):
         fail(
             UsageError(
-                f"the flat parameter {where} has a hook of register_hook(), but the backward computes gradients of the "
+                f"{words.holder} {where} has a hook of register_hook(), but the backward computes gradients of the "
                 "original parameters: it would never run. Use register_post_accumulate_grad_hook(), which sees the "
                 "sharded gradient, or register_hook() on the parameters of the module inside, which sees this rank's"
             )
@@ -52,7 +52,8 @@ def run_user_hooks(unit: Unit, complete: Collection[FlatParamHandle]) -> None:
     for kind, handle in enumerate(unit.handles):
         if handle not in complete:
             continue
-        if not handle.use_orig_params:
-            hooks.run_hooks(handle.flat_param)
+        if not handle.face.holds_leaves:
+            for holder in handle.face.holders:
+                hooks.run_hooks(holder)
         elif hooks.are_more_than_ours(unit.leaves.hooked[kind].values()):
             hooks.run_user_hooks(handle.leaves)

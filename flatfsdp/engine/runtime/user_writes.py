@@ -66,7 +66,7 @@ def apply_shard_writes(unit: Unit) -> None:
     for handle, views, _ in unit.kinds:
         if views.mode is not SHOWS_SHARD:
             continue
-        if not (handle.use_orig_params or handle.flat_shows_shard):
+        if not (handle.face.holds_leaves or handle.flat_shows_shard):
             views.adopt_flat()
         if handle.state is not SHARDED and handle.writes.was_written_since_gathered:
             if handle.state is GATHERING:

@@ -16,7 +16,7 @@ import torch
 from ..comm.transport import Transport
 from ..device.streams import Stream
 from ..flat.flat_param import FlatParamHandle
-from ..flat.layout_views import full_views
+from ..flat.layout_views import assemble, full_views
 from ..layout.layout import FlatLayout
 from ..runtime.unit import Unit
 from .owned_interval import OwnedInterval
@@ -26,10 +26,10 @@ def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transp
     """The whole of `shard` (1-D, one per rank of the shard axis) on the compute device, in new memory of
     (padded_numel,) elements of its dtype. Collective over the shard axis."""
     own = shard.to(handle.device)
-    flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
+    shards = torch.empty(own.numel() * handle.layout.world, dtype=shard.dtype, device=handle.device)
     stream.follow_compute()  # which has just written what travels
-    transport.all_gather_base(flat, own, stream).wait()
-    return flat
+    transport.all_gather_base(shards, own, stream).wait()
+    return assemble(shards, handle.layout)
 
 
 @contextmanager

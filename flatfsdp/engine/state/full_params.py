@@ -14,13 +14,13 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _torch
+from ..flat.faces import assign_grad
 from ..flat.flat_param import FlatParamHandle
-from ..flat.layout_views import full_views
+from ..flat.layout_views import full_views, shard_of
 from ..flat.states import IDLE, SUMMONED
-from ..flat.views import assign_grad
 from ..runtime.model import model_of
 from ..runtime.model_facts import axes_of
-from ..runtime.module_tree import unregistered_refs
+from ..runtime.module_tree import put_at_rest, register_leaves
 from ..runtime.rest import collective_call, quiesce
 from ..runtime.unit import Unit
 from .consolidate import gather_shard, is_first, scatter, store
@@ -29,11 +29,11 @@ from .from_rank0 import broadcast_tensor
 
 def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
     """(the sharded gradient as one flat tensor, zero where there is none; which parameters have one, as 0/1)."""
-    grads = [parameter.grad for parameter in handle.steppable]
+    grads = [parameter.grad for parameter in handle.face.holders]
     dtype = next((grad.dtype for grad in grads if grad is not None), handle.precision.grad)
     flat = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
     present = torch.zeros(len(handle.leaves), dtype=torch.int32, device=handle.device)
-    if not handle.use_orig_params:
+    if handle.face.is_flat:
         if grads[0] is not None:
             flat.copy_(grads[0])
             present.fill_(1)
@@ -81,8 +81,7 @@ class _SummonedHandle:
             for leaf in self.handle.leaves:
                 leaf.grad = None
             self.views.show_borrowed_views(full_views(self.flat, self.handle.layout))
-            if not self.handle.use_orig_params:
-                self.views.show_borrowed_flat(self.flat[: self.handle.layout.numel])
+            self.handle.face.show_flat(self.flat[: self.handle.layout.numel])
             for leaf, grad in zip(self.handle.leaves, self.grads or [], strict=False):
                 if grad is not None:
                     assign_grad(leaf, grad)
@@ -98,7 +97,7 @@ class _SummonedHandle:
         with torch.no_grad():
             if self.keep and writeback:
                 # What a user put in a parameter's place, instead of into it, counts too.
-                if not handle.use_orig_params:
+                if handle.face.is_flat:
                     misfits += self._take_flat()
                 for spec, leaf, view in zip(
                     handle.layout.params, handle.leaves, full_views(self.flat, handle.layout), strict=True
@@ -120,7 +119,7 @@ class _SummonedHandle:
                 if from_rank0:
                     own = scatter(self.unit, self.kind, full_views(self.flat, handle.layout) if self.keep else None)
                 else:
-                    own = self.flat[handle.layout.shard(handle.rank).slice]
+                    own = shard_of(self.flat, handle.layout, handle.rank)
                 if not torch.equal(own.to(handle.shard.device), handle.shard):
                     handle.shard.copy_(own)
                 if self.grads is not None:
@@ -158,7 +157,7 @@ class _SummonedHandle:
             if not there[owned.index]:
                 continue
             leaf, piece = handle.leaves[owned.index], pieces[owned.index]
-            if not handle.use_orig_params:
+            if handle.face.is_flat:
                 if handle.flat_param.grad is not None:
                     handle.flat_param.grad[owned.in_shard.slice].copy_(piece.reshape(-1))
             elif leaf.grad is None:
@@ -219,9 +218,8 @@ def summon(
         for each in summoned:
             each.show()
         for unit in units:
-            for param_ref in unregistered_refs(unit):
-                param_ref.register()
-            undo.callback(_unregister, unit)
+            register_leaves(unit)
+            undo.callback(put_at_rest, unit)
         misfits: list[str] = []
         try:
             yield
@@ -237,11 +235,6 @@ def summon(
         )
 
 
-def _unregister(unit: Unit) -> None:
-    for param_ref in unregistered_refs(unit):
-        param_ref.unregister()
-
-
 def unwrap(unit: Unit) -> nn.Module:
     """Give the unit's parameters their whole values back and return its module. Collective over the shard
     axis.
@@ -253,8 +246,7 @@ def unwrap(unit: Unit) -> nn.Module:
         with torch.no_grad():
             flat = gather_shard(handle, handle.shard.detach(), unit.transports.gather, unit.resources.streams.unshard)
         views.show_borrowed_views([view.clone() for view in full_views(flat, handle.layout)])
-    for param_ref in unregistered_refs(unit):
-        param_ref.register()
+    register_leaves(unit)
     for views in unit.views:
         for extended in views.extended:
             extended.dissolve()

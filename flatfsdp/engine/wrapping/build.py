@@ -6,9 +6,10 @@ All that may fail in a user's hands is checked before the first parameter is tou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -30,13 +31,14 @@ from ..features.post_forward import PostForwardShards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import TransformedParam, can_transform, transform
+from ..flat.faces import FaceMaker, FlatFace, OriginalFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..runtime.device_checks import compute_device, move_buffers
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
 from ..runtime.model_facts import own_pieces
-from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in, unregistered_refs
+from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, put_at_rest, units_in
 from ..runtime.optimizer_hooks import guard_optimizers
 from ..runtime.param_registry import extended, models, own, owner_of, owners_of, unit_around
 from ..runtime.resources import ModelSettings, Resources
@@ -48,36 +50,33 @@ from .auto_wrap import check_called
 from .init_sync import failing_together, meeting_axes, synchronize
 from .materialize import materialize
 
+# Of what transforms made of parameters and the leaves of one handle, what gives it its face.
+Faces = Callable[[Sequence[TransformedParam], Sequence[nn.Parameter]], FaceMaker]
 
 @dataclass(frozen=True)
 class Front:
     """What a unit is built for.
 
     Attributes:
-        in_place: whether its entries hold it themselves. [Note: entries]
-        words: what made it, for messages.
+        words: what it is called by users, for messages.
+        entries: the modules that hold the unit in place; none for a wrapper. [Note: entries]
         output_dtype: to which outputs are cast; None for as they are.
+        faces: gives a face to the leaves of a handle; None for FSDP1's, as the config says.
     """
 
-    in_place: bool = False
     words: str = "FullyShardedDataParallel"
+    entries: Sequence[nn.Module] = ()
     output_dtype: torch.dtype | None = None
+    faces: Faces | None = None
 
 
 WRAPPER = Front()
 
 
-def build_unit(
-    module: nn.Module,
-    config: Config,
-    *,
-    island: bool = False,
-    entries: Sequence[nn.Module] | None = None,
-    front: Front = WRAPPER,
-) -> Model:
+def build_unit(module: nn.Module, config: Config, *, island: bool = False, front: Front = WRAPPER) -> Model:
     """Shard what no nested unit of `module` owns, as the outermost unit of a model. `config` has its groups resolved.
 
-    `entries`: of several modules, these; `module` is then a list of them that is used for building only.
+    For several entries `module` is a list of them, used for building only.
 
     Collective only for `sync_module_states`. Raises before any parameter is changed, except out of user functions.
     """
@@ -86,18 +85,17 @@ def build_unit(
     axes = meeting_axes(groups, Device(device)) if config.sync_module_states else []
     nested = units_in(module)
     with failing_together(axes):
-        entries = [module] if entries is None else entries
-        for each in entries:
+        for each in front.entries or [module]:
             _check_unwrapped(each)
         _check_front(nested, front)
         _check_unattended(nested)
         reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
-        if not front.in_place:
+        if not front.entries:
             materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
-        param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params)
-        if not front.in_place:
+        param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params, front)
+        if not front.entries:
             check_called(module, [param_ref.path for param_ref in param_refs])
         _check_untransformed(param_refs)
         if not can_transform():
@@ -105,9 +103,11 @@ def build_unit(
         move_buffers(modules, device)
     synchronize(module, modules, leaves_of(param_refs), axes)
     tracker = MemoryTracker()
-    handles, param_refs, transformed, initial_checksums = _shard(param_refs, config, groups, device, tracker)
+    handles, param_refs, transformed, initial_checksums = _shard(
+        param_refs, config, groups, device, tracker, front.faces or _fsdp1_faces(config)
+    )
     unit = Unit(
-        Entries(entries, in_place=front.in_place),
+        Entries(front.entries or [module], in_place=bool(front.entries)),
         handles,
         param_refs,
         built=_built_with(config, [each for _, each in modules], front, island=island),
@@ -121,10 +121,9 @@ def build_unit(
         shared_refs=shared_refs,
     )
     install_extensions(unit, transformed)
-    if not front.in_place:
+    if not front.entries:
         watch((*param_refs, *shared_refs))
-    for param_ref in unregistered_refs(unit):
-        param_ref.unregister()
+    put_at_rest(unit)
     for each, attributes in (*dict.fromkeys(ignored_modules).items(), *ignored_refs.items()):
         ignore(each, attributes)
     settings = ModelSettings(device, config.limit_all_gathers, config.check_values, config.join_units_below)
@@ -140,7 +139,7 @@ def _built_with(config: Config, modules: Sequence[nn.Module], front: Front, *, i
         traits(config.sharding_strategy),
         config.mixed_precision,
         config.cpu_offload,
-        modules=WeakModules(modules) if front.in_place else modules,
+        modules=WeakModules(modules) if front.entries else modules,
         output_dtype=front.output_dtype,
         island=island,
         device_mesh=config.device_mesh,
@@ -156,7 +155,7 @@ def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None
 
 
 def _homes(
-    module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
+    module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter], front: Front
 ) -> tuple[list[ParamRef], list[ParamRef], dict[nn.Module, set[str]]]:
     """(homes of what the unit will own, homes of what other units own, attributes that hold ignored parameters)."""
     param_refs: list[ParamRef] = []
@@ -168,7 +167,7 @@ def _homes(
         if leaf in ignored_params:
             ignored.setdefault(holder, set()).add(attribute)
         elif (owning_unit := owner_of(leaf)) is not None:
-            _check_tie(owning_unit, module, path, config)
+            _check_tie(owning_unit, module, path, config, front)
             shared_refs.append(ParamRef(holder, attribute, path, leaf))
         elif getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
@@ -181,7 +180,12 @@ def _homes(
 
 
 def _shard(
-    param_refs: list[ParamRef], config: Config, groups: ProcessGroups, device: torch.device, tracker: MemoryTracker
+    param_refs: list[ParamRef],
+    config: Config,
+    groups: ProcessGroups,
+    device: torch.device,
+    tracker: MemoryTracker,
+    faces: Faces,
 ) -> tuple[list[FlatParamHandle], list[ParamRef], list[TransformedParam], InitialChecksums | None]:
     """Handles of what the unit will own; with what extensions made of it, and the sums of values that ranks compare.
 
@@ -195,7 +199,8 @@ def _shard(
         leaves = leaves_of(param_refs)
         initial_checksums = InitialChecksums(leaves) if config.check_values != "off" else None
         packed = {id(param_ref.leaf) for param_ref in param_refs if param_ref.is_packed}
-        handles = _flatten(leaves, packed, config, groups, device, tracker)
+        faced = partial(faces, transformed)
+        handles = _flatten(leaves, packed, config, groups, device, tracker, faced)
         undo.pop_all()
     if dropped := [path for leaf, path in leaves if leaf.grad is not None]:
         warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")
@@ -211,6 +216,7 @@ def _flatten(
     groups: ProcessGroups,
     device: torch.device,
     tracker: MemoryTracker,
+    faces: Callable[[Sequence[nn.Parameter]], FaceMaker],
 ) -> list[FlatParamHandle]:
     """A handle for each kind among `leaves`, given with their paths. They still show their own memory.
 
@@ -230,14 +236,20 @@ def _flatten(
                 mixed_precision=MixedPrecision() if is_packed_kind else config.mixed_precision,
                 offload=config.cpu_offload.offload_params,
                 pin_memory=config.cpu_offload.pin_memory,
-                use_orig_params=config.use_orig_params,
+                face=faces([leaf for leaf, _ in members]),
                 trainable=trainable,
                 packed=is_packed_kind,
+                layout=config.layout,
             ),
             tracker=tracker,
         )
         for (_, trainable, is_packed_kind), members in kinds.items()
     ]
+
+
+def _fsdp1_faces(config: Config) -> Faces:
+    face: FaceMaker = OriginalFace if config.use_orig_params else FlatFace
+    return lambda transformed, leaves: face
 
 
 def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, nested: list[Unit]) -> Model:
@@ -284,7 +296,7 @@ def _check_unwrapped(module: nn.Module) -> None:
 def _check_front(nested: Iterable[Unit], front: Front) -> None:
     """Refuse a model that is made by both fronts."""
     for unit in nested:
-        if unit.entries.in_place is not front.in_place:
+        if unit.entries.in_place is not bool(front.entries):
             made = "fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel"
             raise UsageError(
                 f"module: {unit.entries.class_name} inside was sharded by {made}, and what is around it is given to "
@@ -302,7 +314,13 @@ def _check_unattended(nested: Iterable[Unit]) -> None:
             )
 
 
-def _check_tie(owning_unit: Unit, module: nn.Module, path: str, config: Config) -> None:
+def _check_tie(owning_unit: Unit, module: nn.Module, path: str, config: Config, front: Front) -> None:
+    if front.entries:
+        raise UsageError(
+            f"{path!r} of {type(module).__name__} is tied to a parameter of another unit "
+            f"({owning_unit.entries.class_name}), which is sharded already. Give both modules to {front.words} in one "
+            "call, as a list"
+        )
     if owning_unit.groups.shard.ranks != plan_groups(config, owning_unit.handles[0].device).shard.ranks:
         raise UsageError(
             f"{path!r} of {type(module).__name__} is tied to a parameter of another unit "

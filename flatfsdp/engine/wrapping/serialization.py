@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from ..comm.process_groups import plan_over
 from ..config.unit_options import PrefetchTargets, UnitOptions
 from ..device.memory import MemoryTracker
 from ..flat.extensions import TransformedParam
+from ..flat.faces import pickled_face
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
@@ -42,7 +43,8 @@ from .wrapper_support import keep_model, register_flat_params
 _BUILT = ("traits", "mixed_precision", "cpu_offload", "island", "modules")
 _OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch")
 _HANDLE_SETTINGS = ("layout", "rank", "device")
-_HANDLE_OPTIONS = tuple(field.name for field in fields(FlatParamOptions))
+# Of pickles from before options were pickled as such.
+_HANDLE_OPTIONS = ("mixed_precision", "offload", "pin_memory", "trainable", "packed")
 
 T = TypeVar("T")
 # For each unit the places of those that it names: that it gathers ahead, in forward and in backward, and that come
@@ -66,8 +68,8 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
                 {
                     "leaves": handle.leaves,
                     "shard": handle.shard.detach(),
+                    "options": handle.options,
                     **{name: getattr(handle, name) for name in _HANDLE_SETTINGS},
-                    **{name: getattr(handle.options, name) for name in _HANDLE_OPTIONS},
                 }
                 for handle in unit.handles
             ],
@@ -91,7 +93,9 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     tracker = MemoryTracker()
     handles = []
     for entry in plan["handles"]:
-        options = FlatParamOptions(**{name: entry[name] for name in _HANDLE_OPTIONS})
+        options = entry.get("options") or FlatParamOptions(
+            **{name: entry[name] for name in _HANDLE_OPTIONS}, face=pickled_face(entry)
+        )
         settings = {name: entry[name] for name in _HANDLE_SETTINGS}
         handles.append(
             FlatParamHandle(entry["leaves"], shard=entry["shard"], options=options, tracker=tracker, **settings)

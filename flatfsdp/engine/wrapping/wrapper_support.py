@@ -13,7 +13,7 @@ from torch import nn
 from ...errors import UsageError, refuse_type
 from ..config.unit_options import CommHook
 from ..runtime.model import Model, check_outermost, model_of
-from ..runtime.module_tree import unregistered_refs
+from ..runtime.module_tree import faced_refs
 from ..runtime.rest import check_outside, free_unit, initialize, quiesce
 from ..runtime.unit import Unit
 
@@ -24,9 +24,9 @@ def keep_model(wrapper: nn.Module, model: Model) -> None:
 
 
 def register_flat_params(wrapper: nn.Module, unit: Unit) -> None:
-    """With `use_orig_params=False`, list the flat parameters as the wrapper's own."""
+    """List the flat parameters as the wrapper's own, where they are what optimizers step on."""
     for kind, handle in enumerate(unit.handles):
-        if not handle.use_orig_params:
+        if handle.face.is_flat:
             wrapper._parameters["_flat_param" if kind == 0 else f"_flat_param_{kind}"] = handle.flat_param
 
 
@@ -128,15 +128,14 @@ def apply_to_tensors(
     if between:
         free_unit(unit)
     flat = {name: wrapper._parameters.pop(name) for name in list(wrapper._parameters) if name.startswith("_flat_param")}
-    param_refs, hidden = (*unit.param_refs, *unit.shared_refs), unregistered_refs(unit)
-    for param_ref in param_refs:
+    param_refs = faced_refs(unit)
+    for param_ref, _ in param_refs:
         param_ref.unregister()
     try:
         rest()
     finally:
-        for param_ref in param_refs:
-            if not any(param_ref is other for other in hidden):
-                param_ref.register()
+        for param_ref, face in param_refs:
+            face.put(param_ref)
         wrapper._parameters.update(flat)
     if not (between and shards):
         return

@@ -73,6 +73,7 @@ def shard(
         use_orig_params=arguments.use_orig_params,
         device_mesh=_mesh_of(arguments, device),
         reshard_after_forward=arguments.reshard_after_forward,
+        layout=arguments.layout,
     )
     if arguments.activation_checkpointing and not recompute_units(sharded):
         warn_for_all("activation_checkpointing: without effect, as units name no module to compute again")

@@ -60,7 +60,12 @@ def test_names_order_and_defaults_of_arguments_are_torchs():
         ]
 
     ours, torchs = described(check_arguments), described(torch_fsdp.FullyShardedDataParallel.__init__)
-    expected = [("check_values", "warn"), ("reshard_after_forward", "None"), ("join_units_below", str(2**20))]
+    expected = [
+        ("check_values", "warn"),
+        ("reshard_after_forward", "None"),
+        ("join_units_below", str(2**20)),
+        ("layout", "flat"),
+    ]
     assert ours == [*torchs, *expected]
 
 
@@ -108,6 +113,7 @@ REDUCE_IN_FP32 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
         ("reshard_after_forward", True, True),
         ("reshard_after_forward", 4, 4),
         ("join_units_below", 0, 0),
+        ("layout", "rows", "rows"),
         ("param_init_fn", print, print),
     ],
 )
@@ -240,6 +246,7 @@ TYPE_ERRORS = [
     ({"device_id": True}, f"device_id: got True (bool). Accepted: {DEVICES}"),
     ({"join_units_below": 0.5}, "join_units_below: got 0.5 (float). Accepted: a number of bytes, 0 to join none."),
     ({"join_units_below": True}, "join_units_below: got True (bool). Accepted: a number of bytes, 0 to join none."),
+    ({"layout": None}, 'layout: got None (NoneType). Accepted: "flat", "rows".'),
     ({"check_values": None}, 'check_values: got None (NoneType). Accepted: "warn", "raise", "off".'),
     (
         {"reshard_after_forward": "2"},
@@ -279,6 +286,10 @@ VALUE_ERRORS = [
     (
         {"device_id": "meta"},
         f"device_id: got device(type='meta'). Accepted: {DEVICES} Nothing can be computed on the meta device.",
+    ),
+    (
+        {"layout": "row"},
+        "layout: got 'row'. Accepted: \"flat\", \"rows\". Did you mean 'rows'?",
     ),
     (
         {"check_values": "rise"},

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from flatfsdp.engine.layout.layout import ParamInShard, Span, find_runs
+from flatfsdp.engine.layout.layout import Span
+from flatfsdp.engine.layout.runs import ParamInShard, find_runs
 
 
 def test_a_run_ends_where_the_kind_changes_and_where_more_than_padding_lies_between() -> None:

@@ -27,7 +27,7 @@ ROWS = (
     "wrap engine/comm",
     "engine/flat engine/agreement",
     "engine/runtime extensions messages",
-    "engine/state",
+    "engine/state engine/dtensor",
     "engine/features",
     "engine/wrapping engine/facade",
     "engine/fully_shard",
@@ -49,7 +49,9 @@ DISTRIBUTED = PROGRAMS | {
     "checkpoint",
     "comm_hooks",
     "messages",
+    "engine/base/_dtensor",
     "engine/base/_torch",
+    "engine/dtensor",
     "engine/watchdog/regions",
     "engine/watchdog/store",
     "engine/watchdog/watchdog",
@@ -60,7 +62,7 @@ DISTRIBUTED = PROGRAMS | {
     "engine/state/model/distributed_values",
 }
 ACCELERATOR = frozenset({"engine/device/streams"})
-PRIVATE_TORCH = frozenset({"engine/base/_torch"})
+PRIVATE_TORCH = frozenset({"engine/base/_torch", "engine/base/_dtensor"})
 AUTOGRAD_HOOKS = frozenset({"engine/base/autograd", "engine/base/_torch"})
 TORCH_FSDP = frozenset({"as_torch"})
 

@@ -303,7 +303,7 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
     fsdp = FSDPArguments(
         strategy="hybrid_shard", reshard_after_forward=2, replicas=2, units=("a.b", "C"), units_fallback=True,
         param_dtype="bf16", reduce_dtype="fp32", buffer_dtype="double", gather_dtype="fp8", reduce_bits=4,
-        cpu_offload=True, use_orig_params=False,
+        cpu_offload=True, use_orig_params=False, layout="rows",
         activation_checkpointing=True, backward_prefetch=None, forward_prefetch=True, limit_all_gathers=False,
         sync_module_states=True,
     )  # fmt: skip
@@ -315,8 +315,8 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         "--keep-best 3 --best-by eval_accuracy --best-mode max --resume latest --log-every 9 --no-progress --plot "
         "--device cpu --ranks 4 --detect-nonfinite --strategy hybrid-shard --reshard-after-forward 2 --replicas 2 "
         "--units a.b,C --units-fallback --param-dtype bf16 --reduce-dtype fp32 --buffer-dtype double "
-        "--gather-dtype fp8 --reduce-bits 4 --cpu-offload --no-use-orig-params --activation-checkpointing "
-        "--backward-prefetch none --forward-prefetch --no-limit-all-gathers --sync-module-states"
+        "--gather-dtype fp8 --reduce-bits 4 --cpu-offload --no-use-orig-params --layout rows "
+        "--activation-checkpointing --backward-prefetch none --forward-prefetch --no-limit-all-gathers --sync-module-states"
     )
     assert read(*line.split()) == {"training": training, "fsdp": fsdp}
     for given, default in ((training, TrainingArguments()), (fsdp, FSDPArguments())):

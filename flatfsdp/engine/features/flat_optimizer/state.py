@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ....errors import UsageError
-from ...flat.views import assign_grad
+from ...flat.faces import assign_grad
 from ...layout.layout import Span
 
 State = dict[str, Any]  # of one parameter

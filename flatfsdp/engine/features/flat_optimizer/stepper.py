@@ -27,7 +27,8 @@ import torch
 from torch import nn
 
 from ...flat.flat_param import FlatParamHandle
-from ...layout.layout import ParamInShard, Span, find_runs
+from ...layout.layout import Span
+from ...layout.runs import ParamInShard, find_runs
 from ...runtime import param_registry as registry
 from ...state.optim.optimizer_clone import clone_over
 from .state import PLAIN, FusedRun, Pieces, State, States, StepCounts, is_number
@@ -238,7 +239,7 @@ def _sorted_out(
         alone.append([])
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
-            if unit is None:
+            if unit is None or registry.handle_of_holder(unit, parameter) is not None:
                 alone[-1].append(parameter)
                 continue
             if id(parameter) not in places:
@@ -267,7 +268,9 @@ def _runs_of(candidates: Sequence[FusableParam], *, across_padding: bool) -> Ite
         spans = _spans(handle)
         kinds = [_kind(members[index], numbers) if index in members else None for index in range(len(spans))]
         places = [ParamInShard(span, kind) for span, kind in zip(spans, kinds, strict=True)]
-        for run in find_runs(places, padding=handle.layout.align - 1 if across_padding else 0):
+        # Where each parameter has pieces of its own, those of the first ranks are full: no rank steps over more.
+        between = handle.layout.align - 1 if len(handle.layout.segments) == 1 else handle.layout.shard_numel
+        for run in find_runs(places, padding=between if across_padding else 0):
             if run[0] in members:
                 yield [members[index] for index in run]
         yield from ([each] for index, each in members.items() if spans[index].is_empty)

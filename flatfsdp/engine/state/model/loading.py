@@ -25,6 +25,7 @@ from ...agreement.once_per_job import warn_once_per_job
 from ...base import _torch
 from ...base.fqns import WRAPPED, clean, clean_text
 from ...config.state_dict_configs import StateDictType
+from ...flat.faces import FlatFace
 from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
@@ -40,7 +41,7 @@ from ..named_param import NamedParam, by_handle, params_of
 from ..owned_interval import OwnedInterval
 from .distributed_values import DistributedValue, defer_distributed, whole_if_distributed
 from .placeholders import Placeholders, placeholder_for
-from .saving import FLAT, has_own_classes
+from .saving import FLAT, check_flat, has_own_classes
 from .types import only_rank0
 
 UNDER_WAY = "_load_under_way"
@@ -310,6 +311,7 @@ def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         key = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
         if key not in state_dict:
             continue
+        check_flat(unit)
         layout, value = handle.layout, state_dict.pop(key)
         flat = _flat_of(value, handle, key)
         shard = torch.zeros(layout.shard_numel, dtype=flat.dtype, device=flat.device)
@@ -337,8 +339,8 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
     what = (
-        f"{clean(key)!r}: a LOCAL_STATE_DICT fits the number of ranks, the wrapping and the use_orig_params that it "
-        f"was made with, here {layout.world} shards of {layout.shard_numel} elements"
+        f"{clean(key)!r}: a LOCAL_STATE_DICT fits the number of ranks, the wrapping and the {FlatFace.words.argument} "
+        f"that it was made with, here {layout.world} shards of {layout.shard_numel} elements"
     )
     remedy = ". Load it into such a model, and save SHARDED_STATE_DICT or FULL_STATE_DICT there"
     if isinstance(value, OwnedInterval):

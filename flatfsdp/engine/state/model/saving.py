@@ -130,6 +130,9 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
 def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> StateDictCall:
     """A call for `units`, outermost `unit`, which are brought to rest where they will be gathered."""
     job = StateDictCall(chosen, is_first(unit))
+    for each in units:
+        if job.is_flat(each):
+            check_flat(each)
     communicates = not job.is_without_communication
     quiesce(units, collective=communicates, shards=communicates, check=lambda each: check_idle(each, "state_dict()"))
     if not communicates:
@@ -137,6 +140,20 @@ def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> State
             if each.shows_shard:
                 model_of(each).setup.write_back([each])
     return job
+
+
+def check_flat(unit: Unit) -> None:
+    """Refuse to make, or take, flat shards of `unit` where ranks split each of its parameters.
+
+    Raises:
+        UsageError: they do.
+    """
+    if any(handle.options.layout == "rows" for handle in unit.handles):
+        raise UsageError(
+            f'LOCAL_STATE_DICT of unit {unit.label}: it was wrapped with layout="rows", where a shard has a piece of '
+            "each parameter and is no part of one flat parameter. Use SHARDED_STATE_DICT, which needs no communication "
+            'either and loads into any layout, or FULL_STATE_DICT; or wrap with layout="flat"'
+        )
 
 
 def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ....errors import AgreementError, UsageError, ranks_in_words
+from ...flat.faces import OriginalFace
 from .param_map import OptimizedParam
 
 # By the name of the state: ParamShaped, OtherState, UnsupportedState, or the value itself.
@@ -130,7 +131,7 @@ def _refuse_unsupported(name: str, state: str, *values: Any) -> None:
                 f"optimizer state {state!r} of {name!r} is {value.words}, and the parameter is split over ranks: only "
                 "states of its own shape can be put together again. Use an optimizer whose states have the shape of "
                 'their parameters, or keep this parameter whole, with ignored_states= or sharding_strategy="NO_SHARD", '
-                "both with use_orig_params=True"
+                f"both with {OriginalFace.words.setting}"
             )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from ....errors import ConfigTypeError, ConfigValueError, did_you_mean
 from ...base.fqns import clean
+from ...flat.faces import FlatFace
 from ..model.distributed_values import is_distributed
 from ..named_param import NamedParam
 from ..owned_interval import OwnedInterval
@@ -242,8 +243,8 @@ def _of_flat(param: OptimizedParam, entries: Mapping[str, Values]) -> dict[str, 
 
 
 _SHARE = (
-    "They lie in one flat parameter, so they share their states: give them the same ones, or wrap with "
-    "use_orig_params=True, where each has its own"
+    "They lie in one flat parameter, so they share their states: give them the same ones, "
+    f"or {FlatFace.words.remedy}, where each has its own"
 )
 
 
@@ -333,7 +334,7 @@ def _groups(
                 raise ConfigValueError(
                     f"optim_state_dict: param group {number} of this optimizer has parameters of its param groups "
                     f"{sources[0]} and {source}, which differ in {_few(unlike)}. Build the optimizer with param groups "
-                    "like those of the dict; with use_orig_params=False a flat parameter is in one group"
+                    f"like those of the dict; with {FlatFace.words.setting} a flat parameter is in one group"
                 )
         merged = copy.deepcopy(settings[0]) if settings else {}
         out.append({**merged, "params": [param.key for param in group]})

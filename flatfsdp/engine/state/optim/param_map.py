@@ -1,8 +1,8 @@
 """What an optimizer holds of a model: each of its parameters, and the names of the model's parameters in it.
 
-[Note: optimized parameters] An optimizer steps on flat parameters (`use_orig_params=False`), on pieces of the user's
-parameters, or on parameters outside of every unit. It knows them by number, in the order of its own param groups, which
-may be another one on every rank. State dicts know names ([Note: clean names]); `OptimizedParam` is the bridge.
+[Note: optimized parameters] An optimizer steps on flat parameters, on pieces of the user's parameters ([Note: faces]),
+or on parameters outside of every unit. It knows them by number, in the order of its own param groups, which may be
+another one on every rank. State dicts know names ([Note: clean names]); `OptimizedParam` is the bridge.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OptimizedParam:
     def is_flat(self) -> bool:
         """Whether it is a flat parameter."""
         handle = self.handle
-        return handle is not None and not handle.use_orig_params
+        return handle is not None and handle.face.is_flat
 
     @property
     def at_rest(self) -> torch.Tensor:
@@ -94,13 +94,12 @@ class ParamMap:
         """
         self.params = named_state(model)
         inside: dict[int, list[NamedParam]] = {}  # by the id of what an optimizer can step on
-        flattened: dict[int, str] = {}
+        flattened: dict[int, NamedParam] = {}
         for named in self.params:
-            if named.unit is None or named.handle.use_orig_params:
-                inside[id(named.leaf)] = [named]
-            else:
-                inside.setdefault(id(named.handle.flat_param), []).append(named)
-                flattened[id(named.leaf)] = named.name
+            holder = named.leaf if named.unit is None else named.handle.face.holder_of(named.index)
+            inside.setdefault(id(holder), []).append(named)
+            if holder is not named.leaf:
+                flattened[id(named.leaf)] = named
         keys: dict[int, Key] = {id(p): name for name, p in model.named_parameters()} if by_name else {}
         self.groups: list[list[OptimizedParam]] = []
         for number, group in enumerate(groups):
@@ -154,12 +153,12 @@ def others_of(optim: torch.optim.Optimizer | None) -> list[Any]:
     return [] if optim is None else [key for key in optim.state if not isinstance(key, torch.Tensor)]
 
 
-def _refuse(parameter: torch.Tensor, group: int, name: str | None) -> None:
-    if name is not None:
+def _refuse(parameter: torch.Tensor, group: int, named: NamedParam | None) -> None:
+    if named is not None:
+        words = named.handle.face.words
         raise UsageError(
-            f"param group {group} of the optimizer holds {name!r}, which was flattened: with use_orig_params=False it "
-            "is never updated. Build the optimizer from model.parameters() after wrapping, or wrap with "
-            "use_orig_params=True"
+            f"param group {group} of the optimizer holds {named.name!r}, which was flattened: with {words.setting} it "
+            f"is never updated. Build the optimizer from model.parameters() after wrapping{words.or_remedy}"
         )
     raise UsageError(
         f"param group {group} of the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the "

@@ -283,7 +283,7 @@ class _Saving:
 
 def _describing(handle: FlatParamHandle, members: Sequence[NamedParam]) -> Sequence[NamedParam]:
     """Of the parameters of one handle those by whose names states are described: all, or a flat parameter's first."""
-    return members if handle.use_orig_params else [min(members, key=lambda named: named.index)]
+    return members if not handle.face.is_flat else [min(members, key=lambda named: named.index)]
 
 
 def _by_name(
@@ -291,7 +291,7 @@ def _by_name(
 ) -> dict[NamedParam, Description]:
     """What was agreed on, for each parameter of one handle that has states."""
     first = _describing(handle, members)[0]
-    names = {named: named.name if handle.use_orig_params else first.name for named in members}
+    names = {named: first.name if handle.face.is_flat else named.name for named in members}
     return {named: agreed[name] for named, name in names.items() if name in agreed}
 
 
