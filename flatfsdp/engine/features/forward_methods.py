@@ -63,7 +63,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(unit, Unit):
         return
     in_place = unit.entries.in_place
-    inside = module if in_place else unit.module
+    inside = module if in_place else unit.entries.first
     kind = plain_class(inside).__name__
     found = getattr(inside, method_name, None)
     if not callable(found):

@@ -31,8 +31,8 @@ def swap_class(module: nn.Module, front: type) -> None:
 
 def new_plain(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What calling a swapped class makes: an instance of the class behind it, which nothing shards."""
-    plain: type = getattr(cls, PLAIN_CLASS)
-    made: Any = plain.__new__(plain)
+    plain: Any = getattr(cls, PLAIN_CLASS)
+    made = plain.__new__(plain)
     if _initializes:
         made.__init__(*args, **kwargs)
     return made
@@ -55,4 +55,3 @@ def blank(cls: type) -> nn.Module:
     made: nn.Module = plain.__new__(plain)
     made.__class__ = cls
     return made
-

@@ -44,7 +44,7 @@ def run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwar
     return model_of(unit).forwards.run(unit, args, kwargs, call=call, entry=module)
 
 
-# -- moves and casts -----------------------------------------------------------------------------------------------------
+# -- moves and casts ---------------------------------------------------------------------------------------------------
 
 
 def apply(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], rest: Callable[[], Any]) -> None:

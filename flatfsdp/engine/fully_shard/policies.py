@@ -1,4 +1,4 @@
-"""The policies of `fully_shard`, under FSDP2's names and with its fields. torch's own are understood, by their fields."""
+"""The policies of `fully_shard`, with FSDP2's names and fields. torch's own are understood, by their fields."""
 
 from __future__ import annotations
 

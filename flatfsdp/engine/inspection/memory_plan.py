@@ -140,7 +140,7 @@ def _stand_in_forwards(units: list[Unit]) -> Iterator[None]:
     for unit in units:
         for param_ref in (*unit.param_refs, *unit.shared_refs):
             leaves.setdefault(param_ref.module, []).append(param_ref.leaf)
-    own = [(unit.module, unit.module.__dict__.get("forward")) for unit in units]
+    own = [(entry, entry.__dict__.get("forward")) for unit in units for entry in unit.entries]
     for module, _ in own:
         module.forward = _stand_in_forward(list(_used(module, leaves)))
     try:

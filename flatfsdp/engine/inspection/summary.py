@@ -273,14 +273,16 @@ class Stats:
 
 def _units(model: nn.Module) -> list[tuple[str, Unit]]:
     """The units in `model` with the paths of their modules, in the order of `named_modules`."""
-    modules = model.named_modules()
-    found = [(name, unit) for name, each in modules if isinstance(unit := each.__dict__.get("_unit"), Unit)]
-    if not found:
+    paths: dict[Unit, list[str]] = {}  # of several entries, all
+    for name, each in model.named_modules():
+        if isinstance(unit := each.__dict__.get("_unit"), Unit):
+            paths.setdefault(unit, []).append(name)
+    if not paths:
         raise UsageError(
-            f"no module in {type(model).__name__} is wrapped by FullyShardedDataParallel. Wrap the model first, and "
-            "pass the wrapper"
+            f"no module in {type(model).__name__} is wrapped by FullyShardedDataParallel or was given to "
+            "fully_shard(). Shard the model first, and pass the wrapper, or the model"
         )
-    return found
+    return [(", ".join(names), unit) for unit, names in paths.items()]
 
 
 def _kind(handle: FlatParamHandle) -> str:

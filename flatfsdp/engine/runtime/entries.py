@@ -60,6 +60,11 @@ class Entries:
         return iter(self._modules)
 
     @property
+    def first(self) -> nn.Module:
+        """The only entry; of several, the first that is there."""
+        return self._modules[0]
+
+    @property
     def are_several(self) -> bool:
         """Whether the unit was made of a list."""
         return self._count > 1

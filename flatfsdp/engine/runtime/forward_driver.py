@@ -66,7 +66,7 @@ class ForwardDriver:
         training = torch.is_grad_enabled()
         if not setup.ready:
             outermost = setup.outermost
-            if unit is not outermost and not unit.entries.in_place and has_forward(outermost.module):
+            if unit is not outermost and not unit.entries.in_place and has_forward(outermost.entries.first):
                 raise UsageError(
                     f"the forward of a nested unit ({unit.entries.class_name}) ran before the first forward of the "
                     f"root ({outermost.entries.class_name}) that it belongs to; call the outermost "
@@ -155,7 +155,7 @@ class ForwardDriver:
         """
         if self.iteration.depth == 0 and self.observers.begin_step(unit):
             return self.run(unit, args, kwargs, call=call, entry=entry, stays=stays)
-        called = call if call is not None else unit.module
+        called = call if call is not None else unit.entries.first
         if unit.phase is SUMMONED:
             return self._run_summoned(unit, args, kwargs, called)
         outermost = self._enter(unit)
@@ -194,8 +194,8 @@ class ForwardDriver:
     def _run_summoned(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], called: Callable[..., Any]
     ) -> Any:
-        """The module's forward, or what else is `called`, with the parameters as the user has them. No communication, but of
-        units inside that are not summoned."""
+        """The module's forward, or what else is `called`, with the parameters as the user has them. No communication,
+        but of units inside that are not summoned."""
         if torch.is_grad_enabled():
             raise UsageError(
                 f"unit {unit.label}: forward inside summon_full_params() would train on parameters that are written "

@@ -69,7 +69,12 @@ class Setup:
         if self.ready:
             return
         units, outermost = self.units, self.outermost
-        names = {id(module): name for name, module in outermost.module.named_modules()}
+        if outermost.entries.are_several:
+            raise UsageError(
+                f"the modules {outermost.entries.class_name} were given to fully_shard() as a list, and no module "
+                "around them was. Shard the model that holds them, too, and call that first"
+            )
+        names = {id(module): name for name, module in outermost.entries.first.named_modules()}
         parameters = 0
         for index, unit in enumerate(units):
             unit.name = unit.entries.name(lambda module: names.get(id(module), ""))
@@ -110,7 +115,7 @@ class Setup:
 
     def check_placed(self) -> None:
         """Refuse parameters that are in no unit, or are elsewhere than where they compute."""
-        module = self.outermost.module
+        module = self.outermost.entries.first
         check_registered(module, self.units)
         check_placed(module, self.units, self.resources.device.device)
         self.coalescer.measure(self.units)

@@ -106,11 +106,6 @@ class Unit:
         """The name in messages."""
         return repr(self.name) if self.name else "<root>"
 
-    @property
-    def module(self) -> nn.Module:
-        """The module of a unit with one entry; of several, the first."""
-        return next(iter(self.entries))
-
     def share_params_of(self, owning_units: Sequence[Unit]) -> None:
         """Hold parameters of `owning_units` too."""
         for owning_unit in owning_units:

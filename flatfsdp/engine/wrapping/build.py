@@ -53,6 +53,7 @@ from .materialize import materialize
 # Of what transforms made of parameters and the leaves of one handle, what gives it its face.
 Faces = Callable[[Sequence[TransformedParam], Sequence[nn.Parameter]], FaceMaker]
 
+
 @dataclass(frozen=True)
 class Front:
     """What a unit is built for.

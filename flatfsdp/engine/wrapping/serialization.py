@@ -76,7 +76,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
             "homes": [(each.module, each.attribute, each.path, each.leaf) for each in unit.param_refs],
             "aliases": [(each.module, each.attribute, each.path, each.leaf) for each in unit.shared_refs],
             "extended": [(e.leaf, e.state, e.extensions) for views in unit.views for e in views.extended],
-            "left_alone": ignored_in(unit.module),
+            "left_alone": ignored_in(unit.entries.first),
             "groups": unit.groups,
             "root": replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit),
             "is_last_backward": model_of(unit).backwards.is_last_backward,
@@ -127,7 +127,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     )
     for module, attributes in plan["left_alone"]:
         ignore(module, attributes)
-    nested = units_in(unit.module)
+    nested = units_in(unit.entries.first)
     settings = replace(plan["root"], device=handles[0].device) if handles else plan["root"]
     model = new_model(unit, settings, tracker, nested)
     model.backwards.is_last_backward = plan["is_last_backward"]
