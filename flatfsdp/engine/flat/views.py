@@ -287,6 +287,11 @@ class ParamViews:
 
     def _store(self, index: int, value: torch.Tensor, what: str) -> None:
         handle = self.handle
+        if handle.shard.is_meta:
+            home = torch.device("cpu") if handle.options.offload else handle.device
+            self.replace_shard(torch.empty_like(handle.shard, device=home))
+            handle.without_values = frozenset(range(len(handle.leaves)))
+        handle.without_values -= {index}
         view = handle.at_rest.views[index]
         spec = handle.layout.params[index]
         if value.dtype != view.dtype:

@@ -87,8 +87,8 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
         for handle in unit.handles:
             managed.update(map(id, handle.parameters))
             found, expected = handle.shard.device, torch.device("cpu") if handle.options.offload else device
-            for spec in handle.layout.params:
-                if found.type == "meta":
+            for index, spec in enumerate(handle.layout.params):
+                if found.type == "meta" or index in handle.without_values:
                     on_meta.append(unit.entries.fqn(spec.name))
                 elif found != expected:
                     elsewhere.append(f"{unit.entries.fqn(spec.name)} ({found}, expected {expected})")
@@ -99,11 +99,17 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
     for name, tensor in [*outermost.named_parameters(), *outermost.named_buffers()]:
         if tensor.is_meta and id(tensor) not in managed:
             on_meta.append(name)
+    in_place = any(unit.entries.in_place for unit in units)
+    remedy = (
+        "Give them memory by model.to_empty(device=...) and values after that, or load a state dict that has them all "
+        "with assign=True"
+        if in_place
+        else "Modules that are wrapped are given memory by the constructor; initialise ignored modules, and what is "
+        "moved to the meta device after wrapping, before the first forward"
+    )
     if on_meta:
         raise UsageError(
-            f"these parameters or buffers are on the meta device, which has no values: {', '.join(on_meta)}. Modules "
-            "that are wrapped are given memory by the constructor; initialise ignored modules, and what is moved to "
-            "the meta device after wrapping, before the first forward"
+            f"these parameters or buffers are on the meta device, which has no values: {', '.join(on_meta)}. {remedy}"
         )
     if elsewhere:
         raise UsageError(

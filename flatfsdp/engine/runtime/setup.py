@@ -85,6 +85,7 @@ class Setup:
             self.connect(unit)
         self.entries = entries(outermost)
         check_hooked(units)
+        self.write_back([unit for unit in units if unit.entries.in_place])  # loaded in the place of meta tensors
         self.check_placed()
         self.choose_unshard_stream()
         if not any(unit.handles for unit in units):

@@ -223,9 +223,10 @@ def _flatten(
 
     `packed`: the ids of those that are packed bytes.
     """
-    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[nn.Parameter, str]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:
-        kinds.setdefault((leaf.dtype, leaf.requires_grad, id(leaf) in packed), []).append((leaf, path))
+        kind = leaf.dtype, leaf.requires_grad, id(leaf) in packed, leaf.is_meta
+        kinds.setdefault(kind, []).append((leaf, path))
     return [
         FlatParamHandle.flatten(
             [leaf for leaf, _ in members],
@@ -244,7 +245,7 @@ def _flatten(
             ),
             tracker=tracker,
         )
-        for (_, trainable, is_packed_kind), members in kinds.items()
+        for (_, trainable, is_packed_kind, _), members in kinds.items()
     ]
 
 
