@@ -26,10 +26,16 @@ from .accumulated_gradients import AccumulatedGradients
 
 
 class UnshardHandle:
-    """A gather on its way, from `unshard(async_op=True)`."""
+    """A gather on its way: what `unshard(async_op=True)` returns."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    _unit: Unit
+
+    @classmethod
+    def of(cls, unit: Unit) -> UnshardHandle:
+        """The handle of what was asked for of `unit`."""
+        made = cls()
+        made._unit = unit
+        return made
 
     def wait(self) -> None:
         """Wait until the parameters are whole. At no cost if they are, or have been freed meanwhile."""
@@ -70,7 +76,7 @@ class ScheduleControls(AccumulatedGradients):
             where = "inside a backward" if _torch.in_backward() else "inside summon_full_params(), where it is whole"
             raise UsageError(f"unshard() of unit {unit.label} was called {where}; call it between iterations")
         model_of(unit).unshard(unit)
-        handle = UnshardHandle(unit)
+        handle = UnshardHandle.of(unit)
         if async_op:
             return handle
         handle.wait()
@@ -399,7 +405,9 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, device: Device
 
 def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
     check_outside(unit, method)
-    accepted = "a list of FullyShardedDataParallel modules inside the same outermost one"
+    in_place = unit.entries.in_place
+    kind = "modules of fully_shard()" if in_place else "FullyShardedDataParallel modules"
+    accepted = f"a list of {kind} inside the same outermost one"
     if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
         refuse_type(f"{method}: modules", modules, accepted)
     targets = []
@@ -407,6 +415,9 @@ def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
         if not isinstance(module, nn.Module) or not units_at(module):
             refuse_type(f"{method}: modules", module, accepted)
         (target,) = units_at(module)
+        if in_place and target is not unit and not (model_of(unit).setup.ready or model_of(target).setup.ready):
+            targets.append(target)  # the first forward, when the outermost module is known, checks the rest
+            continue
         if target is unit or model_of(target) is not model_of(unit):
             found = "itself" if target is unit else f"a {target.entries.class_name} that is wrapped in another model"
             raise ConfigValueError(
@@ -414,7 +425,7 @@ def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
                 "before you say what is gathered ahead"
             )
         targets.append(target)
-    return PrefetchTargets(targets)
+    return PrefetchTargets(dict.fromkeys(targets))
 
 
 def check_prefetches_on_request(unit: Unit, method: str) -> None:

@@ -34,11 +34,18 @@ class FSDP2Controls(ScheduleControls):
             quiesce(model.units, collective=False, frees=True)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of `set_gradient_divide_factor`, which see."""
+        """The old name of `set_gradient_divide_factor`.
+
+        Args:
+            factor: as there.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Without effect: ranks may use different parameters at any time. One that no rank used has no gradient.
+
+        Args:
+            reduce_scatter_unused_params, recurse: checked for their type.
 
         Raises:
             ConfigTypeError: an argument is no bool.
@@ -49,6 +56,9 @@ class FSDP2Controls(ScheduleControls):
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Without effect: gradients are reduced where they lie, and there is no buffer that a next one waits for.
+
+        Args:
+            max_input_buffers, recurse: checked.
 
         Raises:
             ConfigTypeError, ConfigValueError: no number of at least 1.
@@ -61,7 +71,11 @@ class FSDP2Controls(ScheduleControls):
         check_bool("set_reduce_scatter_max_input_buffers: recurse", recurse)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reductions always have a communicator of their own, so that they run beside gathers. Warns for False.
+        """Reductions always have a communicator of their own, so that they run beside gathers.
+
+        Args:
+            enable: without effect; False warns.
+            recurse: checked for its type.
 
         Raises:
             ConfigTypeError: an argument is no bool.
@@ -76,6 +90,9 @@ class FSDP2Controls(ScheduleControls):
         """Let what follows on this stream, and so the next gathers, come after `event`, which an optimizer's step on
         another stream has recorded.
 
+        Args:
+            event: a `torch.Event`.
+
         Raises:
             ConfigTypeError: no event.
             UsageError: inside a forward or a backward, or on a nested module.
@@ -88,7 +105,14 @@ class FSDP2Controls(ScheduleControls):
             event.wait()
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Refused: gathers run in place, between shards and the memory that modules compute with."""
+        """Refused: gathers run in place, between shards and the memory that modules compute with.
+
+        Args:
+            comm: not looked at.
+
+        Raises:
+            UsageError: always.
+        """
         raise UsageError(
             f"set_custom_all_gather() of unit {self._unit.label}: gathers run in place, between shards and the memory "
             "that modules compute with, so there is no buffer for a gather of your own to allocate. Leave it out; "
@@ -96,7 +120,14 @@ class FSDP2Controls(ScheduleControls):
         )
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Refused: see `set_all_reduce_hook`."""
+        """Refused: reductions run where gradients lie. `set_all_reduce_hook` changes the sum.
+
+        Args:
+            comm: not looked at.
+
+        Raises:
+            UsageError: always.
+        """
         raise UsageError(
             f"set_custom_reduce_scatter() of unit {self._unit.label}: reductions run where gradients lie, so there is "
             "no buffer for a reduction of your own to allocate. Leave it out, or change the sum by "
@@ -105,6 +136,9 @@ class FSDP2Controls(ScheduleControls):
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refused with True: collectives read and write parameters and gradients themselves.
+
+        Args:
+            enable: False is accepted.
 
         Raises:
             ConfigTypeError: no bool.
@@ -119,7 +153,14 @@ class FSDP2Controls(ScheduleControls):
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Refused: collectives read and write parameters and gradients themselves."""
+        """Refused: collectives read and write parameters and gradients themselves.
+
+        Args:
+            backend: not looked at.
+
+        Raises:
+            ConfigValueError: always.
+        """
         raise ConfigValueError(
             f"set_symm_mem_for_comm: got {backend!r}, but there are no staging buffers to allocate in symmetric "
             "memory: collectives read and write parameters and gradients where they lie. Leave it out"

@@ -131,3 +131,18 @@ def check_hooked(units: Iterable[Unit]) -> None:
             f"a communication hook was registered on a part of this model, before the whole was wrapped: unit "
             f"{without[0].label} has none. Wrap the whole model, then call register_comm_hook() on it, once"
         )
+
+
+def check_targets(units: Sequence[Unit]) -> None:
+    """Refuse lists of what is gathered ahead that name units of other models.
+
+    Raises:
+        UsageError: naming one.
+    """
+    for unit in units:
+        for target in (*unit.options.forward_targets.units(), *unit.options.backward_targets.units()):
+            if target not in units:
+                raise UsageError(
+                    f"unit {unit.label} lists a {target.entries.class_name} to be gathered ahead, which is no part of "
+                    "the model that runs. List modules inside the same outermost one"
+                )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...api import Config
 from ..base.events import EventLog
 from ..comm.axes import Axis
 from ..comm.block_codec import BlockCodec
@@ -25,6 +26,11 @@ class ModelSettings:
     limit_all_gathers: bool
     check_values: str
     join_units_below: int
+
+    @classmethod
+    def of(cls, config: Config, device: torch.device) -> ModelSettings:
+        """Those in `config`, for a model that computes on `device`."""
+        return cls(device, config.limit_all_gathers, config.check_values, config.join_units_below)
 
 
 RootSettings = ModelSettings  # in pickles [Note: old names]

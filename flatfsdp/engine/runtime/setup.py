@@ -20,7 +20,7 @@ from ..comm.block_codec import codecs
 from ..comm.comm_hook import reducers
 from ..comm.process_groups import extent_of, groups_in_words
 from .coalesced_collectives import Coalescer
-from .device_checks import check_hooked, check_placed, check_registered
+from .device_checks import check_hooked, check_placed, check_registered, check_targets
 from .model_facts import axes_of, describe, initial_checksums, names_in, names_of_leaves, unit_entries
 from .module_tree import entries
 from .resources import ModelSettings, Resources
@@ -85,6 +85,7 @@ class Setup:
             self.connect(unit)
         self.entries = entries(outermost)
         check_hooked(units)
+        check_targets(units)
         self.write_back([unit for unit in units if unit.entries.in_place])  # loaded in the place of meta tensors
         self.check_placed()
         self.choose_unshard_stream()

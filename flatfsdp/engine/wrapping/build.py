@@ -86,10 +86,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     axes = meeting_axes(groups, Device(device)) if config.sync_module_states else []
     nested = units_in(module)
     with failing_together(axes):
-        for each in front.entries or [module]:
-            _check_unwrapped(each)
-        _check_front(nested, front)
-        _check_unattended(nested)
+        _check_new(module, nested, front)
         reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
@@ -113,11 +110,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         param_refs,
         built=_built_with(config, [each for _, each in modules], front, island=island),
         groups=groups,
-        options=UnitOptions(
-            AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
-            backward_prefetch=config.backward_prefetch,
-            forward_prefetch=config.forward_prefetch,
-        ),
+        options=_options(config, reshard),
         owning_units=owners_of(shared_refs),
         shared_refs=shared_refs,
     )
@@ -127,12 +120,19 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     put_at_rest(unit)
     for each, attributes in (*dict.fromkeys(ignored_modules).items(), *ignored_refs.items()):
         ignore(each, attributes)
-    settings = ModelSettings(device, config.limit_all_gathers, config.check_values, config.join_units_below)
-    model = new_model(unit, settings, tracker, nested)
+    model = new_model(unit, ModelSettings.of(config, device), tracker, nested)
     if initial_checksums is not None:
         initial_checksums.seal(own_pieces(unit))
         model.setup.initial_checksums[unit] = initial_checksums
     return model
+
+
+def _options(config: Config, reshard: bool | int | None) -> UnitOptions:
+    return UnitOptions(
+        AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
+        backward_prefetch=config.backward_prefetch,
+        forward_prefetch=config.forward_prefetch,
+    )
 
 
 def _built_with(config: Config, modules: Sequence[nn.Module], front: Front, *, island: bool) -> BuiltWith:
@@ -295,8 +295,11 @@ def _check_unwrapped(module: nn.Module) -> None:
         )
 
 
-def _check_front(nested: Iterable[Unit], front: Front) -> None:
-    """Refuse a model that is made by both fronts."""
+def _check_new(module: nn.Module, nested: Iterable[Unit], front: Front) -> None:
+    """Refuse modules that are in a unit already, and models that are made by both fronts."""
+    for each in front.entries or [module]:
+        _check_unwrapped(each)
+    _check_unattended(nested)
     for unit in nested:
         if unit.entries.in_place is not bool(front.entries):
             made = "fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel"
