@@ -53,7 +53,7 @@ class FSDPModule(FSDP2Controls):
         return deep_copy(self, memo)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return reduce(self)  # type: ignore[arg-type]
+        return reduce(self, FSDPModule)  # type: ignore[arg-type]
 
 
 @overload

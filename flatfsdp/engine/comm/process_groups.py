@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...api import HYBRIDS, Config, ShardingStrategy
 from ...errors import ConfigValueError, UsageError, set_rank, warn_once
@@ -268,3 +268,9 @@ def world_mesh() -> Any:
     device = accelerator()
     kind = device.type if device is not None and serves(dist.group.WORLD, device) else "cpu"
     return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def mesh_over(plan: ProcessGroups, kind: str, ranks: Any, names: Any) -> Any:
+    """The mesh of `ranks` (nested lists) on devices of that `kind`, over the groups that `plan` has of the user."""
+    group = [*plan.given[::-1]] if isinstance(plan.given, tuple) else plan.given  # a mesh is (replicate, shard)
+    return DeviceMesh.from_group(group, kind, torch.tensor(ranks), mesh_dim_names=names)
