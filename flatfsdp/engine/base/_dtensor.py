@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 REASONS = {
-    "device_mesh.DeviceMesh._concatenate": "parameters that are split by data and by tensor parallelism lie on the mesh "
-    "of both, and only this makes one of two that exist without new process groups",
+    "device_mesh.DeviceMesh._concatenate": "parameters that are split by data and by tensor parallelism lie on the "
+    "mesh of both, and only this makes one of two that exist without new process groups",
     "tensor.placement_types._StridedShard": "rows that tensor parallelism has split are split again by data "
     "parallelism, which is the other way round in the order of the mesh; only this placement says so",
     "tensor._dtensor_spec.DTensorSpec": "what a DTensor is made of without communication; `from_local` asks autograd "

@@ -67,7 +67,7 @@ class _Gradients(NamedTuple):
                 if not handle.is_unsharded_at_rest:
                     _, grads = sharded.setdefault(unit.groups.shard.process_group, (unit.transports.gather, []))
                 present = [p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None]
-                grads.extend(map(handle.face.local_of, present))
+                grads.extend(map(handle.face.local_of, present) if handle.face.is_distributed else present)
         whole.extend([p.grad for key, p in chosen.items() if key not in managed and p.grad is not None])
         return cls(sharded, whole, dtypes.union(map(attrgetter("dtype"), whole)))
 

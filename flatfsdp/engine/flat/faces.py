@@ -152,8 +152,8 @@ class Face(Protocol):
         ...
 
     def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
-        """Of gradients in `flat`, unsharded and padded: each holder that requires one, this rank's part of it, and the
-        leaves of that part. [Note: marks]"""
+        """Of gradients `flat`, unsharded, 1-D and padded: each holder that requires one, this rank's part of it, and
+        the leaves of that part. [Note: marks]"""
         ...
 
 
@@ -327,5 +327,5 @@ def fact_of(faces: Iterable[Face]) -> tuple[str, str]:
 
 
 def pickled_face(options: Mapping[str, Any]) -> FaceMaker:
-    """The face of a handle among `options` that an earlier version pickled, which has the argument there."""
+    """The face among a handle's `options` as pickles of earlier versions have them: as the argument that chose it."""
     return OriginalFace if options["use_orig_params"] else FlatFace

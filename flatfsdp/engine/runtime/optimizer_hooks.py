@@ -25,12 +25,13 @@ from .rest import before_step
 
 
 class _CheckedOptimizer(NamedTuple):
-    """An optimizer, as it was when it was last looked at: the registry's generation, how many param groups it had, and
-    the models that it steps."""
+    """An optimizer, as it was when it was last looked at: the registry's generation, how many param groups it had,
+    the models that it steps, and whether it holds distributed tensors of theirs."""
 
     generation: int
     groups: int
     models: tuple[weakref.ref[Model], ...]
+    distributed: bool
 
 
 _at_work: Override[torch.optim.Optimizer | None] = Override(None)
@@ -70,8 +71,10 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
     generation = registry.generation + adoptions.count
     if known is None or known[:2] != (generation, groups):
         check_parameters(optimizer)
-        models = tuple(map(weakref.ref, models_of(optimizer)))
-        known = _checked[optimizer] = _CheckedOptimizer(generation, groups, models)
+        models = models_of(optimizer)
+        distributed = any(h.face.is_distributed for model in models for unit in model.units for h in unit.handles)
+        known = _CheckedOptimizer(generation, groups, tuple(map(weakref.ref, models)), distributed)
+        _checked[optimizer] = known
     return known
 
 
@@ -95,8 +98,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for ref in known.models:
             if (model := ref()) is not None:
                 model.agreement.stepped = True
-    groups = [group for group in optimizer.param_groups if _writes_unnoticed(optimizer, group)]
-    stepped = [p for group in groups for p in group["params"] if p.grad is not None and _is_managed(p)]
+    groups = optimizer.param_groups
+    if known is not None and known.distributed:  # what is written to a list of DTensors leaves their versions, too
+        stepped = [p for group in groups for p in group["params"] if p.grad is not None]
+    else:
+        groups = [group for group in groups if _writes_unnoticed(optimizer, group)]
+        stepped = [p for group in groups for p in group["params"] if p.grad is not None and _is_managed(p)]
     if stepped:
         torch.autograd.graph.increment_version(stepped)
 

@@ -94,7 +94,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     handles = []
     for entry in plan["handles"]:
         options = entry.get("options") or FlatParamOptions(
-            **{name: entry[name] for name in HANDLE_OPTIONS}, face=pickled_face(entry)
+            face=pickled_face(entry), **{name: entry[name] for name in HANDLE_OPTIONS}
         )
         settings = {name: entry[name] for name in HANDLE_SETTINGS}
         handles.append(

@@ -35,4 +35,4 @@ def test_no_other_file_asks_which_face_it_is(found: object, files: tuple[str, ..
     assert callable(found)
     paths = sorted(ENGINE.rglob("*.py"))
     trees = {path.relative_to(ENGINE).with_suffix("").as_posix(): ast.parse(path.read_text()) for path in paths}
-    assert sorted(name for name, tree in trees.items() if found(tree)) == sorted(files)
+    assert {name for name, tree in trees.items() if found(tree)} <= {*files}

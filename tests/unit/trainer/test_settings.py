@@ -316,7 +316,8 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         "--device cpu --ranks 4 --detect-nonfinite --strategy hybrid-shard --reshard-after-forward 2 --replicas 2 "
         "--units a.b,C --units-fallback --param-dtype bf16 --reduce-dtype fp32 --buffer-dtype double "
         "--gather-dtype fp8 --reduce-bits 4 --cpu-offload --no-use-orig-params --layout rows "
-        "--activation-checkpointing --backward-prefetch none --forward-prefetch --no-limit-all-gathers --sync-module-states"
+        "--activation-checkpointing --backward-prefetch none --forward-prefetch --no-limit-all-gathers "
+        "--sync-module-states"
     )
     assert read(*line.split()) == {"training": training, "fsdp": fsdp}
     for given, default in ((training, TrainingArguments()), (fsdp, FSDPArguments())):
