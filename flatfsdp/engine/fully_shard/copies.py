@@ -263,4 +263,3 @@ def _load(data: bytes) -> nn.Module:
     set_lists(units, lists)
     loaded: nn.Module = module
     return loaded
-

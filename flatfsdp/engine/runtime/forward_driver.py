@@ -160,6 +160,7 @@ class ForwardDriver:
             return self._run_summoned(unit, args, kwargs, called)
         outermost = self._enter(unit)
         phase, recomputing = unit.phase, _torch.in_backward()
+        again = phase is FORWARD  # inside its own forward, which goes on after this
         try:
             unit_call, args, kwargs, outer_dtype = self._before(unit, outermost, recomputing, args, kwargs)
             dtype = unit.built.mixed_precision.buffer_dtype
@@ -174,7 +175,7 @@ class ForwardDriver:
                 output = cast_floating(output, outer_dtype)
             if entry is not None and unit.entries.are_several and not recomputing:
                 self.gathers.entry_ran(unit, entry)
-            self._after(unit, recomputing, unit_call, output, stays=stays)
+            self._after(unit, recomputing, unit_call, output, stays=stays, again=again)
             if not recomputing:
                 for observe in self.observers.forward_ended:
                     observe(unit, output, outermost=outermost)
@@ -184,8 +185,8 @@ class ForwardDriver:
                 self.agreement.refuse(error)
             self._leave(unit, failed=True)
             raise
-        if recomputing:
-            unit.phase = phase  # it returns to where its backward is
+        if recomputing or again:
+            unit.phase = phase  # it returns to where its backward is, or its forward
         else:
             unit.enter_phase(IDLE)
         self._leave(unit)
@@ -283,8 +284,11 @@ class ForwardDriver:
             flow.unhook_later(registered)
         return call
 
-    def _after(self, unit: Unit, recomputing: bool, call: ForwardCall | None, output: Any, *, stays: bool) -> None:
-        """`stays`: whether the unit stays unsharded where it is trained and no output shows it."""
+    def _after(
+        self, unit: Unit, recomputing: bool, call: ForwardCall | None, output: Any, *, stays: bool, again: bool
+    ) -> None:
+        """`stays`: whether the unit stays unsharded where it is trained and no output shows it; `again`: it does, for
+        the forward around this one."""
         training, turns = torch.is_grad_enabled(), self.iteration.turns
         if not training:
             self._forget_autocast()
@@ -309,7 +313,7 @@ class ForwardDriver:
             if by_any is None:
                 return
             reached = by_any
-        self.gathers.finish(unit, reached=reached, keep=keep)
+        self.gathers.finish(unit, reached=reached, keep=keep or again)
 
     def _hook_output(self, unit: Unit, output: torch.Tensor, call: ForwardCall | None) -> None:
         """Begin this unit's backward when the gradient of `output` is there; that of its readers is over then."""

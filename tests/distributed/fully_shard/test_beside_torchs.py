@@ -17,6 +17,7 @@ import torch.distributed.fsdp as theirs
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import flatfsdp
 from tests.conftest import Run
@@ -215,3 +216,22 @@ def chunks(rank: int, world: int, reshard: bool | None) -> list[str]:
 def test_an_entry_of_a_list_is_called_by_itself(reshard: bool | None, pool2: Run) -> None:
     found = [each for rank in pool2(chunks, reshard) for each in rank]
     assert not found
+
+
+def exposed(rank: int, world: int) -> list[bool]:
+    torch.manual_seed(0)
+    model = sharded(Headless(), flatfsdp, mesh_of(2), Case(reshard=True))
+    batch = torch.ones(2, 3, dtype=torch.long)
+    hidden = model(batch)
+    seen = [isinstance(model.norm.weight, DTensor)]  # of the list only the norm ran, and the root's forward has ended
+    output = model.head(hidden)
+    seen.append(isinstance(model.norm.weight, DTensor))  # it is kept for the backward
+    output.sum().backward()
+    seen.append(isinstance(model.norm.weight, DTensor))
+    whole = sharded(Net(), flatfsdp, mesh_of(2), Case(reshard=True))
+    whole(batch)
+    return [*seen, isinstance(whole.norm.weight, DTensor)]
+
+
+def test_a_list_is_freed_when_all_of_it_ran(pool2: Run) -> None:
+    assert pool2(exposed) == [[True, False, True, True]] * 2
