@@ -35,7 +35,8 @@ LINES = {
 # What "Two fronts, one core" has brought since, by part of the issue.
 SEGMENTS = {"engine": 278, "core": 241, "trainer": 5, "all": 283}
 PARTS = {"engine": 687, "core": 116, "checkpoint": 16, "all": 698}  # of tensor parallelism
-LINES = {part: (*limits, SEGMENTS.get(part, 0), PARTS.get(part, 0)) for part, limits in LINES.items()}
+FACES = {"engine": 411, "all": 411}
+LINES = {part: (*limits, *(each.get(part, 0) for each in (SEGMENTS, PARTS, FACES))) for part, limits in LINES.items()}
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
 # What a maintainer must know to change the engine: its packages for order, layout, configuration, device,
