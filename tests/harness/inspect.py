@@ -341,7 +341,7 @@ def owed(model: Any) -> list[Tensor]:
 
 def wrappers_called(model: Any) -> set[int]:
     """The ids of the wrapped modules whose forward users call."""
-    return {id(each.module) for each in _model(model).setup.entries}
+    return {id(each.entries.first) for each in _model(model).setup.entries}
 
 
 def parts(model: Any) -> list[weakref.ref[Any]]:

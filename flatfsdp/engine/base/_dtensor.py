@@ -93,3 +93,15 @@ def dtensor(local: torch.Tensor, spec: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, spec, requires_grad=False)
+
+
+def dtensor_type() -> Any:
+    """The class of DTensors."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+def set_local(value: Any, local: torch.Tensor, spec: Any) -> None:
+    """Let a DTensor have `local`, of its dtype, as what this rank has of it, and `spec`."""
+    value._local_tensor, value._spec = local, spec

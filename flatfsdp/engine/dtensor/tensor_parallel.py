@@ -41,6 +41,10 @@ class StoredDTensor:
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredDTensor:
         return self  # copies of a model communicate over the same mesh
 
+    def spec(self, dtype: torch.dtype) -> Any:
+        """The DTensorSpec of it in `dtype`."""
+        return _dtensor.new_spec(self.mesh, self.placements, self.shape, self.stride, dtype)
+
     def around(self, local: torch.Tensor) -> torch.Tensor:
         """The DTensor whose part is `local`, through which gradients reach that."""
         from torch.distributed.tensor import DTensor
@@ -110,8 +114,7 @@ class TensorParallel(Transform):
 
     def around(self, stored: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
         """The DTensor that holds `stored` itself."""
-        spec = _dtensor.new_spec(state.mesh, state.placements, state.shape, state.stride, stored.dtype)
-        made: torch.Tensor = _dtensor.dtensor(stored, spec)
+        made: torch.Tensor = _dtensor.dtensor(stored, state.spec(stored.dtype))
         return made
 
     def stored_in(self, seen: torch.Tensor) -> torch.Tensor:
@@ -120,8 +123,7 @@ class TensorParallel(Transform):
 
     def sharded(self, rows: torch.Tensor, dp_mesh: Any, state: StoredDTensor) -> torch.Tensor:
         """The DTensor on both meshes that FSDP2 would have of this rank's `rows`."""
-        stored = _dtensor.new_spec(state.mesh, state.placements, state.shape, state.stride, rows.dtype)
-        spec = spec_at_rest(dp_mesh, ParamSpec("", tuple(rows.shape)), 0, rows.dtype, stored)
+        spec = spec_at_rest(dp_mesh, ParamSpec("", tuple(rows.shape)), 0, rows.dtype, state.spec(rows.dtype))
         made: torch.Tensor = _dtensor.dtensor(rows, spec)
         return made
 

@@ -62,7 +62,7 @@ class _Gradients(NamedTuple):
         chosen = {id(parameter): parameter for parameter in parameters}
         for unit in model.units:
             for kind, handle in enumerate(unit.handles):
-                managed.update(map(id, (*handle.leaves, handle.flat_param)))
+                managed.update(map(id, handle.parameters))
                 if chosen.keys().isdisjoint(map(id, handle.face.holders)):
                     continue
                 if handle.trainable_indices():
@@ -75,7 +75,8 @@ class _Gradients(NamedTuple):
                 grads = found.whole  # without the calls of `over`, for each unit
                 if own:
                     grads = found.sharded.setdefault((unit.groups.shard.process_group,), (own, []))[1]
-                grads.extend([p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None])
+                present = [p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None]
+                grads.extend(map(handle.face.local_of, present) if handle.face.is_distributed else present)
         found.whole.extend([p.grad for key, p in chosen.items() if key not in managed and p.grad is not None])
         found.dtypes.update(map(attrgetter("dtype"), found.whole))
         return found
@@ -170,7 +171,10 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
         units = {unit for model in registry.models for unit in model.units}
         # Wrappers inside others had models of their own before: each unit's is looked up. Others' may be collected.
         found = {
-            model_of(unit) for unit in units if any(not ids.isdisjoint(map(id, h.face.holders)) for h in unit.handles)
+            model_of(unit)
+            for unit in units
+            for handle in unit.handles
+            if not (handle.face.is_distributed or ids.isdisjoint(map(id, handle.face.holders)))
         }
         if not found:
             return torchs_own(given, max_norm, norm_type, error_if_nonfinite, foreach)

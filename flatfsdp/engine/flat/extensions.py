@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -176,7 +175,7 @@ class TransformedParam:
         """Let the modules hold a parameter like the one they had before. Precondition: the leaf is unsharded."""
         restored = nn.Parameter(self._value().detach().clone(), requires_grad=self.leaf.requires_grad)
         for param_ref in self.param_refs:
-            replace(param_ref, leaf=restored).register()
+            param_ref.of(restored).register()
 
     def show(self, stored: torch.Tensor, grad: torch.Tensor | None) -> None:
         """Let the modules list what they see of unsharded `stored` memory and its gradient as a parameter, until
@@ -186,7 +185,7 @@ class TransformedParam:
             if grad is not None:
                 shown.grad = self.transform.around(grad, self.state)
             for param_ref in self.param_refs:
-                replace(param_ref, leaf=shown).register()
+                param_ref.hold(shown)
 
     def taken(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the modules hold now, as it is stored, and its gradient: what `show` has shown, or what a user has put
@@ -194,9 +193,8 @@ class TransformedParam:
         held = self.param_refs[0].current
         if not isinstance(held, nn.Parameter):
             return self.leaf, self.leaf.grad
-        return self.transform.stored_in(held.detach()), None if held.grad is None else self.transform.stored_in(
-            held.grad
-        )
+        grad = None if held.grad is None else self.transform.stored_in(held.grad)
+        return self.transform.stored_in(held.detach()), grad
 
     def uninstall(self, put: Callable[[ParamRef], None]) -> None:
         """Let the modules hold what they hold at rest, which `put` gives to one."""
@@ -230,7 +228,7 @@ def transform(
             made[id(original)] = _transformed(param_ref, transforms)
         transformed = made[id(original)]
         if transformed is not None:
-            param_ref = replace(param_ref, leaf=transformed.leaf)
+            param_ref = param_ref.of(transformed.leaf)
             transformed.param_refs.append(param_ref)
         out.append(param_ref)
     for param_ref in out:

@@ -207,6 +207,7 @@ class WindowGrad:
 
     parameter: torch.Tensor
     grad: torch.Tensor
+    local: torch.Tensor  # this rank's part of it
     version: int
     indices: tuple[int, ...]
     is_ours: bool  # made by the window, and not the sum of earlier synchronized gradients
@@ -215,6 +216,11 @@ class WindowGrad:
     def is_there(self) -> bool:
         """Whether the parameter still has it."""
         return self.parameter.grad is self.grad
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether somebody wrote to it."""
+        return self.grad._version + self.local._version != self.version
 
 
 class Accumulation:
@@ -262,17 +268,20 @@ class Accumulation:
             grad = parameter.grad
             if is_ours := grad is None:
                 # `.data` has a version counter of its own: an edit of one mark is not one of its neighbours.
-                grad = share.data.to(device=parameter.device, dtype=handle.precision.grad)
+                own = share.data.to(device=handle.shard.device, dtype=handle.precision.grad)
+                grad = handle.face.as_grad(indices, own)
                 assign_grad(parameter, grad)
             assert grad is not None
-            self._window_grads.append(WindowGrad(parameter, grad, grad._version, indices, is_ours))
+            local = handle.face.local_of(grad)
+            version = grad._version + local._version
+            self._window_grads.append(WindowGrad(parameter, grad, local, version, indices, is_ours))
 
     def check_window(self, slots: GradientSlots) -> bool:
         """Drop from the window in `slots` what the user dropped; take back the marks that we made. True if nothing is
         left of it."""
         marks, self._window_grads = self._window_grads, []
-        changed = [mark for mark in marks if mark.is_there and mark.grad._version != mark.version]
-        edited = [mark for mark in changed if mark.grad.any()]
+        changed = [mark for mark in marks if mark.is_there and mark.was_changed]
+        edited = [mark for mark in changed if mark.local.any()]
         ours = [self._handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]
         if ours:
             raise UsageError(
@@ -281,7 +290,7 @@ class Accumulation:
                 "it after a backward outside of no_sync(), or drop it with zero_grad()"
             )
         # An empty piece looks zero whatever was done to it; its neighbours show it.
-        zeroed = [mark for mark in changed if not mark.grad.any() and (mark.grad.numel() or not edited)]
+        zeroed = [mark for mark in changed if not mark.local.any() and (mark.local.numel() or not edited)]
         dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
         for mark in marks:
             if mark.is_ours and mark.is_there:

@@ -116,10 +116,11 @@ class ShardViews:
         self._cuts, self._kept = _cuts([spans[i] for i in self._present], layout.shard_numel)
         self.pieces = pieces_of(shard, layout)
         self.views = self.views_of(shard)
-        self.shown = list(zip(leaves, self.views, strict=True))
+        held = self.views if not shard.is_meta else [empty.detach() for _ in leaves]  # leaves are never on it
+        self.shown = list(zip(leaves, held, strict=True))
         self.empty = empty
         self.stands_in = shard.dtype == empty.dtype and shard.device == empty.device and not self._is_whole
-        self._expected = self._facts(self.views)
+        self._expected = self._facts(held)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """What the leaves would show of `flat`, which is laid out like the shard."""

@@ -13,25 +13,48 @@ stay on the meta device, only the module.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import nn
 
-from ...errors import UsageError
+from ...errors import InternalError, UsageError
 from ..base._torch import has_hooks, hooks_on
 
 
-@dataclass(frozen=True)
 class ParamRef:
-    """A place where a module holds a parameter: `module.attribute`, `path` from the unit's module."""
+    """A place where a module holds a parameter: `module.attribute`, `path` from the unit's module.
 
-    module: nn.Module
-    attribute: str
-    path: str
-    leaf: nn.Parameter
+    It does not keep the module alive: a module may have its unit, which has the references.
+
+    Attributes:
+        leaf: the parameter.
+        held: what the module is to hold there now: the leaf, or what stands for it at rest.
+        keeps_place: the module lists something there at rest, whose place among its parameters is kept meanwhile.
+    """
+
+    __slots__ = ("attribute", "held", "keeps_place", "leaf", "module_ref", "path")
+
+    def __init__(self, module: nn.Module, attribute: str, path: str, leaf: nn.Parameter) -> None:
+        self.module_ref = weakref.ref(module)
+        self.attribute = attribute
+        self.path = path
+        self.leaf = self.held = leaf
+        self.keeps_place = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that holds the parameter, which must be there."""
+        module = self.module_ref()
+        if module is None:
+            raise InternalError(f"the module of {self.path!r} is gone")
+        return module
+
+    def of(self, leaf: nn.Parameter) -> ParamRef:
+        """A reference to another parameter in the same place."""
+        return ParamRef(self.module, self.attribute, self.path, leaf)
 
     @property
     def is_packed(self) -> bool:
@@ -49,26 +72,44 @@ class ParamRef:
 
     @staticmethod
     def changed(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
-        """Those of `param_refs` that do not hold their leaf."""
+        """Those of `param_refs` whose modules hold something else than they are to."""
         suspects = []
         for param_ref in param_refs:  # once for every parameter and step
-            leaf, attribute, values = param_ref.leaf, param_ref.attribute, param_ref.module.__dict__
-            if values["_parameters"].get(attribute) is not leaf and values.get(attribute) is not leaf:
-                suspects.append(param_ref)
-        return suspects and [param_ref for param_ref in suspects if param_ref.current is not param_ref.leaf]
+            module = param_ref.module_ref()
+            if module is not None:
+                held, attribute, values = param_ref.held, param_ref.attribute, module.__dict__
+                if values["_parameters"].get(attribute) is not held and values.get(attribute) is not held:
+                    suspects.append(param_ref)
+        return suspects and [param_ref for param_ref in suspects if param_ref.current is not param_ref.held]
 
     def register(self) -> None:
         """Let the module list the leaf among its parameters."""
         self.module.__dict__.pop(self.attribute, None)
-        self.module._parameters[self.attribute] = self.leaf
+        self.module._parameters[self.attribute] = self.held = self.leaf
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Let the module, if it is there, list `parameter` in this place, the leaf or what stands for it at rest."""
+        module = self.module_ref()
+        if module is None:
+            return
+        module.__dict__.pop(self.attribute, None)
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            module._parameters[self.attribute] = parameter
+        else:  # a recurrent module has its weights in a list, besides
+            setattr(module, self.attribute, parameter)
+        self.held = parameter
 
     def unregister(self) -> None:
         """Keep the leaf as a plain attribute that `parameters()` does not list."""
         self.assign(self.leaf)
+        self.held = self.leaf
 
     def assign(self, value: torch.Tensor) -> None:
         """Let the module have `value` as a plain attribute in the parameter's place."""
-        self.module._parameters.pop(self.attribute, None)
+        if self.keeps_place:
+            self.module._parameters[self.attribute] = None
+        else:
+            self.module._parameters.pop(self.attribute, None)
         self.module.__dict__[self.attribute] = value
 
 

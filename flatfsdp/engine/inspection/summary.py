@@ -57,7 +57,7 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     lines += [f"each unit: {common}"] if common else []
     lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in found)
     lines += _early_waits([unit for _, unit in found])
-    owned = {id(each) for _, unit in found for h in unit.handles for each in (*h.leaves, h.flat_param)}
+    owned = {id(each) for _, unit in found for h in unit.handles for each in h.parameters}
     left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
     if left:
         lines.append(f"not sharded: {left:,} parameters that no unit owns (ignored, or outside of every wrapper)")
@@ -127,7 +127,7 @@ def _summary_of(name: str, unit: Unit) -> UnitSummary:
     parameters = sum(spec.numel for handle in unit.handles for spec in handle.layout.params)
     return UnitSummary(
         name=name,
-        module=type(unit.module).__name__,
+        module=unit.entries.class_name,
         parameters=parameters,
         bytes_per_rank=sum(handle.shard.numel() * handle.shard.element_size() for handle in unit.handles),
         padding=sum(handle.layout.padded_numel for handle in unit.handles) - parameters,
@@ -301,7 +301,7 @@ class Stats:
         models = models_of(units)
         for model in models:
             if model.outermost not in units:
-                part, unsharded = type(units[0].module).__name__, type(model.outermost.module).__name__
+                part, unsharded = units[0].entries.class_name, model.outermost.entries.class_name
                 raise UsageError(
                     f"stats() of {part}, which is a part of the wrapped {unsharded}: bytes and collectives are counted "
                     "for whole models. Pass the outermost module"
@@ -311,14 +311,16 @@ class Stats:
 
 def _units(model: nn.Module) -> list[tuple[str, Unit]]:
     """The units in `model` with the paths of their modules, in the order of `named_modules`."""
-    modules = model.named_modules()
-    found = [(name, unit) for name, each in modules if isinstance(unit := each.__dict__.get("_unit"), Unit)]
-    if not found:
+    paths: dict[Unit, list[str]] = {}  # of several entries, all
+    for name, each in model.named_modules():
+        if isinstance(unit := each.__dict__.get("_unit"), Unit):
+            paths.setdefault(unit, []).append(name)
+    if not paths:
         raise UsageError(
-            f"no module in {type(model).__name__} is wrapped by FullyShardedDataParallel. Wrap the model first, and "
-            "pass the wrapper"
+            f"no module in {type(model).__name__} is wrapped by FullyShardedDataParallel or was given to "
+            "fully_shard(). Shard the model first, and pass the wrapper, or the model"
         )
-    return found
+    return [(", ".join(names), unit) for unit, names in paths.items()]
 
 
 def _kind(unit: Unit, handle: FlatParamHandle) -> str:

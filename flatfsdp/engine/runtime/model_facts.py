@@ -15,7 +15,6 @@ from ..agreement.checksums import InitialChecksums
 from ..agreement.model_check import Checksums, Fact
 from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
 from ..base import _torch
-from ..base.fqns import fqn
 from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..flat.faces import fact_of
@@ -51,7 +50,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
         subject, groups = f"unit {unit.label}", unit.groups
         argument, value = fact_of([handle.face for handle in unit.handles])
         facts += [
-            (subject, f"of class {type(unit.module).__name__}", False),
+            (subject, f"of class {unit.entries.class_name}", False),
             (f"{subject}, sharding_strategy", groups.strategy.name, False),
             (
                 f"{subject}, ranks",
@@ -107,7 +106,8 @@ def initial_checksums(units: Sequence[Unit], known: dict[Unit, InitialChecksums]
         if (each := known.pop(unit, None)) is not None:
             paths = [spec.name for handle in unit.handles for spec in handle.layout.params]
             peers = hash63(str([axis.group.rank for axis in beside(unit, parts)]))
-            out += [(fqn(unit.name, path), value, peers) for path, value in each.unchanged(paths, own_pieces(unit))]
+            values = each.unchanged(paths, own_pieces(unit))
+            out += [(unit.entries.fqn(path), value, peers) for path, value in values]
     return out
 
 
@@ -149,7 +149,7 @@ def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
 def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
     """The path of every parameter of `units` in their model, by its id."""
     return {
-        id(leaf): fqn(unit.name, spec.name)
+        id(leaf): unit.entries.fqn(spec.name)
         for unit in units
         for handle in unit.handles
         for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)

@@ -269,4 +269,4 @@ def unwrap(unit: Unit) -> nn.Module:
     for views in unit.views:
         for extended in views.extended:
             extended.dissolve()
-    return unit.module
+    return unit.entries.first

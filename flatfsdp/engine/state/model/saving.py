@@ -109,7 +109,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
         destination = OrderedDict()
         destination._metadata = OrderedDict()
     if unit.phase is SUMMONED:
-        return unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return unit.entries.first.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     job = _job.get()
     if job is not None:
         _add(job, wrapper, destination, prefix)
@@ -169,7 +169,7 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
         if not by_values:
             placeholders = Placeholders(unit, receives=False)
             try:
-                unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+                unit.entries.first.state_dict(destination=destination, prefix=prefix, keep_vars=True)
             except PlaceholderReadError:
                 by_values = True
                 for key in list(islice(destination, start, None)):
@@ -186,7 +186,7 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
     for after in wrapper._state_dict_hooks.values():
         if (changed := after(wrapper, destination, prefix, metadata)) is not None:
             raise UsageError(
-                f"a state dict hook of the wrapper of {type(unit.module).__name__} returned a "
+                f"a state dict hook of the wrapper of {unit.entries.class_name} returned a "
                 f"{type(changed).__name__}: change the dictionary in place, and return None"
             )
 
@@ -199,7 +199,7 @@ def has_own_classes(unit: Unit) -> bool:
 def _add_values(job: StateDictCall, unit: Unit, destination: Any, prefix: str, start: int) -> None:
     """Let the modules of `unit` see whole parameters."""
     with summon([unit]):
-        unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+        unit.entries.first.state_dict(destination=destination, prefix=prefix, keep_vars=True)
         leaves = {id(each.leaf): each.leaf for each in params_of([unit])}
         memory = {_storage(leaf) for leaf in leaves.values()} - {None}
         for key, value in list(islice(destination.items(), start, None)):
