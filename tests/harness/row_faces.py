@@ -13,14 +13,15 @@ from torch import nn
 import flatfsdp.fully_sharded_data_parallel as facade
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.dtensor.row_face import RowFaces
-from flatfsdp.engine.wrapping.build import build_unit
+from flatfsdp.engine.wrapping.build import Front, build_unit
 
 
 @contextmanager
 def row_faces(mesh: Any) -> Iterator[None]:
     """Inside, wrappers give their parameters that look, over `mesh`."""
     face = RowFaces(mesh)
-    with patch.object(facade, "build_unit", partial(build_unit, faces=lambda transformed, leaves: face)):
+    front = Front(faces=lambda transformed, leaves: face)
+    with patch.object(facade, "build_unit", partial(build_unit, front=front)):
         yield
 
 
