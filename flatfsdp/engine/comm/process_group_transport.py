@@ -74,7 +74,8 @@ class ProcessGroupTransport:
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         """Sum `full` (world * n elements) over ranks and leave this rank's n elements in `output`. Collective."""
         self.comm_stats.log("reduce_scatter", full.nbytes)
-        output, full = real(output), real(full)
+        if full.is_complex():
+            output, full = real(output), real(full)
         if stream.is_callers and full.numel():
             return PendingWork(work=self._beside.reduce_scatter(output, full), keep=(output, full))
         return self._issue(stream, lambda flat: flat.reduce_scatter(output, full), full, output)
@@ -82,7 +83,7 @@ class ProcessGroupTransport:
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         """Sum `tensor` over ranks in place. Collective."""
         self.comm_stats.log("all_reduce", tensor.nbytes)
-        summed = real(tensor)
+        summed = real(tensor) if tensor.is_complex() else tensor
         return self._issue(stream, lambda flat: flat.all_reduce([summed]), summed)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:

@@ -45,12 +45,14 @@ class Entries:
 
     Attributes:
         in_place: whether they hold the unit themselves, and no wrapper does.
+        wrapped: the module inside the wrapper; None in place.
         class_name: of the entry, for messages; of several, all of them.
         paths: from the outermost module, once that is known; "" for that.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, in_place: bool) -> None:
         self.in_place = in_place
+        self.wrapped = None if in_place else modules[0]
         self._modules: Sequence[nn.Module] = WeakModules(modules) if in_place else list(modules)
         self._count = len(modules)
         self.class_name = ", ".join(plain_class(module).__name__ for module in modules)

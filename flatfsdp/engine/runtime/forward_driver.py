@@ -101,7 +101,8 @@ class ForwardDriver:
         if new_record:
             iteration.record = ForwardRecord()
             self.gradient_flow.unhook()
-        self.gathers.begin()
+        self.gathers.order.begin()
+        self.gathers.partly_run.clear()
         iteration.training = training
         if self._turns_version != setup.version:
             self._turns_version = setup.version
@@ -125,7 +126,9 @@ class ForwardDriver:
             iteration.abandon()
             return
         self.agreement.end_forward()
-        self.gathers.end(unit)
+        self.gathers.order.end()
+        if self.gathers.partly_run:
+            self.gathers.free_partly_run(unit)
         empty = iteration.record.empty or iteration.record.consumed
         iteration.end_forward(empty=empty)
         if not torch.is_grad_enabled() or empty:
@@ -155,7 +158,7 @@ class ForwardDriver:
         """
         if self.iteration.depth == 0 and self.observers.begin_step(unit):
             return self.run(unit, args, kwargs, call=call, entry=entry, stays=stays)
-        called = call if call is not None else unit.entries.first
+        called: Any = call if call is not None else unit.entries.wrapped
         if unit.phase is SUMMONED:
             return self._run_summoned(unit, args, kwargs, called)
         outermost = self._enter(unit)
