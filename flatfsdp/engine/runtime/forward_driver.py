@@ -102,7 +102,7 @@ class ForwardDriver:
             iteration.record = ForwardRecord()
             self.gradient_flow.unhook()
         self.gathers.order.begin()
-        self.gathers.partly_run.clear()
+        self.gathers.lacking.clear()
         iteration.training = training
         if self._turns_version != setup.version:
             self._turns_version = setup.version
@@ -123,12 +123,13 @@ class ForwardDriver:
             return
         iteration.record.end()
         if failed:
+            self.gathers.lacking.clear()
             iteration.abandon()
             return
         self.agreement.end_forward()
         self.gathers.order.end()
-        if self.gathers.partly_run:
-            self.gathers.free_partly_run(unit)
+        if self.gathers.lacking:
+            self.gathers.free_lacking(unit)
         empty = iteration.record.empty or iteration.record.consumed
         iteration.end_forward(empty=empty)
         if not torch.is_grad_enabled() or empty:
@@ -158,7 +159,7 @@ class ForwardDriver:
         """
         if self.iteration.depth == 0 and self.observers.begin_step(unit):
             return self.run(unit, args, kwargs, call=call, entry=entry, stays=stays)
-        called: Any = call if call is not None else unit.entries.wrapped
+        called = call if call is not None else unit.entries.wrapped
         if unit.phase is SUMMONED:
             return self._run_summoned(unit, args, kwargs, called)
         outermost = self._enter(unit)
