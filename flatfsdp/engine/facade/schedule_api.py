@@ -30,13 +30,6 @@ class UnshardHandle:
 
     _unit: Unit
 
-    @classmethod
-    def of(cls, unit: Unit) -> UnshardHandle:
-        """The handle of what was asked for of `unit`."""
-        made = cls()
-        made._unit = unit
-        return made
-
     def wait(self) -> None:
         """Wait until the parameters are whole. At no cost if they are, or have been freed meanwhile."""
         model_of(self._unit).wait_for(self._unit)
@@ -76,7 +69,8 @@ class ScheduleControls(AccumulatedGradients):
             where = "inside a backward" if _torch.in_backward() else "inside summon_full_params(), where it is whole"
             raise UsageError(f"unshard() of unit {unit.label} was called {where}; call it between iterations")
         model_of(unit).unshard(unit)
-        handle = UnshardHandle.of(unit)
+        handle = UnshardHandle()
+        handle._unit = unit
         if async_op:
             return handle
         handle.wait()

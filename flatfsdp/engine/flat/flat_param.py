@@ -116,7 +116,6 @@ class FlatParamHandle:
         unsharded: the unsharded parameter, from the launch of its gather until it is resharded; it has a `buffer` only
             where it does not share the shard's memory.
         kept_source: what stays here between uses besides the shard, from which the unsharded form may come.
-        without_values: leaves whose places in the shard have memory and no values yet. [Note: meta]
         persistence: where the unsharded parameter stays between uses; None if it does not. [Note: persistent
             parameters]
         accumulator_was_requested: whether somebody asked for a hidden leaf's node of autograd. [Note: accumulators]
@@ -150,7 +149,6 @@ class FlatParamHandle:
         self.unsharded = self._not_unsharded
         self.pending: PendingWork | None = None
         self.kept_source: KeptSource | None = None
-        self.without_values: frozenset[int] = frozenset()
         self.persistence: ParamPersistence | None = None
         self.accumulator_was_requested = False
         self.shard = shard
@@ -175,8 +173,8 @@ class FlatParamHandle:
         """Lay unsharded `leaves` (one dtype) out and copy this rank's shard from them. No communication.
 
         The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory. Leaves on the
-        meta device, all or none, have a shard there, and are without elements on `device` themselves. [Note: meta]
-        `parts`: of which wholes they are parts, by their ids.
+        meta device, all or none, have a shard there, and are without elements on `device` themselves. `parts`: of which
+        wholes they are parts, by their ids.
         """
         for leaf in leaves:
             if not is_dense(leaf):

@@ -52,6 +52,7 @@ class ParamViews:
         tracks_writes: what is written to the `.data` of leaves in place is noticed.
         is_left_unsharded: a forward has left the leaves unsharded, in the shard itself, and no backward has come to
             them.
+        without_values: leaves whose places in the shard came from the meta device, and have no values yet.
         mode: [Note: exposure].
     """
 
@@ -59,6 +60,7 @@ class ParamViews:
         self.handle = handle
         self.extended: list[TransformedParam] = []
         self.some_hidden = self.tracks_writes = self.is_left_unsharded = False
+        self.without_values: frozenset[int] = frozenset()
         self.mode = SHOWS_UNSHARDED
         self.show(SHOWS_SHARD)
         may_hide(handle)
@@ -290,8 +292,8 @@ class ParamViews:
         if handle.shard.is_meta:
             home = torch.device("cpu") if handle.options.offload else handle.device
             self.replace_shard(torch.empty_like(handle.shard, device=home))
-            handle.without_values = frozenset(range(len(handle.leaves)))
-        handle.without_values -= {index}
+            self.without_values = frozenset(range(len(handle.leaves)))
+        self.without_values -= {index}
         view = handle.at_rest.views[index]
         spec = handle.layout.params[index]
         if value.dtype != view.dtype:

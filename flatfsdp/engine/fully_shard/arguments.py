@@ -73,7 +73,6 @@ def check_call(
         cpu_offload=offload,
         mixed_precision=precision,
         device_id=torch.device(mesh.device_type),
-        use_orig_params=True,
         ignored_states=[p for p in holder.parameters() if p in ignored] or None,
         device_mesh=mesh,
         check_values="off" if any(p.is_meta for p in holder.parameters()) else "warn",
@@ -155,6 +154,6 @@ def _check_parameters(holder: nn.Module, ignored: set[nn.Parameter]) -> None:
     for name, parameter in holder.named_parameters():
         if parameter.dim() == 0 and parameter not in ignored and not getattr(parameter, "_fsdp_flattened", False):
             raise ConfigValueError(
-                f"parameter {name!r} is a scalar, which has no rows to shard. Make it a 1-D tensor with one element, or "
-                "name it in ignored_params="
+                f"parameter {name!r} is a scalar, which has no rows to shard. Make it a 1-D tensor with one element, "
+                "or name it in ignored_params="
             )

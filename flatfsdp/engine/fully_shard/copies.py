@@ -115,16 +115,19 @@ def _build(plan: UnitPlan, shards: Sequence[torch.Tensor]) -> Unit:
     unit = Unit(
         Entries(plan.entries, in_place=True),
         handles,
-        [ParamRef(*where, handles[number].leaves[index]) for *where, number, index in plan.homes],
+        [
+            ParamRef(module, attribute, path, handles[number].leaves[index])
+            for module, attribute, path, number, index in plan.homes
+        ],
         built=BuiltWith(**plan.built, modules=WeakModules(plan.modules), device_mesh=plan.mesh),
         groups=plan.groups,
         options=UnitOptions(**plan.options),
     )
     put_at_rest(unit)
-    for module, attributes in plan.left_alone:
-        ignore(module, attributes)
-    settings = replace(plan.settings, device=handles[0].device) if handles else plan.settings
-    model = new_model(unit, settings, tracker, units_inside(unit))
+    for module, ignored in plan.left_alone:
+        ignore(module, ignored)
+    of_model = replace(plan.settings, device=handles[0].device) if handles else plan.settings
+    model = new_model(unit, of_model, tracker, units_inside(unit))
     model.backwards.is_last_backward = plan.is_last_backward
     for entry in plan.entries:
         entry.__dict__["_unit"] = unit
@@ -174,7 +177,7 @@ def _without_parameters(units: list[Unit]) -> Iterator[None]:
             registry[attribute] = parameter
 
 
-# -- copies --------------------------------------------------------------------------------------------------------------
+# -- copies ------------------------------------------------------------------------------------------------------------
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -207,7 +210,7 @@ def _copy_attributes(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return twin
 
 
-# -- pickles -------------------------------------------------------------------------------------------------------------
+# -- pickles -----------------------------------------------------------------------------------------------------------
 
 
 def reduce(module: nn.Module, front: type) -> tuple[Any, ...]:

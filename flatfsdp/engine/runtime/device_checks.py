@@ -84,11 +84,11 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
     elsewhere: list[str] = []
     managed: set[int] = set()
     for unit in units:
-        for handle in unit.handles:
+        for handle, views, _ in unit.kinds:
             managed.update(map(id, handle.parameters))
             found, expected = handle.shard.device, torch.device("cpu") if handle.options.offload else device
             for index, spec in enumerate(handle.layout.params):
-                if found.type == "meta" or index in handle.without_values:
+                if found.type == "meta" or index in views.without_values:
                     on_meta.append(unit.entries.fqn(spec.name))
                 elif found != expected:
                     elsewhere.append(f"{unit.entries.fqn(spec.name)} ({found}, expected {expected})")

@@ -172,7 +172,7 @@ def test_hybrids(name: str, pool4: Run) -> None:
     assert not [each for found in pool4(beside_torchs, (2, 2), CASES[name]) for each in found]
 
 
-# -- lists ---------------------------------------------------------------------------------------------------------------
+# -- lists -------------------------------------------------------------------------------------------------------------
 
 
 def chunked_loss(model: Net, batch: torch.Tensor) -> torch.Tensor:
