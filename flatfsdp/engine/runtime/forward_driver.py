@@ -102,7 +102,6 @@ class ForwardDriver:
             iteration.record = ForwardRecord()
             self.gradient_flow.unhook()
         self.gathers.order.begin()
-        self.gathers.lacking.clear()
         iteration.training = training
         if self._turns_version != setup.version:
             self._turns_version = setup.version

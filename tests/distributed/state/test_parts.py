@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import flatfsdp
 from flatfsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -18,7 +21,7 @@ from flatfsdp import (
     checkpoint,
 )
 from tests.conftest import Run
-from tests.harness.tensor_parallel import seeded, sharded, step_one, step_ours
+from tests.harness.tensor_parallel import Net, mesh_of, parallelized, seeded, sharded, step_one, step_ours
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 
@@ -145,3 +148,38 @@ def kept(rank: int, world: int, folder: str, options: dict[str, Any], model_form
 def test_checkpoints_are_read_by_any_number_of_ranks(pool4: Run, tmp_path: Path, orig: bool, model_format: str) -> None:
     options = {"use_orig_params": orig}
     assert not [line for lines in pool4(kept, str(tmp_path / "kept"), options, model_format) for line in lines]
+
+
+def even() -> Net:
+    """Sizes that both dimensions divide: of others torch's own reader takes rows that are not its own."""
+    return Net(width=16, hidden=32)
+
+
+def to_torchs(rank: int, world: int, folder: str) -> list[str]:
+    """What the wrapper, and fully_shard, save through torch's distributed checkpoint, torch's fully_shard reads."""
+    shape, lines = (2, 2), []
+    model, optimizer = made(shape, 2, build=even)
+    values = full(model, optimizer)
+    with FullyShardedDataParallel.state_dict_type(model, SHARDED):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/wrapper")
+    mesh = mesh_of(*shape)
+    readers = []
+    for package in (torchs, flatfsdp):
+        net = parallelized(seeded(even), mesh["tp"], sequence=True)
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        for block in net.blocks:
+            package.fully_shard(block, mesh=mesh["dp"])
+        package.fully_shard(net, mesh=mesh["dp"])
+        readers.append(net)
+    names = [name for name in values if name in readers[0].state_dict()]
+    for what, net, source in (("torch's", readers[0], "wrapper"), ("ours", readers[1], "wrapper")):
+        target = {"model": {name: value for name, value in net.state_dict().items() if isinstance(value, DTensor)}}
+        dcp.load(target, checkpoint_id=f"{folder}/{source}")
+        found = {name: value.full_tensor() for name, value in target["model"].items()}
+        lines += unlike(found, {name: values[name] for name in names if name in found}, what)
+    return lines
+
+
+def test_sharded_state_dicts_are_read_by_fully_shard(pool4: Run, tmp_path: Path) -> None:
+    assert not [line for lines in pool4(to_torchs, str(tmp_path)) for line in lines]
