@@ -11,6 +11,12 @@ T = TypeVar("T")
 _made: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
+def known_for_group(process_group: Any, key: Hashable, view: Callable[[Any], T]) -> T | None:
+    """What `view` makes of that which was made for `process_group` under `key`; None if nothing was."""
+    known = _made.get(process_group, {})
+    return view(known[key]) if key in known else None
+
+
 def for_group(
     process_group: Any, key: Hashable, make: Callable[[], T], *, usable: Callable[[T], bool] = lambda found: True
 ) -> T:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..comm.process_groups import extent_of, groups_in_words
+from ..comm.transport import waits_early
 from ..features.persistent_params import persistence_of
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.model import Model
@@ -34,6 +35,10 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
       cast to in computation, what they travel in (`by int8`, `gradients by 4 bits`), whether each parameter is split
       by rows (`in rows`), and where frozen ones stay unsharded (`keep_frozen_unsharded`).
 
+    Below it stands for how many units reductions are *waited for early*, where they are issued: those of which a rank
+    sends 1 MiB or more through memory that ranks share (`share_host_memory`). Whether they do is known from their first
+    exchange on.
+
     With `compact` units that follow each other and are alike share a row, and what all rows have in common stands below
     the table, which fits into 80 columns then where names are short.
 
@@ -49,11 +54,37 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     lines = aligned([row[:kept] for row in (header, *rows, last)], right=(2, 3, 4))
     lines += [f"each unit: {common}"] if common else []
     lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in found)
+    lines += _early_waits([unit for _, unit in found])
     owned = {id(each) for _, unit in found for h in unit.handles for each in (*h.leaves, h.flat_param)}
     left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
     if left:
         lines.append(f"not sharded: {left:,} parameters that no unit owns (ignored, or outside of every wrapper)")
     return "\n".join(lines)
+
+
+def _early_waits(units: Sequence[Unit]) -> list[str]:
+    """For how many of `units` reductions are waited for where they are issued; nothing where that is none."""
+    waits = [_waits_early(unit) for unit in units if any(handle.options.trainable for handle in unit.handles)]
+    lines = {True: "early waits", None: "early waits if ranks share memory"}
+    counts = Counter(waits)
+    return [
+        f"{line}: the reductions of {counts[known]} of {len(waits)} units"
+        for known, line in lines.items()
+        if counts[known]
+    ]
+
+
+def _waits_early(unit: Unit) -> bool | None:
+    """Whether some reduction of `unit` is waited for where it is issued; None where that is not known yet."""
+    world = unit.groups.scatter.size
+    if unit.options.comm_hook is not None:
+        return False
+    sizes = [
+        handle.layout.shard_numel * (world - 1) * handle.precision.reduce.itemsize
+        for handle in unit.handles
+        if handle.options.trainable and handle.precision.reduce_bits is None
+    ]
+    return waits_early(unit.groups.scatter, unit.groups.device, max(sizes, default=0))
 
 
 @dataclass(frozen=True)

@@ -31,3 +31,6 @@ def test_a_choice_stays_until_another_one() -> None:
 def test_a_choice_is_a_bool() -> None:
     with pytest.raises(ConfigTypeError, match="share_host_memory: enabled"):
         flatfsdp.share_host_memory(1)
+    with pytest.raises(ConfigTypeError, match="share_host_memory: early_waits"):
+        flatfsdp.share_host_memory(False, early_waits=0)
+    assert would_share(Pair()) == (flatfsdp.share_host_memory(None) == "")  # what is refused changes nothing

@@ -1,7 +1,8 @@
 """The collectives of a transport, through the outboxes of its group; and what they hold, for dry runs.
 
 [Note: in waits] Exchanges go on where ranks wait, and not beside what they compute. To wait for a large reduction later
-hides little of it, and holds what it reads for longer; a small one takes less time than it may wait for its peers.
+hides little of it, and holds what it reads for longer; a small one takes less time than it may wait for its peers. So
+large ones are waited for early, where they are issued. That changes no order, so each rank may choose for itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,20 @@ from .chunks import longest_chunk
 from .exchange import CAPACITY, SharedMemory, SharedWork
 from .operations import Operation
 
-LARGE = 1024 * 1024  # bytes that a rank sends of a reduction which is waited for at once
+LARGE = 1024 * 1024  # bytes that a rank sends of a reduction which is waited for early
+
+_early_waits = True
+
+
+def choose_early_waits(wanted: bool) -> None:
+    """Whether large reductions are waited for early from now on. [Note: in waits]"""
+    global _early_waits
+    _early_waits = wanted
+
+
+def is_waited_for_early(sent: int) -> bool:
+    """Whether a reduction is of which this rank sends so many bytes."""
+    return _early_waits and sent >= LARGE
 
 
 class SharedMemoryExchange:
@@ -39,7 +53,7 @@ class SharedMemoryExchange:
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
         """The sum over ranks of this rank's piece of `full`, in rank order, into `output`. [Note: in waits]"""
         operation = self._shared.sum_pieces(output, full.chunk(self._shared.world))
-        return self._under_way(operation, output, full, advances_in_waits=_is_large(output, full))
+        return self._under_way(operation, output, full, advances_in_waits=_is_early(output, full))
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         """The sum over ranks, in rank order, in place: each rank sums a piece, which all take."""
@@ -72,7 +86,7 @@ class SimulatedSharedMemory(SharedMemoryExchange):
         return PendingWork(keep=(output, shard))
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
-        return PendingWork(keep=(output, full), advances_in_waits=_is_large(output, full))
+        return PendingWork(keep=(output, full), advances_in_waits=_is_early(output, full))
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
         return PendingWork(keep=(arrived, sent))
@@ -82,8 +96,8 @@ class SimulatedSharedMemory(SharedMemoryExchange):
         return PendingWork(finish=_hold_scratch(tensor, self._rank, self._world, CAPACITY, self._tracker))
 
 
-def _is_large(output: torch.Tensor, full: torch.Tensor) -> bool:
-    return full.nbytes - output.nbytes >= LARGE
+def _is_early(output: torch.Tensor, full: torch.Tensor) -> bool:
+    return is_waited_for_early(full.nbytes - output.nbytes)
 
 
 def _hold_scratch(
