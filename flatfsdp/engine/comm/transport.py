@@ -36,8 +36,8 @@ from ..device.streams import DONE, Device, PendingWork, Stream, Work, accelerato
 from . import gloo
 from .axes import Axis
 from .comm_stats import CommStats
-from .shared_memory.collectives import SharedMemoryExchange, SimulatedSharedMemory, is_waited_for_early
-from .shared_memory.groups import of_group, shares, would_share
+from .shared_memory.collectives import SharedMemoryExchange, SimulatedSharedMemory
+from .shared_memory.groups import of_group, would_share
 
 # Backends know few dtypes; in a gather bytes only move. These stay as they are: all backends know them.
 _KNOWN_TO_ALL = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -381,9 +381,6 @@ _BY_BACKEND: dict[str, type[ProcessGroupTransport]] = {"gloo": DeterministicGloo
 
 Transport = ProcessGroupTransport
 
-_backend: Override[str | None] = Override(None)
-served_as = _backend.being  # inside, groups are served as those of a backend are, whatever theirs is: for dry runs
-
 
 _double: Override[Callable[[Transport], Transport] | None] = Override(None)
 doubled = _double.being  # inside, a double is put in front of every transport that is made (a late one, for tests)
@@ -391,29 +388,11 @@ doubled = _double.being  # inside, a double is put in front of every transport t
 
 def transport(group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
     """The transport for `group`: by backend and world size."""
-    kind = _kind(group)
+    kind = SingleRank if group.process_group is None else _BY_BACKEND.get(group.served_as, ProcessGroupTransport)
     if kind is DeterministicGloo:
         gloo.wait_at_exit()
     made = kind(group, device, comm_stats=comm_stats, tracker=tracker)
     return _double.value(made) if _double.value is not None else made
-
-
-def _kind(group: Axis) -> type[ProcessGroupTransport]:
-    if group.process_group is None:
-        return SingleRank
-    return _BY_BACKEND.get(_backend.value or group.backend, ProcessGroupTransport)
-
-
-def waits_early(group: Axis, device: torch.device, sent: int) -> bool | None:
-    """Whether a reduction over `group`, on `device`, of which a rank sends so many bytes is waited for where it is
-    issued; None where the group's first exchange decides. Not collective."""
-    could = _kind(group) is DeterministicGloo and device.type == "cpu" and is_waited_for_early(sent)
-    known = shares(group.process_group) if could else False
-    if known is not None:
-        return known
-    if not would_share(group.process_group):
-        return False
-    return True if is_memoryless() else None
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

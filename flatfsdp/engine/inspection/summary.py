@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
+from ..comm.early_waits import waits_early
 from ..comm.process_groups import extent_of, groups_in_words
-from ..comm.transport import waits_early
 from ..features.persistent_params import persistence_of
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.model import Model
