@@ -7,6 +7,7 @@ results.png; with --sweep, sweep.md and so on; with --profile, profile.md and pr
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import memory, profile, rounds
+from . import memory, profile, rounds, shared_memory
 from .engines import ENGINES, TRUTH
 from .host import host_rounds
 from .machine import ROOT, describe
@@ -26,7 +27,7 @@ from .table import render
 RESULTS = ROOT / "tools" / "bench_results"
 SKETCH = Path("/tmp/flatfsdp-bench")
 HOST_WORLDS = (1, 8, 64, 512)
-PARTS = ("cells", "figures", "host", "profile")
+PARTS = ("cells", "figures", "host", "profile", "pages")
 QUICK = ("small", "mlp")
 
 
@@ -52,9 +53,11 @@ def arguments() -> argparse.Namespace:
     add("--models", type=names(MODELS), metavar="A,B", help=f"of {models} (default: all)")
     add("--engines", type=names(ENGINES), metavar="A,B", default=list(ENGINES), help=f"of {engines} (default: all)")
     add("--rounds", type=int, help="how often engines take turns (default: 3; 1 with --quick)")
+    add("--minutes", type=float, help="begin no round that would end after so many (default: no limit)")
     add("--steps", type=int, help="timed steps per round (default: by model; 2 with --quick)")
     add("--quick", action="store_true", help=f"for a look: {', '.join(QUICK)}, one round, few steps")
     add("--sweep", action="store_true", help="instead, MLP stacks of 1 to 64 units, and of 1 to 8 times the size")
+    add("--shared-memory", choices=tuple(shared_memory.PARTS), help="instead, one part of the table of shared memory")
     add("--profile", action="store_true", help="instead, whose code a step's CPU time goes to (takes py-spy)")
     add(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL over all GPUs, and a fake group of 8 ranks"
@@ -64,7 +67,7 @@ def arguments() -> argparse.Namespace:
     given.models = given.models or (list(QUICK) if given.quick else list(MODELS))
     if TRUTH not in given.engines:
         given.engines.append(TRUTH)  # or nothing would say whether the others' losses are right
-    given.rounds = given.rounds or (1 if given.quick else 3)
+    given.rounds = given.rounds or (1 if given.quick else None if given.shared_memory else 3)
     given.steps = given.steps or (2 if given.quick else None)
     given.out = given.out or (SKETCH if given.quick else RESULTS)
     return given
@@ -83,6 +86,8 @@ def main() -> int:
         print("no C compiler (cc): the table has no bytes of live tensors", file=sys.stderr)
     command = f"tools/bench {shlex.join(sys.argv[1:])}".strip()
     results: dict[str, Any] = {"machine": {**describe(given.device), "command": command}}
+    if given.shared_memory:
+        return share_memory(given, results)
     kind = "profile" if given.profile else "sweep" if given.sweep else "results"
     results |= MEASURE[kind](given)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -93,17 +98,36 @@ def main() -> int:
     if not given.profile:
         (draw_sweep if given.sweep else draw)(results, given.out / f"{stem}.png")
     print("", text, f"Written to {given.out}/{stem}.*", sep="\n")
+    return exit_status(results)
+
+
+def exit_status(results: dict[str, Any]) -> int:
+    """1 if something failed."""
     return 1 if any("error" in cell for part in PARTS for cell in results.get(part, [])) else 0
+
+
+def share_memory(given: argparse.Namespace, results: dict[str, Any]) -> int:
+    """One part of that table."""
+    part, times = given.shared_memory, (given.rounds, given.steps, seconds_of(given))
+    write = functools.partial(shared_memory.write_part, given.out, part)
+    found = shared_memory.measure(part, *times, lambda found: write(results | found))
+    print("", write(results | found), sep="\n")
+    return exit_status(found)
 
 
 def compare(given: argparse.Namespace) -> dict[str, Any]:
     """Times, figures and host times."""
     cases = [MODELS[name] for name in given.models]
     results: dict[str, Any] = {"models": [{"name": case.name, "unit_bytes": case.unit_bytes()} for case in cases]}
-    results |= rounds.time_rounds(cases, given.engines, given.rounds, given.steps, given.device)
+    results |= rounds.time_rounds(cases, given.engines, given.rounds, given.steps, given.device, seconds_of(given))
     results["figures"] = rounds.inspect_all(cases, given.engines, given.device)
     results["host"] = host_rounds(given.engines, HOST_WORLDS[:2] if given.quick else HOST_WORLDS, given.rounds)
     return results
+
+
+def seconds_of(given: argparse.Namespace) -> float | None:
+    """The limit of `--minutes`."""
+    return None if given.minutes is None else 60 * given.minutes
 
 
 def sweep(given: argparse.Namespace) -> dict[str, Any]:
@@ -112,7 +136,9 @@ def sweep(given: argparse.Namespace) -> dict[str, Any]:
     sweeps = {title: {size: case.name for size, case in cases.items()} for title, cases in SWEEPS.items()}
     return {
         "sweeps": sweeps,
-        **rounds.time_rounds(list(cases.values()), given.engines, given.rounds, given.steps, given.device),
+        **rounds.time_rounds(
+            list(cases.values()), given.engines, given.rounds, given.steps, given.device, seconds_of(given)
+        ),
     }
 
 
