@@ -31,11 +31,12 @@ def render(parts: dict[str, Cell]) -> str:
     lines = [
         "# Through memory that ranks share",
         "",
-        "Ranks of gloo on one machine, one thread each; every measurement in fresh processes. Engines take turns",
-        f"within a round; times are medians over rounds [lowest to highest], ratios are to {ENGINES[BASE].title} and to",
-        f"{ENGINES[TRUTH].title} in the same round. A row whose losses are not {ENGINES[TRUTH].title}'s in its round",
-        "is invalid. Loopback: bytes per step of all ranks through local sockets, other programs' among them. Parts were",
-        "measured apart; each says when, and how quiet the machine was. Settings: `tools/benchmark/engines.py`.",
+        "Ranks of gloo on one machine, one thread each; every measurement in fresh processes. Engines take turns in",
+        f"a round; times are medians over rounds [lowest to highest], ratios are to {ENGINES[BASE].title} and to",
+        f"{ENGINES[TRUTH].title} in the same round. A row whose losses are not those of {ENGINES[TRUTH].title} in its",
+        "round is invalid. Loopback: what all ranks together send per step through local sockets, and whatever else",
+        "the machine sends there meanwhile. Parts were measured apart; each has its date and the machine's load.",
+        "Settings: `tools/benchmark/engines.py`; parts: `tools/benchmark/shared_memory.py`.",
         "",
     ]
     lines += _goals([cell for results in parts.values() for cell in results["cells"]])
@@ -103,9 +104,9 @@ def _times(cells: Sequence[Cell], title: str) -> list[str]:
 def _pages(cells: Sequence[Cell], title: str) -> list[str]:
     """Megabytes per rank, medians over rounds."""
     lines = [
-        "MiB per rank, medians over rounds. *PSS*: that of `smaps_rollup`, where a page that ranks share counts once over",
-        "all of them. *Charge*: what the job's control group is charged. Both less what they were before the model was",
-        "made, at the most of many looks during steps, and at rest behind them. Live tensors and the engine's own count",
+        "MiB per rank, medians over rounds. *PSS*: that of `smaps_rollup`, where a page that ranks share counts once",
+        "over all of them. *Charge*: that of the job's control group. Both less what they were before the model was",
+        "made, at the most of many looks during steps, and at rest behind them. Live tensors and the engine's ledger",
         "are exact; outboxes are in PSS and charge alone.",
         "",
     ]
