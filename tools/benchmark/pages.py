@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 import flatfsdp
@@ -21,20 +22,23 @@ from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
 from .jobs import Setting, Training
 from .memory import Counter
 
-BEFORE, REST, STEPS = "before", "at rest", "steps"
+BEFORE, MAKING, STEPS, REST = "before", "making", "steps", "at rest"
 WATCHED = 6  # steps
-LONG = 1.0  # seconds at least that rest is watched
+LONG = 0.5  # seconds that phases without work are watched
 
 
 def watch_pages(rank: int, setting: Setting, steps: int) -> dict[str, Any]:
     """Bytes of live tensors, of the ledger (where the engine has one) and through outboxes, of one rank; on rank 0 also
     what `memory_sampler` saw of all ranks before the model was made, in ``steps`` steps, and behind them. Collective.
     """
+    _load_libraries()
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     with _sampler(pids if rank == 0 else []) as sampler:
         sampler.phase(BEFORE)
+        time.sleep(LONG)
         dist.barrier()
+        sampler.phase(MAKING)
         counter = Counter()
         training = Training(rank, setting)
         training.warm_up()
@@ -54,11 +58,19 @@ def watch_pages(rank: int, setting: Setting, steps: int) -> dict[str, Any]:
         gc.collect()
         dist.barrier()
         sampler.phase(REST)
-        time.sleep(0.05)  # the backend's threads let go of what they have sent
+        time.sleep(LONG)  # the backend's threads let go of what they have sent
         found["live held"] = counter.live()
         dist.barrier()
         sampler.end()
     return {**found, "process_cpu": time.process_time(), **sampler.found}
+
+
+def _load_libraries() -> None:
+    """What any first step and optimizer bring with them is there before the model is."""
+    linear = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(linear.parameters())
+    linear(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
 
 
 @contextmanager
@@ -89,12 +101,11 @@ class _Sampler:
         self.found: dict[str, Any] = {}
 
     def phase(self, name: str) -> None:
-        """What is seen from now on is of this phase; the one before it has had some time."""
+        """What is seen from now on is of this phase."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.write(name + "\n")
             self._process.stdin.flush()
-        time.sleep(LONG if name != STEPS else 0.0)
 
     def end(self) -> None:
         """No more phases."""
