@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import mmap
+import multiprocessing
 import os
 import re
 import resource
@@ -23,12 +24,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm.shared_memory import groups, peers
 from flatfsdp.engine.watchdog.watchdog import is_lost_connection
-from tests.distributed.comm.test_shared_memory import at_random, exchange, issue, wrong
+from tests.distributed.comm.test_shared_memory import KINDS, at_random, exchange, issue, wrong
 from tests.harness import fresh
 from tests.harness.thorough import is_thorough
 from tests.process.watchdog.test_faults import frozen_until_gone, is_running
@@ -200,6 +202,66 @@ def test_forked_children_read_and_write_and_change_nothing(outcomes: list[fresh.
         assert set(statuses) <= {0}, statuses
 
 
+class Weights(Dataset[Tensor]):
+    """A data set whose worker reads all weights of a model for each batch, and writes over them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        whole = torch.cat([p.detach().flatten() for p in self._model.parameters()])
+        for p in self._model.parameters():
+            p.detach().fill_(index)
+        return whole.clone()
+
+
+def load_by_workers(rank: int, world: int) -> tuple[list[float], list[float], bool, bool]:
+    """Losses without workers and with them, and whether these saw the weights first, and then what they had written."""
+    dist.init_process_group("gloo")
+    model = wrapped()
+    plain = [step(model, seed) for seed in range(6)]
+    model = wrapped()
+    step(model)
+    model = wrapped()
+    now = torch.cat([p.detach().flatten() for p in model.parameters()])
+    loader = DataLoader(Weights(model), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    worked, seen = [], []
+    this: Any = multiprocessing.current_process()
+    with patch.dict(this._config, daemon=False):  # or it may have no children
+        for seed, weights in enumerate(loader):
+            seen.append(weights)
+            worked.append(step(model, seed))
+    return plain, worked, torch.equal(seen[0], now), all((w == n).all() for n, w in enumerate(seen[1:]))
+
+
+@job(load_by_workers)
+def test_workers_of_a_data_loader_read_the_weights_and_change_nothing(outcomes: list[fresh.Outcome]) -> None:
+    for plain, worked, saw_weights, saw_own in well(outcomes):
+        assert plain == worked
+        assert (saw_weights, saw_own) == (True, True)
+
+
+def eight(rank: int, world: int) -> tuple[list[str], list[float], list[float]]:
+    """As many as may share memory, on whatever processors there are."""
+    dist.init_process_group("gloo")
+    way = exchange()
+    found = wrong([issue(way, kind, rank, world, 1001, torch.float32) for kind in KINDS])
+    shared = [step(model := wrapped(), seed) for seed in range(2)]
+    del model
+    with groups.by_messages():
+        return found, shared, [step(wrapped(), seed) for seed in range(2)]
+
+
+@job(eight, 8)
+def test_eight_ranks(outcomes: list[fresh.Outcome]) -> None:
+    for found, shared, plain in well(outcomes):
+        assert found == []
+        assert shared == plain
+
+
 def let_go_in_a_child(rank: int, world: int) -> int:
     """A child that clears up: its own memory does not go with that which it never had."""
     dist.init_process_group("gloo")
@@ -340,6 +402,10 @@ def refuse(*args: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
+def forbid(*args: Any) -> Any:
+    raise PermissionError(1, "Operation not permitted")
+
+
 def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], list[float], tuple[int, int]]:
     """Rank 1 cannot; losses with and without."""
     dist.init_process_group("gloo")
@@ -359,6 +425,10 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
         "maps": patch.object(mmap, "mmap", late_failure),
         "sockets": patch.object(socket.socket, "bind", side_effect=refuse),
         "connections": patch.object(socket.socket, "connect", side_effect=refuse),
+        "forbidden": patch.object(os, "memfd_create", side_effect=forbid),
+        "another user": patch.object(os, "getuid", return_value=12345),
+        "another network": patch.object(Path, "stat", return_value=os.stat_result(range(10))),
+        "no /proc": patch.object(Path, "read_text", side_effect=forbid),
         "told not to": patch.object(groups, "connect", groups.connect),
     }
     if how == "told not to" and rank == 1:
@@ -387,9 +457,13 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
             "maps": "rank 1 of the group: .*No space left",
             "sockets": "rank 1 of the group: no local socket: .*No space left",
             "connections": "rank 1 of the group: .*No space left",
+            "forbidden": "rank 1 of the group: this system gives no memory to share: .*not permitted",
+            "another user": "rank 1 of the group: ValueError: a process of another user has taken the name of a socket",
+            "another network": "the ranks are on several hosts",
+            "no /proc": "the ranks are on several hosts",
             "told not to": r"rank 1 of the group: share_host_memory\(False\) was called",
         }.items()
-        if is_thorough() or how in ("maps", "connections")
+        if is_thorough() or how in ("maps", "connections", "another network")
     ],
 )
 def test_one_rank_that_cannot_takes_all_back_to_gloo(how: str, reason: str, outcomes: list[fresh.Outcome]) -> None:
