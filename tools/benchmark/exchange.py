@@ -20,11 +20,10 @@ from flatfsdp.engine.comm.transport import transport
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
 
-from .table import machine_line
 from .ranks import World
 from .rounds import Cell, attempt, note
 from .statistics import Spread, paired_ratio
-from .table import markdown
+from .table import machine_line, markdown
 
 # Elements of each tensor.
 UNITS = {
