@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,20 @@ from torch import nn
 
 from ..engine.agreement.once_per_job import warn_once_per_job
 from ..engine.base.fqns import clean
-from ..engine.comm.error_feedback import Residuals
+from ..engine.comm.error_feedback import Residuals, residual_numels
 from ..engine.runtime.rest import residuals_of
 from ..engine.runtime.unit import Unit
 from ..engine.state.optim.load_plan import TensorSpec
 from .section import Section
+
+
+class _Kind(NamedTuple):
+    """One flat parameter: its key, its residuals, and of which dtype and how many these are, by axis."""
+
+    key: str
+    residuals: Residuals
+    dtype: torch.dtype
+    numels: Mapping[str, int]
 
 
 class ResidualSection(Section):
@@ -35,15 +44,14 @@ class ResidualSection(Section):
 
     def take(self, *, in_use: bool) -> None:
         # Otherwise the checkpoint decides which there are (`expect`).
-        own = self._own() if in_use else ()
-        self.state = {f"{key}.{axis}": held.cpu() for key, each in own for axis, held in each.held.items()}
+        kinds = self._kinds() if in_use else ()
+        self.state = {f"{kind.key}.{axis}": each.cpu() for kind in kinds for axis, each in kind.residuals.held.items()}
 
     def expect(self, there: Mapping[str, TensorSpec]) -> None:
-        prefix, mine = f"{self.name}.", {key for key, _ in self._own()}
-        saved = {key.removeprefix(prefix): each for key, each in there.items() if key.startswith(prefix)}
-        fitting = {key: each for key, each in saved.items() if key.rpartition(".")[0] in mine}
-        self.state = {key: torch.empty(each.shape, dtype=each.dtype) for key, each in fitting.items()}
-        self._has_others = bool(saved) and not fitting
+        saved = {key.partition(".")[2] for key in there if key.startswith(f"{self.name}.")}
+        mine = ((f"{kind.key}.{axis}", kind, numel) for kind in self._kinds() for axis, numel in kind.numels.items())
+        self.state = {key: torch.empty(numel, dtype=kind.dtype) for key, kind, numel in mine if key in saved}
+        self._has_others = bool(saved) and not self.state
 
     def load(self, read: Mapping[str, Any]) -> None:
         if self._has_others:
@@ -51,20 +59,18 @@ class ResidualSection(Section):
                 "the checkpoint has what quantized gradients had lost (reduce_error_feedback) on other ranks, or in "
                 "units that were wrapped otherwise: what they lose begins at zero again"
             )
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        for key, held in self.state.items():
-            place, _, axis = key.rpartition(".")
-            found.setdefault(place, {})[axis] = held
-        for key, own in self._own():
-            own.load(found.get(key, {}))
+        for kind in self._kinds():
+            own = {axis: self.state.get(f"{kind.key}.{axis}") for axis in kind.numels}
+            kind.residuals.load({axis: each for axis, each in own.items() if each is not None})
 
-    def _own(self) -> Iterator[tuple[str, Residuals]]:
-        """Those of each flat parameter, with its key."""
+    def _kinds(self) -> Iterator[_Kind]:
         facts = [(name, *_facts(unit)) for name, unit in self._units.items()]
         place = f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.{dist.get_rank()}"
         for name, unit in self._units.items():
-            for kind, own in enumerate(residuals_of(unit)):
-                yield f"{place}.{name or 'root'}.{kind}", own
+            handles = [handle for handle in unit.handles if handle.precision.error_feedback]
+            for number, (handle, residuals) in enumerate(zip(handles, residuals_of(unit), strict=True)):
+                numels = residual_numels(handle.layout.shard_numel, unit.groups)
+                yield _Kind(f"{place}.{name or 'root'}.{number}", residuals, handle.precision.reduce, numels)
 
 
 def _facts(unit: Unit) -> Iterator[object]:

@@ -107,7 +107,7 @@ def joined(residuals: Sequence[Residuals], like: torch.Tensor) -> Iterator[torch
     _torch.foreach_copy_(each, list(together.split([own.numel() for own in each])))
 
 
-def residual_bytes(shard_numel: int, dtype: torch.dtype, groups: ProcessGroups) -> int:
-    """Bytes that a rank holds of a flat parameter whose gradients are reduced in `dtype`. [Note: error feedback]"""
-    pieces = groups.shard.size - 1 + (groups.replicate is not None)
-    return pieces * shard_numel * dtype.itemsize
+def residual_numels(shard_numel: int, groups: ProcessGroups) -> dict[str, int]:
+    """How many residuals a rank holds of a flat parameter, by axis. [Note: error feedback]"""
+    shards = {SHARD: groups.shard.size - 1, REPLICATE: int(groups.replicate is not None)}
+    return {axis: count * shard_numel for axis, count in shards.items()}

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..comm.early_waits import waits_early
-from ..comm.error_feedback import KIND, residual_bytes
+from ..comm.error_feedback import KIND, residual_numels
 from ..comm.process_groups import extent_of, groups_in_words
 from ..features.persistent_params import persistence_of
 from ..flat.flat_param import FlatParamHandle
@@ -333,7 +333,8 @@ def _kind(unit: Unit, handle: FlatParamHandle) -> str:
     reduced = precision.reduce_bits is not None and handle.options.trainable
     bits = f", gradients by {precision.reduce_bits} bits" if reduced else ""
     if reduced and precision.error_feedback:
-        bits += f", residuals of {residual_bytes(handle.layout.shard_numel, precision.reduce, unit.groups):,} bytes"
+        numel = sum(residual_numels(handle.layout.shard_numel, unit.groups).values())
+        bits += f", residuals of {numel * precision.reduce.itemsize:,} bytes"
     rows = " in rows" if handle.options.layout == "rows" else ""
     return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}{rows}"
 

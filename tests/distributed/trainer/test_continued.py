@@ -106,6 +106,16 @@ def test_a_scheduler_of_the_users_that_keeps_its_rates_is_told_of(run: Run, tmp_
         assert told == []
 
 
+def test_gradients_in_few_bits_go_on_with_what_they_have_lost(run: Run, tmp_path: Path) -> None:
+    fsdp = {"reduce_bits": 4, "reduce_error_feedback": True}
+    given = {"scheduler": "constant", "steps": 6}
+    run(2, train, tmp_path / "once", given, fsdp)
+    run(2, train, tmp_path / "twice", {**given, "steps": 3}, fsdp)
+    run(2, train, tmp_path / "twice", {**given, "resume": "latest"}, fsdp)
+    once, twice = ((tmp_path / name / "step-00000006/model.safetensors").read_bytes() for name in ("once", "twice"))
+    assert once == twice
+
+
 def test_on_more_ranks_rates_are_of_the_steps_that_the_run_has(run: Run, tmp_path: Path) -> None:
     """The run keeps its two samples a step; three ranks would have begun with three."""
     given = {"epochs": 2, "save_every": 2, "keep_last": 9}
