@@ -21,9 +21,10 @@ import torch
 
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer
-from ..device.streams import DONE, PendingWork, Stream, Work
+from ..device.streams import DONE, PendingWork, Stream
 from .block_codec import BlockCodec
-from .transport import ProcessGroupTransport, Transport
+from .process_group_transport import ProcessGroupTransport, real
+from .transport import Transport
 
 KIND = "quantized"  # of bytes
 
@@ -49,13 +50,13 @@ class QuantizedTransport(ProcessGroupTransport):
     ) -> PendingWork:
         """`all_gather_base` of several, as one operation. Collective."""
         world, rank = self.group.size, self.group.rank
-        wholes = [_real(output).view(world, -1) for output in outputs]
+        wholes = [_by_rank(real(output), world) for output in outputs]
         sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
         with stream.running():
             buffer = self._bytes(world * sum(sizes))
             rows = buffer.tensor.view(world, -1)
             for shard, row in zip(shards, rows[rank : rank + 1].split(sizes, dim=1), strict=True):
-                self._encode(_real(shard).unsqueeze(0), row)
+                self._encode(real(shard).unsqueeze(0), row)
         arriving = self._inner.all_gather_base(buffer.tensor, rows[rank], stream)
 
         def unpack() -> None:
@@ -74,7 +75,7 @@ class QuantizedTransport(ProcessGroupTransport):
     ) -> PendingWork:
         """`reduce_scatter_base` of several, whose results lie one behind the other, as one operation. Collective."""
         world, rank = self.group.size, self.group.rank
-        wholes = [_real(full).view(world, -1) for full in fulls]
+        wholes = [_by_rank(real(full), world) for full in fulls]
         sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
         if not any(sizes):
             return DONE
@@ -89,7 +90,7 @@ class QuantizedTransport(ProcessGroupTransport):
 
         def add_up() -> None:
             sent.free()
-            pieces = _real(output).split([whole.shape[1] for whole in wholes])
+            pieces = real(output).split([whole.shape[1] for whole in wholes])
             for piece, whole, rows in zip(pieces, wholes, incoming.split(sizes, dim=1), strict=True):
                 self._add_up(piece, rows, whole[rank])
             arrived.free()
@@ -100,7 +101,7 @@ class QuantizedTransport(ProcessGroupTransport):
         """Sum `tensor` over ranks in place: all of them decode the same sums. Collective; on a CPU again when it is
         waited for."""
         world, rank = self.group.size, self.group.rank
-        flat = _real(tensor.view(-1))
+        flat = real(tensor.view(-1))
         if not flat.numel():
             return DONE
         piece = -(-flat.numel() // world)
@@ -133,15 +134,6 @@ class QuantizedTransport(ProcessGroupTransport):
 
         return self._followed(arriving, stream, share, tensor)
 
-    def _followed(self, arriving: Work, stream: Stream, finish: Callable[[], None], *keep: torch.Tensor) -> PendingWork:
-        """What arrives, and then `finish`: where the stream is the caller's, when it is waited for."""
-        if stream.is_callers:
-            return PendingWork(work=arriving, keep=keep, finish=finish)
-        with stream.running():
-            arriving.wait()
-            finish()
-            return PendingWork(device=self.device, event=stream.mark(), keep=keep)
-
     def _encode(self, values: torch.Tensor, rows: torch.Tensor) -> None:
         if values.numel():
             self._compute(values.numel(), self._codec.encode, values, rows)
@@ -173,6 +165,6 @@ def _pieces(flat: torch.Tensor, rows: torch.Tensor, numel: int) -> Iterator[tupl
         yield flat[whole * numel :].unsqueeze(0), rows[whole : whole + 1]
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, 1-D, as real numbers: twice as many of a complex one."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+def _by_rank(flat: torch.Tensor, world: int) -> torch.Tensor:
+    """`flat`, shape (world * n,), as (world, n)."""
+    return flat.view(world, flat.numel() // world)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp.engine.comm.comm_stats import CommStats
+from flatfsdp.engine.comm.pieces import Row, rows_of
 from flatfsdp.engine.comm.shared_memory.attendant import Attendant
 from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
 from flatfsdp.engine.comm.shared_memory.collectives import SharedMemoryExchange
@@ -63,21 +64,42 @@ def issue(way: SharedMemoryExchange, what: str, rank: int, world: int, size: int
     if what == "all-reduce":
         output, expected = values(size, dtype, seed + rank), total(world, size, dtype, seed)
         return name, way.all_reduce(output), output, expected
+    if "list" in what:
+        return name, *issue_list(way, what, rank, world, size, dtype)
     if what == "reduce-scatter":
         output, full = torch.zeros(size, dtype=dtype), values(world * size, dtype, seed + rank)
         expected = total(world, world * size, dtype, seed).chunk(world)[rank]
-        return name, way.reduce_scatter(output, full), output, expected
+        return name, way.reduce_scatter(Row([output]), rows_of([full], world)), output, expected
     shards = [values(size, dtype, seed + each) for each in range(world)]
     output, shard = torch.zeros(world * size, dtype=dtype), shards[rank]
     if what == "gather in place":
         shard = output.chunk(world)[rank].copy_(shard)
-    return name, way.gather(output.view(torch.uint8), shard.view(torch.uint8)), output, torch.cat(shards)
+    return name, way.gather(rows_of([output], world), [shard]), output, torch.cat(shards)
+
+
+def issue_list(
+    way: SharedMemoryExchange, what: str, rank: int, world: int, size: int, dtype: torch.dtype
+) -> tuple[PendingWork, Tensor, Tensor]:
+    """What `size` is in one piece, in several of different sizes, some of them none."""
+    draw, seed = random.Random(size), 100 * size
+    ends = sorted(draw.randint(0, size) for _ in range(draw.randint(0, 9)))
+    sizes = [end - start for start, end in zip([0, *ends], [*ends, size], strict=True)]
+    row = [values(n, dtype, seed + rank + 10 * k) for k, n in enumerate(sizes)]
+    if what == "gather of a list":
+        memory = torch.zeros(world * size, dtype=dtype)
+        outputs = memory.split([world * n for n in sizes])
+        expected = torch.cat([values(n, dtype, seed + r + 10 * k) for k, n in enumerate(sizes) for r in range(world)])
+        return way.gather(rows_of(outputs, world), row), memory, expected
+    fulls = [values(world * n, dtype, seed + rank + 10 * k) for k, n in enumerate(sizes)]
+    sums = [total(world, world * n, dtype, seed + 10 * k) for k, n in enumerate(sizes)]
+    output, expected = torch.zeros(size, dtype=dtype), torch.cat([each.chunk(world)[rank] for each in sums])
+    return way.reduce_scatter(Row(output.split(sizes)), rows_of(fulls, world)), output, expected
 
 
 MODES: dict[str, Callable[[], Any]] = {
     "grad": nullcontext, "no grad": torch.no_grad, "inference": torch.inference_mode,
 }  # fmt: skip
-KINDS = ["gather", "gather in place", "reduce-scatter", "all-reduce"]
+KINDS = ["gather", "gather in place", "reduce-scatter", "all-reduce", "gather of a list", "reduce-scatter of a list"]
 
 
 def wrong(waits: list[Exchanged]) -> list[str]:

@@ -118,13 +118,13 @@ def pairwise() -> Iterator[None]:
 @contextmanager
 def one_late_rank() -> Iterator[None]:
     """Rank 1 is the last to share its gradients."""
-    post = SharedMemory.sum_pieces
+    post = SharedMemory.sum_rows
 
     def late(self: SharedMemory, *args: Any) -> Any:
         time.sleep(0.02 if dist.get_rank() == 1 else 0)
         return post(self, *args)
 
-    with patch.object(SharedMemory, "sum_pieces", late):
+    with patch.object(SharedMemory, "sum_rows", late):
         yield
 
 

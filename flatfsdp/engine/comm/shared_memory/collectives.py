@@ -6,7 +6,7 @@ hides little of it, and holds what it reads for longer; a small one takes less t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ...device.memory import MemoryTracker
 from ...device.streams import PendingWork
 from ..comm_stats import CommStats
+from ..pieces import Row, copy
 from .chunks import longest_chunk
 from .exchange import CAPACITY, SharedMemory, SharedWork
 from .operations import Operation
@@ -32,32 +33,33 @@ class SharedMemoryExchange:
         self._tracker = tracker
         self._comm_stats = comm_stats
 
-    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
-        """Every rank's `shard` into its slot of `output`; both uint8."""
-        return self._under_way(self._shared.gather(output, shard), output, shard)
+    def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
+        """Every rank's `shards` into its row; of any dtype, and anywhere. [Note: rows]"""
+        copy(rows[self._shared.rank].pieces, shards)
+        return self._under_way(self._shared.gather(rows))
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
-        """The sum over ranks of this rank's piece of `full`, in rank order, into `output`. [Note: in waits]"""
-        operation = self._shared.sum_pieces(output, full.chunk(self._shared.world))
-        return self._under_way(operation, output, full, advances_in_waits=_is_large(output, full))
+    def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork:
+        """The sum over ranks of this rank's row, in rank order, into `output`. [Note: in waits]"""
+        operation = self._shared.sum_rows(output, rows)
+        return self._under_way(operation, advances_in_waits=_is_large(rows))
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         """The sum over ranks, in rank order, in place: each rank sums a piece, which all take."""
         shared = self._shared
-        pieces = tensor.view(-1).tensor_split(shared.world)
+        rows = [Row([piece]) for piece in tensor.view(-1).tensor_split(shared.world)]
         free = _hold_scratch(tensor, shared.rank, shared.world, shared.capacity, self._tracker)
-        shared.sum_pieces(pieces[shared.rank], pieces)
+        shared.sum_rows(rows[shared.rank], rows)
         self._comm_stats.issued += 1
-        slots = [piece.view(torch.uint8) for piece in pieces]
-        last = shared.gather_pieces(slots, slots[shared.rank], depends=True)
+        last = shared.gather(rows, depends=True)
         return PendingWork(work=SharedWork(shared, last), keep=(tensor,), finish=free)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
         """The rows of `sent`, uint8, each to one of the others, in rank order, and theirs into `arrived`."""
-        return self._under_way(self._shared.all_to_all(arrived, sent), arrived, sent)
+        return self._under_way(self._shared.all_to_all(arrived, sent))
 
-    def _under_way(self, operation: Operation, *keep: torch.Tensor, advances_in_waits: bool = False) -> PendingWork:
-        return PendingWork(work=SharedWork(self._shared, operation), keep=keep, advances_in_waits=advances_in_waits)
+    def _under_way(self, operation: Operation, *, advances_in_waits: bool = False) -> PendingWork:
+        # The operation keeps what it reads and writes.
+        return PendingWork(work=SharedWork(self._shared, operation), advances_in_waits=advances_in_waits)
 
 
 class SimulatedSharedMemory(SharedMemoryExchange):
@@ -68,11 +70,11 @@ class SimulatedSharedMemory(SharedMemoryExchange):
         self._tracker = tracker
         self._comm_stats = comm_stats
 
-    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
-        return PendingWork(keep=(output, shard))
+    def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
+        return PendingWork(keep=tuple(shards))
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
-        return PendingWork(keep=(output, full), advances_in_waits=_is_large(output, full))
+    def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork:
+        return PendingWork(keep=tuple(output.pieces), advances_in_waits=_is_large(rows))
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
         return PendingWork(keep=(arrived, sent))
@@ -82,8 +84,8 @@ class SimulatedSharedMemory(SharedMemoryExchange):
         return PendingWork(finish=_hold_scratch(tensor, self._rank, self._world, CAPACITY, self._tracker))
 
 
-def _is_large(output: torch.Tensor, full: torch.Tensor) -> bool:
-    return full.nbytes - output.nbytes >= LARGE
+def _is_large(rows: Sequence[Row]) -> bool:
+    return (len(rows) - 1) * rows[0].nbytes >= LARGE
 
 
 def _hold_scratch(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ....errors import UsageError
 from ...base import _torch
+from ..pieces import Row
 from .attendant import Attendant
 from .bell import Bell, own_bell, ring_value
 from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream
@@ -70,21 +71,14 @@ class SharedMemory:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> Operation:
-        """Every rank's `shard` into its slot of `output`; uint8, both 1-D and contiguous."""
-        return self.gather_pieces(output.chunk(self.world), shard)
+    def gather(self, rows: Sequence[Row], *, depends: bool = False) -> Operation:
+        """Every rank's row, of which this rank's is there, into the rows of all. The first is the longest."""
+        return self._issue(Gather(rows, self.rank), rows[0].numel, bytes_each=rows[0].dtype.itemsize, depends=depends)
 
-    def gather_pieces(self, slots: Sequence[torch.Tensor], mine: torch.Tensor, *, depends: bool = False) -> Operation:
-        """Every rank's piece, `mine` here, into its slot; uint8. The first slot is the longest."""
-        own = slots[self.rank]
-        if own.data_ptr() != mine.data_ptr():
-            own.copy_(mine)
-        return self._issue(Gather(slots, own), slots[0].numel(), bytes_each=1, depends=depends)
-
-    def sum_pieces(self, output: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Operation:
-        """The sum over ranks of this rank's piece, in rank order, into `output`. The first piece is the longest."""
-        operation = Sum(output, pieces, self.rank)
-        return self._issue(operation, pieces[0].numel(), bytes_each=output.element_size() * (self.world - 1))
+    def sum_rows(self, output: Row, rows: Sequence[Row]) -> Operation:
+        """The sum over ranks of this rank's row, in rank order, into `output`. The first is the longest."""
+        each = rows[0].dtype.itemsize * (self.world - 1)
+        return self._issue(Sum(output, rows, self.rank), rows[0].numel, bytes_each=each)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> Operation:
         """The rows of `sent`, uint8, each to one of the others, and theirs into `arrived`."""
