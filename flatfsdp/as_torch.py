@@ -39,8 +39,8 @@ from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .engine.config import fsdp1_mode, state_dict_configs
 from .engine.features.clip import clips_over_ranks
 from .engine.features.forward_methods import register_fsdp_forward_method
-from .engine.fully_shard.class_swap import swapped
 from .engine.flat import flat_param
+from .engine.fully_shard.class_swap import swapped
 from .engine.runtime import param_registry as registry
 from .engine.state.dcp_state_dict import replacements
 from .errors import UsageError, current_rank
@@ -171,8 +171,8 @@ def _what_trained() -> str:
         found = ["modules in no wrapper: each process trained its own"]
     trained = f"What trained: {', '.join(found)}. " if found else ""
     return (
-        "the program ended and has made no FullyShardedDataParallel, and given nothing to fully_shard(), so flatfsdp had "
-        "no part in it. "
+        "the program ended and has made no FullyShardedDataParallel, and given nothing to fully_shard(), so flatfsdp "
+        "had no part in it. "
         f"{trained}Frameworks choose FSDP by settings of their own; what "
         "Accelerate needs, on a CPU above all, is in README, 'Coming from FSDP1'"
     )
