@@ -186,8 +186,8 @@ class FlatParam:
 
     @property
     def has_orig_params(self) -> bool:
-        """Whether optimizers see the original parameters."""
-        found: bool = self._handle.face.holds_leaves
+        """Whether optimizers see the original parameters, each by itself."""
+        found: bool = not self._handle.face.is_flat
         return found
 
     @property

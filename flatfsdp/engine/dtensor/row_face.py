@@ -232,17 +232,20 @@ class RowFace:
     def local_of(self, value: torch.Tensor) -> torch.Tensor:
         return _dtensor.local_of(value) if _dtensor.is_dtensor(value) else value
 
-    def as_grad(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
+    def like_holder(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
         (index,) = indices
         rows = self._rows[index]
         made: torch.Tensor = self._make(rows.local(piece), rows.spec(piece.dtype), requires_grad=False)
         return made
 
+    def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        if not _dtensor.is_dtensor(value) or value.shape != self.holders[index].shape:
+            return value
+        return self._rows[index].piece(_dtensor.local_of(value), self._at_rest.views[index])
+
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
-        rows = zip(self._rows, self.holders, self._at_rest.views, strict=True)
-        return [
-            None if holder.grad is None else each.piece(self.local_of(holder.grad), view) for each, holder, view in rows
-        ]
+        grads = [holder.grad for holder in self.holders]
+        return [None if grad is None else self.piece_of(i, grad) for i, grad in enumerate(grads)]
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
         sums: Sums = []
@@ -258,7 +261,7 @@ class RowFace:
         holder = self.holders[index]
         grad = holder.grad
         if grad is None:
-            assign_grad(holder, self.as_grad((index,), piece))
+            assign_grad(holder, self.like_holder((index,), piece))
         else:
             rows = self._rows[index]
             rows.check(grad, "the .grad")

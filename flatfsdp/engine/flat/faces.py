@@ -119,8 +119,14 @@ class Face(Protocol):
         """What this rank has of a holder, of its `.grad`, or of a state that an optimizer made like one."""
         ...
 
-    def as_grad(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
-        """`piece`, laid out as the shard has these leaves, as it can be the `.grad` of their holder."""
+    def like_holder(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
+        """`piece`, laid out as the shard has these leaves, as it can be the `.grad` of their holder, or a state that an
+        optimizer keeps of it. A view."""
+        ...
+
+    def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a leaf's part of `value` (see `like_holder`, whose inverse this is where holders have
+        one leaf each); `value` itself where it is not like the holder."""
         ...
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
@@ -201,8 +207,11 @@ class _PlainFace:
     def local_of(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
-    def as_grad(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
+    def like_holder(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
         return piece
+
+    def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        return value
 
 
 class OriginalFace(_PlainFace):

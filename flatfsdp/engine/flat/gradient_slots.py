@@ -264,7 +264,7 @@ class Accumulation:
             if is_ours := grad is None:
                 # `.data` has a version counter of its own: an edit of one mark is not one of its neighbours.
                 own = share.data.to(device=handle.shard.device, dtype=handle.precision.grad)
-                grad = handle.face.as_grad(indices, own)
+                grad = handle.face.like_holder(indices, own)
                 assign_grad(parameter, grad)
             assert grad is not None
             local = handle.face.local_of(grad)

@@ -59,16 +59,18 @@ class ParamRef:
     @property
     def is_packed(self) -> bool:
         """Whether the parameter must be left as it is, bit by bit. [Note: packed bytes]"""
-        holders: list[nn.Parameter | nn.Module] = [self.leaf]
+        holders: list[nn.Parameter | nn.Module | None] = [self.leaf]
         if self.attribute == "weight":
-            holders.append(self.module)
+            holders.append(self.module_ref())
         return not self.leaf.requires_grad and any(getattr(each, "quant_state", None) is not None for each in holders)
 
     @property
     def current(self) -> object:
         """What the module has under the attribute now; None where it was deleted."""
-        registered = self.module._parameters.get(self.attribute)
-        return registered if registered is not None else self.module.__dict__.get(self.attribute)
+        if (module := self.module_ref()) is None:
+            return None
+        registered = module._parameters.get(self.attribute)
+        return registered if registered is not None else module.__dict__.get(self.attribute)
 
     @staticmethod
     def changed(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
@@ -84,8 +86,9 @@ class ParamRef:
 
     def register(self) -> None:
         """Let the module list the leaf among its parameters."""
-        self.module.__dict__.pop(self.attribute, None)
-        self.module._parameters[self.attribute] = self.held = self.leaf
+        if (module := self.module_ref()) is not None:
+            module.__dict__.pop(self.attribute, None)
+            module._parameters[self.attribute] = self.held = self.leaf
 
     def hold(self, parameter: nn.Parameter) -> None:
         """Let the module, if it is there, list `parameter` in this place, the leaf or what stands for it at rest."""
@@ -106,11 +109,13 @@ class ParamRef:
 
     def assign(self, value: torch.Tensor) -> None:
         """Let the module have `value` as a plain attribute in the parameter's place."""
+        if (module := self.module_ref()) is None:
+            return
         if self.keeps_place:
-            self.module._parameters[self.attribute] = None
+            module._parameters[self.attribute] = None
         else:
-            self.module._parameters.pop(self.attribute, None)
-        self.module.__dict__[self.attribute] = value
+            module._parameters.pop(self.attribute, None)
+        module.__dict__[self.attribute] = value
 
 
 def check_param_refs(

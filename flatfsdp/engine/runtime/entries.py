@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 from torch import nn
 
@@ -45,6 +45,7 @@ class Entries:
 
     Attributes:
         in_place: whether they hold the unit themselves, and no wrapper does.
+        wrapped: the module inside the wrapper; None where there is none.
         class_name: of the entry, for messages; of several, all of them.
         paths: from the outermost module, once that is known; "" for that.
     """
@@ -53,6 +54,7 @@ class Entries:
         self.in_place = in_place
         self._modules: Sequence[nn.Module] = WeakModules(modules) if in_place else list(modules)
         self._count = len(modules)
+        self.wrapped: Any = None if in_place else modules[0]
         self.class_name = ", ".join(plain_class(module).__name__ for module in modules)
         self.paths: tuple[str, ...] = ("",) * len(modules)
 

@@ -101,7 +101,7 @@ class ForwardDriver:
         if new_record:
             iteration.record = ForwardRecord()
             self.gradient_flow.unhook()
-        self.gathers.begin()
+        self.gathers.order.begin()
         iteration.training = training
         if self._turns_version != setup.version:
             self._turns_version = setup.version
@@ -122,10 +122,13 @@ class ForwardDriver:
             return
         iteration.record.end()
         if failed:
+            self.gathers.lacking.clear()
             iteration.abandon()
             return
         self.agreement.end_forward()
-        self.gathers.end(unit)
+        self.gathers.order.end()
+        if self.gathers.lacking:
+            self.gathers.free_lacking(unit)
         empty = iteration.record.empty or iteration.record.consumed
         iteration.end_forward(empty=empty)
         if not torch.is_grad_enabled() or empty:
@@ -155,7 +158,7 @@ class ForwardDriver:
         """
         if self.iteration.depth == 0 and self.observers.begin_step(unit):
             return self.run(unit, args, kwargs, call=call, entry=entry, stays=stays)
-        called = call if call is not None else unit.entries.first
+        called = call if call is not None else unit.entries.wrapped
         if unit.phase is SUMMONED:
             return self._run_summoned(unit, args, kwargs, called)
         outermost = self._enter(unit)

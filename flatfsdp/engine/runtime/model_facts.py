@@ -149,10 +149,11 @@ def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
 def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
     """The path of every parameter of `units` in their model, by its id."""
     return {
-        id(leaf): unit.entries.fqn(spec.name)
+        id(parameter): unit.entries.fqn(spec.name)
         for unit in units
         for handle in unit.handles
-        for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
+        for index, (leaf, spec) in enumerate(zip(handle.leaves, handle.layout.params, strict=True))
+        for parameter in (leaf, *((handle.face.holder_of(index),) if handle.face.is_distributed else ()))
     }
 
 

@@ -29,7 +29,7 @@ from .from_rank0 import broadcast_tensor
 
 def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
     """(the sharded gradient as one flat tensor, zero where there is none; which parameters have one, as 0/1)."""
-    grads = [parameter.grad for parameter in handle.face.holders]
+    grads = [handle.flat_param.grad] if handle.face.is_flat else handle.face.grads_of_leaves()
     dtype = next((grad.dtype for grad in grads if grad is not None), handle.precision.grad)
     flat = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
     present = torch.zeros(len(handle.leaves), dtype=torch.int32, device=handle.device)
@@ -169,18 +169,20 @@ class _SummonedHandle:
             for index, grad in enumerate(unsharded):
                 if grad is not None:
                     store(layout, handle.rank, shard, index, grad)
+        grads = handle.face.grads_of_leaves()
         pieces, there = handle.at_rest.views_of(shard.to(handle.shard.device)), present.tolist()
         for owned in layout.owned(handle.rank):
             if not there[owned.index]:
                 continue
-            leaf, piece = handle.leaves[owned.index], pieces[owned.index]
+            grad, piece = grads[owned.index] if grads else None, pieces[owned.index]
             if handle.face.is_flat:
                 if handle.flat_param.grad is not None:
                     handle.flat_param.grad[owned.in_shard.slice].copy_(piece.reshape(-1))
-            elif leaf.grad is None:
-                assign_grad(leaf, piece.clone())
+            elif grad is None:
+                holder = handle.face.holder_of(owned.index)
+                assign_grad(holder, handle.face.like_holder((owned.index,), piece.clone()))
             else:
-                leaf.grad.copy_(piece)
+                grad.copy_(piece)
 
 
 def _check_summonable(unit: Unit, *, with_grads: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import UsageError
@@ -370,3 +370,166 @@ def _refused(rank: int, world: int) -> list[str]:
 def test_what_is_split_otherwise_is_refused(pool2: Run) -> None:
     for said in pool2(_refused):
         assert all("'2.weight' was replaced by" in each and "distribute_tensor(" in each for each in said)
+
+
+def _optimizer_states(rank: int, world: int) -> None:
+    mesh = shared_mesh(world)
+    options = {"auto_wrap_policy": KINDS, "join_units_below": 0}
+    model = wrapped(net(), mesh, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    flat = FullyShardedDataParallel(net(), use_orig_params=True, **options)
+    other = torch.optim.AdamW(flat.parameters(), lr=0.05)
+    for each, steps in ((model, optimizer), (flat, other)):
+        for step in range(2):
+            each(batch(rank, step)).square().mean().backward()
+            steps.step()
+            steps.zero_grad()
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    expected = FullyShardedDataParallel.optim_state_dict(flat, other)
+    assert saved["state"].keys() == expected["state"].keys() and len(saved["state"]) == 7
+    for name, states in saved["state"].items():
+        for state, value in states.items():
+            assert torch.equal(value, expected["state"][name][state]), (name, state)
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.05)
+    fresh.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, fresh, expected))
+    for parameter in model.parameters():
+        for state, value in fresh.state[parameter].items():
+            was = optimizer.state[parameter][state]
+            assert isinstance(value, DTensor) is isinstance(was, DTensor), state
+            if isinstance(value, DTensor):
+                assert value.placements == parameter.placements and value.shape == parameter.shape
+                value, was = value.to_local(), was.to_local()
+            assert torch.equal(value, was), state
+    loaded = wrapped(net(), mesh, **options)
+    loaded.load_state_dict(flat.state_dict())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter.to_local(), model.get_parameter(name).to_local()), name
+
+
+def test_states_of_optimizers_by_name(pool2: Run) -> None:
+    pool2(_optimizer_states)
+
+
+def _hooks(rank: int, world: int) -> tuple[list[str], str]:
+    mesh, seen = shared_mesh(world), []
+    model = wrapped(net(), mesh, auto_wrap_policy=KINDS, join_units_below=0)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen.append(f"{name} {type(p.grad).__name__}")
+        )
+    model(batch(rank, 1)).sum().backward()
+    model.module[2].weight.register_hook(lambda grad: grad)
+    with pytest.raises(UsageError) as caught:
+        model(batch(rank, 1)).sum().backward()
+    return sorted(seen), str(caught.value)
+
+
+def test_hooks_of_users(pool2: Run) -> None:
+    names = [name for name, _ in net().named_parameters()]
+    for seen, said in pool2(_hooks):
+        assert seen == sorted(f"{name} DTensor" for name in names)
+        assert said.startswith("the DTensor of unit '2' has a hook of register_hook()")
+
+
+class Recurrent(nn.Module):
+    """Weights that a module has in a list, and tied ones, in one unit and across units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed, self.lstm = nn.Embedding(13, 6), nn.LSTM(6, 6, batch_first=True)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.embed(x))[0])
+
+
+def _recurrent(rank: int, world: int, across: bool) -> None:
+    plain = Recurrent()
+    units: dict[str, Any] = {"auto_wrap_policy": {nn.Embedding, nn.LSTM}} if across else {}
+    model = wrapped(copy.deepcopy(plain), shared_mesh(world), join_units_below=0, **units)
+    assert len(list(model.parameters())) == len(list(plain.parameters()))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            loss = each(torch.arange(12).view(3, 4) + step % 2).square().mean()  # alike on all ranks
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    assert parameters["head.weight"] is parameters["embed.weight"]
+    for name, expected in plain.named_parameters():
+        torch.testing.assert_close(parameters[name].detach().full_tensor(), expected.detach())
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_recurrent_modules_and_ties(pool2: Run, across: bool) -> None:
+    pool2(_recurrent, across)
+
+
+def _offloads(rank: int, world: int) -> None:
+    both = Both(rank, world, cpu_offload=True)
+    both.train(3)
+    both.backward(sync=False)
+    both.backward()
+    both.check()
+
+
+def test_offloaded_shards(pool2: Run) -> None:
+    pool2(_offloads)
+
+
+def _evaluates(rank: int, world: int) -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
+    model = wrapped(net(), shared_mesh(world), auto_wrap_policy=KINDS, join_units_below=0, mixed_precision=policy)
+    loss = model(batch(rank, 1)).square().mean()
+    loss.backward()
+    assert loss.dtype == torch.bfloat16
+    assert all(p.grad.dtype == p.grad.to_local().dtype == torch.float32 for p in model.parameters())
+    model.eval()
+    assert torch.equal(model(batch(rank, 1)), net()(batch(rank, 1)))
+    model.train()
+    model(batch(rank, 1)).square().mean().backward()
+
+
+def test_full_precision_in_evaluation(pool2: Run) -> None:
+    pool2(_evaluates)
+
+
+def _summons(rank: int, world: int) -> None:
+    model = wrapped(net(), shared_mesh(world), auto_wrap_policy=KINDS, join_units_below=0)
+    model(batch(rank, 1)).square().mean().backward()
+    grads = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        for name, parameter in model.named_parameters():
+            assert not isinstance(parameter, DTensor)
+            assert torch.equal(parameter.grad, grads[name])
+            parameter.data.mul_(2)
+            parameter.grad.mul_(2)
+    for (name, parameter), was in zip(model.named_parameters(), net().parameters(), strict=True):
+        assert torch.equal(parameter.detach().full_tensor(), 2 * was)
+        assert torch.equal(parameter.grad.full_tensor(), 2 * grads[name])
+
+
+def test_summoned_parameters(pool2: Run) -> None:
+    pool2(_summons)
+
+
+def _columns(rank: int, world: int) -> None:
+    """A parameter whose second dimension is the slowest in memory."""
+    plain = nn.Linear(5, 6)
+    whole = torch.arange(30.0).view(6, 5)
+    plain.weight = nn.Parameter(whole.t().contiguous().t())
+    expected = copy.deepcopy(plain)
+    model = wrapped(plain, shared_mesh(world))
+    weight = model.module.weight
+    assert weight.placements == (Shard(1),) and weight.stride() == (5, 1)
+    assert torch.equal(weight.to_local(), whole.chunk(world, 1)[rank])
+    for each in (model, expected):
+        each(torch.ones(2, 5)).square().mean().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), expected.weight.grad)
+
+
+def test_other_dimensions(pool2: Run) -> None:
+    pool2(_columns)

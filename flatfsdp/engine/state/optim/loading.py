@@ -173,7 +173,7 @@ class _Loading:
                 shard = self._shard(unit, kind, [named for each in having for named in each.params], state, dtype)
                 pieces = handle.at_rest.views_of(shard)
                 for each in having:
-                    piece = shard if each.is_flat else pieces[each.params[0].index].clone()
+                    piece = shard if each.is_flat else each.like_holder(pieces[each.params[0].index].clone())
                     out.setdefault(each.key, {})[state] = piece
         for named in self.holder.params:
             param = by_name.get(named.name)

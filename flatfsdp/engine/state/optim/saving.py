@@ -166,7 +166,8 @@ class _Saving:
                 f"optim_state_dict: its param groups have {len(keys)} parameters, those of the optimizer "
                 f"{len(known)}, or under other keys. Give the optimizer's own state_dict(), or leave it out"
             )
-        self.own = {key: own["state"][key] for key in known if own["state"].get(key)}
+        states = own["state"]
+        self.own = {each.key: each.pieces_of(states[each.key]) for each in self.holder if states.get(each.key)}
         self.others = {key: entry for key, entry in own["state"].items() if key not in {*known}}
 
     def descriptions(self) -> dict[str, Description | None]:
