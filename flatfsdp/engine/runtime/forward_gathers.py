@@ -38,8 +38,8 @@ class ForwardGathers:
     lacking: dict[Unit, set[int]] = field(default_factory=dict)  # of units that lack entries: those that ran, by id
 
     def free_lacking(self, outermost: Unit) -> None:
-        """The forward is complete: units of which not all entries have run are freed, but the `outermost` that ran,
-        whose entry may be called again."""
+        """The forward is complete: units of which not all entries have run are freed, but the `outermost` one that ran:
+        its entry may be called again."""
         for unit in self.lacking:
             if unit is not outermost and unit.reshards_after_forward and not unit.backward.keep_unsharded:
                 self._reshard(unit, unit)

@@ -86,6 +86,7 @@ class OwnedInterval(torch.Tensor):
             the shape of the whole. [Note: parts of wholes]
         span: which elements of the parameter, or of the part, they are.
         names_empty: whether this rank is the one that saves the parameter if it has no elements at all.
+        is_local: whether others may have another tensor under the same name: no checkpoint can tell these apart.
         others: where the rest is; None if that is not known any more, as in another process.
         assemble: makes the whole of the part that `spec` describes, collective over the ranks that have the others;
             None as `others`.
@@ -95,6 +96,7 @@ class OwnedInterval(torch.Tensor):
     spec: ParamSpec
     span: Span
     names_empty: bool
+    is_local: bool
     others: RemoteElements | None
     assemble: Callable[[torch.Tensor], torch.Tensor] | None
 
@@ -119,15 +121,26 @@ class OwnedInterval(torch.Tensor):
         self.spec = spec
         self.span = span
         self.names_empty = names_empty
+        self.is_local = False
         self.others = others
         self.assemble = assemble
         return self
 
     def with_local(self, local: torch.Tensor) -> OwnedInterval:
         """The same interval with other elements; shape (span.numel,)."""
-        return OwnedInterval(
+        made = OwnedInterval(
             local, self.spec, self.span, names_empty=self.names_empty, others=self.others, assemble=self.assemble
         )
+        made.is_local = self.is_local
+        return made
+
+    def _refuse_local(self) -> None:
+        if self.is_local:
+            raise UsageError(
+                f"{self.spec.name!r} is a flat shard (LOCAL_STATE_DICT) of a unit with parts of DTensors: ranks of "
+                "tensor parallelism have others under the same name, which would be taken for one. Save "
+                "SHARDED_STATE_DICT, or each rank's by torch.save"
+            )
 
     @property
     def boxes(self) -> tuple[Box, ...] | tuple[PartBox, ...]:
@@ -151,6 +164,7 @@ class OwnedInterval(torch.Tensor):
     def of_whole(self) -> list[OwnedInterval]:
         """The same elements as intervals of the whole, in memory shared with this: one, or one for each run of those
         of a part that lies together in the whole. [Note: parts of wholes]"""
+        self._refuse_local()
         spec, whole = self.spec, self.spec.whole
         if spec.part is None:
             return [self]
@@ -213,6 +227,7 @@ class OwnedInterval(torch.Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+        self._refuse_local()
         properties = TensorProperties(dtype=self.local.dtype)
         return [
             WriteItem(
@@ -224,6 +239,7 @@ class OwnedInterval(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        self._refuse_local()
         return [_chunk(box) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 import flatfsdp
@@ -17,9 +18,11 @@ from flatfsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
+    ShardedStateDictConfig,
     StateDictType,
     checkpoint,
 )
+from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.tensor_parallel import Net, mesh_of, parallelized, seeded, sharded, step_one, step_ours
 
@@ -183,3 +186,43 @@ def to_torchs(rank: int, world: int, folder: str) -> list[str]:
 
 def test_sharded_state_dicts_are_read_by_fully_shard(pool4: Run, tmp_path: Path) -> None:
     assert not [line for lines in pool4(to_torchs, str(tmp_path)) for line in lines]
+
+
+def flat_shards(rank: int, world: int, folder: str) -> list[str]:
+    """LOCAL_STATE_DICT loads where it was made, and is in no checkpoint, which could not tell ranks' apart."""
+    model, _ = made((2, 2), 1)
+    other, _ = made((2, 2), 0)
+    with FullyShardedDataParallel.state_dict_type(model, LOCAL):
+        saved = model.state_dict()
+        with pytest.raises(CheckpointException, match=r"is a flat shard \(LOCAL_STATE_DICT\)"):
+            dcp.save({"model": saved}, checkpoint_id=folder)
+        with pytest.raises(UsageError, match=r"is a flat shard \(LOCAL_STATE_DICT\)"):
+            checkpoint.save(f"{folder}.ours", model=saved)
+    with FullyShardedDataParallel.state_dict_type(other, LOCAL):
+        other.load_state_dict(saved)
+    values = []
+    for each in (other, model):
+        with FullyShardedDataParallel.state_dict_type(each, FULL):
+            values.append(each.state_dict())
+    return unlike(*values, "loaded")
+
+
+def test_flat_shards_stay_with_their_ranks(pool4: Run, tmp_path: Path) -> None:
+    assert not [line for lines in pool4(flat_shards, str(tmp_path / "dcp")) for line in lines]
+
+
+def as_dtensors(rank: int, world: int) -> list[str]:
+    """Values that are DTensors of both dimensions, and those of intervals, know their wholes."""
+    model, one = sharded((2, 2)), seeded().state_dict()
+    config = ShardedStateDictConfig(sharded_as="dtensor")
+    with FullyShardedDataParallel.state_dict_type(model, SHARDED, config):
+        saved = model.state_dict()
+        lines = unlike({name: value.full_tensor() for name, value in saved.items()}, one, "DTensors")
+        model.load_state_dict(saved)
+    with FullyShardedDataParallel.state_dict_type(model, SHARDED):
+        lines += unlike({name: value.full_tensor() for name, value in model.state_dict().items()}, one, "intervals")
+    return lines
+
+
+def test_values_know_their_wholes(pool4: Run) -> None:
+    assert not [line for lines in pool4(as_dtensors) for line in lines]

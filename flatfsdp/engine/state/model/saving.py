@@ -304,7 +304,9 @@ def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) ->
         return flat_of(local, span.start, layout.numel, unit.groups.shard)
     # The name identifies the layout.
     spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.numel,))
-    return interval_of(unit, local, spec, layout.unpadded_part)
+    made = interval_of(unit, local, spec, layout.unpadded_part)
+    made.is_local = any(each.part is not None for each in layout.params)
+    return made
 
 
 def _finish(job: StateDictCall, destination: Any, start: int, *, keep_vars: bool) -> None:
