@@ -137,6 +137,7 @@ class RowFace:
         self._without = [i for i, rows in enumerate(self._rows) if not rows.numel]
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._places: list[tuple[ParamRef, int]] = []
+        self._specs: dict[torch.dtype, list[Any]] = {}
         self._make = _dtensor.dtensor_type()
         self.holders: list[nn.Parameter] = []
         self.counters: list[torch.Tensor] = []
@@ -217,9 +218,14 @@ class RowFace:
         self._swap(self.holders)
 
     def _swap(self, parameters: Sequence[nn.Parameter]) -> None:
-        for param_ref, index in self._places:
-            if param_ref.held is not parameters[index]:
-                param_ref.hold(parameters[index])
+        for param_ref, index in self._places:  # twice for every parameter, forward and backward
+            parameter = parameters[index]
+            if param_ref.held is not parameter:
+                module = param_ref.module_ref()
+                if module is not None and type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[param_ref.attribute] = param_ref.held = parameter
+                else:
+                    param_ref.hold(parameter)
 
     def follow_requires_grad(self) -> None:
         wanted = list(map(_REQUIRES_GRAD, self.holders))
@@ -248,24 +254,29 @@ class RowFace:
         return [None if grad is None else self.piece_of(i, grad) for i, grad in enumerate(grads)]
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
+        pieces = [(i, piece) for i, piece in self._at_rest.pieces_of(total) if self._rows[i].numel]
+        # Without rows, too: what is computed with a gradient is computed by all ranks.
+        pieces += [(i, total) for i in self._without]
+        specs, fits = self._specs_in(total.dtype), total.dtype == self.holders[0].dtype
         sums: Sums = []
-        for i, piece in self._at_rest.pieces_of(total):
-            if i in trained and self._rows[i].numel:
-                self._add(i, piece, sums)
-        for i in self._without:
-            if i in trained and self.holders[i].grad is None:  # or one rank lacks what is computed with by all
-                self._add(i, total[:0], sums)
+        for i, piece in pieces:
+            if i not in trained:
+                continue
+            holder, local = self.holders[i], self._rows[i].local(piece)
+            if (grad := holder.grad) is not None:
+                self._rows[i].check(grad, "the .grad")
+                sums.append((_dtensor.local_of(grad), local))
+            elif fits:
+                holder.grad = self._make(local, specs[i], requires_grad=False)
+            else:
+                assign_grad(holder, self._make(local, specs[i], requires_grad=False))
         return sums
 
-    def _add(self, index: int, piece: torch.Tensor, sums: Sums) -> None:
-        holder = self.holders[index]
-        grad = holder.grad
-        if grad is None:
-            assign_grad(holder, self.like_holder((index,), piece))
-        else:
-            rows = self._rows[index]
-            rows.check(grad, "the .grad")
-            sums.append((_dtensor.local_of(grad), rows.local(piece)))
+    def _specs_in(self, dtype: torch.dtype) -> list[Any]:
+        made = self._specs.get(dtype)
+        if made is None:
+            made = self._specs[dtype] = [rows.spec(dtype) for rows in self._rows]
+        return made
 
     def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
         rows = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
