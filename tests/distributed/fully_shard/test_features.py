@@ -94,28 +94,3 @@ def feature(rank: int, world: int, program: Callable[[nn.Module, int], None]) ->
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_features(name: str, pool2: Run) -> None:
     assert pool2(feature, PROGRAMS[name]) == [[], []]
-
-
-class WithTower(Net):
-    skips = False  # this rank has no data for one block
-
-    def hidden(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.words(x) * self.one_row
-        for number, block in enumerate(self.blocks):
-            x = x if number == 1 and self.skips else block(x)
-        return x
-
-
-def participation(rank: int, world: int) -> list[bool]:
-    torch.manual_seed(0)
-    model = WithTower()
-    model.skips = rank == 1
-    flatfsdp.fully_shard(model.blocks[1], mesh=mesh_of(2))
-    flatfsdp.fully_shard(model, mesh=mesh_of(2))
-    flatfsdp.ensure_unit_participation(model.blocks[1])
-    loss_of(model, batches(rank)[0]).backward()
-    return [parameter.grad is not None for parameter in model.parameters()]
-
-
-def test_a_part_that_a_rank_does_not_run(pool2: Run) -> None:
-    assert all(map(all, pool2(participation)))
