@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import nn
 
-from ...errors import InternalError, UsageError
+from ...errors import UsageError
 from ..base._torch import has_hooks, hooks_on
 
 
@@ -38,7 +39,7 @@ class ParamRef:
     __slots__ = ("attribute", "held", "keeps_place", "leaf", "module_ref", "path")
 
     def __init__(self, module: nn.Module, attribute: str, path: str, leaf: nn.Parameter) -> None:
-        self.module_ref = weakref.ref(module)
+        self.module_ref: Callable[[], nn.Module | None] = weakref.ref(module)
         self.attribute = attribute
         self.path = path
         self.leaf = self.held = leaf
@@ -46,10 +47,12 @@ class ParamRef:
 
     @property
     def module(self) -> nn.Module:
-        """The module that holds the parameter, which must be there."""
+        """The module that holds the parameter; once a user has deleted it, one of the reference's own instead."""
         module = self.module_ref()
         if module is None:
-            raise InternalError(f"the module of {self.path!r} is gone")
+            module = nn.Module()
+            module._parameters[self.attribute] = self.held
+            self.module_ref = partial(_itself, module)
         return module
 
     def of(self, leaf: nn.Parameter) -> ParamRef:
@@ -116,6 +119,10 @@ class ParamRef:
         else:
             module._parameters.pop(self.attribute, None)
         module.__dict__[self.attribute] = value
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def check_param_refs(

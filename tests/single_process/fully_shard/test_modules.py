@@ -203,6 +203,19 @@ def test_a_deleted_model_is_freed_without_the_collector() -> None:
         gc.enable()
 
 
+def test_modules_may_be_deleted() -> None:
+    model = model_of()
+    model(torch.ones(2, 4)).sum().backward()
+    model.zero_grad()
+    del model[1]
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    other = model_of()
+    other[0] = nn.Identity()  # before anything ran
+    other(torch.ones(2, 8)).sum().backward()
+    assert torch.equal(other(torch.ones(2, 8)), plain()[1:](torch.ones(2, 8)))
+
+
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
