@@ -1,7 +1,7 @@
 """`tools/bench`: flatfsdp beside torch's FSDP1, FSDP2, DDP and a process without communication, in one table.
 
 Two ranks on gloo, one thread each, every measurement in fresh processes. It writes results.md, results.json and
-results.png; with --sweep, sweep.md and so on; with --profile, profile.md and profile.json.
+results.png; with --sweep, sweep.md and so on; with --profile or --exchange, profile.md and profile.json and so on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import memory, profile, rounds
+from . import exchange, memory, profile, rounds
 from .engines import ENGINES, TRUTH
 from .host import host_rounds
 from .machine import ROOT, describe
@@ -26,7 +26,7 @@ from .table import render
 RESULTS = ROOT / "tools" / "bench_results"
 SKETCH = Path("/tmp/flatfsdp-bench")
 HOST_WORLDS = (1, 8, 64, 512)
-PARTS = ("cells", "figures", "host", "profile")
+PARTS = ("cells", "figures", "host", "profile", "exchange")
 QUICK = ("small", "mlp")
 
 
@@ -56,6 +56,7 @@ def arguments() -> argparse.Namespace:
     add("--quick", action="store_true", help=f"for a look: {', '.join(QUICK)}, one round, few steps")
     add("--sweep", action="store_true", help="instead, MLP stacks of 1 to 64 units, and of 1 to 8 times the size")
     add("--profile", action="store_true", help="instead, whose code a step's CPU time goes to (takes py-spy)")
+    add("--exchange", action="store_true", help="instead, a unit's exchanges as one flat tensor, and as a list")
     add(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL over all GPUs, and a fake group of 8 ranks"
     )
@@ -79,18 +80,19 @@ def main() -> int:
     if given.profile and not profile.is_possible():
         print("tools/bench: profiles are taken by py-spy, which is not there: pip install py-spy", file=sys.stderr)
         return 2
-    if given.device == "cpu" and not given.profile and not memory.preload():
+    draws = not (given.profile or given.exchange)
+    if given.device == "cpu" and draws and not memory.preload():
         print("no C compiler (cc): the table has no bytes of live tensors", file=sys.stderr)
     command = f"tools/bench {shlex.join(sys.argv[1:])}".strip()
     results: dict[str, Any] = {"machine": {**describe(given.device), "command": command}}
-    kind = "profile" if given.profile else "sweep" if given.sweep else "results"
+    kind = next((kind for kind in ("profile", "exchange", "sweep") if getattr(given, kind)), "results")
     results |= MEASURE[kind](given)
     given.out.mkdir(parents=True, exist_ok=True)
     stem = kind + ("-cuda" if given.device == "cuda" else "")
     (given.out / f"{stem}.json").write_text(json.dumps(results) + "\n")
-    text = profile.render(results) if given.profile else render(results)
+    text = TEXT.get(kind, render)(results)
     (given.out / f"{stem}.md").write_text(text)
-    if not given.profile:
+    if draws:
         (draw_sweep if given.sweep else draw)(results, given.out / f"{stem}.png")
     print("", text, f"Written to {given.out}/{stem}.*", sep="\n")
     return 1 if any("error" in cell for part in PARTS for cell in results.get(part, [])) else 0
@@ -121,7 +123,13 @@ def profiles(given: argparse.Namespace) -> dict[str, Any]:
     return {"profile": profile.profile_all([MODELS[name] for name in given.models], given.engines)}
 
 
-MEASURE = {"results": compare, "sweep": sweep, "profile": profiles}
+def exchanges(given: argparse.Namespace) -> dict[str, Any]:
+    """What exchanges of lists cost beside exchanges of single tensors."""
+    return {"exchange": exchange.exchange_rounds(given.rounds)}
+
+
+MEASURE = {"results": compare, "sweep": sweep, "profile": profiles, "exchange": exchanges}
+TEXT = {"profile": profile.render, "exchange": exchange.render}  # others are tables of engines
 
 if __name__ == "__main__":
     sys.exit(main())
