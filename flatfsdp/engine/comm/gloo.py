@@ -55,7 +55,7 @@ from ..device.memory import MemoryTracker
 from ..device.streams import PendingWork, Work
 from .comm_stats import CommStats
 from .ordered_sum import OrderedSum, SumWorker
-from .pieces import Row, add, copy
+from .pieces import Row, add, copy_apart
 
 FIRST_TAG, TAGS = 2**30, 2**20  # more than can be in flight
 PARCEL_TAG = FIRST_TAG + TAGS  # of messages that are waited for at once, and so need no other
@@ -171,7 +171,7 @@ class PairwiseExchange:
 
     def _gather(self, tag: int, rows: Sequence[Row], mine: Row) -> PendingWork:
         work = self._exchange(tag, [mine] * self._world, rows)
-        copy(rows[self._rank].pieces, mine.pieces)
+        copy_apart(rows[self._rank].pieces, mine.pieces)
         return PendingWork(work=work, keep=(*mine.pieces, *(piece for row in rows for piece in row.pieces)))
 
     def _scatter(self, tag: int, output: Row, rows: Sequence[Row]) -> PendingWork:

@@ -66,16 +66,22 @@ def rows_of(tensors: Sequence[torch.Tensor], world: int) -> list[Row]:
 
 
 def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Fill each target from its source, where it does not lie there."""
+    """Fill each target from its source, which lies elsewhere, and may have another dtype or be on another device."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0], non_blocking=_is_ordered(targets[0]))
+    elif targets:
+        _torch.foreach_copy_(targets, sources, non_blocking=_is_ordered(targets[0]))
+
+
+def copy_apart(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """`copy` of those that do not lie in their targets already."""
     apart = [pair for pair in zip(targets, sources, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
-    if not apart:
-        return
-    to_device = targets[0].device.type != "cpu"  # where what reads them is in order behind the copy
-    if len(apart) == 1:
-        target, source = apart[0]
-        target.copy_(source, non_blocking=to_device)
-    else:
-        _torch.foreach_copy_(*map(list, zip(*apart, strict=True)), non_blocking=to_device)
+    copy([target for target, _ in apart], [source for _, source in apart])
+
+
+def _is_ordered(target: torch.Tensor) -> bool:
+    """Whether what reads it is in order behind a copy that the host does not wait for."""
+    return target.device.type != "cpu"
 
 
 def add(first: Row, second: Row, output: Row) -> None:

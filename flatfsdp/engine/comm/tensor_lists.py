@@ -89,10 +89,9 @@ class TensorList:
         in_use = "staging" in vars(self) and self.staging.memory.allocated
         if in_use or len(tensors) != len(self._given):
             return False
-        return all(
-            given() is tensor and known.data_ptr() == tensor.data_ptr()
-            for given, known, tensor in zip(self._given, self._tensors, tensors, strict=True)
-        )
+        if any(given() is not tensor for given, tensor in zip(self._given, tensors, strict=True)):
+            return False
+        return self._tensors[0].data_ptr() == tensors[0].data_ptr()  # or somebody gave them other memory
 
     @cached_property
     def rows(self) -> list[Row]:

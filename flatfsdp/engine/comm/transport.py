@@ -28,7 +28,7 @@ from ..device.streams import DONE, Device, PendingWork, Stream, Work, accelerato
 from . import gloo
 from .axes import Axis
 from .comm_stats import CommStats
-from .pieces import Row, copy, rows_of
+from .pieces import Row, copy_apart, rows_of
 from .process_group_transport import ProcessGroupTransport, as_bytes, real
 from .shared_memory.collectives import SharedMemoryExchange, SimulatedSharedMemory
 from .shared_memory.groups import of_group, would_share
@@ -197,7 +197,7 @@ class SingleRank(ProcessGroupTransport):
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
         with stream.running():
-            copy(outputs, shards)
+            copy_apart(outputs, shards)
         return PendingWork(device=self.device, event=stream.mark(), keep=(*outputs, *shards))
 
     def reduce_scatter_coalesced(

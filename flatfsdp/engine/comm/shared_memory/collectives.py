@@ -14,7 +14,7 @@ import torch
 from ...device.memory import MemoryTracker
 from ...device.streams import PendingWork
 from ..comm_stats import CommStats
-from ..pieces import Row, copy
+from ..pieces import Row, copy_apart
 from .chunks import longest_chunk
 from .exchange import CAPACITY, SharedMemory, SharedWork
 from .operations import Operation
@@ -35,7 +35,7 @@ class SharedMemoryExchange:
 
     def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
         """Every rank's `shards` into its row; of any dtype, and anywhere. [Note: rows]"""
-        copy(rows[self._shared.rank].pieces, shards)
+        copy_apart(rows[self._shared.rank].pieces, shards)
         return self._under_way(self._shared.gather(rows))
 
     def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork:
