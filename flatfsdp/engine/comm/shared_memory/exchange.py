@@ -49,6 +49,7 @@ class SharedMemory:
 
     _in_a_chunk = False  # between its beginning and when it was counted
     _broken = ""  # by what
+    _lost = ""  # whom, in words
 
     def __init__(self, process_group: Any, peers: Sequence[Peer], own: Segment) -> None:
         """`own`: this rank's outbox; the segments of `peers` are theirs, and their bells."""
@@ -86,6 +87,8 @@ class SharedMemory:
 
     def _issue(self, operation: Operation, elements: int, *, bytes_each: int, depends: bool = False) -> Operation:
         with self._lock:
+            if self._lost:  # who waits for it meets that
+                return operation
             self._stream.issue(operation, elements, bytes_each=bytes_each, depends=depends)
             self.progress()
             if self._stream.has_work:
@@ -167,6 +170,20 @@ class SharedMemory:
                     "same order"
                 )
 
+    def give_up(self, lost: str) -> None:
+        """A peer is `lost`, in words, and no exchange comes to its end any more: their tensors are let go."""
+        with self._lock:
+            self._lost = self._lost or lost
+            self._stream.forget()
+
+    def check_lost(self) -> None:
+        """
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        if self._lost:
+            raise dist.DistNetworkError(self._lost)
+
     def lost_peer(self, since: float) -> str:
         """Why to wait no longer, after having waited `since` then; "" to go on."""
         for peer, words in zip(self._peers, self._their_words, strict=True):
@@ -228,6 +245,7 @@ class SharedWork:
         since, looks, bell = time.monotonic(), 0, own_bell()
         shared.progress()
         while not operation.done:
+            shared.check_lost()
             if _progress_all():
                 looks = 0
                 continue
@@ -244,7 +262,7 @@ class SharedWork:
                 bell.wake()
             lost = shared.lost_peer(since)
             if lost and not _progress_all() and not operation.done:  # it may have ended with its part done
-                raise dist.DistNetworkError(lost)
+                shared.give_up(lost)
 
 
 def _close(peers: Sequence[Peer]) -> None:
