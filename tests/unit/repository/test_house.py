@@ -26,11 +26,11 @@ FUNCTIONS = {}
 # engine and 9,600 for the core, each with the second number on top: parts that declare what they take as values pay for
 # imports, fields and docstrings of their own.
 LINES = {
-    "engine": (23_715, 4_145, 1_350, 1_789, 70, 625),
-    "core": (11_350, 1_202, 454, 1_772, 35, 625),
+    "engine": (23_715, 4_145, 1_350, 1_789, 70, 637),
+    "core": (11_350, 1_202, 454, 1_772, 35, 637),
     "checkpoint": (4_103, 886),
     "trainer": (7_300, 324, -818, 33),
-    "all": (36_122, 5_661, -163, 1_817, 70, 625),
+    "all": (36_122, 5_661, -163, 1_817, 70, 637),
 }
 # What "Two fronts, one core" has brought since, by part of the issue.
 SEGMENTS = {"engine": 278, "core": 241, "trainer": 5, "all": 283}
