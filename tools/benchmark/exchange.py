@@ -89,8 +89,14 @@ def time_lists(rank: int, unit: str, way: str) -> dict[str, Any]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """A row for each unit, way and kind of exchange."""
-    machine, cells = results["machine"], results["exchange"]
+    """The table, with how it was made."""
+    machine = results["machine"]
+    lines = ["# Exchanges of lists", "", machine_line(machine), "", f"Made by `{machine['command']}`: {HOW}", ""]
+    return "\n".join([*lines, *table_of(results["exchange"])]).rstrip() + "\n"
+
+
+def table_of(cells: list[Cell]) -> list[str]:
+    """A row for each unit, way and kind of exchange, and a line for each that failed."""
     rows = []
     for unit in UNITS:
         for way in WAYS:
@@ -98,20 +104,11 @@ def render(results: dict[str, Any]) -> str:
             for kind in KINDS if found else ():
                 flat, listed = ([each[f"{kind} {how}"]["cpu"] * 1e3 for each in found] for how in ("flat", "list"))
                 ratio = paired_ratio(listed, flat)
-                rows.append(
-                    [
-                        unit,
-                        way,
-                        kind,
-                        *map(_spread, (Spread.of(flat), Spread.of(listed), ratio)),
-                        str(found[0]["staged"]),
-                    ]
-                )
+                figures = map(_spread, (Spread.of(flat), Spread.of(listed), ratio))
+                rows.append([unit, way, kind, *figures, str(found[0]["staged"])])
     header = ["unit", "way", "exchange", "as one, ms", "as a list, ms", "ratio", "bytes staged"]
-    lines = ["# Exchanges of lists", "", machine_line(machine), "", f"Made by `{machine['command']}`: {HOW}", ""]
-    lines += markdown(header, rows)
-    lines += [f"{cell['model']}, {cell['engine']}: {cell['error']}" for cell in cells if "error" in cell]
-    return "\n".join(lines).rstrip() + "\n"
+    failed = [f"{cell['model']}, {cell['engine']}: {cell['error']}" for cell in cells if "error" in cell]
+    return [*markdown(header, rows), *failed]
 
 
 def _spread(spread: Spread) -> str:

@@ -27,3 +27,14 @@ def for_group(
         known[key] = make()
     found: T = known[key]
     return found
+
+
+def forget_after(process_group: Any, other: Any) -> None:
+    """Forget what was made for `other` once `process_group` is gone, though torch knows `other` until all groups are
+    destroyed."""
+    weakref.finalize(process_group, _forget, weakref.ref(other)).atexit = False
+
+
+def _forget(reference: weakref.ref[Any]) -> None:
+    if (group := reference()) is not None:
+        _made.pop(group, None)

@@ -21,7 +21,7 @@ from ...api import HYBRIDS, Config, ShardingStrategy
 from ...errors import ConfigValueError, UsageError, set_rank, warn_once
 from ..base import _torch
 from ..base.hashing import hash63
-from ..base.per_group import for_group
+from ..base.per_group import for_group, forget_after
 from ..device.streams import accelerator, accelerator_count
 from ..watchdog.regions import expecting
 from .axes import Axis, ProcessGroups
@@ -139,9 +139,13 @@ def _for_reductions(process_group: Any) -> Any:
     if dist.get_world_size(process_group) == 1:
         return process_group
     ranks = tuple(dist.get_process_group_ranks(process_group))
-    return for_group(
-        process_group, "reductions", lambda: new_group(ranks, "wraps a module", like=process_group), usable=_exists
-    )
+
+    def make() -> Any:
+        made = new_group(ranks, "wraps a module", like=process_group)
+        forget_after(process_group, made)  # memory that its ranks share, for one
+        return made
+
+    return for_group(process_group, "reductions", make, usable=_exists)
 
 
 def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:

@@ -9,7 +9,7 @@ received there: nothing of them is staged.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -20,6 +20,7 @@ from .axes import Axis
 from .pieces import Row, copy, rows_of
 
 SMALL = 64 * 1024  # bytes of an unsharded tensor
+KNOWN = 256  # lists of a transport
 
 
 class StagingBuffer:
@@ -72,9 +73,17 @@ class TensorList:
         staged: bytes that are staged each time.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], group: Axis, tracker: MemoryTracker, fewest: int) -> None:
-        """`fewest`: so many small ones, at least, are staged."""
-        self._given = [weakref.ref(tensor) for tensor in tensors]
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        group: Axis,
+        tracker: MemoryTracker,
+        *,
+        fewest: int,
+        forget: Callable[[object], None],
+    ) -> None:
+        """`fewest`: so many small ones, at least, are staged. `forget` is called when one of the tensors is gone."""
+        self._given = [weakref.ref(tensor, forget) for tensor in tensors]
         self._tensors = [tensor.data for tensor in tensors]  # views of these keep none of the caller's alive
         self._group, self._tracker = group, tracker
         self.device = tensors[0].device
@@ -153,23 +162,26 @@ def _differs(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class TensorLists:
-    """The lists of one transport that are known, for as long as their first tensors live."""
+    """The lists of one transport that are known, for as long as all of their tensors live."""
 
     def __init__(self, group: Axis, tracker: MemoryTracker, *, fewest: int) -> None:
         self._group, self._tracker, self._fewest = group, tracker, fewest
-        self._known: dict[tuple[int, int, int], tuple[TensorList, object]] = {}
+        self._known: dict[tuple[int, int, int], TensorList] = {}
 
     def of(self, tensors: Sequence[torch.Tensor]) -> TensorList:
         """The list of these `tensors`."""
         key = id(tensors[0]), id(tensors[-1]), len(tensors)
         known = self._known.get(key)
-        if known is not None and known[0].serves(tensors):
-            return known[0]
-        made, lists = TensorList(tensors, self._group, self._tracker, self._fewest), weakref.ref(self)
+        if known is not None and known.serves(tensors):
+            return known
+        lists = weakref.ref(self)
 
-        def forget(_: object) -> None:
+        def forget(gone: object) -> None:
             if (found := lists()) is not None:
                 found._known.pop(key, None)
 
-        self._known[key] = made, weakref.ref(tensors[0], forget)
+        if len(self._known) == KNOWN:  # of a model that joins others at every step
+            self._known.clear()
+        made = TensorList(tensors, self._group, self._tracker, fewest=self._fewest, forget=forget)
+        self._known[key] = made
         return made

@@ -194,23 +194,26 @@ def test_a_list_that_is_large_as_a_whole_goes_on_in_waits(pool2: Run) -> None:
     assert pool2(waits_at_once, [part] * 3) == [False] * 2
 
 
-def kept(rank: int, world: int) -> list[bool]:
-    """Which tensors of a list live on when nobody has them but the transport that moved them."""
-    transport, lane = over(), Device(CPU).new_stream("test")
-    found = []
-    for _ in range(2):
-        outputs, shards = [torch.ones(world * 4), torch.ones(world * 9)], [torch.ones(4), torch.ones(9)]
-        transport.all_gather_coalesced(outputs, shards, lane).wait()
-        transport.reduce_scatter_coalesced(torch.empty(13), outputs, lane).wait()
-        alive = [weakref.ref(each.untyped_storage()) for each in outputs]
-        del outputs
-        gc.collect()
-        found += [each() is not None for each in alive]
+def kept(rank: int, world: int, way: str) -> list[bool]:
+    """Which tensors of a list live on when nobody has them but the transport that moved them, beside one that stays."""
+    with going(way, rank):
+        transport, lane, found = over(), Device(CPU).new_stream("test"), []
+        stays = torch.ones(world * 4)
+        for first in ([stays], []):
+            outputs = [*first, torch.ones(world * 4), torch.ones(world * 9)]
+            shards = [torch.ones(output.numel() // world) for output in outputs]
+            transport.all_gather_coalesced(outputs, shards, lane).wait()
+            transport.reduce_scatter_coalesced(torch.cat(shards), outputs, lane).wait()
+            alive = [weakref.ref(each.untyped_storage()) for each in outputs[-2:]]
+            del outputs
+            gc.collect()
+            found += [each() is not None for each in alive]
     return found
 
 
-def test_no_list_is_kept_alive(pool2: Run) -> None:
-    assert pool2(kept) == [[False] * 4] * 2
+@pytest.mark.parametrize("way", ["shared memory", "pairs"])
+def test_no_list_is_kept_alive(pool2: Run, way: str) -> None:
+    assert pool2(kept, way) == [[False] * 4] * 2
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
