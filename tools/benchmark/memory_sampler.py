@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PAUSE = 0.001  # seconds between two looks
+PAUSE = 0.005  # seconds between two looks
 _GROUPS = Path("/sys/fs/cgroup")
 
 
