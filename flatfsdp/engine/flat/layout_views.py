@@ -74,18 +74,6 @@ def shard_of(flat: torch.Tensor, layout: FlatLayout, rank: int) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def assemble(shards: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
-    """The unsharded flat tensor, padded, of all `shards`, which lie one behind the other; itself where that is so."""
-    if len(layout.segments) == 1:
-        return shards
-    flat = shards.new_zeros(layout.padded_numel)
-    by_rank = [pieces_of(shard, layout) for shard in shards.chunk(layout.world)] if shards.numel() else []
-    for rank, pieces in enumerate(by_rank):
-        for own, piece in zip(own_pieces_of(flat, layout, rank), pieces, strict=True):
-            own.copy_(piece)
-    return flat
-
-
 def _parts(flat: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
     found = [span for span in spans if not span.is_empty] or spans[:1]
     return [flat] if len(spans) == 1 else [flat.narrow(0, span.start, span.numel) for span in found]

@@ -16,7 +16,7 @@ import torch
 from ..comm.transport import Transport
 from ..device.streams import Stream
 from ..flat.flat_param import FlatParamHandle
-from ..flat.layout_views import assemble, full_views
+from ..flat.layout_views import full_views, pieces_of, segments_of
 from ..layout.layout import FlatLayout
 from ..runtime.unit import Unit
 from .owned_interval import OwnedInterval
@@ -26,11 +26,16 @@ from .parts import axes_beside, cut, sent_by_first
 def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, stream: Stream) -> torch.Tensor:
     """The whole of `shard` (1-D, one per rank of the shard axis) on the compute device, in new memory of
     (padded_numel,) elements of its dtype. Collective over the shard axis."""
-    own = shard.to(handle.device)
-    shards = torch.empty(own.numel() * handle.layout.world, dtype=shard.dtype, device=handle.device)
+    own, layout = shard.to(handle.device), handle.layout
+    make = torch.empty if len(layout.segments) == 1 else torch.zeros  # what lies between segments comes from nobody
+    flat = make(layout.padded_numel, dtype=shard.dtype, device=handle.device)
+    segments, pieces = segments_of(flat, layout), pieces_of(own, layout)
     stream.follow_compute()  # which has just written what travels
-    transport.all_gather_base(shards, own, stream).wait()
-    return assemble(shards, handle.layout)
+    if len(segments) == 1:
+        transport.all_gather_base(segments[0], pieces[0], stream).wait()
+    else:
+        transport.all_gather_coalesced(segments, pieces, stream).wait()
+    return flat
 
 
 @contextmanager
