@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..comm.process_groups import require_process_group, world_mesh
 from ..config.arguments import check_arguments, has_forward
 from ..runtime.entries import plain_class
 from ..runtime.unit import Unit
+from .placements import dims_of
 from .policies import offload_of, precision_of
 
 CALL = "fully_shard"
@@ -27,14 +28,14 @@ class Call:
     Attributes:
         modules: the entries: what was given, without modules that are inside others of these.
         holder: the one, or a list of them.
-        placement: the placement of a parameter, as a user's function says; None for rows everywhere.
+        dims: along which dimension each parameter is split.
     """
 
     modules: list[nn.Module]
     holder: nn.Module
     config: Config
     output_dtype: torch.dtype | None
-    placement: Callable[[nn.Parameter], Any] | None
+    dims: dict[nn.Parameter, int]
 
 
 def check_call(
@@ -50,8 +51,6 @@ def check_call(
 ) -> Call:
     """Refuse arguments that `fully_shard` cannot follow. Communicates nothing."""
     modules = _modules(module)
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
-        refuse_type("shard_placement_fn", shard_placement_fn, "None, or a callable (parameter) -> Shard or None")
     if dp_mesh_dims is not None:
         raise ConfigValueError(
             "dp_mesh_dims: parameters that are DTensors on a mesh of all axes are not supported yet. Pass mesh=, the "
@@ -66,6 +65,7 @@ def check_call(
     mesh = _mesh(mesh)
     holder = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     _check_parameters(holder, ignored)
+    dims = dims_of(holder, shard_placement_fn, ignored)
     hybrid = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     config = check_arguments(
         holder,
@@ -79,7 +79,7 @@ def check_call(
         reshard_after_forward=reshard_after_forward,
         layout="rows",
     )
-    return Call(modules, holder, config, output_dtype, shard_placement_fn)
+    return Call(modules, holder, config, output_dtype, dims)
 
 
 def _modules(given: Any) -> list[nn.Module]:

@@ -22,6 +22,7 @@ from ..wrapping.build import Front, build_unit
 from ..wrapping.wrapper_support import apply_to_tensors, keep_model
 from .arguments import CALL, Call
 from .class_swap import swap_class
+from .placements import lay_out
 
 # Units whose shards the running call of `_apply` has changed; None outside of one.
 _changed: list[Unit] | None = None
@@ -31,6 +32,7 @@ def shard(call: Call, front_class: type) -> None:
     """Make one unit of the modules of `call`, and let them be of classes that derive from `front_class` too."""
     with one_voice(speaks=is_first_of(None, call.config.device_mesh)):
         front = Front(f"{CALL}()", call.modules, call.output_dtype, partial(_faces, call.config.device_mesh))
+        lay_out(call.dims)
         model = build_unit(call.holder, resolve_groups(call.config), front=front)
     for module in call.modules:
         swap_class(module, front_class)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import flatfsdp
 from flatfsdp import FSDPModule, FullyShardedDataParallel, fully_shard
@@ -290,6 +290,9 @@ UNNAMED = SimpleNamespace(ndim=2, get_group=lambda: None, mesh_dim_names=None)
         (of(mp_policy=theirs.MixedPrecisionPolicy(torch.int8)), ConfigValueError, r"param_dtype"),
         (of(offload_policy=True), ConfigTypeError, r"OffloadPolicy"),
         (of(ignored_params=["weight"]), ConfigTypeError, r"set of parameters"),
+        (of(shard_placement_fn=lambda p: 1), ConfigValueError, r"got 1 for parameter 'weight'"),
+        (of(shard_placement_fn=lambda p: Shard(2)), ConfigValueError, r"which has 2 dimensions"),
+        (of(shard_placement_fn=lambda p: SimpleNamespace(mesh_info=1)), ConfigValueError, r"got a mesh for .*'weight'"),
         (of(shard_placement_fn=0), ConfigTypeError, r"shard_placement_fn"),
         (of(dp_mesh_dims=object()), ConfigValueError, r"dp_mesh_dims"),
         (tied_over_calls, UsageError, r"tied to a parameter of another unit \(Linear\).*as a list"),
