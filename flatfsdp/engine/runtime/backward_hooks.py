@@ -432,8 +432,11 @@ class UnitHooks:
     def inputs_ready(self, call: ForwardCall) -> None:
         """The gradients of the inputs of one call are there."""
         unit, driver = self.unit(), self.driver()
-        if unit is not None and driver is not None:
-            driver.inputs_ready(unit, call)
+        if unit is None:
+            return
+        if driver is None:
+            refuse_without_model(unit)
+        driver.inputs_ready(unit, call)
 
 
 class CountingHooks(UnitHooks):
