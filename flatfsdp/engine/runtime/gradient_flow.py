@@ -40,8 +40,7 @@ class OutputHook:
             UsageError: of a unit or a model that is gone.
         """
         for reader, call in self.readers:  # they reshard before anything is gathered
-            if (unit := reader.unit()) is not None and (driver := reader.driver()) is not None:
-                driver.inputs_ready(unit, call)
+            reader.inputs_ready(call)
         for returner, returned in self.returners:
             if (unit := returner.unit()) is None:
                 fail(
