@@ -62,7 +62,8 @@ DISTRIBUTED = PROGRAMS | {
     "engine/state/model/distributed_values",
 }
 ACCELERATOR = frozenset({"engine/device/streams"})
-PRIVATE_TORCH = frozenset({"engine/base/_torch", "engine/base/_dtensor"})
+# The last puts our names where programs look for torch's, private modules of FSDP2 among them.
+PRIVATE_TORCH = frozenset({"engine/base/_torch", "engine/base/_dtensor", "as_torch"})
 AUTOGRAD_HOOKS = frozenset({"engine/base/autograd", "engine/base/_torch"})
 TORCH_FSDP = frozenset({"as_torch"})
 
