@@ -158,8 +158,8 @@ def test_many_ranks_stay_one_line_also_when_their_groups_are_gone() -> None:
 
 def test_a_model_that_is_not_wrapped_is_refused() -> None:
     message = (
-        "no module in Linear is wrapped by FullyShardedDataParallel or was given to fully_shard(). Shard the model first, "
-        "and pass the wrapper, or the model"
+        "no module in Linear is wrapped by FullyShardedDataParallel or was given to fully_shard(). Shard the model "
+        "first, and pass the wrapper, or the model"
     )
     for look in (summary, stats):
         with pytest.raises(UsageError) as refusal:
