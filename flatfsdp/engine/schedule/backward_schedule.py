@@ -26,7 +26,7 @@ this backward does not compute, need not be awaited any longer.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Generic, TypeVar
 
 from .backward_clock import NEVER, BackwardClock
@@ -83,7 +83,9 @@ class BackwardSchedule(Generic[U]):
     def reaches_again(self, unit: U) -> bool:
         """Whether this backward may come to `unit` again, which other ranks' do not: it cannot be gathered for that."""
         repeats = self._repeats
-        if (self.clock.has_more_calls(unit) and not self._facts.is_over(unit)) or self.lent.may_be_used(unit):
+        if (self.clock.has_more_calls(unit) and not self._facts.is_over(unit)) or (
+            self.clock.lent and self.lent.may_be_used(unit)
+        ):
             return True
         if unit in repeats.used_repeatedly:
             return True
@@ -110,10 +112,11 @@ class BackwardSchedule(Generic[U]):
             self._complete_recomputed(but=unit)
         if self._repeats.used_repeatedly:
             self._end_repeated_use()
-        self.lent.reached(unit)
+        if self.clock.lent:
+            self.lent.reached(unit)
         needed = (*self._rules[unit].owners, unit)
         # By then all of these gathers are due, which are waited for; a unit that is lent has ended with its last user.
-        ended = min([self.clock.ended.get(each, NEVER) for each in needed])
+        ended = min(map(self.clock.ended.get, needed, repeat(NEVER)))
         self._pass(ended)  # before others are gathered: each takes memory
         for each in needed:
             if not (self._facts.is_unsharded(each) and self.gathers.is_past(each)):
@@ -225,16 +228,17 @@ class BackwardSchedule(Generic[U]):
         if rules.targets:
             self._gather(self.gathers.through(rules.targets, ahead=True), ahead=True)
         elif rules.prefetch == "before":
-            self._gather(self.gathers.ahead(*self._passed_at(unit)), ahead=True)
+            passed = (unit,) if unit in self.clock.planned else self._passed_at(unit)
+            self._gather(self.gathers.ahead(*passed), ahead=True)
         elif rules.prefetch == "halfway":
             self._begin_halfway(unit)
 
     def _passed_at(self, unit: U) -> Sequence[U]:
         """Units whose gathers are due by the end of `unit`; one is gathered ahead, behind all of these, however many of
         those that end together gather ahead, and in which order."""
-        if unit in self.clock.planned:
-            return (unit,)
-        return self.clock.due_from(self._repeats.end_of(unit, with_graph=True))
+        return (
+            (unit,) if unit in self.clock.planned else self.clock.due_from(self._repeats.end_of(unit, with_graph=True))
+        )
 
     def _begin_halfway(self, unit: U) -> None:
         """Await half of the gradients of `unit`, unless none will come, it is around the next, or it is outside of the

@@ -91,7 +91,7 @@ class GatherOrder(Generic[U]):
         return itertools.chain.from_iterable(self._upcoming((unit,)))
 
     def _upcoming(self, units: Iterable[U]) -> Sequence[tuple[U, ...]]:
-        last = max([self._position.get(unit, self._next) for unit in units], default=-1)
+        last = max(map(self._position.get, units, itertools.repeat(self._next)), default=-1)
         return () if last < self._next - 1 else self._groups[self._next : self._next + 1]
 
 
