@@ -22,6 +22,16 @@ from .engine.inspection.dry_run import dry_run
 from .engine.inspection.memory_plan import Plan, memory_plan
 from .engine.inspection.summary import Stats, UnitSummary, stats, summary, unsharded_shapes
 from .engine.watchdog.regions import collective_region, fail_together
+from .fsdp_module import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    disable_fsdp_module_new_init,
+    fully_shard,
+    share_comm_ctx,
+)
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .sharded_grad_scaler import ShardedGradScaler
 
@@ -32,22 +42,29 @@ _find_old_names()
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
+    "FSDPModule",
     "FlatParameter",
     "FullyShardedDataParallel",
     "FusedSteps",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimizerInBackward",
     "Plan",
     "ShardedGradScaler",
     "ShardingStrategy",
     "Stats",
     "UnitSummary",
+    "UnshardHandle",
     "check_replicas",
     "collective_region",
     "detect_nonfinite",
+    "disable_fsdp_module_new_init",
     "dry_run",
     "ensure_unit_participation",
     "fail_together",
+    "fully_shard",
     "fuse_optimizer_steps",
     "inference",
     "join",
@@ -56,6 +73,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "retain_host_memory",
     "set_collective_timeout",
+    "share_comm_ctx",
     "share_host_memory",
     "stats",
     "summary",

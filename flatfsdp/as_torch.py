@@ -1,8 +1,8 @@
-"""flatfsdp where programs look for torch's FSDP1.
+"""flatfsdp where programs look for torch's FSDP1 and FSDP2.
 
 `python -m flatfsdp.as_torch script.py args...` (or `-m module args...`), and under torchrun
-`torchrun ... -m flatfsdp.as_torch script.py args...`, runs a program that was written for FSDP1 as it is. In a program
-of your own `install()` does the same. FSDP2's names stay torch's.
+`torchrun ... -m flatfsdp.as_torch script.py args...`, runs a program that was written for FSDP1 or FSDP2 as it is. In
+a program of your own `install()` does the same.
 
 `torch.nn.utils.clip_grad_norm_`, which would clip each rank's shards by themselves, takes the norm over all ranks.
 
@@ -18,12 +18,15 @@ import functools
 import gc
 import runpy
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed._composable.fsdp as torchs_composable
 import torch.distributed.checkpoint.state_dict as dcp_state_dict
 import torch.distributed.fsdp as torchs
+import torch.distributed.fsdp._fully_shard as torchs_fully_shard
+import torch.distributed.fsdp._fully_shard._fully_shard as torchs_classes
 import torch.distributed.fsdp.api as torchs_api
 import torch.distributed.fsdp.fully_sharded_data_parallel as torchs_wrapper
 import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
@@ -31,11 +34,13 @@ import torch.distributed.fsdp.wrap as torchs_wrap
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from . import FullyShardedDataParallel, ShardedGradScaler, wrap
+from . import FullyShardedDataParallel, ShardedGradScaler, fsdp_module, wrap
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .engine.config import fsdp1_mode, state_dict_configs
 from .engine.features.clip import clips_over_ranks
+from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.flat import flat_param
+from .engine.fully_shard.class_swap import swapped
 from .engine.runtime import param_registry as registry
 from .engine.state.dcp_state_dict import replacements
 from .errors import UsageError, current_rank
@@ -49,10 +54,15 @@ _OURS: dict[str, Any] = {
     **{kind.__name__: kind for kind in (BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy)},
     **{name: getattr(state_dict_configs, name) for name in state_dict_configs.__all__},
     **{name: getattr(wrap, name) for name in wrap.__all__},
+    **{name: getattr(fsdp_module, name) for name in fsdp_module.__all__},
+    "register_fsdp_forward_method": register_fsdp_forward_method,
 }
-_PUBLIC = (torchs, torchs_api, torchs_wrapper, torchs_scaler, torchs_wrap)
+# torch's own FSDP2 goes on under the names of its innermost files.
+_PUBLIC = (torchs, torchs_api, torchs_wrapper, torchs_scaler, torchs_wrap, torchs_fully_shard, torchs_composable)
+_IN_TORCH = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")  # if imported by then
 
-_torchs_own = torchs.FullyShardedDataParallel
+_torchs_own, _torchs_module = torchs.FullyShardedDataParallel, torchs.FSDPModule
+_MISSING = object()
 _replaced: list[tuple[dict[str, Any], str, Any]] = []  # (a module's names, one of them, what it was)
 
 
@@ -62,9 +72,9 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Let programs in this process find flatfsdp's classes under FSDP1's names. Does nothing the second time.
+    """Let programs in this process find flatfsdp under FSDP1's and FSDP2's names. Does nothing the second time.
 
-    Models that torch's FSDP1 has wrapped before stay what they are.
+    Models that torch's FSDP has wrapped before stay what they are.
     """
     if _replaced:
         return
@@ -81,6 +91,9 @@ def install() -> None:
             for name, value in [*names.items()]:
                 if id(value) in by_id:
                     _replace(names, name, by_id[id(value)])
+    its_classes = torchs_classes.get_cls_to_fsdp_cls
+    _replace(vars(torchs_classes), "get_cls_to_fsdp_cls", lambda: {**its_classes(), **swapped})  # dynamo's guards ask
+    _replace(vars(fsdp_module.fully_shard), "state", StateOfModule, missing=True)
     names = vars(dcp_state_dict)
     for name, made in replacements(FullyShardedDataParallel).items():
         if name in names:  # not every version of torch has all of them
@@ -92,20 +105,35 @@ def uninstall() -> None:
     fsdp1_mode.active = False
     while _replaced:
         names, name, before = _replaced.pop()
-        names[name] = before
+        if before is _MISSING:
+            del names[name]
+        else:
+            names[name] = before
 
 
 def _is_to_be_told(module: ModuleType) -> bool:
-    """Whether the names of `module` are a program's, or those under which programs find torch's FSDP1."""
-    if module in (*_PUBLIC, dcp_state_dict, nn.utils, clip_grad):
+    """Whether the names of `module` are a program's, or those under which programs find torch's FSDP."""
+    if module in (*_PUBLIC, dcp_state_dict, nn.utils, clip_grad) or module.__name__ in _IN_TORCH:
         return True
     package = module.__name__.partition(".")[0]
     return package not in ("torch", "flatfsdp") or module.__name__ == __name__ == "__main__"
 
 
-def _replace(names: dict[str, Any], name: str, value: Any) -> None:
-    _replaced.append((names, name, names[name]))
+def _replace(names: dict[str, Any], name: str, value: Any, *, missing: bool = False) -> None:
+    _replaced.append((names, name, _MISSING if missing else names[name]))
     names[name] = value
+
+
+class StateOfModule:
+    """What torch's pipeline schedules read of the private state of an FSDP2 module, when a stage's gradients are to be
+    reduced: `fully_shard.state(module)`."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._state_ctx = SimpleNamespace(all_states=[])
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._module.reduce_accumulated_gradients()
 
 
 def main() -> None:
@@ -135,7 +163,7 @@ def _what_trained() -> str:
     held = [each for each in gc.get_objects() if isinstance(each, (nn.Module, torch.optim.Optimizer))]
     kinds: dict[str, type] = {
         "DistributedDataParallel, with the whole model on every rank": nn.parallel.DistributedDataParallel,
-        "FSDP2's fully_shard(), which stays torch's": torchs.FSDPModule,
+        "FSDP2 of torch, under a name that was kept before install()": _torchs_module,
         "FSDP1 of torch, under a name that was kept before install()": _torchs_own,
     }
     found = [words for words, kind in kinds.items() if any(isinstance(each, kind) for each in held)]
@@ -143,7 +171,8 @@ def _what_trained() -> str:
         found = ["modules in no wrapper: each process trained its own"]
     trained = f"What trained: {', '.join(found)}. " if found else ""
     return (
-        "the program ended and has made no FullyShardedDataParallel, so flatfsdp had no part in it. "
+        "the program ended and has made no FullyShardedDataParallel, and given nothing to fully_shard(), so flatfsdp "
+        "had no part in it. "
         f"{trained}Frameworks choose FSDP by settings of their own; what "
         "Accelerate needs, on a CPU above all, is in README, 'Coming from FSDP1'"
     )

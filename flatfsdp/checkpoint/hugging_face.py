@@ -28,7 +28,7 @@ from .disk import Files, disk
 from .folders import CheckpointFolder, refuse_link
 from .loading import compare
 from .ranks import CheckpointRanks
-from .raw import as_interval
+from .raw import intervals_of
 from .replacement import Replacement, written_by
 from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, read_header, read_into
 from .weights import INDEX, BlockChecksums, Described, WeightFiles, checksums_of, verify_checksums
@@ -121,8 +121,8 @@ def _export(
         place.prepare(next(iter(place.complete()), None), overwrite=overwrite)
 
     def write() -> None:
-        mine = (each for each in params if each.saves(first=ranks.rank == 0))
-        weights.write(place.new, ((each.name, as_interval(each.name, each.in_place())) for each in mine))
+        mine = [each for each in params if each.saves(first=ranks.rank == 0)]
+        weights.write(place.new, ((p.name, piece) for p in mine for piece in intervals_of(p.name, p.in_place())))
 
     def conclude(checksums: Sequence[BlockChecksums]) -> None:
         if (index := weights.index()) is not None:

@@ -117,7 +117,7 @@ def _longest(names: Collection[str], key: str) -> str | None:
 
 def _target(named: NamedParam, described: TensorSpec) -> torch.Tensor:
     """Memory for what this rank owns of a state of a parameter; for all of a state of another shape."""
-    if named.unit is None or not described.shape or described.shape != named.spec.shape:
+    if named.unit is None or not described.shape or described.shape != named.spec.whole.shape:
         return torch.empty(described.shape, dtype=described.dtype)
     return named.interval(torch.empty(named.span_in_param.numel, dtype=described.dtype))
 

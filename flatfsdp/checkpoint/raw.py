@@ -45,16 +45,21 @@ def as_interval(name: str, value: torch.Tensor) -> OwnedInterval:
     return OwnedInterval(flat, ParamSpec(name, tuple(value.shape)), Span(0, value.numel()))
 
 
+def intervals_of(name: str, value: torch.Tensor) -> list[OwnedInterval]:
+    """`as_interval`, as intervals of the whole tensor. [Note: parts of wholes]"""
+    return as_interval(name, value).of_whole()
+
+
 @contextmanager
-def filling(name: str, target: torch.Tensor) -> Iterator[OwnedInterval]:
-    """`target` as an interval to be filled. A whole tensor that is not row-major is copied into at the end."""
+def filling(name: str, target: torch.Tensor) -> Iterator[list[OwnedInterval]]:
+    """`target` as intervals to be filled. A whole tensor that is not row-major is copied into at the end."""
     if isinstance(target, OwnedInterval):
-        yield target
+        yield target.of_whole()
     elif target.is_contiguous() and not (target.is_conj() or target.is_neg()):
-        yield as_interval(name, target)
+        yield [as_interval(name, target)]
     else:
         interval = as_interval(name, torch.empty(target.shape, dtype=target.dtype, device=target.device))
-        yield interval
+        yield [interval]
         target.detach().copy_(interval.local.view(target.shape))
 
 

@@ -38,20 +38,22 @@ class TensorReader:
             CheckpointError: a file is too short, or elements are nowhere.
             OSError: the disk refused.
         """
-        with filling(key, target) as interval:
-            if interval.span.numel:
-                self._fill(self._manifest.tensors[key], interval)
+        with filling(key, target) as intervals:
+            found = self._chunks(self._manifest.tensors[key]) if intervals else []
+            for interval in intervals:
+                if interval.span.numel:
+                    self._fill(self._manifest.tensors[key], found, interval)
 
-    def _fill(self, saved: SavedTensor, interval: OwnedInterval) -> None:
+    def _fill(self, saved: SavedTensor, chunks: Sequence[Chunk], interval: OwnedInterval) -> None:
         spec = saved.spec
-        chunks = self._chunks(saved)
         dtype = dtype_named(saved.dtype)
         if spec.stride == interval.spec.stride:
             self._fill_in_order(chunks, dtype, interval)
             return
         for chunk in chunks:
             for box in boxes_of(spec, Span(chunk.start, chunk.stop)):
-                meets = [(mine, both) for mine in interval.boxes if (both := _overlap(box, mine)) is not None]
+                own = boxes_of(interval.spec, interval.span)
+                meets = [(mine, both) for mine in own if (both := _overlap(box, mine)) is not None]
                 if not meets:
                     continue
                 data = torch.empty(box.span.numel, dtype=dtype)

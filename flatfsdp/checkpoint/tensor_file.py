@@ -145,8 +145,9 @@ def write_interval(file: File, entry: Entry, interval: OwnedInterval) -> None:
 
 def read_into(file: File, entry: Entry, target: torch.Tensor) -> None:
     """Read into `target`, an interval of the tensor `entry` or all of it."""
-    with filling(entry.name, target) as interval:
-        for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
+    with filling(entry.name, target) as intervals:
+        most = LARGEST // entry.dtype.itemsize
+        for interval, box in ((each, box) for each in intervals for box in cut(each.spec, each.span, most)):
             block = interval.data_of(box)
             direct = block.is_contiguous() and block.device.type == "cpu" and block.dtype == entry.dtype
             data = block.view(-1) if direct else torch.empty(box.span.numel, dtype=entry.dtype)

@@ -11,6 +11,8 @@ import io
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from .disk import File, disk
 from .manifest import SavedFile
 from .nested import Path
 from .plan import PlannedInterval
-from .raw import LARGEST, as_interval, cut, dtype_named, name_of
+from .raw import LARGEST, cut, dtype_named, intervals_of, name_of
 
 
 class ArchivedChunk(NamedTuple):
@@ -47,16 +49,17 @@ class WrittenFile(NamedTuple):
 
 
 def held_by(key: str, path: Path, value: torch.Tensor) -> list[PlannedInterval]:
-    """What a rank that has `value` holds of the tensor `key`: nothing, or one interval."""
+    """What a rank that has `value` holds of the tensor `key`: nothing, one interval, or several of a part of it."""
     dtype = name_of(value.dtype)
     if not isinstance(value, OwnedInterval):
         size = value.numel() * value.element_size()
         return [PlannedInterval(key, path, dtype, tuple(value.shape), None, 0, value.numel(), size)]
-    spec, span = value.spec, value.span
-    if span.is_empty and not (spec.numel == 0 and value.names_empty):
-        return []
-    size = span.numel * value.local.element_size()
-    return [PlannedInterval(key, path, dtype, spec.shape, spec.stride, span.start, span.stop, size)]
+    size = value.local.element_size()
+    return [
+        PlannedInterval(key, path, dtype, spec.shape, spec.stride, span.start, span.stop, span.numel * size)
+        for spec, span, names_empty in ((each.spec, each.span, each.names_empty) for each in value.of_whole())
+        if span.numel or (spec.numel == 0 and names_empty)
+    ]
 
 
 def write(
@@ -71,7 +74,10 @@ def write(
     """
     with disk().create(path) as file:
         out = _SequentialFile(file)
-        rows = [(each.key, each.start, [*map(out.add, _cut(each, tensors[each.key]))]) for each in writes]
+        rows: Rows = []
+        for key, own in groupby(writes, attrgetter("key")):
+            inside = {each.span.start: each for each in intervals_of(key, tensors[key])}
+            rows += [(key, each.start, [*map(out.add, _cut(each, inside[each.start]))]) for each in own]
         plain = [(key, 0, [out.add(value)]) for key, value in values.items()]
         file.sync()
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
@@ -95,10 +101,9 @@ def archive(value: Any) -> tuple[bytes, int]:
     return data, entry.header_offset + 30 + name + padding
 
 
-def _cut(planned: PlannedInterval, value: torch.Tensor) -> Iterator[torch.Tensor]:
+def _cut(planned: PlannedInterval, interval: OwnedInterval) -> Iterator[torch.Tensor]:
     """The interval as tensors with memory of their own, on the CPU."""
     most = LARGEST // dtype_named(planned.dtype).itemsize
-    interval = as_interval(planned.key, value)
     for box in cut(planned.spec, interval.span, most):
         yield interval.data_of(box).to("cpu", copy=True, memory_format=torch.preserve_format)
 

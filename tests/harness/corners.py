@@ -52,7 +52,8 @@ class Setting:
 
     `doubled`: under a late communicator and poisoned buffers, and a thread that goes on with exchanges at any moment.
     `nearby`: among how many ranks parameters stay between forward and backward. `large`: units and gradients, which are
-    small here, are treated as large ones: exchanged, and moved, one by one as they come.
+    small here, are treated as large ones: exchanged, and moved, one by one as they come. `rows`: each parameter is
+    split by rows.
     """
 
     strategy: str = "FULL_SHARD"
@@ -61,10 +62,11 @@ class Setting:
     offload: bool = False
     nearby: int | None = None
     large: bool = False
+    rows: bool = False
 
     def __str__(self) -> str:
         flags = {"doubled": self.doubled, "offload": self.offload, f"nearby {self.nearby}": self.nearby is not None}
-        flags["large"] = self.large
+        flags |= {"large": self.large, "rows": self.rows}
         return " ".join([self.strategy, "orig" if self.orig else "flat", *(word for word, on in flags.items() if on)])
 
     def wrap(self, model: nn.Module, units: Collection[type[nn.Module]], **more: Any) -> FullyShardedDataParallel:
@@ -79,6 +81,7 @@ class Setting:
             use_orig_params=self.orig,
             cpu_offload=self.offload,
             reshard_after_forward=self.nearby,
+            layout="rows" if self.rows else "flat",
             auto_wrap_policy=ModuleWrapPolicy(set(units)) if units else None,
             **more,
         )
@@ -96,14 +99,16 @@ class Setting:
 
 
 PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-# Every strategy with and without original parameters; plain and doubled, small and large in turn.
+# Every strategy with and without original parameters; plain and doubled, small and large in turn, some by rows.
 ALL = tuple(
-    Setting(s, orig, doubled=(i + orig) % 2 == 1, large=orig) for i, s in enumerate(PLAIN) for orig in (True, False)
+    Setting(s, orig, doubled=(i + orig) % 2 == 1, large=orig, rows=s == "SHARD_GRAD_OP" and orig)
+    for i, s in enumerate(PLAIN)
+    for orig in (True, False)
 )
 # For many programs in turn: every strategy, and both of everything else, in each half.
 HALVES = tuple(ALL[i] for i in (0, 2, 5)), tuple(ALL[i] for i in (1, 3, 4))
 HYBRID = tuple(
-    Setting(s, orig, doubled=orig, large=not orig)
+    Setting(s, orig, doubled=orig, large=not orig, rows=s != "HYBRID_SHARD" and not orig)
     for s in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
     for orig in (True, False)
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from flatfsdp.engine.comm.transport import ProcessGroupTransport, Transport
@@ -24,6 +26,21 @@ class DelayedTransport(ProcessGroupTransport):
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         hidden = torch.empty_like(output)
         return self._deliver(output, hidden, self._inner.reduce_scatter_base(hidden, full.clone(), stream), full)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        hidden = [torch.empty_like(output) for output in outputs]
+        pending = self._inner.all_gather_coalesced(hidden, [shard.clone() for shard in shards], stream)
+        for output, arrived in zip(outputs, hidden, strict=True):
+            pending = self._deliver(output, arrived, pending)
+        return pending
+
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        hidden, copies = torch.empty_like(output), [full.clone() for full in fulls]
+        return self._deliver(output, hidden, self._inner.reduce_scatter_coalesced(hidden, copies, stream), *fulls)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         hidden = tensor.clone()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.comm import process_group_transport
 from flatfsdp.engine.device import streams as seam
 from flatfsdp.engine.device.memory import FlatBuffer
 
@@ -203,7 +203,7 @@ class FakeDevice(TorchDispatchMode):
         self._stack.enter_context(seam.standing_in(self))
         self._stack.enter_context(patch.object(FlatBuffer, "allocate", self._noted(FlatBuffer.allocate, "allocate")))
         self._stack.enter_context(patch.object(FlatBuffer, "free", self._noted(FlatBuffer.free, "free")))
-        self._stack.enter_context(patch.object(comm, "PendingWork", self._pending_work))
+        self._stack.enter_context(patch.object(process_group_transport, "PendingWork", self._pending_work))
         self._stack.enter_context(patch.object(dist, "all_to_all_single", self._all_to_all))
         return self
 

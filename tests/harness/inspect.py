@@ -186,8 +186,8 @@ class FlatParam:
 
     @property
     def has_orig_params(self) -> bool:
-        """Whether optimizers see the original parameters."""
-        found: bool = self._handle.face.holds_leaves
+        """Whether optimizers see the original parameters, each by itself."""
+        found: bool = not self._handle.face.is_flat
         return found
 
     @property
@@ -341,7 +341,7 @@ def owed(model: Any) -> list[Tensor]:
 
 def wrappers_called(model: Any) -> set[int]:
     """The ids of the wrapped modules whose forward users call."""
-    return {id(each.module) for each in _model(model).setup.entries}
+    return {id(each.entries.first) for each in _model(model).setup.entries}
 
 
 def parts(model: Any) -> list[weakref.ref[Any]]:

@@ -56,6 +56,7 @@ class Cell:
     offload: bool = False
     model: str = "nested"
     passes: str = "plain"
+    layout: str = "flat"
     checkpointing: str = "no checkpointing"
     stepping: str = "after the backward"
     prefetch: str = "BACKWARD_PRE"
@@ -86,6 +87,7 @@ class Cell:
             "sharding_strategy": self.strategy,
             "use_orig_params": self.use_orig_params,
             "backward_prefetch": self.prefetch,
+            "layout": self.layout,
         }
         if self.offload:
             options["cpu_offload"] = True
@@ -106,7 +108,11 @@ class Cell:
         return parity.check(self.world, self.recipe, engine=engine, context=context, **self.options)
 
     def __str__(self) -> str:
-        names = {"use_orig_params": ("flat param", "orig params"), "offload": ("on device", "offload")}
+        names: dict[str, Any] = {
+            "use_orig_params": ("flat param", "orig params"),
+            "offload": ("on device", "offload"),
+            "layout": {"flat": "as one", "rows": "by rows"},
+        }
         levels = {field.name: getattr(self, field.name) for field in fields(self)}
         shown = {name: level for name, level in levels.items() if name in FACTORS or level != getattr(Cell, name)}
         return ", ".join(names[name][level] if name in names else str(level) for name, level in shown.items())
@@ -120,6 +126,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "offload": (False, True),
     "model": ("nested", "flat", "tied", "frozen", "dtypes"),
     "passes": tuple(PASSES),
+    "layout": ("flat", "rows"),
 }
 CROSSED: dict[str, tuple[Any, ...]] = FACTORS | {
     "world": (4,),

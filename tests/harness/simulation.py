@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from flatfsdp.engine.schedule.backward_driver import UnitFacts, UnitRules
@@ -79,6 +80,11 @@ class Program:
     together: dict[str, tuple[str, ...]]
     has_inputs: bool
 
+    def tied(self) -> set[str]:
+        """Units that use parameters of others, and those others."""
+        users = {unit for unit, rules in self.rules.items() if rules.owners}
+        return users.union(*(self.rules[unit].owners for unit in users))
+
     def cut(self, units: Iterable[str]) -> Iterable[tuple[str, ...]]:
         """Groups that share a collective."""
         return coalesce(units, lambda unit: (self.sizes[unit], None) if self.sizes[unit] else None, most=self.most)
@@ -124,25 +130,29 @@ def drawn_program(seed: int) -> Program:
     for step in once:
         if rng.random() < 0.15 and step.unit not in inner_names:  # called again, later
             steps.append(Call(step.unit, [*_own(step.unit)]))
-    _draw_checkpoints(rng, steps)
-    _draw_reentrant(random.Random(f"reentrant {seed}"), steps)
+    owners = _draw_tied(rng, steps) if rng.random() < 0.3 else {}
+    if not owners:
+        _draw_checkpoints(rng, steps)
+        _draw_reentrant(random.Random(f"reentrant {seed}"), steps)
     kinds: list[Any] = [rng.choice(("before", "halfway", "after", None))]
     if rng.random() < 0.2:
         kinds = ["before", "halfway", "after", None]
-    targeting = 0.4 if rng.random() < 0.1 else 0.05
+    targeting = rng.choice((0.05, 0.05, 0.05, 0.4))
+    listed = [each.unit for step in steps if isinstance(step, Call) for each in step.calls() if not each.is_reentrant]
+    listed = listed if listed and rng.random() < 0.5 else names  # the former are those of the plan
     rules = {
         name: UnitRules(
             prefetch=rng.choice(kinds),
-            targets=(rng.choice(names),) if rng.random() < targeting else (),
+            targets=tuple(rng.choices(listed, k=rng.choice((1, 1, 2)))) if rng.random() < targeting else (),
             reduces=rng.random() < 0.97,
             stays_unsharded=rng.random() < 0.05,
             is_conditional=name in together,
         )
         for name in names
     }
-    tied = _draw_tied(rng, steps) if rng.random() < 0.2 else ()
-    if tied:
-        rules[tied[0]] = replace(rules[tied[0]], owners=tied[1:])
+    for user in owners:
+        rules[user] = replace(rules[user], owners=tuple(owners[user]))
+    tied = {*owners, *chain.from_iterable(owners.values())}
     frozen = {(name, index) for name in names for index in range(PARAMETERS) if rng.random() < 0.1}
     sizes = {name: rng.choice((0, 1, 1)) if name not in together and name not in tied else 0 for name in names}
     return Program(names, steps, rules, frozen, sizes, rng.choice((1, 1, 2, 3)), together, rng.random() < 0.7)
@@ -183,8 +193,9 @@ def _draw_checkpoints(rng: random.Random, steps: Sequence[Call | list[str]]) -> 
         for each in step.calls() if isinstance(step, Call) else ():
             counts[each.unit] = counts.get(each.unit, 0) + 1
     reentrant, region = rng.random() < 0.3, None
+    plain = rng.choice((0.3, 0.6))
     for step in steps:
-        if not isinstance(step, Call) or rng.random() < 0.6:
+        if not isinstance(step, Call) or rng.random() < plain:
             region = None
             continue
         if any(counts[each.unit] > 1 for each in step.calls()):
@@ -223,16 +234,23 @@ def _draw_reentrant(rng: random.Random, steps: Sequence[Call | list[str]]) -> No
             draw(step)
 
 
-def _draw_tied(rng: random.Random, steps: Sequence[Call | list[str]]) -> tuple[str, ...]:
-    """Let a unit use a parameter of another one, its owner: these two, or none."""
+def _draw_tied(rng: random.Random, steps: Sequence[Call | list[str]]) -> dict[str, list[str]]:
+    """Let units use a parameter of others, their owners, which are returned."""
     calls = [each for step in steps if isinstance(step, Call) for each in step.calls()]
-    if any(each.region is not None for each in calls) or len({each.unit for each in calls}) < 2:
-        return ()
-    user, owner = rng.sample(sorted({each.unit for each in calls}), 2)
-    for each in calls:
-        if each.unit == user:
-            each.body.insert(rng.randint(0, len(each.body)), (owner, 0))
-    return user, owner
+    names = [*dict.fromkeys(each.unit for each in calls)]
+    owners: dict[str, list[str]] = {}
+    if len(names) < 2:
+        return owners
+    if rng.random() < 0.5:
+        rng.shuffle(names)  # wrapped in this order: what holds a parameter first owns it
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        owner, user = sorted(rng.sample(names, 2), key=names.index)
+        if owner not in owners.setdefault(user, []):
+            owners[user].append(owner)
+            for each in calls:
+                if each.unit == user:
+                    each.body.insert(rng.randint(0, len(each.body)), (owner, 0))
+    return owners
 
 
 class Problem(AssertionError):
@@ -306,6 +324,8 @@ class SimulatedRank:
         # What these are given is passed on, and nothing saved for it.
         share = self.rng.choice((0.0, 0.2))
         self._passing = {call for call in self._calls() if self.rng.random() < share}
+        share = self.rng.choice((0.0, 0.3))
+        self._left_out = {(call, leaf) for call in self._calls() for leaf in call.body if self.rng.random() < share}
         uses = {leaf for call in self._calls() for leaf in call.body if not isinstance(leaf, Call)}
         self._used = {leaf for leaf in sorted(uses) if leaf not in self.program.frozen and self.rng.random() < 0.8}
 
@@ -343,8 +363,11 @@ class SimulatedRank:
 
     def brought(self, calls: Iterable[Call]) -> set[Leaf]:
         """The gradients that a graph task through these calls brings."""
-        users = (call for call in calls if call in self._reached and call not in self._passing)
-        return {leaf for call in users for leaf in call.body if leaf in self._used}
+        return {leaf for call in calls for leaf in call.body if leaf in self._used and self._uses(call, leaf)}
+
+    def _uses(self, call: Call, leaf: Leaf) -> bool:
+        """Whether the backward through `call` reads the parameter, and computes its gradient if it has one."""
+        return call in self._reached and call not in self._passing and (call, leaf) not in self._left_out
 
     def has_gradients(self) -> bool:
         """Whether the backward brings any."""
@@ -422,12 +445,13 @@ class SimulatedRank:
         for at, each in reversed([*enumerate(call.body)]):
             if isinstance(each, Call):
                 self._through(each, inside=inside)
-            elif reached and call not in self._passing and self._flows_on(call, at):
+            elif self._uses(call, each) and self._flows_on(call, at):
                 if inside is None:
                     self._node = self._next_node()
                 if call.region is not None and not call.is_reentrant:
                     self._recompute(call.region)
-                self._wait(each[0])
+                if each[0] not in self._waited:
+                    raise Problem(f"{each[0]} is used, and nobody waited for its gather")
                 if each in self._tasks[-1] and self._is_last_use(call, each):
                     self._leaf_ready(*each)
         if reached and call in self._open.get(call.unit, ()):
@@ -442,28 +466,28 @@ class SimulatedRank:
 
     def _is_last_use(self, call: Call, leaf: Leaf) -> bool:
         """Whether no earlier call, to which the backward is yet to come, uses the parameter, too."""
-        reached = self._reached - self._passing
-        uses = (user for step in self._steps for user, used in step.uses() if used == leaf and user in reached)
+        uses = (user for step in self._steps for user, used in step.uses() if used == leaf and self._uses(user, leaf))
         own = call.region if call.is_reentrant else None  # what accumulates in a graph task of its own
         return call is next(user for user in uses if (user.region if user.is_reentrant else None) is own)
 
     def _before_backward(self, call: Call) -> None:
         unit = call.unit
         needed = [*self.program.rules[unit].owners, unit]
-        done = not self.in_inner_task() and all(map(self._has_its_gradients, needed))
-        if unit in self._completed and (unit in self._over or done):
+        reads = self.in_inner_task() or self.schedule.lent.awaits_own_call(unit)
+        done = unit in self._over or (not reads and all(map(self._has_its_gradients, needed)))
+        if unit in self._completed and done:
             return
         if self.in_inner_task():
             again = range(PARAMETERS) if unit in self._completed else [i for u, i in self._arrived if u == unit]
             self._late[unit] = sum(self._comes(unit, i) for i in again)
-        first = call is next(iter(self._calls()))
-        if self.program.has_inputs or not first or call.is_reentrant:  # whose inputs require a gradient
+        if self.program.has_inputs or call.is_reentrant or not self._is_given_no_gradient(call):
             self._open.setdefault(unit, []).append(call)
         else:
             around, frozen = len([*call.calls()]) > 1, len(self._leaves(unit)) < PARAMETERS
             if (around and (self.schedule.clock.recomputes or frozen)) or (len(needed) > 1 and frozen):
                 self._kept.add(unit)  # nothing tells when its backward is over
-        if unit in self._expecting and unit not in self._completed and unit in self._unsharded:
+        begun = unit in self._expecting and unit not in self._completed and unit in self._unsharded
+        if begun and unit not in self.program.tied():
             return
         self.schedule.reached(unit)
         for each in needed:
@@ -471,6 +495,13 @@ class SimulatedRank:
                 self._wait(each)
         if unit not in self._completed:
             self.take_part(unit)
+
+    def _is_given_no_gradient(self, call: Call) -> bool:
+        """Whether `call` is the first to run, or runs in this one before a parameter is used."""
+        first: Call | Leaf = self._steps[0]
+        while first is not call and isinstance(first, Call):
+            first = first.body[0]
+        return first is call
 
     def _has_its_gradients(self, unit: str) -> bool:
         return all((unit, i) in self._arrived or not self._comes(unit, i) for i in self._leaves(unit))

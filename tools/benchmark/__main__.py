@@ -1,12 +1,13 @@
 """`tools/bench`: flatfsdp beside torch's FSDP1, FSDP2, DDP and a process without communication, in one table.
 
 Two ranks on gloo, one thread each, every measurement in fresh processes. It writes results.md, results.json and
-results.png; with --sweep, sweep.md and so on; with --profile, profile.md and profile.json.
+results.png; with --sweep, sweep.md and so on; with --profile or --exchange, profile.md and profile.json and so on.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import memory, profile, rounds
+from . import exchange, memory, profile, rounds, shared_memory
 from .engines import ENGINES, TRUTH
 from .host import host_rounds
 from .machine import ROOT, describe
@@ -26,7 +27,7 @@ from .table import render
 RESULTS = ROOT / "tools" / "bench_results"
 SKETCH = Path("/tmp/flatfsdp-bench")
 HOST_WORLDS = (1, 8, 64, 512)
-PARTS = ("cells", "figures", "host", "profile")
+PARTS = ("cells", "figures", "host", "profile", "exchange", "pages")
 QUICK = ("small", "mlp")
 
 
@@ -52,10 +53,13 @@ def arguments() -> argparse.Namespace:
     add("--models", type=names(MODELS), metavar="A,B", help=f"of {models} (default: all)")
     add("--engines", type=names(ENGINES), metavar="A,B", default=list(ENGINES), help=f"of {engines} (default: all)")
     add("--rounds", type=int, help="how often engines take turns (default: 3; 1 with --quick)")
+    add("--minutes", type=float, help="begin no round that would end after so many (default: no limit)")
     add("--steps", type=int, help="timed steps per round (default: by model; 2 with --quick)")
     add("--quick", action="store_true", help=f"for a look: {', '.join(QUICK)}, one round, few steps")
     add("--sweep", action="store_true", help="instead, MLP stacks of 1 to 64 units, and of 1 to 8 times the size")
+    add("--shared-memory", choices=tuple(shared_memory.PARTS), help="instead, one part of the table of shared memory")
     add("--profile", action="store_true", help="instead, whose code a step's CPU time goes to (takes py-spy)")
+    add("--exchange", action="store_true", help="instead, a unit's exchanges as one flat tensor, and as a list")
     add(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL over all GPUs, and a fake group of 8 ranks"
     )
@@ -64,7 +68,7 @@ def arguments() -> argparse.Namespace:
     given.models = given.models or (list(QUICK) if given.quick else list(MODELS))
     if TRUTH not in given.engines:
         given.engines.append(TRUTH)  # or nothing would say whether the others' losses are right
-    given.rounds = given.rounds or (1 if given.quick else 3)
+    given.rounds = given.rounds or (1 if given.quick else None if given.shared_memory else 3)
     given.steps = given.steps or (2 if given.quick else None)
     given.out = given.out or (SKETCH if given.quick else RESULTS)
     return given
@@ -79,31 +83,53 @@ def main() -> int:
     if given.profile and not profile.is_possible():
         print("tools/bench: profiles are taken by py-spy, which is not there: pip install py-spy", file=sys.stderr)
         return 2
-    if given.device == "cpu" and not given.profile and not memory.preload():
+    draws = not (given.profile or given.exchange)
+    if given.device == "cpu" and draws and not memory.preload():
         print("no C compiler (cc): the table has no bytes of live tensors", file=sys.stderr)
     command = f"tools/bench {shlex.join(sys.argv[1:])}".strip()
     results: dict[str, Any] = {"machine": {**describe(given.device), "command": command}}
-    kind = "profile" if given.profile else "sweep" if given.sweep else "results"
+    if given.shared_memory:
+        return share_memory(given, results)
+    kind = next((kind for kind in ("profile", "exchange", "sweep") if getattr(given, kind)), "results")
     results |= MEASURE[kind](given)
     given.out.mkdir(parents=True, exist_ok=True)
     stem = kind + ("-cuda" if given.device == "cuda" else "")
     (given.out / f"{stem}.json").write_text(json.dumps(results) + "\n")
-    text = profile.render(results) if given.profile else render(results)
+    text = TEXT.get(kind, render)(results)
     (given.out / f"{stem}.md").write_text(text)
-    if not given.profile:
+    if draws:
         (draw_sweep if given.sweep else draw)(results, given.out / f"{stem}.png")
     print("", text, f"Written to {given.out}/{stem}.*", sep="\n")
+    return exit_status(results)
+
+
+def exit_status(results: dict[str, Any]) -> int:
+    """1 if something failed."""
     return 1 if any("error" in cell for part in PARTS for cell in results.get(part, [])) else 0
+
+
+def share_memory(given: argparse.Namespace, results: dict[str, Any]) -> int:
+    """One part of that table."""
+    part, times = given.shared_memory, (given.rounds, given.steps, seconds_of(given))
+    write = functools.partial(shared_memory.write_part, given.out, part)
+    found = shared_memory.measure(part, *times, lambda found: write(results | found))
+    print("", write(results | found), sep="\n")
+    return exit_status(found)
 
 
 def compare(given: argparse.Namespace) -> dict[str, Any]:
     """Times, figures and host times."""
     cases = [MODELS[name] for name in given.models]
     results: dict[str, Any] = {"models": [{"name": case.name, "unit_bytes": case.unit_bytes()} for case in cases]}
-    results |= rounds.time_rounds(cases, given.engines, given.rounds, given.steps, given.device)
+    results |= rounds.time_rounds(cases, given.engines, given.rounds, given.steps, given.device, seconds_of(given))
     results["figures"] = rounds.inspect_all(cases, given.engines, given.device)
     results["host"] = host_rounds(given.engines, HOST_WORLDS[:2] if given.quick else HOST_WORLDS, given.rounds)
     return results
+
+
+def seconds_of(given: argparse.Namespace) -> float | None:
+    """The limit of `--minutes`."""
+    return None if given.minutes is None else 60 * given.minutes
 
 
 def sweep(given: argparse.Namespace) -> dict[str, Any]:
@@ -112,7 +138,9 @@ def sweep(given: argparse.Namespace) -> dict[str, Any]:
     sweeps = {title: {size: case.name for size, case in cases.items()} for title, cases in SWEEPS.items()}
     return {
         "sweeps": sweeps,
-        **rounds.time_rounds(list(cases.values()), given.engines, given.rounds, given.steps, given.device),
+        **rounds.time_rounds(
+            list(cases.values()), given.engines, given.rounds, given.steps, given.device, seconds_of(given)
+        ),
     }
 
 
@@ -121,7 +149,13 @@ def profiles(given: argparse.Namespace) -> dict[str, Any]:
     return {"profile": profile.profile_all([MODELS[name] for name in given.models], given.engines)}
 
 
-MEASURE = {"results": compare, "sweep": sweep, "profile": profiles}
+def exchanges(given: argparse.Namespace) -> dict[str, Any]:
+    """What exchanges of lists cost beside exchanges of single tensors."""
+    return {"exchange": exchange.exchange_rounds(given.rounds)}
+
+
+MEASURE = {"results": compare, "sweep": sweep, "profile": profiles, "exchange": exchanges}
+TEXT = {"profile": profile.render, "exchange": exchange.render}  # others are tables of engines
 
 if __name__ == "__main__":
     sys.exit(main())

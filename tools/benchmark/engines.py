@@ -21,13 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flatfsdp
 
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+REPLICAS = 2  # of a hybrid
+
 
 @dataclass(frozen=True)
 class Place:
     """Where a rank computes, which modules are units, and how they are sharded.
 
     Attributes:
-        strategy: FULL_SHARD or SHARD_GRAD_OP.
+        strategy: one of `STRATEGIES`.
         bf16: compute in bfloat16, reduce in float32.
     """
 
@@ -35,6 +38,14 @@ class Place:
     unit: type[nn.Module]
     strategy: str = "FULL_SHARD"
     bf16: bool = False
+
+    @property
+    def mesh(self) -> Any:
+        """Of a hybrid: (replicate, shard); of the other strategies None, which is all ranks in one axis."""
+        if self.strategy != "HYBRID_SHARD":
+            return None
+        shape = (REPLICAS, dist.get_world_size() // REPLICAS)
+        return dist.device_mesh.init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -56,6 +67,7 @@ class Engine:
         optimize: makes the optimizer, AdamW with the same settings for all.
         alone: one process without a process group.
         sharded: whether `Place.strategy` means something.
+        lacks: strategies that it does not have.
     """
 
     title: str
@@ -63,6 +75,7 @@ class Engine:
     optimize: Callable[[nn.Module], torch.optim.Optimizer] = _adamw
     alone: bool = False
     sharded: bool = True
+    lacks: tuple[str, ...] = ()
 
 
 def _flat(use_orig_params: bool, **options: Any) -> Callable[[nn.Module, Place], nn.Module]:
@@ -75,6 +88,7 @@ def _flat(use_orig_params: bool, **options: Any) -> Callable[[nn.Module, Place],
             device_id=place.device,
             use_orig_params=use_orig_params,
             mixed_precision=mixed if place.bf16 else None,
+            device_mesh=place.mesh,
             **options,
         )
 
@@ -83,6 +97,11 @@ def _flat(use_orig_params: bool, **options: Any) -> Callable[[nn.Module, Place],
 
 def _flat_keeping_memory(model: nn.Module, place: Place) -> nn.Module:
     flatfsdp.retain_host_memory()
+    return _flat(False)(model, place)
+
+
+def _flat_by_messages(model: nn.Module, place: Place) -> nn.Module:
+    flatfsdp.share_host_memory(False)
     return _flat(False)(model, place)
 
 
@@ -100,6 +119,7 @@ def _fsdp1(use_orig_params: bool) -> Callable[[nn.Module, Place], nn.Module]:
                 device_id=place.device,
                 use_orig_params=use_orig_params,
                 mixed_precision=mixed if place.bf16 else None,
+                device_mesh=place.mesh,
             )
 
     return wrap
@@ -110,10 +130,10 @@ def _fsdp2(model: nn.Module, place: Place) -> nn.Module:
 
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = mixed if place.bf16 else MixedPrecisionPolicy()
-    mesh = dist.device_mesh.init_device_mesh(place.device.type, (dist.get_world_size(),))
+    mesh = place.mesh or dist.device_mesh.init_device_mesh(place.device.type, (dist.get_world_size(),))
     for module in model.modules():
         if isinstance(module, place.unit):
-            reshard = place.strategy == "FULL_SHARD"
+            reshard = place.strategy != "SHARD_GRAD_OP"
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
@@ -134,9 +154,10 @@ ENGINES = {
     ),
     "flatfsdp-lean": Engine("flatfsdp, BACKWARD_MID", _flat(False, backward_prefetch="BACKWARD_MID")),
     "flatfsdp-kept": Engine("flatfsdp, retain_host_memory()", _flat_keeping_memory),
+    "flatfsdp-gloo": Engine("flatfsdp, share_host_memory(False)", _flat_by_messages),
     "fsdp1": Engine("FSDP1", _fsdp1(False)),
     "fsdp1-orig": Engine("FSDP1, use_orig_params", _fsdp1(True)),
-    "fsdp2": Engine("FSDP2", _fsdp2),
+    "fsdp2": Engine("FSDP2", _fsdp2, lacks=("NO_SHARD",)),
     "ddp": Engine("DDP", _ddp, sharded=False),
     "floor": Engine("one process", _floor, alone=True, sharded=False),
 }

@@ -59,14 +59,25 @@ class Training:
 
 
 def time_steps(rank: int, setting: Setting, steps: int) -> dict[str, Any]:
-    """Cost and loss of every step, warm-up first; resident bytes; CPU seconds of the whole process. Collective."""
+    """Cost and loss of every step, warm-up first; resident bytes; CPU seconds of the whole process; bytes by local
+    sockets per step, those of all processes of this machine. Collective."""
     training = Training(rank, setting)
     gc.collect()
-    costs = training.warm_up() + [training.step() for _ in range(steps)]
+    costs = training.warm_up()
+    before = loopback_bytes()
+    costs += [training.step() for _ in range(steps)]
+    sent = (loopback_bytes() - before) / steps
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * PAGE
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"steps": costs, "resident": resident, "resident_peak": peak, "process_cpu": time.process_time()}
+    memory = {"resident": resident, "resident_peak": peak}
+    return {"steps": costs, **memory, "loopback": sent, "process_cpu": time.process_time()}
+
+
+def loopback_bytes() -> int:
+    """What has gone through the loopback device of this network namespace so far."""
+    with open("/proc/net/dev") as file:
+        return next((int(line.split(":")[1].split()[0]) for line in file if line.strip().startswith("lo:")), 0)
 
 
 def time_exchange(rank: int, sizes: list[int], steps: int) -> dict[str, Any]:

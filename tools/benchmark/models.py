@@ -206,6 +206,8 @@ MODELS = {
         Case("experts", _experts, ExpertsBlock, 64, 256, 6),
     )
 }
+# 210M parameters: too long for every run.
+LARGE = Case("gpt 210M", partial(GPT, width=1152, blocks=12), GPTBlock, 64, 8192, 2)
 
 # By title, the models by size.
 SWEEPS = {

@@ -19,7 +19,7 @@ from .host import BARE
 from .rows import Timings, figures_row, host_row
 
 COLORS = dict(
-    zip(ENGINES, ("#0b5", "#085", "#0a8", "#7c4", "#0d9", "#48c", "#259", "#e80", "#999", "#ccc"), strict=True)
+    zip(ENGINES, ("#0b5", "#085", "#0a8", "#7c4", "#0d9", "#6ba", "#48c", "#259", "#e80", "#999", "#ccc"), strict=True)
 )
 _STYLES = {"2": "o-", "12": "s--"}  # by number of tensors
 Value = Callable[[str, str], float | None]  # of a model and an engine

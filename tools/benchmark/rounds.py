@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,15 +29,33 @@ def world_of(device: str) -> World:
     return World(RANKS, "gloo") if device == "cpu" else World(torch.cuda.device_count(), "nccl")
 
 
+def round_numbers(rounds: int, seconds: float | None) -> Iterator[int]:
+    """0, 1, .. for so many ``rounds``, of which at least one begins, and no other that would not end, if it took as
+    long as the longest so far, within ``seconds`` from now."""
+    began, longest = time.monotonic(), 0.0
+    for number in range(rounds):
+        since = time.monotonic()
+        if seconds is not None and number and since - began + longest > seconds:
+            return
+        yield number
+        longest = max(longest, time.monotonic() - since)
+
+
 def time_rounds(
-    cases: Sequence[Case], engines: Sequence[str], rounds: int, steps: int | None, device: str = "cpu"
+    cases: Sequence[Case],
+    engines: Sequence[str],
+    rounds: int,
+    steps: int | None,
+    device: str = "cpu",
+    seconds: float | None = None,
 ) -> Cell:
-    """Every engine on every model, ``rounds`` times: ``{"cells": [...], "load": [...]}``.
+    """Every engine on every model, ``rounds`` times or as often as `seconds` allow: ``{"cells": [...], "load":
+    [...]}``.
 
     A cell is one (round, model, engine), with what `time_steps` returned on every rank, or the error.
     """
     cells, loads = [], []
-    for number in range(rounds):
+    for number in round_numbers(rounds, seconds):
         watch = Watch()
         for case in cases:
             # Each engine is the first after the others' turn once: what a turn leaves behind falls on everybody.

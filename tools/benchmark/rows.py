@@ -45,13 +45,16 @@ class Timings:
                     return f"INVALID: losses of rank {rank} differ from {TRUTH}'s by {far:.1e} (round {number})"
         return None
 
+    def cells_of(self, engine: str) -> list[Cell]:
+        """Those of `engine`, by round."""
+        return [self._cells[engine, number] for number in range(self.rounds)]
+
     def values(self, engine: str, cost: str) -> list[float]:
         """A cost of one step by round: the median over steps, of the slowest rank; CPU and faults of the mean rank."""
         over_ranks = mean if cost.endswith(("cpu", "faults")) else max
-        by_round = [self._cells[engine, number] for number in range(self.rounds)]
         return [
             over_ranks([median([step[cost] for step in rank["steps"][WARMUP:]]) for rank in cell["ranks"]])
-            for cell in by_round
+            for cell in self.cells_of(engine)
         ]
 
     def limit(self) -> tuple[list[float], list[float]] | None:

@@ -15,7 +15,7 @@ MIB = 2**20
 
 def render(results: dict[str, Any]) -> str:
     """All tables that the results have data for."""
-    lines = [*_head(results["machine"]), *_load(results.get("load", []))]
+    lines = [*_head(results["machine"]), *load_lines(results.get("load", []))]
     for model in results.get("models", []):
         lines += [f"## {model['name']}", "", _model_line(model), ""]
         lines += _timings(results["cells"], model["name"]) + _figures(results.get("figures", []), model["name"])
@@ -60,7 +60,8 @@ def _head(machine: dict[str, Any]) -> list[str]:
     ]
 
 
-def _load(loads: Sequence[dict[str, Any]]) -> list[str]:
+def load_lines(loads: Sequence[dict[str, Any]]) -> list[str]:
+    """How quiet the machine was in each round."""
     rows = []
     for number, load in enumerate(loads):
         averages = (f"{load[moment]:.2f}" for moment in ("before", "after"))
@@ -94,10 +95,10 @@ def _timings(cells: Sequence[dict[str, Any]], model: str) -> list[str]:
             [
                 title,
                 *(f"{1000 * row[phase].median:.0f}" for phase in ("forward", "backward", "optimizer")),
-                _spread(row["step"], 1000, ".0f"),
-                _spread(row.get("step ratio"), 1, ".2f"),
-                _spread(row["cpu"], 1000, ".0f"),
-                _spread(row.get("cpu ratio"), 1, ".2f"),
+                spread_of(row["step"], 1000, ".0f"),
+                spread_of(row.get("step ratio"), 1, ".2f"),
+                spread_of(row["cpu"], 1000, ".0f"),
+                spread_of(row.get("cpu ratio"), 1, ".2f"),
                 " / ".join(f"{row[key].median:.2f}" if key in row else "-" for key in ("step limit", "cpu limit")),
                 f"{row['faults'].median:,.0f}",
                 f"{row['resident'] / MIB:.0f}",
@@ -161,7 +162,7 @@ def _host(cells: Sequence[dict[str, Any]]) -> list[str]:
         row = host_row(cells, engine)
         columns = columns or [(tensors, world) for tensors, by_world in row.items() for world in by_world]
         title = ENGINES[engine].title if engine in ENGINES else "bare collectives"
-        rows.append([title, *(_spread(row[n][world], 1, ".0f") if row else "failed" for n, world in columns)])
+        rows.append([title, *(spread_of(row[n][world], 1, ".0f") if row else "failed" for n, world in columns)])
     lines = [
         "## Host time",
         "",
@@ -201,7 +202,8 @@ def _by_strategy(values: dict[str, list[int | None]]) -> str:
     return " / ".join(map(one, values.values()))
 
 
-def _spread(spread: Spread | None, factor: float, form: str) -> str:
+def spread_of(spread: Spread | None, factor: float, form: str) -> str:
+    """The median, times `factor`, with the lowest and highest where they differ."""
     if spread is None:
         return "-"
     middle, low, high = (format(factor * value, form) for value in spread)

@@ -30,8 +30,9 @@ def _fingerprint(facts: Iterable[Fact]) -> int:
     return hash63(json.dumps(_compared(facts)))
 
 
-# Checksums of the values that a rank begins with, by parameter; None for one that was written to since.
-Checksums = list[tuple[str, int | None]]
+# Checksums of the values that a rank begins with, by parameter; None for one that was written to since. The last number
+# is equal on ranks that must have equal values.
+Checksums = list[tuple[str, int | None, int]]
 
 
 def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, reason: str | None = None) -> None:
@@ -106,13 +107,11 @@ class InitialValues:
             return  # equal, or a rank does not train: what it does instead is compared next
         # Ranks may merely hold different ones: now that all know it, each shows its own.
         axes = peers.axes
-        block = torch.tensor([[value is not None, value or 0] for _, value in own], device=axes[0].device.device)
+        rows = [[value is not None, value or 0, peers] for _, value, peers in own]
+        block = torch.tensor(rows, device=axes[0].device.device)
         for axis in axes:
             block = axis.gather_now(block)
-        block = block.view(len(sums), len(own), 2).cpu()
-        held, found = block[..., 0].bool().all(0), block[..., 1]
-        different = ((found != found[0]).any(0) & held).tolist()
-        names = [path for (path, _), is_different in zip(own, different, strict=True) if is_different]
+        names = [own[index][0] for index in _differing(block.view(-1, len(own), 3).cpu())]
         if names:
             self.differ = True
             self.report(
@@ -128,6 +127,19 @@ class InitialValues:
             raise AgreementError(message)
         with one_voice(speaks=peers.is_first):
             warn(message)
+
+
+def _differing(block: torch.Tensor) -> list[int]:
+    """For which parameters ranks that must have equal values have different ones, by the checksums of all of them;
+    `block` is by rank and parameter. Only where none of them was written to."""
+    held, found, peers = block[..., 0].bool(), block[..., 1], block[..., 2]
+    different = torch.zeros(block.shape[1], dtype=torch.bool)
+    for each in peers.unique():
+        others = peers != each
+        least = found.masked_fill(others, torch.iinfo(found.dtype).max).amin(0)
+        most = found.masked_fill(others, torch.iinfo(found.dtype).min).amax(0)
+        different |= (least != most) & (held | others).all(0) & ~others.all(0)
+    return different.nonzero().flatten().tolist()
 
 
 def _facts(text: str) -> list[Fact]:

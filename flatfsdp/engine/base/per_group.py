@@ -11,6 +11,12 @@ T = TypeVar("T")
 _made: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
+def known_for_group(process_group: Any, key: Hashable, view: Callable[[Any], T]) -> T | None:
+    """What `view` makes of that which was made for `process_group` under `key`; None if nothing was."""
+    known = _made.get(process_group, {})
+    return view(known[key]) if key in known else None
+
+
 def for_group(
     process_group: Any, key: Hashable, make: Callable[[], T], *, usable: Callable[[T], bool] = lambda found: True
 ) -> T:
@@ -21,3 +27,14 @@ def for_group(
         known[key] = make()
     found: T = known[key]
     return found
+
+
+def forget_after(process_group: Any, other: Any) -> None:
+    """Forget what was made for `other` once `process_group` is gone, though torch knows `other` until all groups are
+    destroyed."""
+    weakref.finalize(process_group, _forget, weakref.ref(other)).atexit = False
+
+
+def _forget(reference: weakref.ref[Any]) -> None:
+    if (group := reference()) is not None:
+        _made.pop(group, None)

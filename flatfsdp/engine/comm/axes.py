@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ...api import ShardingStrategy
+from ..base.overrides import Override
+
+_backend: Override[str | None] = Override(None)
+served_as = _backend.being  # inside, groups are served as those of a backend are, whatever theirs is: for dry runs
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,11 @@ class Axis:
         backend = by_type.get(device.type, str(backends))
         ranks = tuple(dist.get_process_group_ranks(process_group))
         return Axis(process_group, ranks, dist.get_rank(process_group), backend)
+
+    @property
+    def served_as(self) -> str:
+        """The name of the backend as whose this axis is served."""
+        return _backend.value or self.backend
 
     @cached_property
     def size(self) -> int:

@@ -7,7 +7,8 @@ engine's again.
 
 What a hook is handed it may keep, or give other `.data`, of any dtype (torch's compress hooks do; what is left there is
 cast to the reduce dtype): tensors of its own, over memory that nobody resizes. So gradients of units with a hook lie in
-no parameter's place.
+no parameter's place. A gradient of several segments is handed over as one of one segment: in a copy, in which a rank's
+piece is what the rank will have of all segments, one behind the other (`CommStats.staged` counts it).
 
 A hook talks over the user's groups, in the order of reductions, which has no common interleaving with that of gathers
 ([Note: backward order]): a model with a hook gathers over the communicators that are for reductions elsewhere.
@@ -16,7 +17,7 @@ A hook talks over the user's groups, in the order of reductions, which has no co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,19 +26,8 @@ from ..config.precision import gradient_scaling
 from ..config.unit_options import CommHook
 from ..device.streams import Device, PendingWork, Stream
 from .axes import ProcessGroups
-from .transport import Transport
-
-
-class Reducer(Protocol):
-    """What gradients are reduced with: a transport, or a user's hook."""
-
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork: ...
-
-    def reduce_scatter_coalesced(
-        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork: ...
-
-    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork: ...
+from .pieces import rows_of
+from .transport import Reducer, Transport
 
 
 class HookReducer:
@@ -47,7 +37,7 @@ class HookReducer:
         """`inner`: whose device and traffic it uses. The mean over `replicas` will be taken of what the hook leaves."""
         self._hook = hook
         self._device: Device = inner.device
-        self._comm_stats = inner.comm_stats
+        self._comm_stats, self._tracker = inner.comm_stats, inner.tracker
         self._world = inner.group.size
         self._replicas = replicas
 
@@ -60,10 +50,18 @@ class HookReducer:
     ) -> PendingWork:
         """Let the hook fill `output`, this rank's pieces of `fulls` one behind the other, from a copy in which every
         rank's pieces lie so. Collective over what the hook uses."""
+        if len(fulls) == 1:
+            return self._run(stream, fulls[0], output)
         with stream.running():
-            shards = torch.cat([full.view(self._world, -1) for full in fulls], dim=1).view(-1)
-        self._comm_stats.staged += shards.nbytes
-        return self._run(stream, shards, output)
+            rows = rows_of(fulls, self._world)
+            full = torch.cat([piece for row in rows for piece in row.pieces])
+        self._comm_stats.staged += full.nbytes
+        free = self._tracker.allocate("staging", full.nbytes)
+        try:
+            return PendingWork(work=self._run(stream, full, output), finish=free)
+        except BaseException:
+            free()
+            raise
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         """Let the hook change all of `tensor`. Collective over what the hook uses."""

@@ -13,14 +13,15 @@ ranks on one host; `AllToAll` is a collective of gloo's, for all others.
   them spins while the main thread posts more to the same connection. Where other work takes the processor from the main
   thread at that moment, it spins for milliseconds: small exchanges (below `SMALLEST`) are better left to gloo's own.
 - *Tags* are matched in the order of posting, and a process group's small ones are `monitored_barrier`'s and the user's:
-  ours count from `FIRST_TAG`, one per exchange, which every rank of a group takes in the same order.
+  ours count from `FIRST_TAG`, one per exchange, however many messages to a peer that has. Every rank of a group takes
+  them in the same order.
 - *Sizes must agree*: gloo ends the process when more arrives than was asked for, as in its collectives. Layouts are
   compared before the first exchange.
 - *A tensor must stay until its message is through*, sent ones too, or gloo ends the process. Waiting waits for both
   ways, once each (a second wait for a message never returns); what nobody waits for, because an exception came first,
   is kept for as long as the process group.
 - *A peer that dies* in the middle of a message does not wake who waits for it, only who waits for a message that has
-  not begun. So an empty one, the *end*, follows each, and is waited for first.
+  not begun. So an empty one, the *end*, follows those to each peer, and is waited for first.
 - No waits with a time limit (one that runs out takes the whole group down), no `is_completed` (false until waited for).
 
 [Note: at exit] A worker thread of gloo lets go of an operation's tensors a moment after the operation was waited for.
@@ -54,6 +55,7 @@ from ..device.memory import MemoryTracker
 from ..device.streams import PendingWork, Work
 from .comm_stats import CommStats
 from .ordered_sum import OrderedSum, SumWorker
+from .pieces import Row, add, copy_apart
 
 FIRST_TAG, TAGS = 2**30, 2**20  # more than can be in flight
 PARCEL_TAG = FIRST_TAG + TAGS  # of messages that are waited for at once, and so need no other
@@ -105,19 +107,19 @@ class PeerConnection:
         """The tag of the next exchange. Every rank takes it at the same point of the group's order."""
         return next(self._tags)
 
-    def send(self, peer: int, tag: int, tensor: torch.Tensor) -> list[Work]:
-        """Send a contiguous tensor, and its end. An empty one is not sent."""
+    def send(self, peer: int, tag: int, row: Row) -> list[Work]:
+        """Send contiguous pieces, and an end. Empty ones are not sent."""
         group: Any = self._group()
-        return [group.send([part], peer, tag) for part in _with_end(tensor)]
+        return [group.send([part], peer, tag) for part in _with_end(row)]
 
-    def receive(self, peer: int, tag: int, tensor: torch.Tensor) -> list[Work]:
-        """Receive into a contiguous tensor what `peer` sends, and its end. For an empty one nothing comes."""
+    def receive(self, peer: int, tag: int, row: Row) -> list[Work]:
+        """Receive into contiguous pieces what `peer` sends, and the end. For empty ones nothing comes."""
         group: Any = self._group()
-        return [group.recv([part], peer, tag) for part in _with_end(tensor)]
+        return [group.recv([part], peer, tag) for part in _with_end(row)]
 
 
-def _with_end(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor, tensor.new_empty(0)] if tensor.numel() else []
+def _with_end(row: Row) -> list[torch.Tensor]:
+    return [*row.parts, row.pieces[0].new_empty(0)] if row.numel else []
 
 
 def is_near(process_group: Any) -> bool:
@@ -135,7 +137,7 @@ def _on_one_host(process_group: Any) -> bool:
 
 
 class PairwiseExchange:
-    """Exchanges by messages: 2(W-1) a rank, each followed by its end. [Note: messages]"""
+    """Exchanges by messages: for each piece 2(W-1) a rank, and an end for each peer. [Note: messages]"""
 
     def __init__(self, process_group: Any, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
         self._rank, self._world = process_group.rank(), process_group.size()
@@ -143,77 +145,82 @@ class PairwiseExchange:
         self._tracker = tracker
         self._comm_stats = comm_stats
 
-    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
-        """Every rank's `shard` into its slot of `output`, sent from and received into place."""
-        return self._gather(self._connection.tag(), output.chunk(self._world), shard)
+    def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
+        """Every rank's `shards`, of the dtype of `rows`, into its row, sent from and received into place."""
+        return self._gather(self._connection.tag(), rows, Row(shards))
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
-        """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
-        return self._scatter(self._connection.tag(), output, full.chunk(self._world))
+    def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork:
+        """The sum over ranks of this rank's row, in rank order, into `output`."""
+        return self._scatter(self._connection.tag(), output, rows)
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         """The sum over ranks, in rank order, in place: each rank sums a piece, and sends it on when waited for."""
-        pieces = tensor.view(-1).tensor_split(self._world)
+        rows = [Row([piece]) for piece in tensor.view(-1).tensor_split(self._world)]
         # Both now: where ranks wait is not what the order of tags may depend on.
         first, second = self._connection.tag(), self._connection.tag()
-        total = torch.empty_like(pieces[self._rank])
+        total = self._like(rows[self._rank])
         free = self._tracker.allocate("exchange", total.nbytes)
-        scattered = self._scatter(first, total, pieces)
+        scattered = self._scatter(first, total, rows)
 
         def share() -> None:
             self._comm_stats.issued += 1
-            self._gather(second, pieces, total).wait()
+            self._gather(second, rows, total).wait()
             free()
 
         return PendingWork(work=scattered, finish=share)
 
-    def _gather(self, tag: int, slots: Sequence[torch.Tensor], mine: torch.Tensor) -> PendingWork:
-        work = self._exchange(tag, [mine] * self._world, slots)
-        own = slots[self._rank]
-        if own.data_ptr() != mine.data_ptr():
-            own.copy_(mine)
-        return PendingWork(work=work, keep=(mine, *slots))
+    def _gather(self, tag: int, rows: Sequence[Row], mine: Row) -> PendingWork:
+        work = self._exchange(tag, [mine] * self._world, rows)
+        copy_apart(rows[self._rank].pieces, mine.pieces)
+        return PendingWork(work=work, keep=(*mine.pieces, *(piece for row in rows for piece in row.pieces)))
 
-    def _scatter(self, tag: int, output: torch.Tensor, pieces: Sequence[torch.Tensor]) -> PendingWork:
-        """The first peer's piece arrives in `output`, others in scratch, in turns where it has no room for all."""
-        rank, own, others = self._rank, pieces[self._rank], self._world - 2
-        scratch = output.new_empty((min(others, MOST_ROOM), own.numel())).unbind()
-        free = self._tracker.allocate("exchange", len(scratch) * own.numel() * own.element_size())
+    def _scatter(self, tag: int, output: Row, rows: Sequence[Row]) -> PendingWork:
+        """The first peer's row arrives in `output`, others in scratch, in turns where it has no room for all."""
+        rank, own, others = self._rank, rows[self._rank], self._world - 2
+        scratch = [self._like(own) for _ in range(min(others, MOST_ROOM))]
+        free = self._tracker.allocate("exchange", len(scratch) * own.nbytes)
         arriving = [output, *scratch]
+        keep = tuple(piece for row in (*rows, *arriving) for piece in row.pieces)
         if others > MOST_ROOM:
-            work = self._add_in_order(tag, pieces, arriving)
-            return PendingWork(work=work, keep=(*pieces, *arriving), finish=free)
+            return PendingWork(work=self._add_in_order(tag, rows, arriving), keep=keep, finish=free)
         in_order = [*arriving[:rank], own, *arriving[rank:]]
-        work = self._exchange(tag, pieces, in_order)
+        work = self._exchange(tag, rows, in_order)
 
         def add_up() -> None:
-            torch.add(in_order[0], in_order[1], out=output)  # `output` is one of them
-            for piece in in_order[2:]:
-                output.add_(piece)
+            add(in_order[0], in_order[1], output)  # which is one of them
+            for row in in_order[2:]:
+                add(output, row, output)
             free()
 
-        return PendingWork(work=work, keep=(*pieces, *in_order), finish=add_up)
+        return PendingWork(work=work, keep=keep, finish=add_up)
 
-    def _add_in_order(self, tag: int, pieces: Sequence[torch.Tensor], room: Sequence[torch.Tensor]) -> PeerMessages:
+    def _add_in_order(self, tag: int, rows: Sequence[Row], room: Sequence[Row]) -> PeerMessages:
         line = self._connection
 
-        def receive(peer: int, tensor: torch.Tensor) -> PeerMessages:
-            return PeerMessages(line.receive(peer, tag, tensor), line)
+        def receive(peer: int, row: Row) -> PeerMessages:
+            return PeerMessages(line.receive(peer, tag, row), line)
 
-        sends = self._send(tag, pieces)
-        total = OrderedSum(self._rank, self._world, own=pieces[self._rank], room=room, receive=receive)
+        sends = self._send(tag, rows)
+        total = OrderedSum(self._rank, self._world, own=rows[self._rank], room=room, receive=receive)
         line.sum_worker.submit(total)
         return PeerMessages([*sends, total], line)
 
-    def _exchange(self, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> PeerMessages:
+    def _exchange(self, tag: int, outgoing: Sequence[Row], incoming: Sequence[Row]) -> PeerMessages:
         line = self._connection
         sends = self._send(tag, outgoing)
         receives = [work for peer in line.peers for work in line.receive(peer, tag, incoming[peer])]
         return PeerMessages([*sends, *receives], line)
 
-    def _send(self, tag: int, outgoing: Sequence[torch.Tensor]) -> list[Work]:
-        self._comm_stats.messages += 2 * len(self._connection.peers)  # as many come back; ends are not counted
-        return [work for peer in self._connection.peers for work in self._connection.send(peer, tag, outgoing[peer])]
+    def _send(self, tag: int, outgoing: Sequence[Row]) -> list[Work]:
+        line = self._connection
+        # As many come back; ends are not counted.
+        self._comm_stats.messages += 2 * sum(len(outgoing[peer].parts) for peer in line.peers)
+        return [work for peer in line.peers for work in line.send(peer, tag, outgoing[peer])]
+
+    @staticmethod
+    def _like(row: Row) -> Row:
+        """Memory for as much."""
+        return row.of(row.pieces[0].new_empty(row.numel))
 
 
 class AllToAll:

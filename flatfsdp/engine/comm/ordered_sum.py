@@ -15,16 +15,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-import torch
-
 from ..device.streams import Work
+from .pieces import Row, add
 
 
 class OrderedSum:
     """The sum, in rank order, of `own` and of what every other rank sends.
 
-    It is made in the first tensor of `room`, of which there are two or more. There the first piece of another rank
-    arrives; later ones in the others, each as often as it takes.
+    It is made in the first row of `room`, of which there are two or more. There the first row of another rank arrives;
+    later ones in the others, each as often as it takes. [Note: rows]
     """
 
     def __init__(
@@ -32,19 +31,19 @@ class OrderedSum:
         rank: int,
         world: int,
         *,
-        own: torch.Tensor,
-        room: Sequence[torch.Tensor],
-        receive: Callable[[int, torch.Tensor], Work],
+        own: Row,
+        room: Sequence[Row],
+        receive: Callable[[int, Row], Work],
     ) -> None:
-        """`receive(peer, tensor)` posts what receives a piece: now for as many as there is room for, later in `run`."""
+        """`receive(peer, row)` posts what receives a row: now for as many as there is room for, later in `run`."""
         self._rank, self._world = rank, world
         self._own, self._output = own, room[0]
         self._receive = receive
         self._expected = deque(peer for peer in range(world) if peer != rank)
-        self._arriving: deque[tuple[torch.Tensor, Work]] = deque()
+        self._arriving: deque[tuple[Row, Work]] = deque()
         self._over: Future[None] = Future()
-        for tensor in room:
-            self._receive_into(tensor)
+        for row in room:
+            self._receive_into(row)
 
     def run(self) -> None:
         """Add up everything as it arrives. Blocks until all ranks have sent; `wait` raises what this meets."""
@@ -65,21 +64,21 @@ class OrderedSum:
     def _add_up(self) -> None:
         total = self._own if self._rank == 0 else self._arrived()
         for rank in range(1, self._world):
-            piece = self._own if rank == self._rank else self._arrived()
-            torch.add(total, piece, out=self._output)
+            row = self._own if rank == self._rank else self._arrived()
+            add(total, row, self._output)
             total = self._output
-            if piece is not self._own and piece is not self._output:
-                self._receive_into(piece)
+            if row is not self._own and row is not self._output:
+                self._receive_into(row)
 
-    def _arrived(self) -> torch.Tensor:
-        tensor, work = self._arriving[0]
+    def _arrived(self) -> Row:
+        row, work = self._arriving[0]
         work.wait()
         self._arriving.popleft()  # not before: gloo ends the process when a tensor goes that it writes to
-        return tensor
+        return row
 
-    def _receive_into(self, tensor: torch.Tensor) -> None:
+    def _receive_into(self, row: Row) -> None:
         if self._expected:
-            self._arriving.append((tensor, self._receive(self._expected.popleft(), tensor)))
+            self._arriving.append((row, self._receive(self._expected.popleft(), row)))
 
 
 class SumWorker:

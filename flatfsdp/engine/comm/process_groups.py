@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...api import HYBRIDS, Config, ShardingStrategy
 from ...errors import ConfigValueError, UsageError, set_rank, warn_once
 from ..base import _torch
 from ..base.hashing import hash63
-from ..base.per_group import for_group
-from ..device.streams import accelerator_count
+from ..base.per_group import for_group, forget_after
+from ..device.streams import accelerator, accelerator_count
 from ..watchdog.regions import expecting
 from .axes import Axis, ProcessGroups
 
@@ -29,11 +30,11 @@ from .axes import Axis, ProcessGroups
 _plans: weakref.WeakValueDictionary[tuple[object, ...], ProcessGroups] = weakref.WeakValueDictionary()
 
 
-def require_process_group() -> None:
+def require_process_group(who: str = "FullyShardedDataParallel") -> None:
     """Refuse to go on without a default process group, with the lines that make one."""
     if not dist.is_initialized():
         raise UsageError(
-            "no process group: FullyShardedDataParallel needs torch.distributed to be initialised. Under torchrun add\n"
+            f"no process group: {who} needs torch.distributed to be initialised. Under torchrun add\n"
             "    torch.distributed.init_process_group()\n"
             "before wrapping; in a single process without a launcher add\n"
             '    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), '
@@ -138,9 +139,13 @@ def _for_reductions(process_group: Any) -> Any:
     if dist.get_world_size(process_group) == 1:
         return process_group
     ranks = tuple(dist.get_process_group_ranks(process_group))
-    return for_group(
-        process_group, "reductions", lambda: new_group(ranks, "wraps a module", like=process_group), usable=_exists
-    )
+
+    def make() -> Any:
+        made = new_group(ranks, "wraps a module", like=process_group)
+        forget_after(process_group, made)  # memory that its ranks share, for one
+        return made
+
+    return for_group(process_group, "reductions", make, usable=_exists)
 
 
 def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
@@ -260,3 +265,16 @@ def _ranks(group: Axis) -> str:
     if len(ranks) > 4:
         return f"ranks {ranks[0]}, {ranks[1]}, .. {ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks))}"
+
+
+def world_mesh() -> Any:
+    """A 1-D mesh of all ranks, on the current accelerator where the default process group serves it."""
+    device = accelerator()
+    kind = device.type if device is not None and serves(dist.group.WORLD, device) else "cpu"
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def mesh_over(plan: ProcessGroups, kind: str, ranks: Any, names: Any) -> Any:
+    """The mesh of `ranks` (nested lists) on devices of that `kind`, over the groups that `plan` has of the user."""
+    group = [*plan.given[::-1]] if isinstance(plan.given, tuple) else plan.given  # a mesh is (replicate, shard)
+    return DeviceMesh.from_group(group, kind, torch.tensor(ranks), mesh_dim_names=names)

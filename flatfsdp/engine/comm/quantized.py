@@ -24,11 +24,11 @@ import torch
 
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer
-from ..device.streams import DONE, PendingWork, Stream, Work
+from ..device.streams import DONE, PendingWork, Stream
 from .block_codec import BlockCodec
-from .comm_hook import Reducer
 from .error_feedback import Residuals, joined
-from .transport import ProcessGroupTransport, Transport
+from .process_group_transport import ProcessGroupTransport, real
+from .transport import Reducer, Transport
 
 KIND = "quantized"  # of bytes
 
@@ -56,13 +56,13 @@ class QuantizedTransport(ProcessGroupTransport):
     ) -> PendingWork:
         """`all_gather_base` of several, as one operation. Collective."""
         world, rank = self.group.size, self.group.rank
-        wholes = [_real(output).view(world, -1) for output in outputs]
+        wholes = [_by_rank(real(output), world) for output in outputs]
         sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
         with stream.running():
             buffer = self._bytes(world * sum(sizes))
             rows = buffer.tensor.view(world, -1)
             for shard, row in zip(shards, rows[rank : rank + 1].split(sizes, dim=1), strict=True):
-                self._encode(_real(shard).unsqueeze(0), row)
+                self._encode(real(shard).unsqueeze(0), row)
         arriving = self._inner.all_gather_base(buffer.tensor, rows[rank], stream)
 
         def unpack() -> None:
@@ -86,7 +86,7 @@ class QuantizedTransport(ProcessGroupTransport):
         """`reduce_scatter_base` of several, whose results lie one behind the other, as one operation. Collective.
         `residuals`: of what all pieces of `fulls` are of, or none."""
         world, rank = self.group.size, self.group.rank
-        wholes = [_real(full).view(world, -1) for full in fulls]
+        wholes = [_by_rank(real(full), world) for full in fulls]
         sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
         if not any(sizes):
             return DONE
@@ -96,14 +96,14 @@ class QuantizedTransport(ProcessGroupTransport):
             outgoing, incoming = (buffer.tensor.view(world - 1, -1) for buffer in (sent, arrived))
             owed = [piece for each in residuals for piece in each.of_others(fulls[0], world - 1)]
             for index, (whole, rows) in enumerate(zip(wholes, outgoing.split(sizes, dim=1), strict=True)):
-                lost = _real(owed[index]) if owed else None
+                lost = real(owed[index]) if owed else None
                 self._encode(whole[:rank], rows[:rank], lost[:rank] if lost is not None else None)
                 self._encode(whole[rank + 1 :], rows[rank:], lost[rank:] if lost is not None else None)
         arriving = self._inner.all_to_all(incoming, outgoing, stream)
 
         def add_up() -> None:
             sent.free()
-            pieces = _real(output).split([whole.shape[1] for whole in wholes])
+            pieces = real(output).split([whole.shape[1] for whole in wholes])
             for piece, whole, rows in zip(pieces, wholes, incoming.split(sizes, dim=1), strict=True):
                 self._add_up(piece, rows, whole[rank])
             arrived.free()
@@ -114,7 +114,7 @@ class QuantizedTransport(ProcessGroupTransport):
         """Sum `tensor` over ranks in place: all of them decode the same sums. Collective; on a CPU again when it is
         waited for. `residuals`: of what lies in `tensor`, one behind the other, or none."""
         world, rank = self.group.size, self.group.rank
-        flat = _real(tensor.view(-1))
+        flat = real(tensor.view(-1))
         if not flat.numel():
             return DONE
         piece = -(-flat.numel() // world)
@@ -130,7 +130,7 @@ class QuantizedTransport(ProcessGroupTransport):
                     self._encode(values, row)
                 return
             with joined(residuals, tensor) as owed:
-                for (values, row), (lost, _) in zip(pieces, _pieces(_real(owed)[place], rows, piece), strict=True):
+                for (values, row), (lost, _) in zip(pieces, _pieces(real(owed)[place], rows, piece), strict=True):
                     self._encode(values, row, lost)
 
         with stream.running():
@@ -157,15 +157,6 @@ class QuantizedTransport(ProcessGroupTransport):
             arrived.free()
 
         return self._followed(arriving, stream, share, tensor)
-
-    def _followed(self, arriving: Work, stream: Stream, finish: Callable[[], None], *keep: torch.Tensor) -> PendingWork:
-        """What arrives, and then `finish`: where the stream is the caller's, when it is waited for."""
-        if stream.is_callers:
-            return PendingWork(work=arriving, keep=keep, finish=finish)
-        with stream.running():
-            arriving.wait()
-            finish()
-            return PendingWork(device=self.device, event=stream.mark(), keep=keep)
 
     def _encode(self, values: torch.Tensor, rows: torch.Tensor, lost: torch.Tensor | None = None) -> None:
         if values.numel():
@@ -225,6 +216,6 @@ def _pieces(flat: torch.Tensor, rows: torch.Tensor, numel: int) -> Iterator[tupl
         yield flat[whole * numel :].unsqueeze(0), rows[whole : whole + 1]
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as real numbers: in its last dimension twice as many of a complex one."""
-    return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
+def _by_rank(flat: torch.Tensor, world: int) -> torch.Tensor:
+    """`flat`, shape (world * n,), as (world, n)."""
+    return flat.view(world, flat.numel() // world)

@@ -7,21 +7,13 @@ rank sends each peer its piece and sums what it receives in rank order, so that 
 for bit, however late a rank is. Where much is gathered among a few ranks on one host, that goes by such messages, too
 (`gloo.py`). What is on the CPU passes through memory instead where ranks share some (`shared_memory/`). `SingleRank`
 serves an axis of one rank.
-
-[Note: reduction] Reductions are SUM; scaling is the caller's (`config.precision.gradient_scaling`). Inputs are complete
-when an operation is issued. On an accelerator the caller has made the stream follow what produced them.
-
-[Note: staging] Several small tensors travel as one in a *staging buffer*, which has a row for each rank, and in the row
-a piece of each tensor. Copies into it and out of it are counted apart (`CommStats.staged`). A backend that makes one of
-several operations (`CoalescingNccl`) needs none.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,215 +23,24 @@ from ..base import _torch
 from ..base.overrides import Override
 from ..base.wait_limits import blocked
 from ..device.fake_tensors import is_memoryless
-from ..device.memory import FlatBuffer, MemoryTracker
+from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work, accelerator
 from . import gloo
 from .axes import Axis
 from .comm_stats import CommStats
+from .pieces import Row, copy_apart, rows_of
+from .process_group_transport import ProcessGroupTransport, as_bytes, real
 from .shared_memory.collectives import SharedMemoryExchange, SimulatedSharedMemory
 from .shared_memory.groups import of_group, would_share
-
-# Backends know few dtypes; in a gather bytes only move. These stay as they are: all backends know them.
-_KNOWN_TO_ALL = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+from .tensor_lists import TensorList
 
 
-class StagingBuffer:
-    """A staging buffer for certain tensors, and its views, which take longer to make than to fill. [Note: staging]
+class Exchange(Protocol):
+    """A way to exchange lists of tensors, cut into rows. [Note: rows]"""
 
-    Attributes:
-        memory: shape (world * n,): a row of n elements for each rank.
-        own: shape (n,): this rank's row; `own_pieces`: cut, one piece for each tensor.
-        pieces, wholes: for each tensor, shape (world, numel / world): what the rows have of it; the tensor itself.
-    """
+    def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork: ...
 
-    def __init__(self, tensors: Sequence[torch.Tensor], group: Axis, tracker: MemoryTracker) -> None:
-        first = tensors[0]
-        self._tensors = list(tensors)
-        numel = sum(tensor.numel() for tensor in tensors)
-        self.memory = FlatBuffer(numel, first.dtype, first.device, tracker=tracker, kind="staging")
-        self.memory.allocate()
-        sizes = [tensor.numel() // group.size for tensor in tensors]
-        rows = self.memory.tensor.view(group.size, -1)
-        self.own = rows[group.rank]
-        self.own_pieces = list(self.own.split(sizes))
-        self.pieces = list(rows.split(sizes, dim=1))
-        self.wholes = [tensor.view(group.size, -1) for tensor in tensors]
-
-    def serves(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether it was made for these very `tensors`."""
-        return len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-
-
-class ProcessGroupTransport:
-    """torch's flat collectives over one group, on one device.
-
-    Attributes:
-        casts_shards: whether a shard that is gathered may have another dtype than the output, and be elsewhere.
-    """
-
-    casts_shards = False
-
-    def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
-        self.group = group
-        self.device = device
-        self.comm_stats = comm_stats
-        self.tracker = tracker
-        self._stagings: dict[int, StagingBuffer] = {}  # by id of the first of their tensors
-
-    @cached_property
-    def _beside(self) -> _torch.FlatCollectives:
-        return _torch.FlatCollectives(self.group.process_group, beside=True)
-
-    @cached_property
-    def _in_order(self) -> _torch.FlatCollectives:
-        return _torch.FlatCollectives(self.group.process_group, beside=False)
-
-    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
-        """Fill `output` (world * n elements) with every rank's `shard` (n elements) in rank order.
-
-        Both 1-D and of one dtype, which may be any. `shard` may be this rank's slot of `output` (in place). Collective
-        over the group.
-        """
-        self.comm_stats.log("all_gather", output.nbytes)
-        if output.dtype not in _KNOWN_TO_ALL:
-            output, shard = _as_bytes(output), _as_bytes(shard)
-        if stream.is_callers and output.numel():  # as `_issue`, which a unit need not call three times a step
-            return PendingWork(work=self._beside.gather(output, shard), keep=(output, shard))
-        return self._issue(stream, lambda flat: flat.gather(output, shard), output, shard)
-
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
-        """Sum `full` (world * n elements) over ranks and leave this rank's n elements in `output`. Collective."""
-        self.comm_stats.log("reduce_scatter", full.nbytes)
-        if full.is_complex():
-            output, full = torch.view_as_real(output), torch.view_as_real(full)
-        if stream.is_callers and full.numel():
-            return PendingWork(work=self._beside.reduce_scatter(output, full), keep=(output, full))
-        return self._issue(stream, lambda flat: flat.reduce_scatter(output, full), full, output)
-
-    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
-        """Sum `tensor` over ranks in place. Collective."""
-        self.comm_stats.log("all_reduce", tensor.nbytes)
-        summed = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return self._issue(stream, lambda flat: flat.all_reduce([summed]), summed)
-
-    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
-        """Send each other rank, in rank order, its row of `sent`, shape (world - 1, n), and receive theirs into
-        `arrived`; both uint8. Collective, and counted by who issues it."""
-        splits = [1] * self.group.size
-        splits[self.group.rank] = 0
-        if is_memoryless():
-            return DONE
-        with stream.running():
-            work: Work = dist.all_to_all_single(
-                arrived, sent, splits, splits, group=self.group.process_group, async_op=True
-            )
-            if stream.is_callers:
-                return PendingWork(work=work, keep=(arrived, sent))
-            wait_for(work)
-            return PendingWork(device=self.device, event=stream.mark(), keep=(arrived, sent))
-
-    def all_gather_coalesced(
-        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        """`all_gather_base` of several outputs (of one dtype) as one operation. Collective over the group.
-
-        Shards may be of other dtypes and elsewhere: they are cast on their way. [Note: staging]
-        """
-        with stream.running():
-            staging = self._stage(outputs)
-            _torch.foreach_copy_(staging.own_pieces, list(shards), non_blocking=True)
-        arriving = self.all_gather_base(staging.memory.tensor, staging.own, stream)
-
-        def spread() -> None:
-            _torch.foreach_copy_(staging.wholes, staging.pieces)
-            staging.memory.free()
-
-        if not self.device.has_streams:
-            return PendingWork(work=arriving, keep=tuple(outputs), finish=spread)
-        with stream.running():
-            arriving.wait()
-            spread()
-            return PendingWork(device=self.device, event=stream.mark(), keep=tuple(outputs))
-
-    def reduce_scatter_coalesced(
-        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        """`reduce_scatter_base` of several tensors (of one dtype) as one operation. Collective over the group.
-
-        `output` has room for the results, one behind the other. The stream has followed what produced `fulls`.
-        [Note: staging]
-        """
-        with stream.running():
-            staging = self._stage(fulls)
-            _torch.foreach_copy_(staging.pieces, staging.wholes)
-        arriving = self.reduce_scatter_base(output, staging.memory.tensor, stream)
-        return PendingWork(work=arriving, keep=(output,), finish=staging.memory.free)
-
-    def _stage(self, tensors: Sequence[torch.Tensor]) -> StagingBuffer:
-        """A staging buffer for unsharded `tensors`, which has its memory until that is freed."""
-        staging = self._stagings.get(id(tensors[0]))
-        if staging is None or staging.memory.allocated or not staging.serves(tensors):
-            staging = self._stagings[id(tensors[0])] = StagingBuffer(tensors, self.group, self.tracker)
-        staging.memory.allocate()
-        self.comm_stats.staged += staging.memory.tensor.nbytes
-        return staging
-
-    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
-        """Overwrite `tensor` with that of group rank `source`, blocking. Collective."""
-        self.comm_stats.log("broadcast", tensor.nbytes)
-        if tensor.numel():
-            with blocked():
-                dist.broadcast(_as_bytes(tensor.view(-1)), self.group.ranks[source], group=self.group.process_group)
-
-    def send_now(self, tensor: torch.Tensor, target: int) -> None:
-        """Send `tensor` to group rank `target`, which receives it now, blocking."""
-        self.comm_stats.messages += 1
-        if tensor.numel():
-            sending = self.group.process_group.send([_as_bytes(self._reachable(tensor))], target, gloo.PARCEL_TAG)
-            with blocked():
-                sending.wait()
-
-    def receive_now(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite `tensor` with what group rank `source` sends now, blocking."""
-        self.comm_stats.messages += 1
-        if tensor.numel():
-            landing = self._reachable(tensor)
-            with blocked():
-                self.group.process_group.recv([_as_bytes(landing)], source, gloo.PARCEL_TAG).wait()
-            if landing is not tensor:
-                tensor.copy_(landing)
-
-    def _reachable(self, tensor: torch.Tensor) -> torch.Tensor:
-        # gloo sends no message from an accelerator's memory.
-        return tensor.cpu() if self.group.backend == "gloo" else tensor
-
-    def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
-        """Sum (or maximum) of `tensor` over ranks in place, blocking; for scalars such as norms. Collective."""
-        self.comm_stats.log("scalar", tensor.nbytes)
-        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        with blocked():
-            dist.all_reduce(tensor, op=operation, group=self.group.process_group)
-        return tensor
-
-    def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's `tensor` stacked along a new first dimension, blocking; for small things. Collective."""
-        output = tensor.new_empty((self.group.size, *tensor.shape))
-        self.comm_stats.log("scalar", output.nbytes)
-        wait_for(self._in_order.gather(output.view(-1), tensor.reshape(-1).contiguous()))
-        return output
-
-    def _issue(
-        self, stream: Stream, start: Callable[[_torch.FlatCollectives], Work | None], *keep: torch.Tensor
-    ) -> PendingWork:
-        """What `start` starts with the collectives that it is given, which use the tensors `keep`."""
-        if keep[0].numel() == 0:
-            return DONE  # equal on every rank: sizes of a collective are agreed
-        if stream.is_callers:
-            return PendingWork(work=start(self._beside), keep=keep)
-        with stream.running():
-            # Runs on that stream itself: the event behind it is the end of the work.
-            wait_for(start(self._in_order))
-            return PendingWork(device=self.device, event=stream.mark(), keep=keep)
+    def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork: ...
 
 
 class DeterministicGloo(ProcessGroupTransport):
@@ -256,14 +57,56 @@ class DeterministicGloo(ProcessGroupTransport):
         way = self._shared_memory(output) or (self._pairs if self._is_for_pairs(output) else None)
         if way is None:
             return super().all_gather_base(output, shard, stream)
-        self.comm_stats.log("all_gather", output.nbytes)
-        output, shard = output.view(torch.uint8), shard.view(torch.uint8)
-        return self._exchange(stream, lambda: way.gather(output, shard), output, shard)
+        return self._gather_by(way, rows_of([output], self.group.size), [shard], stream)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        listed = self.lists.of(outputs)
+        shared = self._shared_memory(listed)
+        if shared is None:
+            return super().all_gather_coalesced(outputs, shards, stream)
+        return self._gather_by(shared, listed.rows, shards, stream)
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
-        self.comm_stats.log("reduce_scatter", full.nbytes)
-        way = self._shared_memory(full) or (self._pairs if self._is_for_pairs(full) else self._all_to_all)
-        return self._exchange(stream, lambda: way.reduce_scatter(output, full), full, output)
+        way = self._shared_memory(full) or (self._pairs if self._is_for_pairs(full) else None)
+        if way is None:
+            self.comm_stats.log("reduce_scatter", full.nbytes)
+            return self._exchange(stream, lambda: self._all_to_all.reduce_scatter(output, full), full, output)
+        return self._reduce_by(way, Row([output]), rows_of([full], self.group.size), stream)
+
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        listed = self.lists.of(fulls)
+        shared = self._shared_memory(listed)
+        if shared is None:
+            return super().reduce_scatter_coalesced(output, fulls, stream)
+        return self._reduce_by(shared, listed.rows[0].of(output), listed.rows, stream)
+
+    def _gather_each(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        if not self._is_for_pairs(*outputs):
+            return super()._gather_each(outputs, shards, stream)
+        return self._gather_by(self._pairs, rows_of(outputs, self.group.size), shards, stream)
+
+    def _reduce_each(
+        self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        if not self._is_for_pairs(*fulls):
+            return super()._reduce_each(outputs, fulls, stream)
+        return self._reduce_by(self._pairs, Row(outputs), rows_of(fulls, self.group.size), stream)
+
+    def _gather_by(
+        self, way: Exchange, rows: Sequence[Row], shards: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        self.comm_stats.log("all_gather", self.group.size * rows[0].nbytes)
+        return self._exchange(stream, lambda: way.gather(rows, shards), *shards)
+
+    def _reduce_by(self, way: Exchange, output: Row, rows: Sequence[Row], stream: Stream) -> PendingWork:
+        self.comm_stats.log("reduce_scatter", self.group.size * rows[0].nbytes)
+        return self._exchange(stream, lambda: way.reduce_scatter(output, rows), *output.pieces)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         self.comm_stats.log("all_reduce", tensor.nbytes)
@@ -276,8 +119,8 @@ class DeterministicGloo(ProcessGroupTransport):
             return super().all_to_all(arrived, sent, stream)
         return self._exchange(stream, lambda: way.all_to_all(arrived, sent), sent)
 
-    def _shared_memory(self, tensor: torch.Tensor) -> SharedMemoryExchange | None:
-        return self._in_memory if tensor.device.type == "cpu" and tensor.numel() else None
+    def _shared_memory(self, of: torch.Tensor | TensorList) -> SharedMemoryExchange | None:
+        return self._in_memory if of.device.type == "cpu" and of.nbytes else None
 
     @cached_property
     def _in_memory(self) -> SharedMemoryExchange | None:
@@ -294,49 +137,48 @@ class DeterministicGloo(ProcessGroupTransport):
         return SharedMemoryExchange(shared, tracker=self.tracker, comm_stats=self.comm_stats)
 
     def _exchange(self, stream: Stream, start: Callable[[], PendingWork], *keep: torch.Tensor) -> PendingWork:
-        if keep[0].numel() == 0 or stream.is_callers:
-            return start() if keep[0].numel() else DONE
+        if stream.is_callers or not any(tensor.numel() for tensor in keep):
+            return start() if any(tensor.numel() for tensor in keep) else DONE
         with stream.running():
             start().wait()
             return PendingWork(device=self.device, event=stream.mark(), keep=keep)
 
-    def _is_for_pairs(self, unsharded: torch.Tensor) -> bool:
+    def _is_for_pairs(self, *unsharded: torch.Tensor) -> bool:
         # gloo sends no message from an accelerator's memory.
-        could = unsharded.nbytes >= gloo.SMALLEST and unsharded.device.type == "cpu"
+        could = sum(each.nbytes for each in unsharded) >= gloo.SMALLEST and unsharded[0].device.type == "cpu"
         return could and gloo.is_near(self.group.process_group)
 
 
 class CoalescingNccl(ProcessGroupTransport):
-    """NCCL, which makes one operation of several on its own: nothing is staged. (Dry runs do not issue it: torch knows
-    no such operation on tensors without memory.)"""
+    """NCCL, which makes one operation of several on its own. (Dry runs do not issue it: torch knows no such operation
+    on tensors without memory.)"""
 
-    def all_gather_coalesced(
+    fewest_staged = 65  # below, the host is through with a group sooner than with copies
+
+    def _gather_each(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        pairs = [(output, shard) for output, shard in zip(outputs, shards, strict=True) if output.numel()]
-        outputs, shards = [output for output, _ in pairs], [shard for _, shard in pairs]
-        with stream.running():
-            slots = [output.narrow(0, self.group.rank * shard.numel(), shard.numel()) for output, shard in pairs]
-            _torch.foreach_copy_(slots, shards, non_blocking=True)
-        self.comm_stats.log("all_gather", sum(output.nbytes for output in outputs))
-        unsharded, own = list(map(_as_bytes, outputs)), list(map(_as_bytes, slots))
+        pairs = [
+            (as_bytes(output), as_bytes(shard)) for output, shard in zip(outputs, shards, strict=True) if output.numel()
+        ]
+        unsharded, own = [output for output, _ in pairs], [shard for _, shard in pairs]
+        self.comm_stats.log("all_gather", sum(output.nbytes for output in unsharded))
 
         def start(flat: _torch.FlatCollectives) -> Work | None:
             return None if is_memoryless() else flat.gather_grouped(unsharded, own)
 
-        return self._issue(stream, start, *unsharded)
+        return self._issue(stream, start, *unsharded, *own)
 
-    def reduce_scatter_coalesced(
-        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    def _reduce_each(
+        self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        fulls = [full for full in fulls if full.numel()]
-        sizes = [full.numel() // self.group.size for full in fulls]
-        self.comm_stats.log("reduce_scatter", sum(full.nbytes for full in fulls))
+        sums, wholes = ([real(each) for each in tensors if each.numel()] for tensors in (outputs, fulls))
+        self.comm_stats.log("reduce_scatter", sum(full.nbytes for full in wholes))
 
         def start(flat: _torch.FlatCollectives) -> Work | None:
-            return None if is_memoryless() else flat.reduce_scatter_grouped(list(output.split(sizes)), list(fulls))
+            return None if is_memoryless() else flat.reduce_scatter_grouped(sums, wholes)
 
-        return self._issue(stream, start, output, *fulls)
+        return self._issue(stream, start, *wholes, *sums)
 
 
 class SingleRank(ProcessGroupTransport):
@@ -351,12 +193,17 @@ class SingleRank(ProcessGroupTransport):
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         return self.all_gather_base(output, full, stream)
 
+    def all_gather_coalesced(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        with stream.running():
+            copy_apart(outputs, shards)
+        return PendingWork(device=self.device, event=stream.mark(), keep=(*outputs, *shards))
+
     def reduce_scatter_coalesced(
         self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        with stream.running():
-            torch.cat(list(fulls), out=output)
-        return PendingWork(device=self.device, event=stream.mark(), keep=(output, *fulls))
+        return self.all_gather_coalesced(Row(fulls).of(output).pieces, fulls, stream)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         return DONE
@@ -381,8 +228,17 @@ _BY_BACKEND: dict[str, type[ProcessGroupTransport]] = {"gloo": DeterministicGloo
 
 Transport = ProcessGroupTransport
 
-_backend: Override[str | None] = Override(None)
-served_as = _backend.being  # inside, groups are served as those of a backend are, whatever theirs is: for dry runs
+
+class Reducer(Protocol):
+    """What gradients are reduced with: a transport, or a user's hook."""
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork: ...
+
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork: ...
+
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork: ...
 
 
 _double: Override[Callable[[Transport], Transport] | None] = Override(None)
@@ -391,26 +247,11 @@ doubled = _double.being  # inside, a double is put in front of every transport t
 
 def transport(group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
     """The transport for `group`: by backend and world size."""
-    kind = (
-        SingleRank
-        if group.process_group is None
-        else _BY_BACKEND.get(_backend.value or group.backend, ProcessGroupTransport)
-    )
+    kind = SingleRank if group.process_group is None else _BY_BACKEND.get(group.served_as, ProcessGroupTransport)
     if kind is DeterministicGloo:
         gloo.wait_at_exit()
     made = kind(group, device, comm_stats=comm_stats, tracker=tracker)
     return _double.value(made) if _double.value is not None else made
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype in _KNOWN_TO_ALL else tensor.view(torch.uint8)
-
-
-def wait_for(work: Work | None) -> None:
-    """Keep the host until `work` is over, or order the current stream after it, whatever the backend does."""
-    if work is not None:
-        with blocked():
-            work.wait()  # where backends have work that orders a stream, it does so only here
 
 
 def is_initialized() -> bool:

@@ -162,13 +162,13 @@ class FSDP1Names:
 
     @property
     def _ignored_modules(self) -> set[nn.Module]:
-        return {module for module, attributes in ignored_in(self._unit.module) if attributes is None}
+        return {module for module, attributes in ignored_in(self._unit.entries.first) if attributes is None}
 
     @property
     def _ignored_params(self) -> set[nn.Parameter]:
         return {
             parameter
-            for module, attributes in ignored_in(self._unit.module)
+            for module, attributes in ignored_in(self._unit.entries.first)
             for name, parameter in module._parameters.items()
             if parameter is not None and (attributes is None or name in attributes)
         }

@@ -26,10 +26,9 @@ from .accumulated_gradients import AccumulatedGradients
 
 
 class UnshardHandle:
-    """A gather on its way, from `unshard(async_op=True)`."""
+    """A gather on its way: what `unshard(async_op=True)` returns."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    _unit: Unit
 
     def wait(self) -> None:
         """Wait until the parameters are whole. At no cost if they are, or have been freed meanwhile."""
@@ -70,7 +69,8 @@ class ScheduleControls(AccumulatedGradients):
             where = "inside a backward" if _torch.in_backward() else "inside summon_full_params(), where it is whole"
             raise UsageError(f"unshard() of unit {unit.label} was called {where}; call it between iterations")
         model_of(unit).unshard(unit)
-        handle = UnshardHandle(unit)
+        handle = UnshardHandle()
+        handle._unit = unit
         if async_op:
             return handle
         handle.wait()
@@ -203,7 +203,7 @@ class ScheduleControls(AccumulatedGradients):
         units = self._meant(method, recurse)
         options = [
             reshard_choice(
-                f"{method}: {name}, of a {type(unit.module).__name__}",
+                f"{method}: {name}, of a {unit.entries.class_name}",
                 reshard_after_forward,
                 shards=unit.groups.shard.size,
             )
@@ -334,7 +334,7 @@ class ScheduleControls(AccumulatedGradients):
         if model.outermost is not unit:
             raise UsageError(
                 f"{method} of unit {unit.label} was called on a nested wrapper, but gathers of a model share one "
-                f"order; call it on the outermost ({type(model.outermost.module).__name__})"
+                f"order; call it on the outermost ({model.outermost.entries.class_name})"
             )
         if async_op:
             for each in model.units:
@@ -399,7 +399,9 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, device: Device
 
 def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
     check_outside(unit, method)
-    accepted = "a list of FullyShardedDataParallel modules inside the same outermost one"
+    in_place = unit.entries.in_place
+    kind = "modules of fully_shard()" if in_place else "FullyShardedDataParallel modules"
+    accepted = f"a list of {kind} inside the same outermost one"
     if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
         refuse_type(f"{method}: modules", modules, accepted)
     targets = []
@@ -407,14 +409,17 @@ def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
         if not isinstance(module, nn.Module) or not units_at(module):
             refuse_type(f"{method}: modules", module, accepted)
         (target,) = units_at(module)
+        if in_place and target is not unit and not (model_of(unit).setup.ready or model_of(target).setup.ready):
+            targets.append(target)  # the first forward, when the outermost module is known, checks the rest
+            continue
         if target is unit or model_of(target) is not model_of(unit):
-            found = "itself" if target is unit else f"a {type(target.module).__name__} that is wrapped in another model"
+            found = "itself" if target is unit else f"a {target.entries.class_name} that is wrapped in another model"
             raise ConfigValueError(
                 f"{method} of unit {unit.label}: modules: got {found}. Accepted: {accepted}. Wrap the whole model "
                 "before you say what is gathered ahead"
             )
         targets.append(target)
-    return PrefetchTargets(targets)
+    return PrefetchTargets(dict.fromkeys(targets))
 
 
 def check_prefetches_on_request(unit: Unit, method: str) -> None:
@@ -427,6 +432,6 @@ def check_prefetches_on_request(unit: Unit, method: str) -> None:
     ):
         if is_made:
             raise ConfigValueError(
-                f"{method}: a {type(unit.module).__name__} inside was wrapped with {setting}, which gathers ahead by "
+                f"{method}: a {unit.entries.class_name} inside was wrapped with {setting}, which gathers ahead by "
                 f"itself. Wrap without it, and list what is gathered ahead by set_modules_to_{instead}_prefetch"
             )

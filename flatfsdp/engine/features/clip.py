@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, NoReturn
@@ -13,10 +13,13 @@ import torch
 
 from ...api import check_bool
 from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, warn
+from ..base._dtensor import is_dtensor
 from ..comm.transport import Transport
 from ..runtime import param_registry as registry
 from ..runtime.model import Model, model_of
+from ..runtime.part_axes import part_axes
 from ..runtime.rest import initialize
+from ..runtime.unit import Unit
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
 
@@ -25,9 +28,12 @@ def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dt
     """The sum of |g|^p over `grads` (the maximum of |g| for p = inf; the number of non-zeros for p = 0), in `dtype`."""
     total = torch.zeros((), dtype=dtype, device=device)
     for grad in grads:
-        norm = torch.linalg.vector_norm(
+        norm: Any = torch.linalg.vector_norm(
             grad.detach().to_dense() if grad.is_sparse else grad.detach(), p, dtype=dtype
-        ).to(device)
+        )
+        if type(norm) is not torch.Tensor and is_dtensor(norm):
+            norm = norm.full_tensor()
+        norm = norm.to(device)
         if math.isinf(p):
             total = torch.maximum(total, norm)
         else:
@@ -39,48 +45,69 @@ class _Gradients(NamedTuple):
     """Of some parameters, as optimizers see them.
 
     Attributes:
-        sharded: by process group: pieces of them, and how its ranks exchange norms.
+        sharded: pieces of them, by the process groups over which their norms add up, with how those exchange them.
         whole: what every rank holds (NO_SHARD, ignored parameters).
         dtypes: of the gradients on any rank, also where this one holds none of a kind.
     """
 
-    sharded: dict[Any, tuple[Transport, list[torch.Tensor]]]
+    sharded: dict[tuple[Any, ...], tuple[list[Transport], list[torch.Tensor]]]
     whole: list[torch.Tensor]
     dtypes: set[torch.dtype]
 
     @classmethod
     def of(cls, model: Model, parameters: Iterable[torch.Tensor]) -> _Gradients:
         """Those of `parameters`, in units of `model` or outside of them."""
-        sharded: dict[Any, tuple[Transport, list[torch.Tensor]]] = {}
-        whole: list[torch.Tensor] = []
-        dtypes: set[torch.dtype] = set()
+        found = cls({}, [], set())
         managed: set[int] = set()
         chosen = {id(parameter): parameter for parameter in parameters}
         for unit in model.units:
-            for handle in unit.handles:
-                managed.update(map(id, (*handle.leaves, handle.flat_param)))
+            for kind, handle in enumerate(unit.handles):
+                managed.update(map(id, handle.parameters))
                 if chosen.keys().isdisjoint(map(id, handle.face.holders)):
                     continue
                 if handle.trainable_indices():
-                    dtypes.add(handle.precision.grad)
-                grads = whole
-                if not handle.is_unsharded_at_rest:
-                    _, grads = sharded.setdefault(unit.groups.shard.process_group, (unit.transports.gather, []))
-                grads.extend([p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None])
-        whole.extend([p.grad for key, p in chosen.items() if key not in managed and p.grad is not None])
-        return cls(sharded, whole, dtypes.union(map(attrgetter("dtype"), whole)))
+                    found.dtypes.add(handle.precision.grad)
+                own = [] if handle.is_unsharded_at_rest else [unit.transports.gather]
+                if unit.views[kind].extended:
+                    for axes, grads in _by_axes(unit, kind, chosen.keys()):
+                        found.over([*own, *axes]).extend(grads)
+                    continue
+                grads = found.whole  # without the calls of `over`, for each unit
+                if own:
+                    grads = found.sharded.setdefault((unit.groups.shard.process_group,), (own, []))[1]
+                present = [p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None]
+                grads.extend(map(handle.face.local_of, present) if handle.face.is_distributed else present)
+        found.whole.extend([p.grad for key, p in chosen.items() if key not in managed and p.grad is not None])
+        found.dtypes.update(map(attrgetter("dtype"), found.whole))
+        return found
+
+    def over(self, axes: list[Transport]) -> list[torch.Tensor]:
+        """The list of gradients of which the ranks of `axes` hold different pieces; without axes those held whole."""
+        if not axes:
+            return self.whole
+        return self.sharded.setdefault(tuple(axis.group.process_group for axis in axes), (axes, []))[1]
 
     def norm(self, p: float, device: torch.device) -> torch.Tensor:
-        """Their joint norm, in float32 or float64. Collective over the shard groups."""
+        """Their joint norm, in float32 or float64. Collective over the groups of `sharded`."""
         wide = torch.float64 if torch.float64 in self.dtypes else torch.float32
         total = _power_sum(self.whole, p, device, wide)
-        for axis, grads in self.sharded.values():
+        for axes, grads in self.sharded.values():
             part = _power_sum(grads, p, device, wide)
-            if math.isinf(p):  # backends' maximum may lose a NaN
-                total = torch.maximum(total, axis.gather_now(part).amax())
-            else:
-                total = total + axis.all_reduce_now(part)
+            for axis in axes:
+                # backends' maximum may lose a NaN
+                part = axis.gather_now(part).amax() if math.isinf(p) else axis.all_reduce_now(part)
+            total = torch.maximum(total, part) if math.isinf(p) else total + part
         return total if math.isinf(p) or p == 0 else total ** (1.0 / p)
+
+
+def _by_axes(unit: Unit, kind: int, chosen: Container[int]) -> Iterator[tuple[list[Transport], list[torch.Tensor]]]:
+    """The gradients of one handle that optimizers see and that are among the `chosen` ids, with the axes besides the
+    unit's own over which they are split. [Note: parts of wholes]"""
+    handle = unit.handles[kind]
+    grads = handle.face.grads_of_leaves()
+    for index, axes in enumerate(part_axes(unit, kind)):
+        grad = grads[index] if grads and id(handle.face.holder_of(index)) in chosen else None
+        yield [axis.transport for axis in axes if axis.splits], [] if grad is None else [grad]
 
 
 @torch.no_grad()
@@ -90,8 +117,9 @@ def clip_grad_norm(
     """Scale the gradients of `parameters`, as optimizers see them and the same on all ranks, so that their joint norm
     is at most `max_norm`; returns the norm before.
 
-    A sharded gradient counts once over its shard group, one that every rank holds once. Collective over the shard
-    groups: one scalar each, present gradients or not. A norm that is not finite is that on all ranks, which with
+    A sharded gradient counts once over its shard group, and over the ranks of tensor parallelism that split its
+    parameter; one that every rank holds counts once. Collective over these groups: one scalar each, present gradients
+    or not. A norm that is not finite is that on all ranks, which with
     `error_if_nonfinite` go on to tell each other which gradient it is.
     """
     check_bool("error_if_nonfinite", error_if_nonfinite)
@@ -143,7 +171,10 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
         units = {unit for model in registry.models for unit in model.units}
         # Wrappers inside others had models of their own before: each unit's is looked up. Others' may be collected.
         found = {
-            model_of(unit) for unit in units if any(not ids.isdisjoint(map(id, h.face.holders)) for h in unit.handles)
+            model_of(unit)
+            for unit in units
+            for handle in unit.handles
+            if not (handle.face.is_distributed or ids.isdisjoint(map(id, handle.face.holders)))
         }
         if not found:
             return torchs_own(given, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ from ...errors import ConfigValueError, FlatFSDPError, UsageError, current_rank,
 from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
 from ..runtime import param_registry as registry
+from ..runtime.entries import plain_class
 from ..runtime.forward_driver import ForwardDriver
 from ..runtime.model import model_of
 from ..runtime.module_tree import units_in
@@ -21,7 +23,7 @@ from ..runtime.unit import Unit
 from ..watchdog import process_exit
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
-_REGISTERED = "_forward_methods"  # of a wrapper: the names, as plain data that copies and pickles hold
+REGISTERED = "_forward_methods"  # of a wrapper: the names, as plain data that copies and pickles hold
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -34,7 +36,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     that a program may run without FSDP. As FSDP2's function of that name.
 
     Args:
-        module: a wrapper; the attribute is looked up in the module inside.
+        module: a wrapper, in whose module inside the attribute is looked up; or a module of `fully_shard`.
         method_name: the name of its method.
 
     Raises:
@@ -60,11 +62,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     unit = module.__dict__.get("_unit")
     if not isinstance(unit, Unit):
         return
-    kind = type(unit.module).__name__
-    found = getattr(unit.module, method_name, None)
+    in_place = unit.entries.in_place
+    inside = module if in_place else unit.entries.first
+    kind = plain_class(inside).__name__
+    found = getattr(inside, method_name, None)
     if not callable(found):
         raise ConfigValueError(f"{argument}: method_name: got {method_name!r}, but {kind} has no such method")
-    if hasattr(type(module), method_name):
+    if hasattr(type(module), method_name) and not in_place:
         raise ConfigValueError(
             f"{argument}: method_name: got {method_name!r}, which {type(module).__name__} has itself, and which "
             f"therefore does not reach {kind}. Give the method another name"
@@ -75,24 +79,44 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"{argument}: method_name: got {method_name!r}, a generator or a coroutine of {kind}, which would run when "
             "parameters are sharded again. Register a method that returns its result"
         )
-    module.__dict__[_REGISTERED] = tuple(dict.fromkeys((*module.__dict__.get(_REGISTERED, ()), method_name)))
+    registered = module.__dict__.get(REGISTERED, ())
+    module.__dict__[REGISTERED] = tuple(dict.fromkeys((*registered, method_name)))
+    if in_place and method_name not in registered:
+        module.__dict__[method_name] = _gathering_in_place(module, found)
+
+
+def _gathering_in_place(module: nn.Module, method: Any) -> Any:
+    """`method` of `module`, which holds its unit itself: so it must not hold the module."""
+    bound = inspect.ismethod(method) and method.__self__ is module
+    function, ref = method.__func__ if bound else method, weakref.ref(module)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        holder = ref()
+        if holder is None:
+            raise UsageError(f"{function.__name__}() was called after the module that it belongs to was deleted")
+        unit: Unit = holder.__dict__["_unit"]
+        call = functools.partial(function, holder) if bound else function
+        return model_of(unit).forwards.run(unit, args, kwargs, call=call, entry=holder, stays=False)
+
+    return run
 
 
 def through_wrapper(wrapper: nn.Module, name: str) -> Any:
     """The attribute `name` of the module inside `wrapper`, which has none itself; methods gather, or explain."""
     inside: nn.Module = wrapper._fsdp_wrapped_module  # type: ignore[assignment]
     found = getattr(inside, name)
-    if name in wrapper.__dict__.get(_REGISTERED, ()):
-        return _gathering(wrapper.__dict__["_unit"], name, found)
+    if name in wrapper.__dict__.get(REGISTERED, ()):
+        return _gathering(wrapper.__dict__["_unit"], found)
     if inspect.ismethod(found) and found.__self__ is inside:
         return _explaining(wrapper, name, found)
     return found
 
 
-def _gathering(unit: Unit, name: str, method: Any) -> Any:
+def _gathering(unit: Unit, method: Any) -> Any:
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return model_of(unit).forwards.run(unit, args, kwargs, method=name)
+        return model_of(unit).forwards.run(unit, args, kwargs, call=method, stays=False)
 
     return run
 

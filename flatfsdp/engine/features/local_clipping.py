@@ -311,7 +311,7 @@ def _pieces_of(model: Model) -> tuple[Axis | None, list[GradientPiece]]:
     count = 0
     for unit in model.units:
         for handle in unit.handles:
-            if not (handle.is_unsharded_at_rest or handle.options.packed):
+            if not (handle.is_unsharded_at_rest or handle.options.packed or handle.face.is_distributed):
                 group = group or unit.groups.shard
                 if unit.groups.shard.ranks == group.ranks:
                     numbered.append((count, handle))

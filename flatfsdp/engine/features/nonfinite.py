@@ -20,7 +20,6 @@ from ...errors import NonFiniteError, UsageError, fail, ranks_by_value, ranks_in
 from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base.events import Observer
-from ..base.fqns import fqn
 from ..base.nested_tensors import tensors_in
 from ..runtime.model import Model, outermost_model
 from ..runtime.rest import check_outside
@@ -69,7 +68,7 @@ class Finding(NamedTuple):
         name = unit.label
         if self.stage not in (INPUT, OUTPUT):
             path = unit.handles[self.kind].layout.params[self.leaf].name
-            name = repr(fqn(unit.name, path))
+            name = repr(unit.entries.fqn(path))
         return f"{'nan' if self.is_nan else 'inf'} in {_IN_WORDS[self.stage].format(name)}"
 
 

@@ -89,7 +89,7 @@ def _check_whole(module: nn.Module, units: list[Unit]) -> None:
     if model.outermost in units:
         raise ConfigValueError(
             f"{_FUNCTION}: module: got the outermost FullyShardedDataParallel "
-            f"({type(model.outermost.module).__name__}), which every rank runs, or a part of a model that is not "
+            f"({model.outermost.entries.class_name}), which every rank runs, or a part of a model that is not "
             "wrapped as a whole yet. Wrap the whole, then give the part that depends on a rank's data"
         )
     known = {unit.options.schedule.branch for unit in units} - {None}

@@ -1,21 +1,22 @@
 """Parameters that are stored as one thing and computed with as another (a quantised or a distributed tensor).
 
-[Note: extensions] What `pre_flatten_transform` makes of a parameter is what the flat parameter stores, the leaf of
-autograd, and what optimizers step on. While a unit computes, its modules hold `post_unflatten_transform` of the leaf
-instead, through which gradients flow back into the leaf. FSDP1 has the same two hooks.
+[Note: extensions] What is *stored* of a parameter is what the flat parameter holds, the leaf of autograd, and what
+optimizers step on. While a unit computes, its modules hold what is *seen* instead, made of the leaf, through which
+gradients flow back into it. FSDP1 has two hooks for that, which users set; DTensors are stored and seen likewise.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ...errors import ConfigTypeError, UsageError
+from ..comm.axes import Axis
+from ..layout.part import Part
 from .param_refs import ParamRef
 
 
@@ -62,29 +63,106 @@ def set_extensions(extensions: FlatParamExtensions | None) -> None:
     _extensions = extensions
 
 
+class Transform:
+    """How one kind of parameters is stored, and seen by modules. The same on every rank."""
+
+    def applies(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter` is of the kind."""
+        return True
+
+    def check(self, path: str, parameter: torch.Tensor) -> None:
+        """Refuse a parameter of the kind that cannot be stored. Precondition: it `applies`."""
+
+    def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+        """(what to store of a parameter, a state that says how to see it); a state of None leaves it as it is."""
+        raise NotImplementedError
+
+    def see(self, leaf: torch.Tensor, state: Any) -> torch.Tensor:
+        """What modules compute with, differentiably from the unsharded `leaf`."""
+        raise NotImplementedError
+
+    def part(self, state: Any) -> Part | None:
+        """Of which whole a part is stored; None where it is a tensor of its own. [Note: parts of wholes]"""
+        return None
+
+    def describe(self, state: Any) -> str:
+        """What ranks compare of it, as the end of a phrase."""
+        return ""
+
+    def assemble(self, stored: torch.Tensor, state: Any) -> torch.Tensor:
+        """The whole of the part that is `stored` here. Collective over the axes."""
+        raise NotImplementedError
+
+    def around(self, stored: torch.Tensor, state: Any) -> torch.Tensor | None:
+        """What modules see of `stored`, unknown to autograd and sharing its memory; None where there is none such."""
+        return None
+
+    def stored_in(self, seen: torch.Tensor) -> torch.Tensor:
+        """What is stored of a tensor that `around` made, or that a user put in its place."""
+        return seen
+
+    def sharded(self, rows: torch.Tensor, dp_mesh: Any, state: Any) -> torch.Tensor:
+        """`rows`, this rank's of what is stored, as one tensor of the whole with those of all ranks."""
+        raise NotImplementedError
+
+    def axes(self, state: Any, device: torch.device) -> list[tuple[Axis, bool]]:
+        """The axes of ranks that store the other parts, each with whether it splits the whole, else holds copies."""
+        return []
+
+
+class UsersTransform(Transform):
+    """The transform of an object with FSDP1's hooks."""
+
+    def __init__(self, extensions: FlatParamExtensions) -> None:
+        self.extensions = extensions
+
+    def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+        """What `pre_flatten_transform` makes of `parameter`."""
+        stored, state = self.extensions.pre_flatten_transform(parameter)
+        if state is not None and not isinstance(stored, torch.Tensor):
+            raise UsageError(
+                f"pre_flatten_transform of {path!r} returned {type(stored).__name__}; expected a tensor and a state"
+            )
+        return stored, state
+
+    def see(self, leaf: torch.Tensor, state: Any) -> torch.Tensor:
+        """What `post_unflatten_transform` makes of `leaf`."""
+        return self.extensions.post_unflatten_transform(leaf, state)
+
+
 class TransformedParam:
-    """One transformed parameter of a unit and where its modules hold it."""
+    """One transformed parameter of a unit and where its modules hold it.
+
+    Attributes:
+        leaf: what is stored of it.
+        state: what `transform` knows of it.
+    """
 
     def __init__(
         self,
         leaf: nn.Parameter,
         state: Any,
-        extensions: FlatParamExtensions,
+        transform: Transform,
         param_refs: Sequence[ParamRef],
         original: nn.Parameter | None = None,
     ) -> None:
         self.leaf = leaf
         self._original = weakref.ref(original) if original is not None else None
         self.state = state
-        self.extensions = extensions
+        self.transform = transform
         self.param_refs = list(param_refs)
+
+    @property
+    def part(self) -> Part | None:
+        """Of which whole the leaf is a part, if of any."""
+        return self.transform.part(self.state)
 
     def replaced(self, parameter: nn.Parameter) -> bool:
         """Whether the leaf stands for `parameter`, which some other module still holds."""
         return self._original is not None and self._original() is parameter
 
     def _value(self) -> torch.Tensor:
-        return self.extensions.post_unflatten_transform(self.leaf, self.state)
+        return self.transform.see(self.leaf, self.state)
 
     def install(self) -> None:
         """Let the modules hold what they compute with. Precondition: the leaf is unsharded."""
@@ -97,7 +175,26 @@ class TransformedParam:
         """Let the modules hold a parameter like the one they had before. Precondition: the leaf is unsharded."""
         restored = nn.Parameter(self._value().detach().clone(), requires_grad=self.leaf.requires_grad)
         for param_ref in self.param_refs:
-            replace(param_ref, leaf=restored).register()
+            param_ref.of(restored).register()
+
+    def show(self, stored: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """Let the modules list what they see of unsharded `stored` memory and its gradient as a parameter, until
+        `uninstall`; kinds that cannot be seen so stay as they are stored."""
+        if (seen := self.transform.around(stored, self.state)) is not None:
+            shown = nn.Parameter(seen, requires_grad=self.leaf.requires_grad)
+            if grad is not None:
+                shown.grad = self.transform.around(grad, self.state)
+            for param_ref in self.param_refs:
+                param_ref.hold(shown)
+
+    def taken(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the modules hold now, as it is stored, and its gradient: what `show` has shown, or what a user has put
+        in its place."""
+        held = self.param_refs[0].current
+        if not isinstance(held, nn.Parameter):
+            return self.leaf, self.leaf.grad
+        grad = None if held.grad is None else self.transform.stored_in(held.grad)
+        return self.transform.stored_in(held.detach()), grad
 
     def uninstall(self, put: Callable[[ParamRef], None]) -> None:
         """Let the modules hold what they hold at rest, which `put` gives to one."""
@@ -105,36 +202,47 @@ class TransformedParam:
             put(param_ref)
 
 
-def can_transform() -> bool:
-    """Whether parameters may be stored as something else."""
-    return _extensions is not None
+def as_transform(found: Transform | FlatParamExtensions) -> Transform:
+    """`found` itself, or the transform of a user's object, which is what older pickles have."""
+    return found if isinstance(found, Transform) else UsersTransform(found)
 
 
-def transform(param_refs: Iterable[ParamRef]) -> tuple[list[ParamRef], list[TransformedParam]]:
-    """`param_refs` with the leaves that are to be flattened, registered, and those of them that were transformed."""
+def users_transforms() -> list[Transform]:
+    """The transform that a user has set, if any."""
+    return [] if _extensions is None else [UsersTransform(_extensions)]
+
+
+def transform(
+    param_refs: Iterable[ParamRef], transforms: Sequence[Transform]
+) -> tuple[list[ParamRef], list[TransformedParam]]:
+    """`param_refs` with the leaves that are to be flattened, registered, and those of them that were transformed, each
+    by the first of `transforms` that has a state for it."""
     param_refs = list(param_refs)
-    if _extensions is None:
+    if not transforms:
         return param_refs, []
     made: dict[int, TransformedParam | None] = {}
     out: list[ParamRef] = []
     for param_ref in param_refs:
         original = param_ref.leaf
         if id(original) not in made:
-            stored, state = _extensions.pre_flatten_transform(original)
-            if state is not None and not isinstance(stored, torch.Tensor):
-                raise UsageError(
-                    f"pre_flatten_transform of {param_ref.path!r} returned {type(stored).__name__}; expected a "
-                    "tensor and a state"
-                )
-            made[id(original)] = None
-            if state is not None:
-                leaf = nn.Parameter(stored.detach(), requires_grad=original.requires_grad)
-                made[id(original)] = TransformedParam(leaf, state, _extensions, [], original)
+            made[id(original)] = _transformed(param_ref, transforms)
         transformed = made[id(original)]
         if transformed is not None:
-            param_ref = replace(param_ref, leaf=transformed.leaf)
+            param_ref = param_ref.of(transformed.leaf)
             transformed.param_refs.append(param_ref)
         out.append(param_ref)
     for param_ref in out:
         param_ref.register()
     return out, [each for each in made.values() if each is not None]
+
+
+def _transformed(param_ref: ParamRef, transforms: Sequence[Transform]) -> TransformedParam | None:
+    original = param_ref.leaf
+    for each in transforms:
+        if each.applies(original):
+            each.check(param_ref.path, original)
+            stored, state = each.store(param_ref.path, original)
+            if state is not None:
+                leaf = nn.Parameter(stored.detach(), requires_grad=original.requires_grad)
+                return TransformedParam(leaf, state, each, [], original)
+    return None

@@ -31,6 +31,7 @@ class FaceWords:
 
     Attributes:
         argument, value: the argument of users that chooses it, and what that is.
+        setting: both as they are written.
         holder: what has the gradients where leaves have none.
         remedy: how to get holders that are the leaves; "" where there is no way.
         names: why a search for parameters by their names finds none; "" where it does.
@@ -38,14 +39,10 @@ class FaceWords:
 
     argument: str
     value: str
+    setting: str
     holder: str = "the parameter"
     remedy: str = ""
     names: str = ""
-
-    @property
-    def setting(self) -> str:
-        """The argument as it is written."""
-        return f"{self.argument}={self.value}"
 
     @property
     def or_remedy(self) -> str:
@@ -67,6 +64,11 @@ class Face(Protocol):
             are described as their shards for as long as users may meet them.
         is_flat: whether one holder has all of the shard, so that an optimizer has one state for it.
         by_parameter: whether each parameter has a holder of its own, which kernels want to begin on 16 bytes.
+        is_distributed: whether holders are distributed tensors of whole parameters: modules hold them at rest, and the
+            leaves for as long as these are unsharded (`compute`, `rest`). Torch's own functions see whole parameters
+            (norms, state dicts), and every rank has each gradient.
+        counters: tensors whose versions count what is written through holders and not seen in the shard's; always the
+            same list.
     """
 
     holders: list[nn.Parameter]
@@ -74,13 +76,57 @@ class Face(Protocol):
     holds_leaves: bool
     is_flat: bool
     by_parameter: bool
+    is_distributed: bool
+    counters: list[torch.Tensor]
 
     def holder_of(self, index: int) -> nn.Parameter:
         """What an optimizer steps on in order to step on that leaf."""
         ...
 
     def put(self, param_ref: ParamRef) -> None:
-        """Let a module hold what it holds at rest, in the place `param_ref` of a leaf."""
+        """Let a module hold what it holds at rest, in the place `param_ref` of a leaf; `compute` and `rest` reach that
+        place from now on."""
+        ...
+
+    def compute(self) -> None:
+        """Let modules hold the leaves, which are about to be unsharded. Called of distributed holders only."""
+        ...
+
+    def rest(self) -> None:
+        """End of `compute`. Called of distributed holders only."""
+        ...
+
+    def replaced(self) -> list[int]:
+        """The leaves whose holders do not show their place in the shard, though they should: the user put something
+        in the place of their memory. Called of distributed holders only, at rest."""
+        ...
+
+    def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
+        """What `held`, which a user put in the place of a holder, has for the shard: of the shape that
+        `ShardViews.views` has, or of the whole parameter's.
+
+        Raises:
+            UsageError: it lies on other ranks, or is split in another way.
+        """
+        ...
+
+    def adopt(self, index: int, held: nn.Parameter) -> None:
+        """`held` is what a user put in the place of a holder, its value is in the shard: show the shard in it from now
+        on, if it can be a holder; that is `holder_of(index)` then."""
+        ...
+
+    def local_of(self, value: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a holder, of its `.grad`, or of a state that an optimizer made like one."""
+        ...
+
+    def like_holder(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
+        """`piece`, laid out as the shard has these leaves, as it can be the `.grad` of their holder, or a state that an
+        optimizer keeps of it. A view."""
+        ...
+
+    def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a leaf's part of `value` (see `like_holder`, whose inverse this is where holders have
+        one leaf each); `value` itself where it is not like the holder."""
         ...
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
@@ -117,6 +163,15 @@ class Face(Protocol):
         ...
 
 
+class _Adoptions:
+    """How many holders users have replaced in this process: who keeps what he found out of holders looks again."""
+
+    count = 0
+
+
+adoptions = _Adoptions()
+
+
 class FaceMaker(Protocol):
     """What makes the face of a handle; the classes below are such."""
 
@@ -129,16 +184,46 @@ class FaceMaker(Protocol):
         ...
 
 
-class OriginalFace:
+class _PlainFace:
+    """What faces have in common whose holders are plain tensors, in memory of the shard."""
+
+    is_distributed = False
+
+    def compute(self) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
+
+    def replaced(self) -> list[int]:
+        return []
+
+    def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
+        return held.detach()
+
+    def adopt(self, index: int, held: nn.Parameter) -> None:
+        pass
+
+    def local_of(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def like_holder(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
+        return piece
+
+    def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+
+class OriginalFace(_PlainFace):
     """`use_orig_params=True`: the leaves themselves, each its piece of the shard."""
 
-    words = FaceWords("use_orig_params", "True")
+    words = FaceWords("use_orig_params", "True", "use_orig_params=True")
     holds_leaves, is_flat, by_parameter = True, False, True
 
     def __init__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
-        self.holders = list(leaves)
+        self.holders, self.counters = list(leaves), list[torch.Tensor]()
 
     def holder_of(self, index: int) -> nn.Parameter:
         return self.holders[index]
@@ -179,12 +264,13 @@ class OriginalFace:
         return [(leaf, share, (i,)) for i, (leaf, share) in rows if leaf.requires_grad]
 
 
-class FlatFace:
+class FlatFace(_PlainFace):
     """`use_orig_params=False`: one flat parameter, 1-D, which is the shard."""
 
     words = FaceWords(
         "use_orig_params",
         "False",
+        "use_orig_params=False",
         holder="the flat parameter",
         remedy="wrap with use_orig_params=True",
         names="so groups that are picked by names such as 'bias' are empty; use_orig_params=True keeps the original "
@@ -198,6 +284,7 @@ class FlatFace:
         self._leaves, self._flat_param, self._layout, self._rank = leaves, flat_param, layout, rank
         self._every = tuple(range(len(leaves)))
         self.holders: list[nn.Parameter] = [flat_param]
+        self.counters: list[torch.Tensor] = []
 
     def holder_of(self, index: int) -> nn.Parameter:
         return self._flat_param

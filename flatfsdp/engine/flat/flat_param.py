@@ -12,10 +12,11 @@ have one of their own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Literal, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from ..config.precision import Precision, resolve
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import PendingWork, Stream, pin
 from ..layout.layout import FlatLayout
+from ..layout.part import Part
 from .faces import REQUIRES_GRAD, Face, FaceMaker
 from .layout_views import ShardViews, dense, full_views, is_dense, segments_of, spec_of
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
@@ -75,6 +77,25 @@ class FlatParamOptions:
     def precision(self, master: torch.dtype) -> Precision:
         """The dtypes for a shard of `master`. [Note: dtypes]"""
         return resolve(self.mixed_precision, master)
+
+
+def take_off_meta(leaves: Sequence[nn.Parameter], names: Sequence[str], device: torch.device) -> None:
+    """Let `leaves`, which are on the meta device, be parameters without elements on `device`: the same objects.
+
+    Raises:
+        UsageError: some module holds one in a way that forbids it, as LSTM does.
+    """
+    for name, leaf in zip(names, leaves, strict=True):
+        empty = nn.Parameter(torch.empty(0, dtype=leaf.dtype, device=device), leaf.requires_grad)
+        vars(empty).update(vars(leaf))
+        empty.__class__ = type(leaf)
+        try:
+            torch.utils.swap_tensors(leaf, empty)
+        except RuntimeError as error:
+            raise UsageError(
+                f"parameter {name!r} is on the meta device, and its module holds weak references to it, so that it "
+                "cannot get memory later. Build this module on a real device"
+            ) from error
 
 
 class FlatParamHandle:
@@ -147,16 +168,19 @@ class FlatParamHandle:
         device: torch.device,
         options: FlatParamOptions,
         tracker: MemoryTracker,
+        parts: Mapping[int, Part] = MappingProxyType({}),
     ) -> FlatParamHandle:
         """Lay unsharded `leaves` (one dtype) out and copy this rank's shard from them. No communication.
 
-        The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory.
+        The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory. Leaves on the
+        meta device, all or none, have a shard there, and are without elements on `device` themselves. `parts`: of
+        which wholes they are parts, by their ids.
         """
         for leaf in leaves:
             if not is_dense(leaf):
                 leaf.data = leaf.data.contiguous()
         master = leaves[0].dtype
-        specs = [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        specs = [spec_of(name, leaf, parts.get(id(leaf))) for name, leaf in zip(names, leaves, strict=True)]
         align = max(1, 16 // options.precision(master).compute.itemsize)
         aligned = options.face.by_parameter  # FSDP1's flat parameter has no padding but at its end
         layout = (
@@ -164,10 +188,13 @@ class FlatParamHandle:
             if options.layout == "rows"
             else FlatLayout.pack(specs, world=world, align=align if aligned else 1, pad_total=aligned)
         )
-        shard = torch.zeros(layout.shard_numel, dtype=master, device=torch.device("cpu") if options.offload else device)
-        if options.offload and options.pin_memory:
+        on_meta, home = leaves[0].is_meta, torch.device("cpu") if options.offload else device
+        shard = torch.zeros(layout.shard_numel, dtype=master, device=leaves[0].device if on_meta else home)
+        if on_meta:
+            take_off_meta(leaves, names, device)
+        elif options.offload and options.pin_memory:
             shard = pin(shard)
-        for owned in layout.owned(rank):
+        for owned in () if on_meta else layout.owned(rank):
             shard[owned.in_shard.slice].copy_(dense(leaves[owned.index].detach())[owned.in_param.slice])
         return cls(leaves, layout, shard, rank=rank, device=device, options=options, tracker=tracker)
 
@@ -180,14 +207,19 @@ class FlatParamHandle:
         """Whether the shard holds all of every parameter (an axis of one rank)."""
         return self.layout.world == 1
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Whatever of it modules may list, or users hold."""
+        return [*self.leaves, self.flat_param, *self.face.holders]
+
     # -- the shard ---------------------------------------------------------------------------------------------------
 
     def _refresh_views(self) -> None:
         """Rebuild what depends on the shard (it moved or changed its dtype)."""
         empty = torch.empty(0, dtype=self.precision.compute, device=self.device)
         self.at_rest = ShardViews(self.leaves, self.layout, self.rank, self.shard, empty)
-        self.writes = WriteTracker(self.shard, self.flat_param, self.leaves)
         self.face.moved(self.at_rest, self.shard)
+        self.writes = WriteTracker(self.shard, self.flat_param, self.leaves, self.face.counters)
         self._unsharded.clear()
 
     @property
@@ -210,6 +242,9 @@ class FlatParamHandle:
             self.device = shard.device
         elif self.options.pin_memory:
             shard = pin(shard)
+        if self.shard.is_meta and not shard.is_meta:
+            self.flat_param = FlatParameter(shard, requires_grad=self.options.trainable)
+            self.flat_param._handle_ref = weakref.ref(self)
         self.shard = shard
         self.flat_param.data = shard
         self._refresh_views()
@@ -291,7 +326,8 @@ class FlatParamHandle:
         if GATHERING not in SHARD_STEPS[self.state]:
             refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
         self.state = GATHERING
-        self.writes.gathered = self.shard._version + self.flat_param._version
+        writes = self.writes
+        writes.gathered = writes.of_shard if writes.counters else self.shard._version + self.flat_param._version
         target = self.unsharded = self._unsharded.get(source.dtype) or self._target(source.dtype)
         target.filled_from = source
         self.pending = None

@@ -12,7 +12,8 @@ differentiated, and a unit of which an earlier backward has shown that each grad
 own graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come.
 What is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
 ([Note: hidden]). A unit whose forward runs again before its reduction is refused, once: to gather again would be a
-collective that only those ranks issue which share.
+collective that only those ranks issue which share. Padding between the places is that of the shards: zero, unless a
+user wrote to all of a flat parameter, and then it is cleared.
 
 [Note: window] Without synchronization the slots stay, and the next microbatch adds to them: a *window*. Microbatches
 without synchronization came before, so the next synchronized backward reduces, on every rank alike, whether or not
@@ -163,9 +164,13 @@ class GradientSlots:
     def open(self) -> FlatBuffer:
         """The buffer in which the slots lie, from now on."""
         if self.shares:
-            unsharded = self._memory.handle.unsharded
+            handle = self._memory.handle
+            unsharded = handle.unsharded
             assert unsharded.buffer is not None
             self.buffer, self._slots, self.segments = unsharded.buffer, unsharded.views, unsharded.segments
+            if handle.face.is_flat:  # whose padding users can write to
+                for gap in handle.layout.gaps:
+                    unsharded.flat[gap.slice].zero_()
         else:
             self.buffer, self._slots, self.segments = self._memory.allocate(self.dtype)
         return self.buffer
@@ -202,6 +207,7 @@ class WindowGrad:
 
     parameter: torch.Tensor
     grad: torch.Tensor
+    local: torch.Tensor  # this rank's part of it
     version: int
     indices: tuple[int, ...]
     is_ours: bool  # made by the window, and not the sum of earlier synchronized gradients
@@ -210,6 +216,11 @@ class WindowGrad:
     def is_there(self) -> bool:
         """Whether the parameter still has it."""
         return self.parameter.grad is self.grad
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether somebody wrote to it."""
+        return self.grad._version + self.local._version != self.version
 
 
 class Accumulation:
@@ -257,17 +268,20 @@ class Accumulation:
             grad = parameter.grad
             if is_ours := grad is None:
                 # `.data` has a version counter of its own: an edit of one mark is not one of its neighbours.
-                grad = share.data.to(device=parameter.device, dtype=handle.precision.grad)
+                own = share.data.to(device=handle.shard.device, dtype=handle.precision.grad)
+                grad = handle.face.like_holder(indices, own)
                 assign_grad(parameter, grad)
             assert grad is not None
-            self._window_grads.append(WindowGrad(parameter, grad, grad._version, indices, is_ours))
+            local = handle.face.local_of(grad)
+            version = grad._version + local._version
+            self._window_grads.append(WindowGrad(parameter, grad, local, version, indices, is_ours))
 
     def check_window(self, slots: GradientSlots) -> bool:
         """Drop from the window in `slots` what the user dropped; take back the marks that we made. True if nothing is
         left of it."""
         marks, self._window_grads = self._window_grads, []
-        changed = [mark for mark in marks if mark.is_there and mark.grad._version != mark.version]
-        edited = [mark for mark in changed if mark.grad.any()]
+        changed = [mark for mark in marks if mark.is_there and mark.was_changed]
+        edited = [mark for mark in changed if mark.local.any()]
         ours = [self._handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]
         if ours:
             raise UsageError(
@@ -276,7 +290,7 @@ class Accumulation:
                 "it after a backward outside of no_sync(), or drop it with zero_grad()"
             )
         # An empty piece looks zero whatever was done to it; its neighbours show it.
-        zeroed = [mark for mark in changed if not mark.grad.any() and (mark.grad.numel() or not edited)]
+        zeroed = [mark for mark in changed if not mark.local.any() and (mark.local.numel() or not edited)]
         dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
         for mark in marks:
             if mark.is_ours and mark.is_there:

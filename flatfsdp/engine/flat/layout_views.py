@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..layout.layout import FlatLayout, ParamSpec, Span
+from ..layout.part import Part
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
@@ -35,9 +36,10 @@ def is_dense(leaf: torch.Tensor) -> bool:
     return True
 
 
-def spec_of(name: str, leaf: torch.Tensor) -> ParamSpec:
-    """The layout's entry for `leaf`, which must be dense; strides that are not row-major are kept."""
-    return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()))
+def spec_of(name: str, leaf: torch.Tensor, part: Part | None = None) -> ParamSpec:
+    """The layout's entry for `leaf`, which must be dense; strides that are not row-major are kept. `part`: of what it
+    is a part."""
+    return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()), part)
 
 
 def full_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
@@ -72,18 +74,6 @@ def shard_of(flat: torch.Tensor, layout: FlatLayout, rank: int) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def assemble(shards: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
-    """The unsharded flat tensor, padded, of all `shards`, which lie one behind the other; itself where that is so."""
-    if len(layout.segments) == 1:
-        return shards
-    flat = shards.new_zeros(layout.padded_numel)
-    by_rank = [pieces_of(shard, layout) for shard in shards.chunk(layout.world)] if shards.numel() else []
-    for rank, pieces in enumerate(by_rank):
-        for own, piece in zip(own_pieces_of(flat, layout, rank), pieces, strict=True):
-            own.copy_(piece)
-    return flat
-
-
 def _parts(flat: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
     found = [span for span in spans if not span.is_empty] or spans[:1]
     return [flat] if len(spans) == 1 else [flat.narrow(0, span.start, span.numel) for span in found]
@@ -114,10 +104,11 @@ class ShardViews:
         self._cuts, self._kept = _cuts([spans[i] for i in self._present], layout.shard_numel)
         self.pieces = pieces_of(shard, layout)
         self.views = self.views_of(shard)
-        self.shown = list(zip(leaves, self.views, strict=True))
+        held = self.views if not shard.is_meta else [empty.detach() for _ in leaves]  # leaves are never on it
+        self.shown = list(zip(leaves, held, strict=True))
         self.empty = empty
         self.stands_in = shard.dtype == empty.dtype and shard.device == empty.device and not self._is_whole
-        self._expected = self._facts(self.views)
+        self._expected = self._facts(held)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """What the leaves would show of `flat`, which is laid out like the shard."""

@@ -13,8 +13,9 @@ stay on the meta device, only the module.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -24,52 +25,104 @@ from ...errors import UsageError
 from ..base._torch import has_hooks, hooks_on
 
 
-@dataclass(frozen=True)
 class ParamRef:
-    """A place where a module holds a parameter: `module.attribute`, `path` from the unit's module."""
+    """A place where a module holds a parameter: `module.attribute`, `path` from the unit's module.
 
-    module: nn.Module
-    attribute: str
-    path: str
-    leaf: nn.Parameter
+    It does not keep the module alive: a module may have its unit, which has the references.
+
+    Attributes:
+        leaf: the parameter.
+        held: what the module is to hold there now: the leaf, or what stands for it at rest.
+        keeps_place: the module lists something there at rest, whose place among its parameters is kept meanwhile.
+    """
+
+    __slots__ = ("attribute", "held", "keeps_place", "leaf", "module_ref", "path")
+
+    def __init__(self, module: nn.Module, attribute: str, path: str, leaf: nn.Parameter) -> None:
+        self.module_ref: Callable[[], nn.Module | None] = weakref.ref(module)
+        self.attribute = attribute
+        self.path = path
+        self.leaf = self.held = leaf
+        self.keeps_place = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that holds the parameter; once a user has deleted it, one of the reference's own instead."""
+        module = self.module_ref()
+        if module is None:
+            module = nn.Module()
+            module._parameters[self.attribute] = self.held
+            self.module_ref = partial(_itself, module)
+        return module
+
+    def of(self, leaf: nn.Parameter) -> ParamRef:
+        """A reference to another parameter in the same place."""
+        return ParamRef(self.module, self.attribute, self.path, leaf)
 
     @property
     def is_packed(self) -> bool:
         """Whether the parameter must be left as it is, bit by bit. [Note: packed bytes]"""
-        holders: list[nn.Parameter | nn.Module] = [self.leaf]
+        holders: list[nn.Parameter | nn.Module | None] = [self.leaf]
         if self.attribute == "weight":
-            holders.append(self.module)
+            holders.append(self.module_ref())
         return not self.leaf.requires_grad and any(getattr(each, "quant_state", None) is not None for each in holders)
 
     @property
     def current(self) -> object:
         """What the module has under the attribute now; None where it was deleted."""
-        registered = self.module._parameters.get(self.attribute)
-        return registered if registered is not None else self.module.__dict__.get(self.attribute)
+        if (module := self.module_ref()) is None:
+            return None
+        registered = module._parameters.get(self.attribute)
+        return registered if registered is not None else module.__dict__.get(self.attribute)
 
     @staticmethod
     def changed(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
-        """Those of `param_refs` that do not hold their leaf."""
+        """Those of `param_refs` whose modules hold something else than they are to."""
         suspects = []
         for param_ref in param_refs:  # once for every parameter and step
-            leaf, attribute, values = param_ref.leaf, param_ref.attribute, param_ref.module.__dict__
-            if values["_parameters"].get(attribute) is not leaf and values.get(attribute) is not leaf:
-                suspects.append(param_ref)
-        return suspects and [param_ref for param_ref in suspects if param_ref.current is not param_ref.leaf]
+            module = param_ref.module_ref()
+            if module is not None:
+                held, attribute, values = param_ref.held, param_ref.attribute, module.__dict__
+                if values["_parameters"].get(attribute) is not held and values.get(attribute) is not held:
+                    suspects.append(param_ref)
+        return suspects and [param_ref for param_ref in suspects if param_ref.current is not param_ref.held]
 
     def register(self) -> None:
         """Let the module list the leaf among its parameters."""
-        self.module.__dict__.pop(self.attribute, None)
-        self.module._parameters[self.attribute] = self.leaf
+        if (module := self.module_ref()) is not None:
+            module.__dict__.pop(self.attribute, None)
+            module._parameters[self.attribute] = self.held = self.leaf
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Let the module, if it is there, list `parameter` in this place, the leaf or what stands for it at rest."""
+        module = self.module_ref()
+        if module is None:
+            return
+        module.__dict__.pop(self.attribute, None)
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            module._parameters[self.attribute] = parameter
+        else:  # a recurrent module has its weights in a list, besides
+            setattr(module, self.attribute, parameter)
+        self.held = parameter
 
     def unregister(self) -> None:
         """Keep the leaf as a plain attribute that `parameters()` does not list."""
         self.assign(self.leaf)
+        self.held = self.leaf
 
     def assign(self, value: torch.Tensor) -> None:
         """Let the module have `value` as a plain attribute in the parameter's place."""
-        self.module._parameters.pop(self.attribute, None)
-        self.module.__dict__[self.attribute] = value
+        if (module := self.module_ref()) is None:
+            return
+        if self.keeps_place:
+            module._parameters[self.attribute] = None
+        else:
+            module._parameters.pop(self.attribute, None)
+        module.__dict__[self.attribute] = value
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def check_param_refs(

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from ..comm.comm_hook import Reducer, to_wait_for
+from ..comm.comm_hook import to_wait_for
 from ..comm.error_feedback import Residuals
 from ..comm.quantized import compensated
+from ..comm.transport import Reducer
 from ..device.memory import FlatBuffer
 from ..device.streams import DONE, PendingWork, Stream
 from .flat_param import FlatParamHandle

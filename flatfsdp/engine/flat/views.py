@@ -52,6 +52,7 @@ class ParamViews:
         tracks_writes: what is written to the `.data` of leaves in place is noticed.
         is_left_unsharded: a forward has left the leaves unsharded, in the shard itself, and no backward has come to
             them.
+        without_values: leaves whose places in the shard came from the meta device, and have no values yet.
         mode: [Note: exposure].
     """
 
@@ -59,6 +60,7 @@ class ParamViews:
         self.handle = handle
         self.extended: list[TransformedParam] = []
         self.some_hidden = self.tracks_writes = self.is_left_unsharded = False
+        self.without_values: frozenset[int] = frozenset()
         self.mode = SHOWS_UNSHARDED
         self.show(SHOWS_SHARD)
         may_hide(handle)
@@ -91,6 +93,8 @@ class ParamViews:
                 refuse_use(handle.leaves)
                 self.some_hidden = True
         self.mode = mode
+        if handle.face.is_distributed:
+            handle.face.compute() if mode is SHOWS_UNSHARDED else handle.face.rest()
         if self.extended and mode is not SHOWS_UNSHARDED:
             for each in self.extended:
                 each.uninstall(handle.face.put)
@@ -109,8 +113,9 @@ class ParamViews:
 
     def guard(self) -> None:
         """Let the leaves refuse to be used for as long as they show a shard that lacks elements."""
-        if self.mode is SHOWS_SHARD and not self.handle.is_unsharded_at_rest:
-            refuse_use(self.handle.leaves)
+        handle = self.handle
+        if self.mode is SHOWS_SHARD and not (handle.is_unsharded_at_rest or handle.face.is_distributed):
+            refuse_use(handle.leaves)
             self.some_hidden = True
 
     def track_writes(self, *, described_as_unsharded: bool = False) -> None:
@@ -226,6 +231,12 @@ class ParamViews:
         handle = self.handle
         if found := not handle.flat_shows_shard:
             self.adopt_flat()
+        if handle.face.is_distributed:
+            for i in handle.face.replaced():
+                found, holder = True, handle.face.holder_of(i)
+                what = f"what the parameter {handle.layout.params[i].name!r} shows now"
+                self._store(i, handle.face.value_of(i, holder), what)
+                self._adopt(i, holder)
         replaced = handle.at_rest.replaced()
         if replaced:
             found = True
@@ -245,10 +256,19 @@ class ParamViews:
             held = param_ref.current
             if index is None or not isinstance(held, nn.Parameter):
                 continue
-            self._store(index, held.detach(), f"the parameter now registered as {param_ref.path!r}")
+            what = f"the parameter now registered as {param_ref.path!r}"
+            self._store(index, handle.face.value_of(index, held), what)
+            self._adopt(index, held)
             handle.face.put(param_ref)
             found = True
         return found
+
+    def _adopt(self, index: int, held: nn.Parameter) -> None:
+        """Let what a user put in the place of a holder be one, where the handle's face has such."""
+        face = self.handle.face
+        if face.is_distributed:
+            face.adopt(index, held)
+            self.handle.writes.on_replacement()
 
     def adopt_flat(self) -> None:
         """Copy what the user put in the place of the flat parameter's `.data` into the shard."""
@@ -269,6 +289,11 @@ class ParamViews:
 
     def _store(self, index: int, value: torch.Tensor, what: str) -> None:
         handle = self.handle
+        if handle.shard.is_meta:
+            home = torch.device("cpu") if handle.options.offload else handle.device
+            self.replace_shard(torch.empty_like(handle.shard, device=home))
+            self.without_values = frozenset(range(len(handle.leaves)))
+        self.without_values -= {index}
         view = handle.at_rest.views[index]
         spec = handle.layout.params[index]
         if value.dtype != view.dtype:

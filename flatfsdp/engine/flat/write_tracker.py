@@ -61,6 +61,7 @@ class FlatParameter(TracksWrites, nn.Parameter):
 
 VERSION = attrgetter("_version")
 _NEXT = (1).__add__
+_NO_VERSION = 1 << 40  # larger than any sum of versions
 
 
 class WriteTracker:
@@ -70,9 +71,18 @@ class WriteTracker:
         known: the leaves' versions while the buffer is filled and nobody else writes; empty before it is.
         gathered: how often the shard had been written to when the last gather of it was issued.
         in_buffer: how often when that was issued which filled the unsharded buffer.
+        counters: whose versions count writes to the shard, besides. [Note: faces]
     """
 
-    def __init__(self, shard: torch.Tensor, flat_param: nn.Parameter, leaves: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        shard: torch.Tensor,
+        flat_param: nn.Parameter,
+        leaves: Sequence[nn.Parameter],
+        counters: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.counters = counters
+        self._replacements = 0
         self._shard = shard
         self._flat_param = flat_param
         self._leaves = leaves
@@ -84,7 +94,12 @@ class WriteTracker:
     def of_shard(self) -> int:
         """How often the shard was written to, not counting leaves."""
         # Either may be written to, and after a replacement of the shard they no longer share one counter.
-        return self._shard._version + self._flat_param._version
+        writes = self._shard._version + self._flat_param._version
+        return writes + self._replacements + sum(map(VERSION, self.counters)) if self.counters else writes
+
+    def on_replacement(self) -> None:
+        """A holder is another tensor from now on, whose version may be any."""
+        self._replacements += _NO_VERSION
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -126,7 +141,7 @@ class WriteTracker:
     @property
     def is_stale(self) -> bool:
         """Whether the shard was written to since the unsharded buffer was filled."""
-        writes = self._shard._version + self._flat_param._version
+        writes = self.of_shard if self.counters else self._shard._version + self._flat_param._version
         return writes != self.in_buffer or list(map(VERSION, self._leaves)) != self.known
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 from ...errors import ConfigValueError, UsageError, rank_kept
 from ..base import _torch
 from ..comm import transport as comm
+from ..comm.axes import served_as
 from ..device.fake_tensors import without_memory
 from ..device.streams import standing_in
 
@@ -56,7 +57,7 @@ def dry_run(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator
     with ExitStack() as stack:
         stack.enter_context(rank_kept())
         stack.enter_context(_torch.fake_world(ranks, rank=rank))
-        stack.enter_context(comm.served_as("nccl" if accelerator else "gloo"))
+        stack.enter_context(served_as("nccl" if accelerator else "gloo"))
         if accelerator:
             stack.enter_context(standing_in(SimulatedStreams()))
         stack.enter_context(without_memory())

@@ -143,7 +143,7 @@ def _stand_in_forwards(units: list[Unit]) -> Iterator[None]:
     for unit in units:
         for param_ref in (*unit.param_refs, *unit.shared_refs):
             leaves.setdefault(param_ref.module, []).append(param_ref.leaf)
-    own = [(unit.module, unit.module.__dict__.get("forward")) for unit in units]
+    own = [(entry, entry.__dict__.get("forward")) for unit in units for entry in unit.entries]
     for module, _ in own:
         module.forward = _stand_in_forward(list(_used(module, leaves)))
     try:
@@ -223,6 +223,6 @@ def _state_of(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
 
 def _besides(model: nn.Module, units: list[Unit]) -> int:
     """Bytes of buffers and of parameters that no unit owns."""
-    owned = {id(each) for unit in units for handle in unit.handles for each in (*handle.leaves, handle.flat_param)}
+    owned = {id(each) for unit in units for handle in unit.handles for each in handle.parameters}
     others: list[Any] = [parameter for parameter in model.parameters() if id(parameter) not in owned]
     return sum(tensor.nbytes for tensor in [*model.buffers(), *others])

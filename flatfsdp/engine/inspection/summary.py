@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
+from ..comm.early_waits import waits_early
 from ..comm.error_feedback import KIND, residual_numels
 from ..comm.process_groups import extent_of, groups_in_words
 from ..features.persistent_params import persistence_of
@@ -36,6 +37,10 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
       what that loses (`residuals of`), whether each parameter is split by rows (`in rows`), and where frozen ones stay
       unsharded (`keep_frozen_unsharded`).
 
+    Below it stands for how many units reductions are *waited for early*, where they are issued: those of which a rank
+    sends 1 MiB or more through memory that ranks share (`share_host_memory`). Whether they do is known from their first
+    exchange on.
+
     With `compact` units that follow each other and are alike share a row, and what all rows have in common stands below
     the table, which fits into 80 columns then where names are short.
 
@@ -51,11 +56,37 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     lines = aligned([row[:kept] for row in (header, *rows, last)], right=(2, 3, 4))
     lines += [f"each unit: {common}"] if common else []
     lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in found)
-    owned = {id(each) for _, unit in found for h in unit.handles for each in (*h.leaves, h.flat_param)}
+    lines += _early_waits([unit for _, unit in found])
+    owned = {id(each) for _, unit in found for h in unit.handles for each in h.parameters}
     left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
     if left:
         lines.append(f"not sharded: {left:,} parameters that no unit owns (ignored, or outside of every wrapper)")
     return "\n".join(lines)
+
+
+def _early_waits(units: Sequence[Unit]) -> list[str]:
+    """For how many of `units` reductions are waited for where they are issued; nothing where that is none."""
+    waits = [_waits_early(unit) for unit in units if any(handle.options.trainable for handle in unit.handles)]
+    lines = {True: "early waits", None: "early waits if ranks share memory"}
+    counts = Counter(waits)
+    return [
+        f"{line}: the reductions of {counts[known]} of {len(waits)} units"
+        for known, line in lines.items()
+        if counts[known]
+    ]
+
+
+def _waits_early(unit: Unit) -> bool | None:
+    """Whether some reduction of `unit` is waited for where it is issued; None where that is not known yet."""
+    world = unit.groups.scatter.size
+    if unit.options.comm_hook is not None:
+        return False
+    sizes = [
+        handle.layout.shard_numel * (world - 1) * handle.precision.reduce.itemsize
+        for handle in unit.handles
+        if handle.options.trainable and handle.precision.reduce_bits is None
+    ]
+    return waits_early(unit.groups.scatter, unit.groups.device, max(sizes, default=0))
 
 
 @dataclass(frozen=True)
@@ -96,7 +127,7 @@ def _summary_of(name: str, unit: Unit) -> UnitSummary:
     parameters = sum(spec.numel for handle in unit.handles for spec in handle.layout.params)
     return UnitSummary(
         name=name,
-        module=type(unit.module).__name__,
+        module=unit.entries.class_name,
         parameters=parameters,
         bytes_per_rank=sum(handle.shard.numel() * handle.shard.element_size() for handle in unit.handles),
         padding=sum(handle.layout.padded_numel for handle in unit.handles) - parameters,
@@ -270,7 +301,7 @@ class Stats:
         models = models_of(units)
         for model in models:
             if model.outermost not in units:
-                part, unsharded = type(units[0].module).__name__, type(model.outermost.module).__name__
+                part, unsharded = units[0].entries.class_name, model.outermost.entries.class_name
                 raise UsageError(
                     f"stats() of {part}, which is a part of the wrapped {unsharded}: bytes and collectives are counted "
                     "for whole models. Pass the outermost module"
@@ -280,14 +311,16 @@ class Stats:
 
 def _units(model: nn.Module) -> list[tuple[str, Unit]]:
     """The units in `model` with the paths of their modules, in the order of `named_modules`."""
-    modules = model.named_modules()
-    found = [(name, unit) for name, each in modules if isinstance(unit := each.__dict__.get("_unit"), Unit)]
-    if not found:
+    paths: dict[Unit, list[str]] = {}  # of several entries, all
+    for name, each in model.named_modules():
+        if isinstance(unit := each.__dict__.get("_unit"), Unit):
+            paths.setdefault(unit, []).append(name)
+    if not paths:
         raise UsageError(
-            f"no module in {type(model).__name__} is wrapped by FullyShardedDataParallel. Wrap the model first, and "
-            "pass the wrapper"
+            f"no module in {type(model).__name__} is wrapped by FullyShardedDataParallel or was given to "
+            "fully_shard(). Shard the model first, and pass the wrapper, or the model"
         )
-    return found
+    return [(", ".join(names), unit) for unit, names in paths.items()]
 
 
 def _kind(unit: Unit, handle: FlatParamHandle) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from .layout import ParamSpec, Span
@@ -39,6 +40,66 @@ class Box:
     def back(self) -> tuple[int, ...]:
         """The permutation from memory order to the parameter's dimensions."""
         return tuple(self.order.index(dim) for dim in range(len(self.order)))
+
+
+@dataclass(frozen=True, slots=True)
+class PartBox:
+    """A block of the whole that a parameter is a part of. [Note: parts of wholes]
+
+    Attributes:
+        offsets, sizes: where it begins in the whole and how far it reaches.
+        source: the box of the part that has its elements.
+        inside: where it begins in that.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    source: Box
+    inside: tuple[int, ...]
+
+
+def boxes_of_whole(spec: ParamSpec, span: Span) -> tuple[Box, ...] | tuple[PartBox, ...]:
+    """What `span` of a parameter, in its own memory order, is as boxes of the whole that it is a part of."""
+    boxes = boxes_of(spec, span)
+    if spec.part is None:
+        return boxes
+    return tuple(
+        PartBox(offsets, sizes, box, inside)
+        for box in boxes
+        for offsets, sizes, inside in spec.part.blocks(box.offsets, box.sizes)
+    )
+
+
+def runs_of_whole(spec: ParamSpec, span: Span) -> Iterator[tuple[Span, Span]]:
+    """(elements of the part, elements of the whole) of each run that lies together in both, in the order of the part;
+    all of `span` is in them. Precondition: part and whole have their dimensions in one order in memory."""
+    whole, order = spec.whole, spec.whole.order
+    shape = [whole.shape[dim] for dim in order]
+    steps = [prod(shape[place + 1 :]) for place in range(len(shape))]
+    stored = [spec.shape[dim] for dim in order]
+    stored_steps = [prod(stored[place + 1 :]) for place in range(len(shape))]
+    last: tuple[Span, Span] | None = None
+    for box in boxes_of_whole(spec, span):
+        assert isinstance(box, PartBox)
+        sizes = [box.sizes[dim] for dim in order]
+        begin = [box.offsets[dim] for dim in order]
+        stored_begin = [box.source.offsets[dim] + box.inside[dim] for dim in order]
+        inner = len(shape) - 1  # from this dimension on elements lie together
+        while inner > 0 and sizes[inner] == shape[inner]:
+            inner -= 1
+        length = prod(sizes[max(inner, 0) :])
+        for place in product(*map(range, sizes[: max(inner, 0)])):
+            at = [*place, *(0,) * (len(shape) - len(place))]
+            start = sum((a + b) * step for a, b, step in zip(begin, at, steps, strict=True))
+            own = sum((a + b) * step for a, b, step in zip(stored_begin, at, stored_steps, strict=True))
+            run = Span(own, own + length), Span(start, start + length)
+            if last is not None and last[0].stop == own and last[1].stop == start:
+                run = Span(last[0].start, run[0].stop), Span(last[1].start, run[1].stop)
+            elif last is not None:
+                yield last
+            last = run
+    if last is not None:
+        yield last
 
 
 def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:

@@ -23,56 +23,18 @@ size, with ``False`` neither is done.
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from math import prod
 from typing import Any
 
 from ...errors import ConfigValueError, InternalError
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The half-open interval ``[start, stop)`` of elements, ``0 <= start <= stop``."""
-
-    start: int
-    stop: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.stop:
-            raise InternalError(f"a span needs 0 <= start <= stop, found [{self.start}, {self.stop})")
-
-    def __str__(self) -> str:
-        return f"[{self.start}, {self.stop})"
-
-    @property
-    def numel(self) -> int:
-        """Elements in the span."""
-        return self.stop - self.start
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the span holds no element. An empty span still has a place."""
-        return self.start == self.stop
-
-    @property
-    def slice(self) -> builtins.slice:
-        """The span as an index: ``flat[span.slice]``."""
-        return builtins.slice(self.start, self.stop)
-
-    def intersect(self, other: Span) -> Span:
-        """What both spans hold. Where they share nothing, an empty span at this span's end nearest to ``other``."""
-        start = min(max(self.start, other.start), self.stop)
-        return Span(start, max(start, min(self.stop, other.stop)))
-
-    def shift(self, by: int) -> Span:
-        """The same interval seen from an origin ``by`` elements earlier (negative ``by``: later)."""
-        return Span(self.start + by, self.stop + by)
+from .part import Part
+from .span import Span as Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +45,7 @@ class ParamSpec:
     parameter that is not row-major (channels_last) gives its stride and lies there in the order its own memory has, so
     that ``as_strided(shape, stride)`` on its span is the parameter. The row-major stride itself is normalised to None.
     A 1x1 convolution in channels_last keeps its stride: kernels read it though no element's place depends on it.
+    ``part`` is None unless this is a part of a larger tensor. [Note: parts of wholes]
 
     Raises:
         ConfigValueError: a negative size, or a stride with gaps or overlaps (an expanded or sliced parameter).
@@ -91,6 +54,11 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
+    part: Part | None = None
+
+    def __setstate__(self, state: list[object]) -> None:
+        for name, value in zip_longest(("name", "shape", "stride", "part"), state):  # older pickles have fewer
+            object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
@@ -120,6 +88,11 @@ class ParamSpec:
     def numel(self) -> int:
         """Elements of the parameter: 1 for shape ``()``, 0 where a size is 0."""
         return prod(self.shape)
+
+    @property
+    def whole(self) -> ParamSpec:
+        """The whole tensor that this is a part of, maybe itself."""
+        return self if self.part is None else ParamSpec(self.name, self.part.shape, self.part.stride)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -388,7 +361,7 @@ class FlatLayout:
         if len(self.segments) > 1:  # files hold the digests of others
             yield " ".join(f"{segment.span} of {segment.members}" for segment in self.segments)
         for param, span in zip(self.params, self.spans, strict=True):
-            yield f"{param.name!r} {param.shape} {param.stride} {span}"
+            yield f"{param.name!r} {param.shape} {param.stride} {span}{'' if param.part is None else f' {param.part}'}"
 
     def _cut(self, rank: int) -> Iterator[Owned]:
         for segment, piece, place in zip(self.segments, self.pieces(rank), self.pieces_in_shard, strict=True):

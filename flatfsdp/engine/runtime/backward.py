@@ -34,7 +34,7 @@ from ..schedule.forward_record import ForwardRecord
 from .coalesced_collectives import Coalescer
 from .finish import Finisher
 from .model_facts import lacking_in, leave_out, parameters_of, steppable_of
-from .module_tree import units_in
+from .module_tree import units_inside
 from .turns import Turns
 from .unit import Unit
 from .user_hooks import defer_user_hooks
@@ -66,7 +66,7 @@ FACTS: UnitFacts[Unit] = UnitFacts(
     awaits_gradients=awaits_gradients,
     may_still_run=lambda unit: bool(unit.backward.open_calls) or awaits_gradients(unit),
     is_in_call=lambda unit, began: any(call.began == began for call in unit.backward.open_calls),
-    inside=lambda unit: units_in(unit.module),
+    inside=units_inside,
 )
 
 

@@ -223,14 +223,16 @@ class BackwardHooks:
         if elsewhere:
             for each in (unit, *unit.owning_units):
                 each.backward.late_gradients = _count_late_gradients(each)
-        if unit.phase is PRE_BACKWARD and (unit.is_unsharded or not unit.options.schedule.unshard_in_backward):
+        begun = unit.phase is PRE_BACKWARD
+        # Its own parameters may have been gathered for others that use them, and those it uses of others were not.
+        if begun and not unit.is_tied and (unit.is_unsharded or not unit.options.schedule.unshard_in_backward):
             return
         for views in unit.views:
             check_exposed(views, unit.name)
         if call is None and _may_be_read_after_its_gradients(unit, backward):
             own.keep_unsharded = True
         backward.reached(unit)
-        if not own.completed:
+        if not (own.completed or begun):
             backward.take_part(unit, share=backward.is_over_with_gradients(unit))
         unit.enter_phase(PRE_BACKWARD)
         unit.record_event("backward")
@@ -367,7 +369,9 @@ def _is_done_reading(unit: Unit, backward: Backward) -> bool:
     An output may be reached later than that: the hidden states beside what a head makes of them, or what the unit was
     given. Other ranks may not reach it, so nothing is gathered for it.
     """
-    return not backward.in_inner_task() and all(map(_has_its_gradients, (unit, *unit.owning_units)))
+    if backward.in_inner_task() or backward.schedule.lent.awaits_own_call(unit):
+        return False
+    return all(map(_has_its_gradients, (unit, *unit.owning_units)))
 
 
 def _has_its_gradients(unit: Unit) -> bool:
@@ -428,8 +432,11 @@ class UnitHooks:
     def inputs_ready(self, call: ForwardCall) -> None:
         """The gradients of the inputs of one call are there."""
         unit, driver = self.unit(), self.driver()
-        if unit is not None and driver is not None:
-            driver.inputs_ready(unit, call)
+        if unit is None:
+            return
+        if driver is None:
+            refuse_without_model(unit)
+        driver.inputs_ready(unit, call)
 
 
 class CountingHooks(UnitHooks):

@@ -10,7 +10,6 @@ from torch import nn
 
 from ...api import Config
 from ...errors import ConfigValueError, UsageError
-from ..base.fqns import fqn
 from ..comm.process_groups import serves
 from ..device.fake_tensors import is_memoryless
 from ..device.streams import accelerator, concrete
@@ -85,15 +84,14 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
     elsewhere: list[str] = []
     managed: set[int] = set()
     for unit in units:
-        for handle in unit.handles:
-            managed.update(map(id, handle.leaves))
-            managed.add(id(handle.flat_param))
+        for handle, views, _ in unit.kinds:
+            managed.update(map(id, handle.parameters))
             found, expected = handle.shard.device, torch.device("cpu") if handle.options.offload else device
-            for spec in handle.layout.params:
-                if found.type == "meta":
-                    on_meta.append(fqn(unit.name, spec.name))
+            for index, spec in enumerate(handle.layout.params):
+                if found.type == "meta" or index in views.without_values:
+                    on_meta.append(unit.entries.fqn(spec.name))
                 elif found != expected:
-                    elsewhere.append(f"{fqn(unit.name, spec.name)} ({found}, expected {expected})")
+                    elsewhere.append(f"{unit.entries.fqn(spec.name)} ({found}, expected {expected})")
         for module in unit.built.modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device != device:
@@ -101,11 +99,17 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
     for name, tensor in [*outermost.named_parameters(), *outermost.named_buffers()]:
         if tensor.is_meta and id(tensor) not in managed:
             on_meta.append(name)
+    in_place = any(unit.entries.in_place for unit in units)
+    remedy = (
+        "Give them memory by model.to_empty(device=...) and values after that, or load a state dict that has them all "
+        "with assign=True"
+        if in_place
+        else "Modules that are wrapped are given memory by the constructor; initialise ignored modules, and what is "
+        "moved to the meta device after wrapping, before the first forward"
+    )
     if on_meta:
         raise UsageError(
-            f"these parameters or buffers are on the meta device, which has no values: {', '.join(on_meta)}. Modules "
-            "that are wrapped are given memory by the constructor; initialise ignored modules, and what is moved to "
-            "the meta device after wrapping, before the first forward"
+            f"these parameters or buffers are on the meta device, which has no values: {', '.join(on_meta)}. {remedy}"
         )
     if elsewhere:
         raise UsageError(
@@ -127,3 +131,18 @@ def check_hooked(units: Iterable[Unit]) -> None:
             f"a communication hook was registered on a part of this model, before the whole was wrapped: unit "
             f"{without[0].label} has none. Wrap the whole model, then call register_comm_hook() on it, once"
         )
+
+
+def check_targets(units: Sequence[Unit]) -> None:
+    """Refuse lists of what is gathered ahead that name units of other models.
+
+    Raises:
+        UsageError: naming one.
+    """
+    for unit in units:
+        for target in (*unit.options.forward_targets.units(), *unit.options.backward_targets.units()):
+            if target not in units:
+                raise UsageError(
+                    f"unit {unit.label} lists a {target.entries.class_name} to be gathered ahead, which is no part of "
+                    "the model that runs. List modules inside the same outermost one"
+                )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...errors import UsageError, is_new
 from ..agreement.agreement import Agreement
@@ -64,10 +66,10 @@ class ForwardDriver:
         training = torch.is_grad_enabled()
         if not setup.ready:
             outermost = setup.outermost
-            if unit is not outermost and has_forward(outermost.module):
+            if unit is not outermost and not unit.entries.in_place and has_forward(outermost.entries.first):
                 raise UsageError(
-                    f"the forward of a nested unit ({type(unit.module).__name__}) ran before the first forward of the "
-                    f"root ({type(outermost.module).__name__}) that it belongs to; call the outermost "
+                    f"the forward of a nested unit ({unit.entries.class_name}) ran before the first forward of the "
+                    f"root ({outermost.entries.class_name}) that it belongs to; call the outermost "
                     "FullyShardedDataParallel module first"
                 )
             setup.lazy_init(training=training)
@@ -110,8 +112,8 @@ class ForwardDriver:
         self.gradient_flow.begin_forward()
         iteration.begin_forward()
 
-    def _leave(self, *, failed: bool = False) -> None:
-        """A forward of a unit has ended."""
+    def _leave(self, unit: Unit, *, failed: bool = False) -> None:
+        """A forward of `unit` has ended."""
         iteration = self.iteration
         iteration.depth -= 1
         if not iteration.turns.plain:
@@ -120,10 +122,13 @@ class ForwardDriver:
             return
         iteration.record.end()
         if failed:
+            self.gathers.lacking.clear()
             iteration.abandon()
             return
         self.agreement.end_forward()
         self.gathers.order.end()
+        if self.gathers.lacking:
+            self.gathers.free_lacking(unit)
         empty = iteration.record.empty or iteration.record.consumed
         iteration.end_forward(empty=empty)
         if not torch.is_grad_enabled() or empty:
@@ -135,29 +140,45 @@ class ForwardDriver:
 
     # -- a forward of a unit -----------------------------------------------------------------------------------------
 
-    def run(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: str | None = None) -> Any:
-        """The forward of the module of `unit`, or another `method`, with the parameters unsharded around it. Collective
-        over the shard axis."""
+    def run(
+        self,
+        unit: Unit,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        call: Callable[..., Any] | None = None,
+        entry: nn.Module | None = None,
+        stays: bool = True,
+    ) -> Any:
+        """The forward of the module of `unit`, or another `call`, with the parameters unsharded around it. Collective
+        over the shard axis.
+
+        `entry`: of several, the one that runs. `stays`: whether the unit stays unsharded where it is trained and no
+        output shows it.
+        """
         if self.iteration.depth == 0 and self.observers.begin_step(unit):
-            return self.run(unit, args, kwargs, method=method)
+            return self.run(unit, args, kwargs, call=call, entry=entry, stays=stays)
+        called = call if call is not None else unit.entries.wrapped
         if unit.phase is SUMMONED:
-            return self._run_summoned(unit, args, kwargs, method)
+            return self._run_summoned(unit, args, kwargs, called)
         outermost = self._enter(unit)
         phase, recomputing = unit.phase, _torch.in_backward()
+        again = phase is FORWARD  # inside its own forward, which goes on after this
         try:
-            call, args, kwargs, outer_dtype = self._before(unit, outermost, recomputing, args, kwargs)
+            unit_call, args, kwargs, outer_dtype = self._before(unit, outermost, recomputing, args, kwargs)
             dtype = unit.built.mixed_precision.buffer_dtype
             if dtype is not None and unit.in_full_precision:
                 dtype = None
             with cast_buffers(unit.built.modules, dtype):
-                called = unit.module if method is None else getattr(unit.module, method)
                 output = called(*args, **kwargs)
             if not (recomputing or self.iteration.turns.plain):
                 self.iteration.turns.module_ran(unit, self.gathers)
             output = _own_output(unit, output)
             if outer_dtype is not None:
                 output = cast_floating(output, outer_dtype)
-            self._after(unit, recomputing, call, output, stays=method is None)
+            if entry is not None and unit.entries.are_several and not recomputing:
+                self.gathers.entry_ran(unit, entry)
+            self._after(unit, recomputing, unit_call, output, stays=stays, again=again)
             if not recomputing:
                 for observe in self.observers.forward_ended:
                     observe(unit, output, outermost=outermost)
@@ -165,18 +186,20 @@ class ForwardDriver:
             unit.phase = phase
             if recomputing:
                 self.agreement.refuse(error)
-            self._leave(failed=True)
+            self._leave(unit, failed=True)
             raise
-        if recomputing:
-            unit.phase = phase  # it returns to where its backward is
+        if recomputing or again:
+            unit.phase = phase  # it returns to where its backward is, or its forward
         else:
             unit.enter_phase(IDLE)
-        self._leave()
+        self._leave(unit)
         return output
 
-    def _run_summoned(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
-        """The module's forward, or another `method`, with the parameters as the user has them. No communication, but of
-        units inside that are not summoned."""
+    def _run_summoned(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], called: Callable[..., Any]
+    ) -> Any:
+        """The module's forward, or what else is `called`, with the parameters as the user has them. No communication,
+        but of units inside that are not summoned."""
         if torch.is_grad_enabled():
             raise UsageError(
                 f"unit {unit.label}: forward inside summon_full_params() would train on parameters that are written "
@@ -188,13 +211,13 @@ class ForwardDriver:
                 "whole parameters; leave the context first, or run it on rank 0 alone with all units summoned"
             )
         args, kwargs = move((args, kwargs), self.resources.device.device)
-        return (unit.module if method is None else getattr(unit.module, method))(*args, **kwargs)
+        return called(*args, **kwargs)
 
     def _before(
         self, unit: Unit, outermost: bool, recomputing: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ForwardCall | None, tuple[Any, ...], dict[str, Any], torch.dtype | None]:
         """Gather `unit`, and cast its inputs; the last item is the dtype to which outputs are cast back."""
-        precision, outer_dtype = unit.built.mixed_precision, None
+        precision, outer_dtype = unit.built.mixed_precision, unit.built.output_dtype
         if recomputing and any(grads.arrived for grads in unit.grads):
             unit.leaves.single_use = False  # parameters are read after their gradients have come
         unit.enter_phase(FORWARD)
@@ -264,8 +287,11 @@ class ForwardDriver:
             flow.unhook_later(registered)
         return call
 
-    def _after(self, unit: Unit, recomputing: bool, call: ForwardCall | None, output: Any, *, stays: bool) -> None:
-        """`stays`: whether the unit stays unsharded where it is trained and no output shows it."""
+    def _after(
+        self, unit: Unit, recomputing: bool, call: ForwardCall | None, output: Any, *, stays: bool, again: bool
+    ) -> None:
+        """`stays`: whether the unit stays unsharded where it is trained and no output shows it; `again`: it does, for
+        the forward around this one."""
         training, turns = torch.is_grad_enabled(), self.iteration.turns
         if not training:
             self._forget_autocast()
@@ -290,7 +316,7 @@ class ForwardDriver:
             if by_any is None:
                 return
             reached = by_any
-        self.gathers.finish(unit, reached=reached, keep=keep)
+        self.gathers.finish(unit, reached=reached, keep=keep or again)
 
     def _hook_output(self, unit: Unit, output: torch.Tensor, call: ForwardCall | None) -> None:
         """Begin this unit's backward when the gradient of `output` is there; that of its readers is over then."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from ..agreement.agreement import Agreement
 from ..base import _torch
@@ -34,6 +35,22 @@ class ForwardGathers:
     coalescer: Coalescer
     replica_checks: ReplicaChecks
     order: ForwardOrder[Unit] = field(default_factory=ForwardOrder)
+    lacking: dict[Unit, set[int]] = field(default_factory=dict)  # of units that lack entries: those that ran, by id
+
+    def free_lacking(self, outermost: Unit) -> None:
+        """The forward is complete: units of which not all entries have run are freed, but the `outermost` one that ran:
+        its entry may be called again."""
+        for unit in self.lacking:
+            if unit is not outermost and unit.reshards_after_forward and not unit.backward.keep_unsharded:
+                self._reshard(unit, unit)
+        self.lacking.clear()
+
+    def entry_ran(self, unit: Unit, entry: nn.Module) -> None:
+        """One of the several entries of `unit` has run: it is kept for the others of this forward. [Note: entries]"""
+        ran = self.lacking.setdefault(unit, set())
+        ran.add(id(entry))
+        if not unit.entries.lacks(ran):
+            del self.lacking[unit]
 
     def gather(self, unit: Unit) -> None:
         """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
@@ -137,6 +154,7 @@ class ForwardGathers:
                 record.leave(owning_unit)
         elif self.iteration.training:
             record.leave_without_graph(unit)
+        keep = keep or unit in self.lacking
         if keep or (unit.sharing_units and _is_used_by_sharing_unit(unit)) or not unit.reshards_after_forward:
             for views in unit.views:
                 views.track_writes()

@@ -40,7 +40,9 @@ class OutputHook:
             UsageError: of a unit or a model that is gone.
         """
         for reader, call in self.readers:  # they reshard before anything is gathered
-            if (unit := reader.unit()) is not None and (driver := reader.driver()) is not None:
+            if (unit := reader.unit()) is not None:
+                if (driver := reader.driver()) is None:
+                    refuse_without_model(unit)
                 driver.inputs_ready(unit, call)
         for returner, returned in self.returners:
             if (unit := returner.unit()) is None:

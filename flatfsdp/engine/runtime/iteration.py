@@ -287,9 +287,9 @@ class Iteration:
                 "gradients have memory of their own from now on",
                 names_rank=True,
             )
-        classes = {type(unit.module) for unit in sharing}
+        classes = {unit.entries.class_name for unit in sharing}
         for unit in self._units:
-            if type(unit.module) in classes:
+            if unit.entries.class_name in classes:
                 unit.leaves.single_use = False
 
     def _name_dropped_residuals(self) -> None:

@@ -201,8 +201,8 @@ def check_outermost(unit: Unit, call: str) -> Model:
     model = model_of(unit)
     if model.outermost is not unit:
         raise UsageError(
-            f"{call} was called on a nested unit ({type(unit.module).__name__}); call it on the outermost "
-            f"FullyShardedDataParallel module ({type(model.outermost.module).__name__})"
+            f"{call} was called on a nested unit ({unit.entries.class_name}); call it on the outermost "
+            f"FullyShardedDataParallel module ({model.outermost.entries.class_name})"
         )
     return model
 

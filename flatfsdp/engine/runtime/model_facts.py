@@ -15,9 +15,10 @@ from ..agreement.checksums import InitialChecksums
 from ..agreement.model_check import Checksums, Fact
 from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
 from ..base import _torch
-from ..base.fqns import fqn
+from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..flat.faces import fact_of
+from .part_axes import all_part_axes, beside
 from .unit import Unit
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -25,14 +26,19 @@ _requires_grad = operator.attrgetter("requires_grad")
 Flags = tuple[tuple[bool, ...], ...]  # of the leaves of a unit, by handle
 
 
-def axes_of(units: Sequence[Unit]) -> list[Transport]:
-    """The axes over which the model of `units` is spread, each once."""
+def own_axes(units: Sequence[Unit]) -> list[Transport]:
+    """The axes over which `units` are gathered and reduced, each once."""
     found: dict[int, Transport] = {}
     for unit in reversed(units):
         for axis in (unit.transports.scatter, unit.transports.replicate):
             if axis is not None and axis.group.size > 1:
                 found.setdefault(id(axis.group.process_group), axis)
     return list(found.values())
+
+
+def axes_of(units: Sequence[Unit]) -> list[Transport]:
+    """The axes over which the model of `units` is spread, those of parts of parameters included, each once."""
+    return [*own_axes(units), *all_part_axes(units)]
 
 
 def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int) -> list[Fact]:
@@ -44,7 +50,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
         subject, groups = f"unit {unit.label}", unit.groups
         argument, value = fact_of([handle.face for handle in unit.handles])
         facts += [
-            (subject, f"of class {type(unit.module).__name__}", False),
+            (subject, f"of class {unit.entries.class_name}", False),
             (f"{subject}, sharding_strategy", groups.strategy.name, False),
             (
                 f"{subject}, ranks",
@@ -63,12 +69,13 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
                 False,
             ),
         ]
-        for handle in unit.handles:
+        for handle, views in zip(unit.handles, unit.views, strict=True):
+            kinds = {id(each.leaf): each.transform.describe(each.state) for each in views.extended}
             for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True):
                 dtype = str(handle.shard.dtype).removeprefix("torch.")
                 grad = "requires_grad" if leaf.requires_grad else "no requires_grad"
-                stride = "" if spec.stride is None else f" strides {spec.stride}"
-                shape = f"{dtype} {spec.shape}{stride}, {grad}"
+                stride = "" if spec.stride is None or spec.part is not None else f" strides {spec.stride}"
+                shape = f"{dtype} {spec.whole.shape}{stride}{kinds.get(id(leaf), '')}, {grad}"
                 facts.append((f"{subject}, parameter {spec.name}", shape, False))
     return facts
 
@@ -90,14 +97,17 @@ def unit_entries(units: Iterable[Unit]) -> list[UnitEntry]:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def initial_checksums(units: Iterable[Unit], known: dict[Unit, InitialChecksums]) -> Checksums:
+def initial_checksums(units: Sequence[Unit], known: dict[Unit, InitialChecksums]) -> Checksums:
     """Of the values that `units` begin with, as far as they are `known` and nothing has written to them; forgotten by
-    this."""
+    this. Ranks that store other parts need not have the same."""
     out: Checksums = []
+    parts = all_part_axes(units)
     for unit in units:
         if (each := known.pop(unit, None)) is not None:
             paths = [spec.name for handle in unit.handles for spec in handle.layout.params]
-            out += [(fqn(unit.name, path), value) for path, value in each.unchanged(paths, own_pieces(unit))]
+            peers = hash63(str([axis.group.rank for axis in beside(unit, parts)]))
+            values = each.unchanged(paths, own_pieces(unit))
+            out += [(unit.entries.fqn(path), value, peers) for path, value in values]
     return out
 
 
@@ -139,10 +149,11 @@ def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
 def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
     """The path of every parameter of `units` in their model, by its id."""
     return {
-        id(leaf): fqn(unit.name, spec.name)
+        id(parameter): unit.entries.fqn(spec.name)
         for unit in units
         for handle in unit.handles
-        for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
+        for index, (leaf, spec) in enumerate(zip(handle.leaves, handle.layout.params, strict=True))
+        for parameter in (leaf, *((handle.face.holder_of(index),) if handle.face.is_distributed else ()))
     }
 
 

@@ -25,7 +25,14 @@ _ignored: weakref.WeakKeyDictionary[nn.Module, frozenset[str] | None] = weakref.
 
 def units_in(module: nn.Module) -> list[Unit]:
     """The units of wrapped modules inside `module`, children before parents."""
-    return list(_units_below(module, {id(module)}))
+    found = list(_units_below(module, {id(module)}))
+    return list(dict.fromkeys(reversed(found)))[::-1]  # one with several entries comes with the last
+
+
+def units_inside(unit: Unit) -> list[Unit]:
+    """The units nested in `unit`, children before parents."""
+    found = [each for entry in unit.entries for each in units_in(entry) if each is not unit]
+    return list(dict.fromkeys(found))
 
 
 def _units_below(module: nn.Module, seen: set[int]) -> Iterator[Unit]:
@@ -40,7 +47,11 @@ def _units_below(module: nn.Module, seen: set[int]) -> Iterator[Unit]:
 
 def nesting(outermost: Unit) -> list[tuple[Unit, Unit | None]]:
     """Every unit of a model with the one around it, in the order of registration, outer units first."""
-    return _nested_below(outermost.module, outermost, set(), [(outermost, None)])
+    found: list[tuple[Unit, Unit | None]] = [(outermost, None)]
+    seen: set[int] = set()
+    for entry in outermost.entries:
+        _nested_below(entry, outermost, seen, found)
+    return found
 
 
 def _nested_below(
@@ -52,8 +63,9 @@ def _nested_below(
         seen.add(id(child))
         unit = child.__dict__.get("_unit")
         if isinstance(unit, Unit):
-            found.append((unit, around))
-            _nested_below(unit.module, unit, seen, found)
+            if not any(unit is each for each, _ in found):
+                found.append((unit, around))
+            _nested_below(child, unit, seen, found)
         else:
             _nested_below(child, around, seen, found)
     return found
@@ -65,7 +77,7 @@ def entries(outermost: Unit) -> frozenset[Unit]:
     never_called: set[Unit | None] = {None}
     for unit, around in nesting(outermost):
         if around in never_called:
-            (found if has_forward(unit.module) else never_called).add(unit)
+            (found if any(map(has_forward, unit.entries)) else never_called).add(unit)
     return frozenset(found)
 
 
@@ -87,7 +99,7 @@ def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[n
         for inside in ignored.modules():
             if isinstance(inside.__dict__.get("_unit"), Unit):
                 raise ConfigValueError(
-                    f"ignored_modules: {type(inside.__dict__['_unit'].module).__name__} is wrapped by "
+                    f"ignored_modules: {inside.__dict__['_unit'].entries.class_name} is wrapped by "
                     "FullyShardedDataParallel already, and sharded; give the modules to ignore unwrapped"
                 )
         modules.update(ignored.modules())

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...errors import UsageError
 from ..base.overrides import Override
+from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParameter
 from . import param_registry as registry
 from .model import Model
@@ -24,12 +25,13 @@ from .rest import before_step
 
 
 class _CheckedOptimizer(NamedTuple):
-    """An optimizer, as it was when it was last looked at: the registry's generation, how many param groups it had, and
-    the models that it steps."""
+    """An optimizer, as it was when it was last looked at: the registry's generation, how many param groups it had,
+    the models that it steps, and whether it holds distributed tensors of theirs."""
 
     generation: int
     groups: int
     models: tuple[weakref.ref[Model], ...]
+    distributed: bool
 
 
 _at_work: Override[torch.optim.Optimizer | None] = Override(None)
@@ -66,10 +68,13 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
         UsageError: it holds what it could not step.
     """
     known, groups = _checked.get(optimizer), len(optimizer.param_groups)
-    if known is None or known[:2] != (registry.generation, groups):
+    generation = registry.generation + adoptions.count
+    if known is None or known[:2] != (generation, groups):
         check_parameters(optimizer)
-        models = tuple(map(weakref.ref, models_of(optimizer)))
-        known = _checked[optimizer] = _CheckedOptimizer(registry.generation, groups, models)
+        models = models_of(optimizer)
+        distributed = any(h.face.is_distributed for model in models for unit in model.units for h in unit.handles)
+        known = _CheckedOptimizer(generation, groups, tuple(map(weakref.ref, models)), distributed)
+        _checked[optimizer] = known
     return known
 
 
@@ -97,8 +102,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for ref in known.models:
             if (model := ref()) is not None:
                 model.agreement.stepped = True
-    groups = [group for group in optimizer.param_groups if _writes_unnoticed(optimizer, group)]
-    stepped = [p for group in groups for p in group["params"] if p.grad is not None and _is_managed(p)]
+    groups = optimizer.param_groups
+    if known is not None and known.distributed:  # what is written to a list of DTensors leaves their versions, too
+        stepped = [p for group in groups for p in group["params"] if p.grad is not None]
+    else:
+        groups = [group for group in groups if _writes_unnoticed(optimizer, group)]
+        stepped = [p for group in groups for p in group["params"] if p.grad is not None and _is_managed(p)]
     if stepped:
         torch.autograd.graph.increment_version(stepped)
 
@@ -138,7 +147,7 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
-            if unit is None:
+            if unit is None or registry.handle_of_holder(unit, parameter) is not None:
                 continue
             handle = next(h for h in unit.handles if any(leaf is parameter for leaf in h.leaves))
             index = next(i for i, leaf in enumerate(handle.leaves) if leaf is parameter)

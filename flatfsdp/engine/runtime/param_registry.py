@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..flat.faces import adoptions
+from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import ParamRef
 from .model import Model
 from .unit import Unit
@@ -45,6 +47,12 @@ class _Units:
 _of_parameters = _Units()
 _of_modules = _Units()
 
+# Units whose holders are no leaves, and these by the ids of the holders. No reference to a holder, not even a weak one,
+# or users could not swap it; so what is found is looked for in the unit.
+_with_holders: weakref.WeakSet[Unit] = weakref.WeakSet()
+_of_holders: dict[int, weakref.ref[Unit]] = {}
+_of_holders_at = -1  # how many holders users had replaced when this was made
+
 # Grows with every wrap: what was checked against the registry is checked again when it has.
 generation = 0
 
@@ -57,7 +65,27 @@ extended: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 def owner_of(parameter: torch.Tensor) -> Unit | None:
     """The unit that manages `parameter`."""
-    return _of_parameters.find(parameter)
+    if (found := _of_parameters.find(parameter)) is not None or not _with_holders:
+        return found
+    if _of_holders_at != adoptions.count:
+        _find_holders()
+    unit = of_it() if (of_it := _of_holders.get(id(parameter))) is not None else None
+    return unit if unit is not None and handle_of_holder(unit, parameter) is not None else None
+
+
+def handle_of_holder(unit: Unit, parameter: torch.Tensor) -> FlatParamHandle | None:
+    """The handle of `unit` of which `parameter` is a holder that is no leaf. [Note: faces]"""
+    apart = (handle for handle in unit.handles if not handle.face.holds_leaves)
+    return next((handle for handle in apart if any(parameter is each for each in handle.face.holders)), None)
+
+
+def _find_holders() -> None:
+    global _of_holders_at
+    _of_holders.clear()
+    for unit in _with_holders:
+        for handle in unit.handles:
+            _of_holders.update(dict.fromkeys(map(id, handle.face.holders), weakref.ref(unit)))
+    _of_holders_at = adoptions.count
 
 
 def owners_of(shared_refs: Iterable[ParamRef]) -> list[Unit]:
@@ -72,9 +100,12 @@ def unit_around(module: nn.Module) -> Unit | None:
 
 
 def own(unit: Unit) -> None:
-    """`unit` owns its handles' leaves from now on."""
-    global generation
+    """`unit` owns its handles' leaves from now on, and what stands for them."""
+    global generation, _of_holders_at
     generation += 1
+    if any(handle.face.is_distributed for handle in unit.handles):
+        _with_holders.add(unit)
+        _of_holders_at = -1
     for handle in unit.handles:
         for leaf in handle.leaves:
             _of_parameters.add(leaf, unit)
@@ -87,6 +118,7 @@ def own(unit: Unit) -> None:
 
 def disown(unit: Unit) -> None:
     """`unit` is being taken apart."""
+    _with_holders.discard(unit)
     for handle in unit.handles:
         for leaf in handle.leaves:
             _of_parameters.discard(leaf)

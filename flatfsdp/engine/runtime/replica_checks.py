@@ -15,7 +15,6 @@ from ...errors import few, ranks_by_value, ranks_in_words
 from ..agreement.agreement import Agreement
 from ..agreement.checksums import checksum
 from ..agreement.rank_exchange import RankExchange
-from ..base.fqns import fqn
 from ..base.hashing import hash63
 from .model_facts import own_pieces
 from .unit import Unit
@@ -75,7 +74,7 @@ def replicated_pieces(units: Sequence[Unit]) -> list[Replicated]:
             for handle in unit.handles:
                 for spec in handle.layout.params:
                     own = checksum(pieces[spec.name]) if spec.name in pieces else 0
-                    rows.append((unit.groups.replicate.ranks, fqn(unit.name, spec.name), own))
+                    rows.append((unit.groups.replicate.ranks, unit.entries.fqn(spec.name), own))
     return rows
 
 

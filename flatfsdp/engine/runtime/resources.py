@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...api import Config
 from ..base.events import EventLog
 from ..comm.axes import Axis
 from ..comm.block_codec import BlockCodec
@@ -25,6 +26,11 @@ class ModelSettings:
     limit_all_gathers: bool
     check_values: str
     join_units_below: int
+
+    @classmethod
+    def of(cls, config: Config, device: torch.device) -> ModelSettings:
+        """Those in `config`, for a model that computes on `device`."""
+        return cls(device, config.limit_all_gathers, config.check_values, config.join_units_below)
 
 
 RootSettings = ModelSettings  # in pickles [Note: old names]
@@ -86,6 +92,12 @@ class Resources:
             self._gathers_on_callers = on_callers
             self.streams.unshard = _unshard_stream(self.device, on_callers=on_callers)
             self.limiter = Limiter(self.device, self.streams.unshard, limit=self.limiter.limit)
+
+    def share_streams(self, other: Resources) -> None:
+        """Issue on the streams of `other` from now on, with nothing under way here. [Note: root]"""
+        self.streams = Streams(other.streams.unshard, other.streams.reduce, other.streams.replicate)
+        self.limiter = Limiter(self.device, self.streams.unshard, limit=self.limiter.limit)
+        self._gathers_on_callers = other._gathers_on_callers
 
     def free(self, handle: FlatParamHandle) -> None:
         """Reshard `handle`; its memory may be reused once the caller's stream is done with it."""

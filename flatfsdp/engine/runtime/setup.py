@@ -20,7 +20,7 @@ from ..comm.block_codec import codecs
 from ..comm.comm_hook import reducers
 from ..comm.process_groups import extent_of, groups_in_words
 from .coalesced_collectives import Coalescer
-from .device_checks import check_hooked, check_placed, check_registered
+from .device_checks import check_hooked, check_placed, check_registered, check_targets
 from .model_facts import axes_of, describe, initial_checksums, names_in, names_of_leaves, unit_entries
 from .module_tree import entries
 from .resources import ModelSettings, Resources
@@ -69,10 +69,15 @@ class Setup:
         if self.ready:
             return
         units, outermost = self.units, self.outermost
-        names = {id(module): name for name, module in outermost.module.named_modules()}
+        if outermost.entries.are_several:
+            raise UsageError(
+                f"the modules {outermost.entries.class_name} were given to fully_shard() as a list, and no module "
+                "around them was. Shard the model that holds them, too, and call that first"
+            )
+        names = {id(module): name for name, module in outermost.entries.first.named_modules()}
         parameters = 0
         for index, unit in enumerate(units):
-            unit.name = names.get(id(unit.module), "")
+            unit.name = unit.entries.name(lambda module: names.get(id(module), ""))
             unit.place = UnitPlace(index, parameters, unit is outermost)
             for handle in unit.handles:
                 handle.name = unit.name
@@ -80,11 +85,13 @@ class Setup:
             self.connect(unit)
         self.entries = entries(outermost)
         check_hooked(units)
+        check_targets(units)
+        self.write_back([unit for unit in units if unit.entries.in_place])  # loaded in the place of meta tensors
         self.check_placed()
         self.choose_unshard_stream()
         if not any(unit.handles for unit in units):
             warn_once_per_job(
-                f"{type(outermost.module).__name__} is wrapped, but no unit of it has parameters: they are all "
+                f"{outermost.entries.class_name} is wrapped, but no unit of it has parameters: they are all "
                 "ignored, or there are none. Nothing is sharded, and no gradient is averaged"
             )
         if training:
@@ -110,7 +117,7 @@ class Setup:
 
     def check_placed(self) -> None:
         """Refuse parameters that are in no unit, or are elsewhere than where they compute."""
-        module = self.outermost.module
+        module = self.outermost.entries.first
         check_registered(module, self.units)
         check_placed(module, self.units, self.resources.device.device)
         self.coalescer.measure(self.units)
@@ -144,8 +151,8 @@ class Setup:
         for unit in self.units:
             if unit.options.schedule.unshard_async_op is not on_callers:
                 raise UsageError(
-                    f"unit {unit.label}: set_unshard_async_op() was called on a {type(unit.module).__name__} that an "
-                    f"outer {type(outermost.module).__name__} was wrapped around later. Gathers of a model share one "
+                    f"unit {unit.label}: set_unshard_async_op() was called on a {unit.entries.class_name} that an "
+                    f"outer {outermost.entries.class_name} was wrapped around later. Gathers of a model share one "
                     "order: call it on the outermost wrapper, when all are made"
                 )
         self.resources.gather_on_callers_stream(on_callers)

@@ -20,7 +20,7 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base import _torch
 from ..comm.axes import ProcessGroups
-from ..comm.comm_hook import Reducer
+from ..comm.transport import Reducer
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
@@ -36,6 +36,7 @@ from ..flat.views import (
     ViewMode,
     check_exposed,
 )
+from .entries import Entries
 from .resources import Resources
 from .unit_state import BuiltWith, KeptUnsharded, Transports, UnitBackward, UnitPlace, WatchedLeaves
 
@@ -46,7 +47,8 @@ class Unit:
     """The parameters that one wrapped module and no nested unit owns.
 
     Attributes:
-        name: path from the model's outermost module, "" for that.
+        name: path from the model's outermost module, "" for that; of several entries, all of their paths.
+        entries: the modules whose forward runs it.
         place: where it is in its model.
         handles: one per kind of parameter, none if the unit owns no parameter.
         views, grads: for each handle, what its leaves show and its gradients; kinds: all three.
@@ -64,7 +66,7 @@ class Unit:
 
     def __init__(
         self,
-        module: nn.Module,
+        entries: Entries,
         handles: Sequence[FlatParamHandle],
         param_refs: Sequence[ParamRef],
         *,
@@ -75,7 +77,7 @@ class Unit:
         shared_refs: Sequence[ParamRef] = (),
     ) -> None:
         self.name, self.place = "", UnitPlace()
-        self.module = module
+        self.entries = entries
         self.handles = list(handles)
         self.views = [ParamViews(handle) for handle in self.handles]
         self.grads = [Gradients(handle, views) for handle, views in zip(self.handles, self.views, strict=True)]
@@ -95,7 +97,7 @@ class Unit:
     @functools.cached_property
     def encloses_others(self) -> bool:
         """Whether its module has modules of other units inside."""
-        return not set(self.module.modules()).issubset(self.built.modules)
+        return not {each for entry in self.entries for each in entry.modules()}.issubset(self.built.modules)
 
     # -- identity ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class Unit:
     @property
     def in_full_precision(self) -> bool:
         """Whether the unit computes in its master dtype now (evaluation, if asked for)."""
-        return self.built.mixed_precision.full_precision_in_eval and not self.module.training
+        return self.built.mixed_precision.full_precision_in_eval and not any(each.training for each in self.entries)
 
     def dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
         """In which dtype the unit computes with the handle's parameters now."""

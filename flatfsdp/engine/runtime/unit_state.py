@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...api import CPUOffload, MixedPrecision
 from ..base import autograd as hooks
-from ..comm.comm_hook import Reducer
-from ..comm.transport import Transport
+from ..comm.transport import Reducer, Transport
 from ..config.strategy import Traits
 
 
@@ -39,6 +39,7 @@ class BuiltWith:
         island: a full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed
             again.
         device_mesh: the mesh that the unit's groups are of, where a user gave one; pickles do not have it.
+        output_dtype: to which the outputs of its forward are cast; None for as they are.
         counts_gradients: whether it may gather the next unit half-way through its gradients. [Note: half-way]
     """
 
@@ -48,6 +49,7 @@ class BuiltWith:
     modules: Sequence[nn.Module] = ()
     island: bool = False
     device_mesh: Any = None
+    output_dtype: torch.dtype | None = None
     counts_gradients: bool = False
 
 

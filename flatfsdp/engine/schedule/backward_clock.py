@@ -26,8 +26,9 @@ class BackwardClock(Generic[U]):
         gathers: what has a turn to be gathered: the sequence and these.
         begun: those that are not known to be over, the next last.
         several: units to which several graphs, or a graph and a recomputation, bring gradients.
+        lent: units whose parameters others use after they began.
         again: units outside of the plan that ran more than once, at least the last time without a graph.
-        called_again: both of these.
+        called_again: all of these.
         reached_once: those that ran once, so that one part of this backward is all.
         regions: what checkpoints without reentrance will recompute.
         inside: the innermost of these, one for each call of a unit in any.
@@ -40,6 +41,7 @@ class BackwardClock(Generic[U]):
         self.began: dict[U, int] = {}
         self.ended: dict[U, int] = {}
         self.several: set[U] = set()
+        self.lent: set[U] = set()
         self.inside: dict[U, list[CheckpointRegion]] = {}
         unseen = self._read(record)
         self.regions = {each: None for inside in self.inside.values() for inner in inside for each in inner.outwards()}
@@ -48,7 +50,7 @@ class BackwardClock(Generic[U]):
         self.gathers = self._with_repeated() if self.repeated else self.sequence
         self.recomputes = record.may_recompute or bool(unseen)
         self.again = record.begun_again.difference(self.planned)
-        self.called_again = self.several | self.again
+        self.called_again = self.several | self.lent | self.again
         self.reached_once = self.planned - self.several - record.begun_again
         for unit in self.again:
             self.began[unit] = record.began(unit)
@@ -73,6 +75,8 @@ class BackwardClock(Generic[U]):
                     first = began.setdefault(unit, now)
                     if how == "again" or (first != now and (how == "graph" or unit in earlier)):
                         several.add(unit)
+                    elif first != now:
+                        self.lent.add(unit)
             self.ended |= log.ended
         unseen = {unit: now for unit, now in unseen.items() if unit in began}
         several.update(unseen)
@@ -105,6 +109,10 @@ class BackwardClock(Generic[U]):
         """Whether one of `others` began inside of `unit`, or after it."""
         own = self.began.get(unit, NEVER)
         return any(self.began.get(each, NEVER) > own for each in others)
+
+    def due_from(self, tick: float) -> Sequence[U]:
+        """The units whose gathers are due when the clock has come down to `tick`."""
+        return [unit for unit in self.gathers if self.due.get(unit, self.repeated.get(unit, NEVER)) >= tick]
 
     def due_before(self, group: Sequence[U]) -> Sequence[U]:
         """The units of which the gathers are due before the reduction of `group`, but for those that were handed out

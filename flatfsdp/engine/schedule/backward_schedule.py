@@ -8,13 +8,15 @@ and never back. Three rules couple them:
    What this rank brought no gradients to is *completed*: it takes part with zeros ([Note: passed over]).
 2. A reduction is issued after all gathers that are due before it: ahead of their use, or, where they have no turn in
    the plan, when it is known that they will be, it waits for them.
-3. A gather ahead of its use moves the cursor of gathers by one group, and never that of reductions.
+3. A gather ahead of its use moves the cursor of gathers to the group behind that of the unit that is reached, and never
+   that of reductions. Ranks may reach units in another order: what is gathered ahead for all of them is the same.
 
 Both cursors rest while nothing is known of what this rank will bring: in a graph task inside of this one's, and where
 no gradient of a parameter comes at all. Those ranks find out at the end.
 
 What had no graph when the backward began is gathered when a reentrant checkpoint recomputes it ([Note: recomputed]):
-after all that ended later was gathered, and that began after its end reduced, as far as ranks agree on.
+after all that ended later was gathered, and that began after its end reduced, as far as ranks agree on. It gathers
+ahead right then: ranks need not reach all that they recompute, nor in one order.
 
 [Note: passed over] A backward may not reach a unit that another rank's does. Its reduction is issued in its turn, with
 zeros, when something is reached that ended before it began ([Note: backward order]): it, and what lacks gradients that
@@ -24,13 +26,14 @@ this backward does not compute, need not be awaited any longer.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Generic, TypeVar
 
 from .backward_clock import NEVER, BackwardClock
 from .backward_driver import Driver, UnitFacts, UnitRules
 from .forward_record import ForwardRecord
 from .issue_order import Cut, GatherOrder, ReduceOrder
+from .lent_units import LentUnits
 from .mid_backward import HalfwayTrigger
 from .recomputation import Recomputations, taken_from
 
@@ -44,6 +47,7 @@ class BackwardSchedule(Generic[U]):
         clock: when units are due. gathers, reductions: what is to be issued, in order.
         recomputes_trained: whether reentrant checkpoints bring gradients, or do so on other ranks.
         windows: units that await gradients and will add them up unsharded.
+        lent: owners of tied parameters.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class BackwardSchedule(Generic[U]):
         targets = {unit: rules[unit].targets for unit in record.anchored if rules[unit].targets}
         self.gathers: GatherOrder[U] = GatherOrder(clock.gathers[::-1], targets, coalesce=coalesce, together=together)
         self.windows: dict[U, None] = {}
+        self.lent: LentUnits[U] = LentUnits(clock, rules, facts)
         self._halfway: HalfwayTrigger[U] = HalfwayTrigger()
         self._repeats: Recomputations[U] = Recomputations(record, clock, driver.will_recompute)
         to_come = self._repeats.to_come
@@ -78,7 +83,11 @@ class BackwardSchedule(Generic[U]):
     def reaches_again(self, unit: U) -> bool:
         """Whether this backward may come to `unit` again, which other ranks' do not: it cannot be gathered for that."""
         repeats = self._repeats
-        if (self.clock.has_more_calls(unit) and not self._facts.is_over(unit)) or unit in repeats.used_repeatedly:
+        if (self.clock.has_more_calls(unit) and not self._facts.is_over(unit)) or (
+            self.clock.lent and self.lent.may_be_used(unit)
+        ):
+            return True
+        if unit in repeats.used_repeatedly:
             return True
         return bool(self.clock.regions) and not repeats.are_over(unit) and repeats.hold(unit)
 
@@ -99,18 +108,21 @@ class BackwardSchedule(Generic[U]):
 
     def reached(self, unit: U) -> None:
         """A gradient is about to flow into `unit`: it is gathered, after all that comes before."""
-        if self._repeats.unreached:
-            self._prefetch_after_unreached(but=unit)
         if self._repeats.trained:
             self._complete_recomputed(but=unit)
         if self._repeats.used_repeatedly:
             self._end_repeated_use()
-        self._pass(self.clock.ended.get(unit, NEVER))  # before others are gathered: each takes memory
-        for each in (*self._rules[unit].owners, unit):
+        if self.clock.lent:
+            self.lent.reached(unit)
+        needed = (*self._rules[unit].owners, unit)
+        # By then all of these gathers are due, which are waited for; a unit that is lent has ended with its last user.
+        ended = min(map(self.clock.ended.get, needed, repeat(NEVER)))
+        self._pass(ended)  # before others are gathered: each takes memory
+        for each in needed:
             if not (self._facts.is_unsharded(each) and self.gathers.is_past(each)):
                 self.gather_in_turn(each)
-        if not (self.gathers.is_over or (self._facts.completed(unit) and unit not in self.clock.planned)):
-            self._prefetch_after(unit)  # not where it is recomputed once more, which other ranks may not come to
+        if unit in self.clock.planned and not self.gathers.is_over:
+            self._prefetch_after(unit)
 
     def gather_in_turn(self, unit: U) -> None:
         """Gather `unit` and all whose turn comes before."""
@@ -141,8 +153,6 @@ class BackwardSchedule(Generic[U]):
 
     def recomputed(self, unit: U, *, with_graph: bool) -> None:
         """The forward of `unit` runs again inside of this backward, maybe `with_graph`: gather it."""
-        if self._repeats.unreached:
-            self._prefetch_after_unreached()
         if self._repeats.trained:
             self._complete_recomputed()
         if self._repeats.used_repeatedly:
@@ -155,6 +165,8 @@ class BackwardSchedule(Generic[U]):
         if planned:
             self._repeats.record_run(unit, self._facts.is_in_call)
             self._complete_before(unit, with_graph)
+        elif with_graph and not self.gathers.is_over:
+            self._prefetch_after(unit)
 
     def has_graph(self, unit: U) -> None:
         """`unit` was recomputed and has a graph from now on: on all ranks, of which maybe some bring it no gradient."""
@@ -216,16 +228,24 @@ class BackwardSchedule(Generic[U]):
         if rules.targets:
             self._gather(self.gathers.through(rules.targets, ahead=True), ahead=True)
         elif rules.prefetch == "before":
-            self._gather(self.gathers.ahead(unit), ahead=True)
+            passed = (unit,) if unit in self.clock.planned else self._passed_at(unit)
+            self._gather(self.gathers.ahead(*passed), ahead=True)
         elif rules.prefetch == "halfway":
             self._begin_halfway(unit)
+
+    def _passed_at(self, unit: U) -> Sequence[U]:
+        """Units whose gathers are due by the end of `unit`; one is gathered ahead, behind all of these, however many of
+        those that end together gather ahead, and in which order."""
+        return (
+            (unit,) if unit in self.clock.planned else self.clock.due_from(self._repeats.end_of(unit, with_graph=True))
+        )
 
     def _begin_halfway(self, unit: U) -> None:
         """Await half of the gradients of `unit`, unless none will come, it is around the next, or it is outside of the
         plan. [Note: half-way]"""
         following = tuple(self.gathers.following(unit))
         if unit not in self.clock.planned or self.clock.is_around(unit, following):
-            self._gather(self.gathers.ahead(unit), ahead=True)
+            self._gather(self.gathers.ahead(*self._passed_at(unit)), ahead=True)
             return
         self._halfway.begin(unit, self._facts.elements(unit) if self._driver.brings_gradients() else 0, following)
         self.progressed(unit, 0)
@@ -312,8 +332,6 @@ class BackwardSchedule(Generic[U]):
         if inner:
             return
         node = self._driver.running_node()
-        if with_graph and not self._facts.completed(unit):
-            self._repeats.unreached[unit] = node
         if self._repeats.record_reentrant_run(unit, with_graph):
             self._repeats.record_use((*self._rules[unit].owners, unit), node, self.clock.planned)
 
@@ -327,14 +345,6 @@ class BackwardSchedule(Generic[U]):
                 self._driver.reshard(unit)
         elif with_graph and not self._facts.is_trained(unit) and self._repeats.is_another(unit, now):
             self._driver.reshard(unit)
-
-    def _prefetch_after_unreached(self, *, but: U | None = None) -> None:
-        """Gather what ranks gathered ahead whose backwards reached what a reentrant checkpoint ran again."""
-        if but is not None:
-            self._repeats.unreached.pop(but, None)
-        if not self._driver.in_inner_task():
-            for unit in taken_from(self._repeats.unreached, self._driver.running_node()):
-                self._prefetch_after(unit)
 
     def _end_repeated_use(self) -> None:
         """Free what a node that is over used more than once."""

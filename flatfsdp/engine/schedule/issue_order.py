@@ -78,22 +78,21 @@ class GatherOrder(Generic[U]):
         """Whether the plan gathers `unit`, and has not yet."""
         return self._position.get(unit, -1) >= self._next
 
-    def ahead(self, unit: U) -> Sequence[tuple[U, ...]]:
+    def ahead(self, *units: U) -> Sequence[tuple[U, ...]]:
         """The next group of the plan, now handed out, unless one after the group of `unit` is already; none at the
         end."""
-        due = self._upcoming(unit)
+        due = self._upcoming(units)
         self._next += len(due)
         self.is_over = self._next == len(self._groups)
         return due
 
     def following(self, unit: U) -> Iterator[U]:
         """The units that `ahead` would hand out."""
-        return itertools.chain.from_iterable(self._upcoming(unit))
+        return itertools.chain.from_iterable(self._upcoming((unit,)))
 
-    def _upcoming(self, unit: U) -> Sequence[tuple[U, ...]]:
-        return (
-            () if self._position.get(unit, self._next) < self._next - 1 else self._groups[self._next : self._next + 1]
-        )
+    def _upcoming(self, units: Iterable[U]) -> Sequence[tuple[U, ...]]:
+        last = max(map(self._position.get, units, itertools.repeat(self._next)), default=-1)
+        return () if last < self._next - 1 else self._groups[self._next : self._next + 1]
 
 
 class ReduceOrder(Generic[U]):

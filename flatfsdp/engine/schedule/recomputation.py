@@ -36,7 +36,6 @@ class Recomputations(Generic[U]):
         trained: what is outside of the plan and got a graph, so that it takes part in this backward.
         node: the node whose backward ran such units again last.
         used_repeatedly: units outside of the plan that a reentrant checkpoint ran or lent more than once, and its node.
-        unreached: what a node has run again with a graph, and no gradient has reached since.
         to_come: when units outside of the plan began that reentrant checkpoints will run again, the next last.
     """
 
@@ -47,7 +46,6 @@ class Recomputations(Generic[U]):
         self.trained: dict[U, None] = {}
         self.node = 0
         self.used_repeatedly: dict[U, int] = {}
-        self.unreached: dict[U, int] = {}
         self._record, self._clock = record, clock
         lasting = [each for each in clock.regions if each.ended > each.began]
         self._begins = sorted(each.began for each in lasting)

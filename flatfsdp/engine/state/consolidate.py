@@ -8,7 +8,7 @@ piece where only the first one has it (`scatter`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,20 +16,26 @@ import torch
 from ..comm.transport import Transport
 from ..device.streams import Stream
 from ..flat.flat_param import FlatParamHandle
-from ..flat.layout_views import assemble, full_views
+from ..flat.layout_views import full_views, pieces_of, segments_of
 from ..layout.layout import FlatLayout
 from ..runtime.unit import Unit
 from .owned_interval import OwnedInterval
+from .parts import axes_beside, cut, sent_by_first
 
 
 def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, stream: Stream) -> torch.Tensor:
     """The whole of `shard` (1-D, one per rank of the shard axis) on the compute device, in new memory of
     (padded_numel,) elements of its dtype. Collective over the shard axis."""
-    own = shard.to(handle.device)
-    shards = torch.empty(own.numel() * handle.layout.world, dtype=shard.dtype, device=handle.device)
+    own, layout = shard.to(handle.device), handle.layout
+    make = torch.empty if len(layout.segments) == 1 else torch.zeros  # what lies between segments comes from nobody
+    flat = make(layout.padded_numel, dtype=shard.dtype, device=handle.device)
+    segments, pieces = segments_of(flat, layout), pieces_of(own, layout)
     stream.follow_compute()  # which has just written what travels
-    transport.all_gather_base(shards, own, stream).wait()
-    return assemble(shards, handle.layout)
+    if len(segments) == 1:
+        transport.all_gather_base(segments[0], pieces[0], stream).wait()
+    else:
+        transport.all_gather_coalesced(segments, pieces, stream).wait()
+    return flat
 
 
 @contextmanager
@@ -78,8 +84,8 @@ def scatter(
     """Each rank's shard of what the first rank has whole. Collective over the shard and the replicate axis.
 
     Args:
-        unsharded: on the first rank ([Note: consolidation]) the parameters, N-D, on any device; None stands for zeros.
-            Ignored on other ranks.
+        unsharded: on the first rank ([Note: consolidation]) the parameters, N-D, on any device, as they are stored
+            here; None stands for zeros. Ignored on other ranks.
         dtype: of the result; None for the master dtype.
 
     Returns:
@@ -109,3 +115,23 @@ def scatter(
         if replicate is not None:
             replicate.broadcast(own)
     return own
+
+
+def scatter_from_first(
+    unit: Unit,
+    kind: int,
+    wholes: Mapping[int, torch.Tensor | None],
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`scatter` of whole tensors that the first of all ranks has, by their parameters' indices; others have None under
+    the same ones. Collective over the axes of parts, too. [Note: parts of wholes]"""
+    params, sent = unit.handles[kind].layout.params, dtype or unit.handles[kind].precision.master
+    unsharded: list[torch.Tensor | None] = [None] * len(params)
+    axes = axes_beside(unit) if is_first(unit) else []
+    with torch.no_grad():
+        for index, whole in wholes.items():
+            if axes:
+                whole = sent_by_first(axes, whole, params[index].whole.shape, sent)
+            unsharded[index] = None if whole is None else cut(whole, params[index].part)
+    return scatter(unit, kind, unsharded, dtype=dtype)

@@ -17,10 +17,11 @@ from ...errors import UsageError
 from ..agreement.object_collectives import firsts, is_first_of
 from ..base.plain_data import decode, encode
 from ..comm.transport import Transport
-from ..runtime.model_facts import axes_of
+from ..runtime.model_facts import own_axes
 from ..runtime.unit import Unit
 from .model.distributed_values import LazyValue
 from .named_param import named_buffers
+from .parts import every_axis
 
 
 def broadcast_value(axes: Sequence[Transport], value: Any) -> Any:
@@ -47,7 +48,7 @@ class FromRank0(LazyValue):
 
     Attributes:
         value: the value there, None on other ranks.
-        unit: over whose axes it is sent.
+        unit: over whose axes, and those of parts, it is sent.
     """
 
     value: torch.Tensor | None
@@ -56,11 +57,12 @@ class FromRank0(LazyValue):
 
     def fetch_into(self, target: torch.Tensor) -> None:
         device = self.unit.groups.device
-        target.copy_(broadcast_tensor(axes_of([self.unit]), self.value, target.shape, target.dtype, device))
+        target.copy_(broadcast_tensor(every_axis([self.unit]), self.value, target.shape, target.dtype, device))
 
 
 def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace `state_dict` below `prefix` by what the first rank has there. Collective over both axes of `unit`.
+    """Replace `state_dict` below `prefix` by what the first rank has there. Collective over both axes of `unit`, and
+    those of parts of parameters inside.
 
     Does nothing inside a wrapper for which it has been done.
 
@@ -70,7 +72,7 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
     if any(isinstance(value, FromRank0) for value in own.values()):
         return
-    axes = axes_of([unit])
+    axes = every_axis([unit])
     described = [
         (key, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (key, None, value)
         for key, value in (own if is_first_of(axes) else {}).items()
@@ -113,7 +115,7 @@ def take_buffers(unit: Unit, units: Collection[Unit], module: nn.Module, destina
     """
     if all(each.groups.shard.size == 1 for each in units):
         return
-    axes = axes_of([unit])
+    axes = own_axes([unit])
     keys = [prefix + name for each in named_buffers(module) for name in each.names]
     own = {key: destination[key] for key in keys if key in destination}
     described = [(key, each.shape, each.dtype) for key, each in own.items() if _can_travel(each)]

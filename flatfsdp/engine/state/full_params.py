@@ -19,7 +19,7 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views, shard_of
 from ..flat.states import IDLE, SUMMONED
 from ..runtime.model import model_of
-from ..runtime.model_facts import axes_of
+from ..runtime.model_facts import own_axes
 from ..runtime.module_tree import put_at_rest, register_leaves
 from ..runtime.rest import collective_call, quiesce
 from ..runtime.unit import Unit
@@ -29,7 +29,7 @@ from .from_rank0 import broadcast_tensor
 
 def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
     """(the sharded gradient as one flat tensor, zero where there is none; which parameters have one, as 0/1)."""
-    grads = [parameter.grad for parameter in handle.face.holders]
+    grads = [handle.flat_param.grad] if handle.face.is_flat else handle.face.grads_of_leaves()
     dtype = next((grad.dtype for grad in grads if grad is not None), handle.precision.grad)
     flat = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
     present = torch.zeros(len(handle.leaves), dtype=torch.int32, device=handle.device)
@@ -86,6 +86,21 @@ class _SummonedHandle:
                 if grad is not None:
                     assign_grad(leaf, grad)
 
+    def show_seen(self) -> None:
+        """Let modules list what they compute with, where that is not what is stored. Precondition: `show`."""
+        for each in self.views.extended if self.keep else ():
+            each.show(each.leaf.detach(), each.leaf.grad)
+
+    def _take_seen(self) -> None:
+        """Let the leaves show what modules list in the place of `show_seen`'s."""
+        for each in self.views.extended:
+            stored, grad = each.taken()
+            if stored.data_ptr() != each.leaf.data_ptr() or stored.shape != each.leaf.shape:
+                each.leaf.data = stored
+            each.leaf.grad = None
+            if grad is not None:
+                assign_grad(each.leaf, grad)
+
     def hide(self, *, writeback: bool, from_rank0: bool) -> list[str]:
         """Let the leaves show the shard again, after copying this rank's piece back if asked; what does not fit, in
         words.
@@ -95,6 +110,8 @@ class _SummonedHandle:
         handle = self.handle
         misfits = []
         with torch.no_grad():
+            if self.keep:
+                self._take_seen()
             if self.keep and writeback:
                 # What a user put in a parameter's place, instead of into it, counts too.
                 if handle.face.is_flat:
@@ -145,25 +162,27 @@ class _SummonedHandle:
         for index, grad in enumerate(unsharded):
             present[index] = grad is not None
         if from_rank0:
-            present = broadcast_tensor(axes_of([self.unit]), present, present.shape, present.dtype, handle.device)
+            present = broadcast_tensor(own_axes([self.unit]), present, present.shape, present.dtype, handle.device)
             shard = scatter(self.unit, self.kind, unsharded, dtype=self.grad_dtype)
         else:
             shard = torch.zeros(layout.shard_numel, dtype=self.grad_dtype, device=handle.device)
             for index, grad in enumerate(unsharded):
                 if grad is not None:
                     store(layout, handle.rank, shard, index, grad)
+        grads = handle.face.grads_of_leaves()
         pieces, there = handle.at_rest.views_of(shard.to(handle.shard.device)), present.tolist()
         for owned in layout.owned(handle.rank):
             if not there[owned.index]:
                 continue
-            leaf, piece = handle.leaves[owned.index], pieces[owned.index]
+            grad, piece = grads[owned.index] if grads else None, pieces[owned.index]
             if handle.face.is_flat:
                 if handle.flat_param.grad is not None:
                     handle.flat_param.grad[owned.in_shard.slice].copy_(piece.reshape(-1))
-            elif leaf.grad is None:
-                assign_grad(leaf, piece.clone())
+            elif grad is None:
+                holder = handle.face.holder_of(owned.index)
+                assign_grad(holder, handle.face.like_holder((owned.index,), piece.clone()))
             else:
-                leaf.grad.copy_(piece)
+                grad.copy_(piece)
 
 
 def _check_summonable(unit: Unit, *, with_grads: bool) -> None:
@@ -220,6 +239,8 @@ def summon(
         for unit in units:
             register_leaves(unit)
             undo.callback(put_at_rest, unit)
+        for each in summoned:
+            each.show_seen()
         misfits: list[str] = []
         try:
             yield
@@ -250,4 +271,4 @@ def unwrap(unit: Unit) -> nn.Module:
     for views in unit.views:
         for extended in views.extended:
             extended.dissolve()
-    return unit.module
+    return unit.entries.first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from ..layout.layout import ParamSpec, Span
 from ..runtime.module_tree import units_in
 from ..runtime.unit import Unit
 from .owned_interval import OwnedInterval, RemoteElements
+from .parts import transformed_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,7 @@ class NamedParam:
     @property
     def has_elements(self) -> bool:
         """Whether this rank owns some, or nobody can because there are none."""
-        return not self.span_in_shard.is_empty or self.spec.numel == 0
+        return not self.span_in_shard.is_empty or self.spec.whole.numel == 0
 
     def local_view(self, shard: torch.Tensor) -> torch.Tensor:
         """This rank's elements in what is laid out like the handle's shard, 1-D."""
@@ -70,7 +72,10 @@ class NamedParam:
         """`local`, one element for each that this rank owns, as a value that knows the other ranks."""
         assert self.unit is not None
         index, layout = self.index, self.handle.layout
-        return interval_of(self.unit, local, self.spec, lambda rank: layout.span_in_param(index, rank))
+        made = interval_of(self.unit, local, self.spec, lambda rank: layout.span_in_param(index, rank))
+        if (found := transformed_of(self.unit, self.kind, index)) is not None:
+            made.assemble = partial(found.transform.assemble, state=found.state)
+        return made
 
     def in_place(self) -> torch.Tensor:
         """An interval over the memory of this rank's shard, or the whole tensor itself."""
@@ -82,8 +87,8 @@ class NamedParam:
         """Whether this rank saves it, of those that hold the same; `first`: whether this is the first of all ranks."""
         if self.unit is None:
             return first
-        replicate = self.unit.groups.replicate
-        return replicate is None or replicate.rank == 0
+        replicate, part = self.unit.groups.replicate, self.spec.part
+        return (replicate is None or replicate.rank == 0) and (part is None or part.copy == 0)
 
 
 def interval_of(unit: Unit, local: torch.Tensor, spec: ParamSpec, span: Callable[[int], Span]) -> OwnedInterval:

@@ -10,7 +10,7 @@ boxes ([Note: boxes]) from it, and saves them from and loads them into that memo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,9 @@ from ...errors import UsageError
 from ..agreement.collective_calls import meet
 from ..base import _torch
 from ..base.wait_limits import blocked
-from ..layout.boxes import Box, boxes_of
+from ..layout.boxes import Box, PartBox, boxes_of, boxes_of_whole, runs_of_whole
 from ..layout.layout import ParamSpec, Span
+from ..layout.part import Part
 from ..watchdog.regions import expecting
 
 if TYPE_CHECKING:
@@ -81,17 +82,23 @@ class OwnedInterval(torch.Tensor):
 
     Attributes:
         local: the elements of the interval in the parameter's memory order; shape (span.numel,).
-        spec: the parameter's name, global shape and memory order.
-        span: which elements of the parameter they are.
+        spec: the parameter's name, global shape and memory order; of a part those of the part, while the tensor has
+            the shape of the whole. [Note: parts of wholes]
+        span: which elements of the parameter, or of the part, they are.
         names_empty: whether this rank is the one that saves the parameter if it has no elements at all.
+        is_local: whether others may have another tensor under the same name: no checkpoint can tell these apart.
         others: where the rest is; None if that is not known any more, as in another process.
+        assemble: makes the whole of the part that `spec` describes, collective over the ranks that have the others;
+            None as `others`.
     """
 
     local: torch.Tensor
     spec: ParamSpec
     span: Span
     names_empty: bool
+    is_local: bool
     others: RemoteElements | None
+    assemble: Callable[[torch.Tensor], torch.Tensor] | None
 
     @staticmethod
     def __new__(
@@ -102,39 +109,78 @@ class OwnedInterval(torch.Tensor):
         *,
         names_empty: bool = False,
         others: RemoteElements | None = None,
+        assemble: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> OwnedInterval:
         if local.shape != (span.numel,) or span.stop > spec.numel:
             raise UsageError(
                 f"an interval of {spec.name!r}: {span} of its {spec.numel} elements does not fit a tensor of shape "
                 f"{tuple(local.shape)}"
             )
-        self: OwnedInterval = _torch.tensor_without_memory(cls, spec.shape, spec.stride, local)
+        self: OwnedInterval = _torch.tensor_without_memory(cls, spec.whole.shape, spec.whole.stride, local)
         self.local = local
         self.spec = spec
         self.span = span
         self.names_empty = names_empty
+        self.is_local = False
         self.others = others
+        self.assemble = assemble
         return self
 
     def with_local(self, local: torch.Tensor) -> OwnedInterval:
         """The same interval with other elements; shape (span.numel,)."""
-        return OwnedInterval(local, self.spec, self.span, names_empty=self.names_empty, others=self.others)
+        made = OwnedInterval(
+            local, self.spec, self.span, names_empty=self.names_empty, others=self.others, assemble=self.assemble
+        )
+        made.is_local = self.is_local
+        return made
+
+    def _refuse_local(self) -> None:
+        if self.is_local:
+            raise UsageError(
+                f"{self.spec.name!r} is a flat shard (LOCAL_STATE_DICT) of a unit with parts of DTensors: ranks of "
+                "tensor parallelism have others under the same name, which would be taken for one. Save "
+                "SHARDED_STATE_DICT, or each rank's by torch.save"
+            )
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
-        """The interval as boxes of the parameter. An empty parameter is one of the rank that names it."""
-        if self.spec.numel == 0 and not self.names_empty:
-            return ()
-        return boxes_of(self.spec, self.span)
+    def boxes(self) -> tuple[Box, ...] | tuple[PartBox, ...]:
+        """The interval as boxes of the parameter, or of the whole that it is a part of. An empty parameter is one of
+        the rank that names it."""
+        whole = self.spec.whole
+        if whole.numel == 0:
+            return boxes_of(whole, Span(0, 0)) if self.names_empty else ()
+        return () if self.span.is_empty else boxes_of_whole(self.spec, self.span)
 
-    def data_of(self, box: Box) -> torch.Tensor:
+    def data_of(self, box: Box | PartBox) -> torch.Tensor:
         """The elements of one of `boxes`, a view of `local` in the shape of the box."""
+        if isinstance(box, PartBox):
+            block = self.data_of(box.source)
+            for dim, (offset, size) in enumerate(zip(box.inside, box.sizes, strict=True)):
+                block = block.narrow(dim, offset, size)
+            return block
         piece = self.local[box.span.shift(-self.span.start).slice]
         return piece.view(box.sizes_in_memory).permute(box.back)
 
+    def of_whole(self) -> list[OwnedInterval]:
+        """The same elements as intervals of the whole, in memory shared with this: one, or one for each run of those
+        of a part that lies together in the whole. [Note: parts of wholes]"""
+        self._refuse_local()
+        spec, whole = self.spec, self.spec.whole
+        if spec.part is None:
+            return [self]
+        if whole.numel == 0:
+            return [OwnedInterval(self.local[:0], whole, Span(0, 0), names_empty=self.names_empty)]
+        start = -self.span.start
+        runs = runs_of_whole(spec, self.span) if self.span.numel else ()
+        return [OwnedInterval(self.local[own.shift(start).slice], whole, there) for own, there in runs]
+
     def take_from(self, unsharded: torch.Tensor) -> None:
-        """Copy this interval out of a tensor of the parameter's shape."""
-        for box in boxes_of(self.spec, self.span):
+        """Copy this interval out of a tensor of the parameter's shape, or of the shape of the whole that that is a
+        part of."""
+        if self.span.is_empty:
+            return
+        of_part = tuple(unsharded.shape) == self.spec.shape
+        for box in boxes_of(self.spec, self.span) if of_part else self.boxes:
             self.data_of(box).copy_(block_of(unsharded, box))
 
     # -- what programs ask of DTensors and ShardedTensors ------------------------------------------------------------
@@ -151,7 +197,7 @@ class OwnedInterval(torch.Tensor):
         spec = self.spec
         if self.others is not None:
             flat = self.others.gather(self.local.detach())
-        elif self.span.numel == spec.numel:
+        elif self.span.numel == spec.numel and (spec.part is None or self.assemble is not None):
             flat = self.local.detach().clone()
         else:
             raise UsageError(
@@ -159,7 +205,11 @@ class OwnedInterval(torch.Tensor):
                 "value does not know which ranks have the others, because it was pickled or comes from a file. Load it "
                 "into a model, and ask for its state_dict() under StateDictType.FULL_STATE_DICT"
             )
-        return flat.view(spec.shape) if spec.stride is None else flat.as_strided(spec.shape, spec.stride)
+        unsharded = flat.view(spec.shape) if spec.stride is None else flat.as_strided(spec.shape, spec.stride)
+        if spec.part is None:
+            return unsharded
+        assert self.assemble is not None
+        return self.assemble(unsharded)
 
     def to_local(self) -> torch.Tensor:
         """`local`: what this rank has, in the memory order of the whole; shape (span.numel,). Not a copy."""
@@ -168,7 +218,7 @@ class OwnedInterval(torch.Tensor):
     def local_shards(self) -> list[Any]:
         """What this rank has as torch's `Shard`s, one for each of `boxes`: `.tensor`, a view of `local`, and
         `.metadata`, with its place in the whole."""
-        return [_torch.shard(self.data_of(box), box.offsets) for box in self.boxes if box.span.numel]
+        return [_torch.shard(self.data_of(box), box.offsets) for box in self.boxes if 0 not in box.sizes]
 
     # -- what DCP calls ----------------------------------------------------------------------------------------------
     # It is imported here only, by then it has been: importing it imports torch's own FSDP.
@@ -177,17 +227,19 @@ class OwnedInterval(torch.Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+        self._refuse_local()
         properties = TensorProperties(dtype=self.local.dtype)
         return [
             WriteItem(
                 MetadataIndex(fqn, torch.Size(box.offsets)),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(_chunk(box), properties, torch.Size(self.spec.shape)),
+                tensor_data=TensorWriteData(_chunk(box), properties, self.shape),
             )
             for box in self.boxes
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        self._refuse_local()
         return [_chunk(box) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
@@ -203,6 +255,7 @@ class OwnedInterval(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         spec = self.spec
+        part = () if spec.part is None else (astuple(spec.part),)
         return _rebuild, (
             self.local,
             spec.name,
@@ -211,6 +264,7 @@ class OwnedInterval(torch.Tensor):
             self.span.start,
             self.span.stop,
             self.names_empty,
+            *part,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedInterval:
@@ -236,14 +290,14 @@ class OwnedInterval(torch.Tensor):
         return carry_out(*args, **(kwargs or {}))
 
 
-def block_of(unsharded: torch.Tensor, box: Box) -> torch.Tensor:
+def block_of(unsharded: torch.Tensor, box: Box | PartBox) -> torch.Tensor:
     """The view of `unsharded` that `box` names."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         unsharded = unsharded.narrow(dim, offset, size)
     return unsharded
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
+def _chunk(box: Box | PartBox) -> ChunkStorageMetadata:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
@@ -257,14 +311,22 @@ def _rebuild(
     start: int,
     stop: int,
     names_empty: bool,
+    part: tuple[Any, ...] | None = None,
 ) -> OwnedInterval:
-    return OwnedInterval(local, ParamSpec(name, shape, stride), Span(start, stop), names_empty=names_empty)
+    spec = ParamSpec(name, shape, stride, None if part is None else Part(*part))
+    return OwnedInterval(local, spec, Span(start, stop), names_empty=names_empty)
 
 
 def _new_empty(interval: OwnedInterval, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
-    if tuple(size) != interval.spec.shape:
+    if tuple(size) != tuple(interval.shape):
         return interval.local.new_empty(size, dtype=dtype, device=device)
     return interval.with_local(torch.empty_like(interval.local, dtype=dtype, device=device))
+
+
+def _place(interval: OwnedInterval) -> object:
+    """Where in the whole the parameter lies that `interval` is of."""
+    part = interval.spec.part
+    return interval.spec.shape if part is None or part.is_whole else (part.shape, part.ranges)
 
 
 def _copied(function: Callable[..., torch.Tensor]) -> Callable[..., OwnedInterval]:
@@ -289,7 +351,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             # [Note: staged scalars] Into these torch.distributed.checkpoint.async_save(storage_writer=...) copies what
             # has no dimensions, on all ranks and in the same order; its owner alone has the element.
             return target.copy_(source.full_tensor(), non_blocking=non_blocking)
-        if source.span.numel != source.spec.numel:
+        if source.span.numel != source.spec.numel or not (source.spec.part is None or source.spec.part.is_whole):
             raise UsageError(
                 f"copying {source.spec.name!r} into a whole tensor: this rank owns only elements {source.span} of "
                 f"shape {source.spec.shape}; full_tensor() is the whole" + _STAGED * (not source.spec.shape)
@@ -298,7 +360,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             block_of(target, box).copy_(source.data_of(box), non_blocking=non_blocking)
     elif not isinstance(source, OwnedInterval):
         target.take_from(source)
-    elif source.span == target.span and source.spec.shape == target.spec.shape:
+    elif source.span == target.span and _place(source) == _place(target):
         target.local.copy_(source.local, non_blocking=non_blocking)
     else:
         raise UsageError(

@@ -6,8 +6,10 @@ All that may fail in a user's hands is checked before the first parameter is tou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,17 +24,20 @@ from ..config.strategy import traits
 from ..config.unit_options import UnitOptions
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
+from ..dtensor.tensor_parallel import TensorParallel
 from ..features.conditional_units import ConditionalUnits
 from ..features.local_clipping import warn_of_local_clipping
 from ..features.persistent_params import PersistentParams
 from ..features.post_forward import PostForwardShards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
-from ..flat.extensions import TransformedParam, can_transform, transform
-from ..flat.faces import FlatFace, OriginalFace
+from ..flat.extensions import Transform, TransformedParam, transform, users_transforms
+from ..flat.faces import FaceMaker, FlatFace, OriginalFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
+from ..layout.part import Part
 from ..runtime.device_checks import compute_device, move_buffers
+from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
 from ..runtime.model_facts import own_pieces
 from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, put_at_rest, units_in
@@ -47,9 +52,34 @@ from .auto_wrap import check_called
 from .init_sync import failing_together, meeting_axes, synchronize
 from .materialize import materialize
 
+# Of what transforms made of parameters and the leaves of one handle, what gives it its face.
+Faces = Callable[[Sequence[TransformedParam], Sequence[nn.Parameter]], FaceMaker]
 
-def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Model:
+
+@dataclass(frozen=True)
+class Front:
+    """What a unit is built for.
+
+    Attributes:
+        words: what it is called by users, for messages.
+        entries: the modules that hold the unit in place; none for a wrapper. [Note: entries]
+        output_dtype: to which outputs are cast; None for as they are.
+        faces: gives a face to the leaves of a handle; None for FSDP1's, as the config says.
+    """
+
+    words: str = "FullyShardedDataParallel"
+    entries: Sequence[nn.Module] = ()
+    output_dtype: torch.dtype | None = None
+    faces: Faces | None = None
+
+
+WRAPPER = Front()
+
+
+def build_unit(module: nn.Module, config: Config, *, island: bool = False, front: Front = WRAPPER) -> Model:
     """Shard what no nested unit of `module` owns, as the outermost unit of a model. `config` has its groups resolved.
+
+    For several entries `module` is a list of them, used for building only.
 
     Collective only for `sync_module_states`. Raises before any parameter is changed, except out of user functions.
     """
@@ -58,54 +88,63 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Mo
     axes = meeting_axes(groups, Device(device)) if config.sync_module_states else []
     nested = units_in(module)
     with failing_together(axes):
-        _check_unwrapped(module)
-        _check_unattended(nested)
+        _check_new(module, nested, front)
         reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
-        materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
-        param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params)
-        check_called(module, [param_ref.path for param_ref in param_refs])
+        if not front.entries:
+            materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
+        param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params, front)
+        if not front.entries:
+            check_called(module, [param_ref.path for param_ref in param_refs])
         _check_untransformed(param_refs)
-        if not can_transform():
-            _check_plain(param_refs)
+        transforms = [*users_transforms(), TensorParallel(groups, config.device_mesh)]
+        if len(transforms) == 1:
+            _check_plain(param_refs, transforms)
         move_buffers(modules, device)
     synchronize(module, modules, leaves_of(param_refs), axes)
     tracker = MemoryTracker()
-    handles, param_refs, transformed, initial_checksums = _shard(param_refs, config, groups, device, tracker)
+    handles, param_refs, transformed, initial_checksums = _shard(
+        param_refs, transforms, config, groups, device, tracker, front.faces or _fsdp1_faces(config)
+    )
     unit = Unit(
-        module,
+        Entries(front.entries or [module], in_place=bool(front.entries)),
         handles,
         param_refs,
-        built=_built_with(config, [each for _, each in modules], island=island),
+        built=_built_with(config, [each for _, each in modules], front, island=island),
         groups=groups,
-        options=UnitOptions(
-            AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
-            backward_prefetch=config.backward_prefetch,
-            forward_prefetch=config.forward_prefetch,
-        ),
+        options=_options(config, reshard),
         owning_units=owners_of(shared_refs),
         shared_refs=shared_refs,
     )
     install_extensions(unit, transformed)
-    watch((*param_refs, *shared_refs))
+    if not front.entries:
+        watch((*param_refs, *shared_refs))
     put_at_rest(unit)
     for each, attributes in (*dict.fromkeys(ignored_modules).items(), *ignored_refs.items()):
         ignore(each, attributes)
-    settings = ModelSettings(device, config.limit_all_gathers, config.check_values, config.join_units_below)
-    model = new_model(unit, settings, tracker, nested)
+    model = new_model(unit, ModelSettings.of(config, device), tracker, nested)
     if initial_checksums is not None:
         initial_checksums.seal(own_pieces(unit))
         model.setup.initial_checksums[unit] = initial_checksums
     return model
 
 
-def _built_with(config: Config, modules: Sequence[nn.Module], *, island: bool) -> BuiltWith:
+def _options(config: Config, reshard: bool | int | None) -> UnitOptions:
+    return UnitOptions(
+        AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
+        backward_prefetch=config.backward_prefetch,
+        forward_prefetch=config.forward_prefetch,
+    )
+
+
+def _built_with(config: Config, modules: Sequence[nn.Module], front: Front, *, island: bool) -> BuiltWith:
     return BuiltWith(
         traits(config.sharding_strategy),
         config.mixed_precision,
         config.cpu_offload,
-        modules=modules,
+        modules=WeakModules(modules) if front.entries else modules,
+        output_dtype=front.output_dtype,
         island=island,
         device_mesh=config.device_mesh,
         counts_gradients=config.backward_prefetch is BackwardPrefetch.BACKWARD_MID,
@@ -120,7 +159,7 @@ def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None
 
 
 def _homes(
-    module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
+    module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter], front: Front
 ) -> tuple[list[ParamRef], list[ParamRef], dict[nn.Module, set[str]]]:
     """(homes of what the unit will own, homes of what other units own, attributes that hold ignored parameters)."""
     param_refs: list[ParamRef] = []
@@ -132,7 +171,7 @@ def _homes(
         if leaf in ignored_params:
             ignored.setdefault(holder, set()).add(attribute)
         elif (owning_unit := owner_of(leaf)) is not None:
-            _check_tie(owning_unit, module, path, config)
+            _check_tie(owning_unit, module, path, config, front)
             shared_refs.append(ParamRef(holder, attribute, path, leaf))
         elif getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
@@ -145,7 +184,13 @@ def _homes(
 
 
 def _shard(
-    param_refs: list[ParamRef], config: Config, groups: ProcessGroups, device: torch.device, tracker: MemoryTracker
+    param_refs: list[ParamRef],
+    transforms: list[Transform],
+    config: Config,
+    groups: ProcessGroups,
+    device: torch.device,
+    tracker: MemoryTracker,
+    faces: Faces,
 ) -> tuple[list[FlatParamHandle], list[ParamRef], list[TransformedParam], InitialChecksums | None]:
     """Handles of what the unit will own; with what extensions made of it, and the sums of values that ranks compare.
 
@@ -154,12 +199,14 @@ def _shard(
     with ExitStack() as undo:
         for param_ref in param_refs:
             undo.callback(param_ref.register)
-        param_refs, transformed = transform(param_refs)
+        param_refs, transformed = transform(param_refs, transforms)
         _check_plain(param_refs)
         leaves = leaves_of(param_refs)
         initial_checksums = InitialChecksums(leaves) if config.check_values != "off" else None
         packed = {id(param_ref.leaf) for param_ref in param_refs if param_ref.is_packed}
-        handles = _flatten(leaves, packed, config, groups, device, tracker)
+        parts = {id(each.leaf): part for each in transformed if (part := each.part) is not None}
+        faced = partial(faces, transformed)
+        handles = _flatten(leaves, packed, parts, config, groups, device, tracker, faced)
         undo.pop_all()
     if dropped := [path for leaf, path in leaves if leaf.grad is not None]:
         warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")
@@ -171,18 +218,21 @@ def _shard(
 def _flatten(
     leaves: list[tuple[nn.Parameter, str]],
     packed: set[int],
+    parts: dict[int, Part],
     config: Config,
     groups: ProcessGroups,
     device: torch.device,
     tracker: MemoryTracker,
+    faces: Callable[[Sequence[nn.Parameter]], FaceMaker],
 ) -> list[FlatParamHandle]:
     """A handle for each kind among `leaves`, given with their paths. They still show their own memory.
 
-    `packed`: the ids of those that are packed bytes.
+    `packed`: the ids of those that are packed bytes; `parts`: of which wholes some are parts, by their ids.
     """
-    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[nn.Parameter, str]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:
-        kinds.setdefault((leaf.dtype, leaf.requires_grad, id(leaf) in packed), []).append((leaf, path))
+        kind = leaf.dtype, leaf.requires_grad, id(leaf) in packed, leaf.is_meta
+        kinds.setdefault(kind, []).append((leaf, path))
     return [
         FlatParamHandle.flatten(
             [leaf for leaf, _ in members],
@@ -194,15 +244,21 @@ def _flatten(
                 mixed_precision=MixedPrecision() if is_packed_kind else config.mixed_precision,
                 offload=config.cpu_offload.offload_params,
                 pin_memory=config.cpu_offload.pin_memory,
-                face=OriginalFace if config.use_orig_params else FlatFace,
+                face=faces([leaf for leaf, _ in members]),
                 trainable=trainable,
                 packed=is_packed_kind,
                 layout=config.layout,
             ),
             tracker=tracker,
+            parts=parts,
         )
-        for (_, trainable, is_packed_kind), members in kinds.items()
+        for (_, trainable, is_packed_kind, _), members in kinds.items()
     ]
+
+
+def _fsdp1_faces(config: Config) -> Faces:
+    face: FaceMaker = OriginalFace if config.use_orig_params else FlatFace
+    return lambda transformed, leaves: face
 
 
 def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, nested: list[Unit]) -> Model:
@@ -228,17 +284,36 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
 def _check_unwrapped(module: nn.Module) -> None:
     """Refuse a module that is in a unit already, as a wrapper or inside of one."""
     wrapped = module.__dict__.get("_unit")
+    if isinstance(wrapped, Unit) and wrapped.entries.in_place:
+        raise UsageError(
+            f"module: {plain_class(module).__name__} was given to fully_shard() already. Shard a module once, inner "
+            "ones before outer ones, and do not wrap it besides"
+        )
     if isinstance(wrapped, Unit):
         raise UsageError(
-            f"module: {type(module).__name__} is a wrapper already, of {type(wrapped.module).__name__}. Wrap the "
+            f"module: {type(module).__name__} is a wrapper already, of {wrapped.entries.class_name}. Wrap the "
             "original module, once"
         )
     unit = unit_around(module)
     if unit is not None:
         raise UsageError(
-            f"module: {type(module).__name__} is in a unit already, that of {type(unit.module).__name__}, and its "
+            f"module: {type(module).__name__} is in a unit already, that of {unit.entries.class_name}, and its "
             "parameters are flattened there. Wrap inner modules before outer ones, each once"
         )
+
+
+def _check_new(module: nn.Module, nested: Iterable[Unit], front: Front) -> None:
+    """Refuse modules that are in a unit already, and models that are made by both fronts."""
+    for each in front.entries or [module]:
+        _check_unwrapped(each)
+    _check_unattended(nested)
+    for unit in nested:
+        if unit.entries.in_place is not bool(front.entries):
+            made = "fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel"
+            raise UsageError(
+                f"module: {unit.entries.class_name} inside was sharded by {made}, and what is around it is given to "
+                f"{front.words}. A model is sharded by one of them: use the same for all of its modules"
+            )
 
 
 def _check_unattended(nested: Iterable[Unit]) -> None:
@@ -246,16 +321,22 @@ def _check_unattended(nested: Iterable[Unit]) -> None:
     for unit in nested:
         if given := [each.requested_by for each in model_of(unit).observers.all if each.requested_by]:
             raise UsageError(
-                f"module: {type(unit.module).__name__} inside is of a model that was given to {given[0]}, and cannot "
+                f"module: {unit.entries.class_name} inside is of a model that was given to {given[0]}, and cannot "
                 "become part of a larger one. Wrap the whole model first, and call it on the outermost wrapper"
             )
 
 
-def _check_tie(owning_unit: Unit, module: nn.Module, path: str, config: Config) -> None:
+def _check_tie(owning_unit: Unit, module: nn.Module, path: str, config: Config, front: Front) -> None:
+    if front.entries:
+        raise UsageError(
+            f"{path!r} of {type(module).__name__} is tied to a parameter of another unit "
+            f"({owning_unit.entries.class_name}), which is sharded already. Give both modules to {front.words} in one "
+            "call, as a list"
+        )
     if owning_unit.groups.shard.ranks != plan_groups(config, owning_unit.handles[0].device).shard.ranks:
         raise UsageError(
             f"{path!r} of {type(module).__name__} is tied to a parameter of another unit "
-            f"({type(owning_unit.module).__name__}) that is sharded over other ranks, so no order of gathers serves "
+            f"({owning_unit.entries.class_name}) that is sharded over other ranks, so no order of gathers serves "
             "both. Put both modules into one unit, or wrap them with the same process group"
         )
 
@@ -266,14 +347,18 @@ def _check_untransformed(param_refs: Iterable[ParamRef]) -> None:
             for param_ref in param_refs:
                 if each.replaced(param_ref.leaf):
                     raise UsageError(
-                        f"{param_ref.path!r} is tied to a parameter of another unit ({type(unit.module).__name__}) "
+                        f"{param_ref.path!r} is tied to a parameter of another unit ({unit.entries.class_name}) "
                         "that an extension transformed. Put both modules into one unit"
                     )
 
 
-def _check_plain(param_refs: Iterable[ParamRef]) -> None:
+def _check_plain(param_refs: Iterable[ParamRef], transforms: Iterable[Transform] = ()) -> None:
+    """Refuse what is no plain tensor, and what those of `transforms` that apply refuse."""
     for param_ref in param_refs:
-        if hasattr(type(param_ref.leaf), "__tensor_flatten__"):
+        applying = next((each for each in transforms if each.applies(param_ref.leaf)), None)
+        if applying is not None:
+            applying.check(param_ref.path, param_ref.leaf)
+        elif hasattr(type(param_ref.leaf), "__tensor_flatten__"):
             raise UsageError(
                 f"{param_ref.path!r} is a {type(param_ref.leaf).__name__}, a tensor made of others: a flat parameter "
                 "holds plain elements. Name its module in ignored_modules=, which leaves it whole on each rank, or say "

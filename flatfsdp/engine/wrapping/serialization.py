@@ -18,18 +18,20 @@ import torch
 from torch import nn
 
 from ...api import BackwardPrefetch
-from ...errors import UsageError
+from ...errors import UsageError, few
 from ..agreement.once_per_job import warn_once_per_job
+from ..base.fqns import fqn
 from ..comm.axes import ProcessGroups
 from ..comm.process_groups import plan_over
 from ..config.unit_options import PrefetchTargets, UnitOptions
 from ..device.memory import MemoryTracker
-from ..flat.extensions import TransformedParam
+from ..flat.extensions import TransformedParam, as_transform
 from ..flat.faces import pickled_face
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
+from ..runtime.entries import Entries
 from ..runtime.model import model_of
 from ..runtime.module_tree import ignore, ignored_in, units_in
 from ..runtime.param_registry import owners_of
@@ -39,17 +41,17 @@ from ..runtime.unit_state import BuiltWith
 from .build import install_extensions, new_model
 from .wrapper_support import keep_model, register_flat_params
 
-_BUILT = ("traits", "mixed_precision", "cpu_offload", "island", "modules")
-_OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch")
-_HANDLE_SETTINGS = ("layout", "rank", "device")
+BUILT = ("traits", "mixed_precision", "cpu_offload", "island", "modules")
+OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch")
+HANDLE_SETTINGS = ("layout", "rank", "device")
 # Of pickles from before options were pickled as such.
-_HANDLE_OPTIONS = ("mixed_precision", "offload", "pin_memory", "trainable", "packed")
+HANDLE_OPTIONS = ("mixed_precision", "offload", "pin_memory", "trainable", "packed")
 
 T = TypeVar("T")
 # For each unit the places of those that it names: that it gathers ahead, in forward and in backward, and that come
 # right after its branch.
 _NAMING = ("forward_targets", "backward_targets", "branch_before")
-_Lists = list[list[list[int]]]
+Lists = list[list[list[int]]]
 
 # Inside the pickling of an outer wrapper, nested ones are written in place, so that ties across them survive.
 _inside = False
@@ -68,20 +70,20 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
                     "leaves": handle.leaves,
                     "shard": handle.shard.detach(),
                     "options": handle.options,
-                    **{name: getattr(handle, name) for name in _HANDLE_SETTINGS},
+                    **{name: getattr(handle, name) for name in HANDLE_SETTINGS},
                 }
                 for handle in unit.handles
             ],
             "residuals": [residuals.held for residuals in residuals_of(unit)],
             "homes": [(each.module, each.attribute, each.path, each.leaf) for each in unit.param_refs],
             "aliases": [(each.module, each.attribute, each.path, each.leaf) for each in unit.shared_refs],
-            "extended": [(e.leaf, e.state, e.extensions) for views in unit.views for e in views.extended],
-            "left_alone": ignored_in(unit.module),
+            "extended": [(e.leaf, e.state, e.transform) for views in unit.views for e in views.extended],
+            "left_alone": ignored_in(unit.entries.first),
             "groups": unit.groups,
             "root": replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit),
             "is_last_backward": model_of(unit).backwards.is_last_backward,
-            **{name: getattr(unit.built, name) for name in _BUILT},
-            **{name: getattr(unit.options, name) for name in _OPTIONS},
+            **{name: getattr(unit.built, name) for name in BUILT},
+            **{name: getattr(unit.options, name) for name in OPTIONS},
         },
     }
 
@@ -94,9 +96,9 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     handles = []
     for entry in plan["handles"]:
         options = entry.get("options") or FlatParamOptions(
-            face=pickled_face(entry), **{name: entry[name] for name in _HANDLE_OPTIONS}
+            face=pickled_face(entry), **{name: entry[name] for name in HANDLE_OPTIONS}
         )
-        settings = {name: entry[name] for name in _HANDLE_SETTINGS}
+        settings = {name: entry[name] for name in HANDLE_SETTINGS}
         handles.append(
             FlatParamHandle(entry["leaves"], shard=entry["shard"], options=options, tracker=tracker, **settings)
         )
@@ -107,27 +109,27 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
                 "load each rank's own pickle"
             )
     unit = Unit(
-        wrapper._modules["_fsdp_wrapped_module"],  # type: ignore[arg-type]
+        Entries([wrapper._modules["_fsdp_wrapped_module"]], in_place=False),  # type: ignore[list-item]
         handles,
         [ParamRef(*each) for each in plan["homes"]],
         built=BuiltWith(
-            **{name: plan[name] for name in _BUILT},
+            **{name: plan[name] for name in BUILT},
             counts_gradients=plan["backward_prefetch"] is BackwardPrefetch.BACKWARD_MID,
         ),
         groups=plan["groups"],
-        options=UnitOptions(**{name: plan[name] for name in _OPTIONS}),
+        options=UnitOptions(**{name: plan[name] for name in OPTIONS}),
         shared_refs=[ParamRef(*each) for each in plan["aliases"]],
     )
     install_extensions(
         unit,
         [
-            TransformedParam(leaf, state, extensions, [each for each in unit.param_refs if each.leaf is leaf])
-            for leaf, state, extensions in plan["extended"]
+            TransformedParam(leaf, state, as_transform(found), [each for each in unit.param_refs if each.leaf is leaf])
+            for leaf, state, found in plan["extended"]
         ],
     )
     for module, attributes in plan["left_alone"]:
         ignore(module, attributes)
-    nested = units_in(unit.module)
+    nested = units_in(unit.entries.first)
     settings = replace(plan["root"], device=handles[0].device) if handles else plan["root"]
     model = new_model(unit, settings, tracker, nested)
     model.backwards.is_last_backward = plan["is_last_backward"]
@@ -147,7 +149,7 @@ def _check_copyable(unit: Unit) -> None:
         )
 
 
-def _at_rest(wrapper: nn.Module) -> list[Unit]:
+def at_rest(wrapper: nn.Module) -> list[Unit]:
     """The units inside, at rest: what a user put in a parameter's place lies in their shards."""
     units = units_in(wrapper)
     quiesce(units, collective=False, check=_check_copyable)
@@ -162,7 +164,7 @@ def _at_rest(wrapper: nn.Module) -> list[Unit]:
 
 def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy` of a wrapper: parameters, buffers and settings are copied, process groups shared."""
-    units = _at_rest(wrapper)
+    units = at_rest(wrapper)
     twin: nn.Module = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
     restore(twin, copy.deepcopy(state_of(wrapper), memo))
@@ -173,14 +175,14 @@ def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
     copied.built = replace(copied.built, device_mesh=unit.built.device_mesh)
     model_of(copied).setup.set_options(
         copied,
-        comm_hook=_copied_hook(unit.options.comm_hook, memo, "register_comm_hook()"),
-        all_reduce_hook=_copied_hook(unit.options.all_reduce_hook, memo, "set_all_reduce_hook()"),
+        comm_hook=copied_hook(unit.options.comm_hook, memo, "register_comm_hook()"),
+        all_reduce_hook=copied_hook(unit.options.all_reduce_hook, memo, "set_all_reduce_hook()"),
     )
-    _set_lists(units_in(twin), _lists_of(units))
+    set_lists(units_in(twin), lists_of(units))
     return twin
 
 
-def _copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
+def copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
     """A copy of a user's hook, whose process groups are in `memo`; None where it cannot be copied."""
     if id(hook) in memo:  # None, too, once a copy has failed
         return memo[id(hook)]
@@ -195,7 +197,8 @@ def _copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
         return None
 
 
-def _lists_of(units: list[Unit]) -> _Lists:
+def lists_of(units: list[Unit]) -> Lists:
+    """What `units` name, by their places among these."""
     places = {unit: place for place, unit in enumerate(units)}
 
     def known(targets: PrefetchTargets[Unit]) -> list[int]:
@@ -204,7 +207,8 @@ def _lists_of(units: list[Unit]) -> _Lists:
     return [[known(getattr(unit.options, name)) for name in _NAMING] for unit in units]
 
 
-def _set_lists(units: list[Unit], lists: _Lists) -> None:
+def set_lists(units: list[Unit], lists: Lists) -> None:
+    """Let `units` name each other as `lists` say."""
     for unit, named in zip(units, lists, strict=True):
         if any(named):
             targets = (PrefetchTargets(units[place] for place in each) for each in named)
@@ -216,11 +220,17 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
     global _inside
     if _inside:
         return _blank, (type(wrapper),), state_of(wrapper)
-    units = _at_rest(wrapper)
+    units = at_rest(wrapper)
     if any(unit.options.comm_hook is not None or unit.options.all_reduce_hook is not None for unit in units):
         warn_once_per_job(
             "the pickle of a wrapped model does not have its communication and all-reduce hooks. Register them again "
             "when it is loaded, before it trains"
+        )
+    specs = ((unit, spec) for unit in units for handle in unit.handles for spec in handle.layout.params)
+    if parts := [fqn(unit.name, spec.name) for unit, spec in specs if spec.part is not None]:
+        raise UsageError(
+            f"a wrapped model with DTensors ({few(parts)}) cannot be pickled: they lie on a mesh of this job, and "
+            "torch's tensor parallelism leaves hooks in modules that no pickle can hold. Save its state_dict()"
         )
     buffer = io.BytesIO()
     for unit in units:
@@ -228,7 +238,7 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
             views.show(SHOWS_NOTHING)
     _inside = True
     try:
-        torch.save((type(wrapper), state_of(wrapper), _lists_of(units)), buffer)
+        torch.save((type(wrapper), state_of(wrapper), lists_of(units)), buffer)
     finally:
         _inside = False
         for unit in units:
@@ -245,7 +255,7 @@ def _load(data: bytes) -> nn.Module:
     cls, state, lists = torch.load(io.BytesIO(data), weights_only=False)
     wrapper = _blank(cls)
     restore(wrapper, state)
-    _set_lists(units_in(wrapper), lists)
+    set_lists(units_in(wrapper), lists)
     return wrapper
 
 

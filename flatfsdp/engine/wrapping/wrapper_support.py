@@ -95,21 +95,25 @@ def _check_hookable(unit: Unit, method: str) -> None:
 
 
 def apply_to_tensors(
-    wrapper: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], rest: Callable[[], Any]
+    wrapper: nn.Module,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    rest: Callable[[], Any],
+    *,
+    shards: bool = True,
 ) -> None:
-    """`change` (cast or move) the shards of `wrapper`'s own unit; `rest()` changes everything else in the wrapper.
+    """`change` (cast or move) the `shards` of `wrapper`'s own unit; `rest()` changes everything else in the wrapper.
 
     Raises:
         UsageError: while a forward awaits its backward, unless nothing changes, and for a move to the meta device.
     """
     unit: Unit = wrapper.__dict__["_unit"]
     between = unit.shows_shard
-    if not between and _changes(unit, change):
+    if not between and shards and _changes(unit, change):
         raise UsageError(
             f"unit {unit.label}: .to(), .half() and their like change parameters between iterations only; a forward "
             "here still awaits its backward"
         )
-    if any(change(handle.shard.new_empty(0)).is_meta for handle in unit.handles):
+    if any(change(handle.shard.new_empty(0)).is_meta and not handle.shard.is_meta for handle in unit.handles):
         raise UsageError(
             f"unit {unit.label}: moving it to the meta device would throw away its values; use "
             "model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device"
@@ -133,7 +137,7 @@ def apply_to_tensors(
         for param_ref, face in param_refs:
             face.put(param_ref)
         wrapper._parameters.update(flat)
-    if not between:
+    if not (between and shards):
         return
     with torch.no_grad():
         for handle, views in zip(unit.handles, unit.views, strict=True):

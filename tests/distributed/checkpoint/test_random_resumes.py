@@ -83,6 +83,7 @@ class Pair:
             cpu_offload=CPUOffload(offload_params=drawn.random() < 0.15),
             mixed_precision=MixedPrecision(reduce_dtype=torch.float64) if drawn.random() < 0.2 else None,
             join_units_below=drawn.choice((0, 2**20)),
+            layout=random.Random(f"{seed} {draw} layout").choice(("flat", "rows")),
         )
         if drawn.random() < 0.3:
             self.model.set_reshard_after_backward(False)

@@ -8,6 +8,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def accounts(
     lines: list[str] = []
     mixed = MixedPrecision(reduce_dtype=reduce, reduce_bits=bits, reduce_error_feedback=True)
     with setting.doubles(), contextlib.nullcontext() if shared else by_messages():
-        account = Account(wrapped(setting, mixed, layout=layout), rank, world)
+        account = Account(wrapped(replace(setting, rows=layout == "rows"), mixed), rank, world)
         for step in range(4):
             with account.model.no_sync():
                 account.backward(step)

@@ -147,7 +147,18 @@ def _many_in_flight(rank: int, world: int) -> list[str]:
                 waits.append((f"gather {k}", gathers.all_gather_base(output, shard, lane), output, whole))
                 piece, full = torch.full((size,), torch.nan), values(world * size, torch.float32, 50 * k + rank)
                 total = in_rank_order(world, world * size, torch.float32, 50 * k)[rank * size : (rank + 1) * size]
-                waits.append((f"reduce-scatter {k}", sums.reduce_scatter_base(piece, full, lane), piece, total))
+                if k % 3:
+                    waits.append((f"reduce-scatter {k}", sums.reduce_scatter_base(piece, full, lane), piece, total))
+                    continue
+                pieces = [7, size // 2, size - 7 - size // 2]  # now several, of which some may be small
+                rows = list(zip(*(each.split(pieces) for each in full.chunk(world)), strict=True))
+                fulls = [torch.cat(row) for row in rows]
+                waits.append((f"list {k}", sums.reduce_scatter_coalesced(piece, fulls, lane), piece, total))
+                outputs = torch.full((world * size,), torch.nan).split([world * n for n in pieces])
+                pending = gathers.all_gather_coalesced(outputs, shard.split(pieces), lane)
+                parts = zip(*(each.split(pieces) for each in whole.chunk(world)), strict=True)
+                for number, (output, part) in enumerate(zip(outputs, parts, strict=True)):
+                    waits.append((f"gathered list {k}.{number}", pending, output, torch.cat(part)))
             order.shuffle(waits)
             for name, pending, found, expected in waits:
                 pending.wait()

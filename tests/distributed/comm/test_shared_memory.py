@@ -4,6 +4,10 @@ whatever order ranks wait. The protocol by itself is in `tests/unit/comm/test_in
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
+import pickle
 import random
 import threading
 import time
@@ -16,17 +20,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm.comm_stats import CommStats
+from flatfsdp.engine.comm.pieces import Row, rows_of
 from flatfsdp.engine.comm.shared_memory.attendant import Attendant
 from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
 from flatfsdp.engine.comm.shared_memory.collectives import SharedMemoryExchange
-from flatfsdp.engine.comm.shared_memory.groups import connect
+from flatfsdp.engine.comm.shared_memory.groups import by_messages, connect, shares
 from flatfsdp.engine.comm.shared_memory.operations import Sum
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import PendingWork
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.thorough import seeds
 
 TINY = 2048  # bytes of an outbox: a chunk has less than half
@@ -63,21 +70,42 @@ def issue(way: SharedMemoryExchange, what: str, rank: int, world: int, size: int
     if what == "all-reduce":
         output, expected = values(size, dtype, seed + rank), total(world, size, dtype, seed)
         return name, way.all_reduce(output), output, expected
+    if "list" in what:
+        return name, *issue_list(way, what, rank, world, size, dtype)
     if what == "reduce-scatter":
         output, full = torch.zeros(size, dtype=dtype), values(world * size, dtype, seed + rank)
         expected = total(world, world * size, dtype, seed).chunk(world)[rank]
-        return name, way.reduce_scatter(output, full), output, expected
+        return name, way.reduce_scatter(Row([output]), rows_of([full], world)), output, expected
     shards = [values(size, dtype, seed + each) for each in range(world)]
     output, shard = torch.zeros(world * size, dtype=dtype), shards[rank]
     if what == "gather in place":
         shard = output.chunk(world)[rank].copy_(shard)
-    return name, way.gather(output.view(torch.uint8), shard.view(torch.uint8)), output, torch.cat(shards)
+    return name, way.gather(rows_of([output], world), [shard]), output, torch.cat(shards)
+
+
+def issue_list(
+    way: SharedMemoryExchange, what: str, rank: int, world: int, size: int, dtype: torch.dtype
+) -> tuple[PendingWork, Tensor, Tensor]:
+    """What `size` is in one piece, in several of different sizes, some of them none."""
+    draw, seed = random.Random(size), 100 * size
+    ends = sorted(draw.randint(0, size) for _ in range(draw.randint(0, 9)))
+    sizes = [end - start for start, end in zip([0, *ends], [*ends, size], strict=True)]
+    row = [values(n, dtype, seed + rank + 10 * k) for k, n in enumerate(sizes)]
+    if what == "gather of a list":
+        memory = torch.zeros(world * size, dtype=dtype)
+        outputs = memory.split([world * n for n in sizes])
+        expected = torch.cat([values(n, dtype, seed + r + 10 * k) for k, n in enumerate(sizes) for r in range(world)])
+        return way.gather(rows_of(outputs, world), row), memory, expected
+    fulls = [values(world * n, dtype, seed + rank + 10 * k) for k, n in enumerate(sizes)]
+    sums = [total(world, world * n, dtype, seed + 10 * k) for k, n in enumerate(sizes)]
+    output, expected = torch.zeros(size, dtype=dtype), torch.cat([each.chunk(world)[rank] for each in sums])
+    return way.reduce_scatter(Row(output.split(sizes)), rows_of(fulls, world)), output, expected
 
 
 MODES: dict[str, Callable[[], Any]] = {
     "grad": nullcontext, "no grad": torch.no_grad, "inference": torch.inference_mode,
 }  # fmt: skip
-KINDS = ["gather", "gather in place", "reduce-scatter", "all-reduce"]
+KINDS = ["gather", "gather in place", "reduce-scatter", "all-reduce", "gather of a list", "reduce-scatter of a list"]
 
 
 def wrong(waits: list[Exchanged]) -> list[str]:
@@ -313,3 +341,65 @@ def waits_elsewhere(rank: int, world: int, mode: str) -> list[str]:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_waits_by_other_means_while_its_peer_waits_for_it_here(mode: str, pool2: Run) -> None:
     assert pool2(waits_elsewhere, mode, timeout=10) == [[]] * 2
+
+
+def through(what: str) -> tuple[list[Tensor], set[bool]]:
+    """Three steps of a model, whose user does `what` after the first: its gradients and parameters, whole; and which of
+    the groups that it used shared memory."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(9, 40), nn.ReLU(), nn.Linear(40, 40), nn.Linear(40, 3))
+    model: Any = FullyShardedDataParallel(nn.Sequential(*layers), auto_wrap_policy={nn.Linear}, use_orig_params=True)
+    found: list[Tensor] = []
+    kept: list[tuple[Tensor, Tensor]] = []
+    rank, dtype = dist.get_rank(), torch.float32
+    for step in range(3):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float32).to(dtype)
+        model(x).square().sum().backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        if step == 0:
+            model, dtype, kept = done(what, model)
+    with FullyShardedDataParallel.summon_full_params(model):
+        found += [p.detach().clone() for p in model.parameters()]
+    found += [view for view, _ in kept]
+    assert all(torch.equal(view, copy_) for view, copy_ in kept), what
+    groups = {unit.reduction_group for unit in inspect.units(model)}
+    return found, {shares(group) is True for group in groups}
+
+
+def done(what: str, model: Any) -> tuple[Any, torch.dtype, list[tuple[Tensor, Tensor]]]:
+    """The model to go on with, in which dtype, and views of shards of a model that is gone, with their values."""
+    if what == "to":
+        return model.to(torch.float64), torch.float64, []
+    if what == "share_memory":
+        assert model.share_memory() is model
+        assert all(p.is_shared() for p in model.parameters())
+    if what == "deepcopy":
+        model = copy.deepcopy(model)
+    if what == "pickle":
+        model = pickle.loads(pickle.dumps(model))
+    if what == "torch.save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        model = torch.load(file, weights_only=False)
+    kept = []
+    if what == "views":
+        kept = [(view := p.detach()[1:], view.clone()) for p in model.parameters() if p.numel()]
+        model = copy.deepcopy(model)  # what the views are of is gone
+        gc.collect()
+    return model, torch.float32, kept
+
+
+def as_users_do(rank: int, world: int, what: str) -> list[bool]:
+    found, shared = through(what)
+    with by_messages():
+        plain, _ = through(what)
+    assert len(found) == len(plain) > 10
+    return [all(map(torch.equal, found, plain)), *shared]
+
+
+@pytest.mark.parametrize("what", ["to", "share_memory", "deepcopy", "pickle", "torch.save", "views"])
+def test_what_users_do_to_a_model_is_as_it_is_by_messages(what: str, pool2: Run) -> None:
+    assert pool2(as_users_do, what) == [[True, True]] * 2

@@ -22,7 +22,10 @@ from tests.harness.matrix import hostile_world
 from tests.harness.models import Feedforward
 from tests.harness.reference import Recipe
 
-PAIRS = (Setting(orig=True, doubled=True, nearby=2), Setting("SHARD_GRAD_OP", orig=False, offload=True, nearby=2))
+PAIRS = (
+    Setting(orig=True, doubled=True, nearby=2),
+    Setting("SHARD_GRAD_OP", orig=False, offload=True, nearby=2, rows=True),
+)
 
 
 def like_one_process(found: list[list[str]]) -> None:

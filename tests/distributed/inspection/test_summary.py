@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, stats, summary
+from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.fake import fake_world
@@ -155,7 +157,10 @@ def test_many_ranks_stay_one_line_also_when_their_groups_are_gone() -> None:
 
 
 def test_a_model_that_is_not_wrapped_is_refused() -> None:
-    message = "no module in Linear is wrapped by FullyShardedDataParallel. Wrap the model first, and pass the wrapper"
+    message = (
+        "no module in Linear is wrapped by FullyShardedDataParallel or was given to fully_shard(). Shard the model "
+        "first, and pass the wrapper, or the model"
+    )
     for look in (summary, stats):
         with pytest.raises(UsageError) as refusal:
             look(nn.Linear(1, 1))
@@ -253,3 +258,69 @@ def test_several_models_in_one_container_are_added_up(pool2: Run) -> None:
     assert pool2(show_stats)[0] == (
         "Stats(units=2, bytes_params=80, bytes_grads=0, bytes_unsharded=0, bytes_unsharded_peak=0, comm={})"
     )
+
+
+# --- reductions that are waited for early -----------------------------------------------------------------------------
+
+
+def large_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 800), *(nn.Linear(800, 800) for _ in range(4)), nn.Linear(800, 8))
+
+
+def early_waits(rank: int, world: int, way: str) -> tuple[str, str, int]:
+    """What the table has of them before and after some steps, and the peak of the last."""
+    group = dist.new_group()  # which has exchanged nothing
+    model = FullyShardedDataParallel(
+        large_layers(),
+        process_group=group,
+        auto_wrap_policy={nn.Linear},
+        mixed_precision=MixedPrecision(reduce_bits=8) if way == "few bits" else None,
+        sharding_strategy="NO_SHARD" if way == "NO_SHARD" else "FULL_SHARD",
+    )
+
+    def line(model: Any = model) -> str:
+        return "".join(text for text in summary(model).splitlines() if "early waits" in text)
+
+    with by_messages() if way == "messages" else nullcontext():
+        flatfsdp.share_host_memory(None, early_waits=way != "late")
+        try:
+            before = line()
+            for _ in range(3):
+                stats(model).reset()
+                model(torch.ones(1, 8)).sum().backward()
+                model.zero_grad()
+            after = line()
+        finally:
+            flatfsdp.share_host_memory(None, early_waits=True)
+    peak = stats(model).bytes_peak
+    del model, line
+    dist.destroy_process_group(group)
+    return before, after, peak
+
+
+def test_early_waits_are_shown_and_can_be_turned_off(pool2: Run) -> None:
+    found = {way: pool2(early_waits, way)[0] for way in ("early", "late", "messages", "few bits", "NO_SHARD")}
+    counted = "the reductions of 4 of 6 units"
+    assert found.pop("early")[:2] == (f"early waits if ranks share memory: {counted}", f"early waits: {counted}")
+    assert [texts for *texts, _ in found.values()] == [["", ""]] * len(found)
+
+
+def test_early_waits_hold_less_at_the_peak_and_in_a_plan(pool2: Run) -> None:
+    early, late = (pool2(early_waits, way)[0][2] for way in ("early", "late"))
+    assert late > early
+    planned = []
+    with flatfsdp.dry_run(2):
+        model = FullyShardedDataParallel(large_layers(), auto_wrap_policy={nn.Linear})
+        for wanted in (False, True):
+            flatfsdp.share_host_memory(None, early_waits=wanted)
+            planned.append(sum(flatfsdp.memory_plan(model).at_peak.values()))
+    assert planned == [late, early]
+
+
+def test_a_dry_run_knows_of_early_waits() -> None:
+    with flatfsdp.dry_run(8):
+        model = FullyShardedDataParallel(nn.Linear(800, 800))
+        assert summary(model).endswith("early waits: the reductions of 1 of 1 units")
+    with flatfsdp.dry_run(9):
+        model = FullyShardedDataParallel(nn.Linear(800, 800))
+        assert "early waits" not in summary(model)

@@ -16,6 +16,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm import process_groups as groups
@@ -721,14 +722,26 @@ no_sync(), or leave with_grads out""",
 
 def test_a_tensor_made_of_others(world: None) -> None:
     module = linear()
+    module.weight = nn.Parameter(TwoTensor(module.weight.detach(), module.weight.detach()))
+    assert_expected_inline(
+        said(lambda: FullyShardedDataParallel(nn.Sequential(module))),
+        """\
+'0.weight' is a TwoTensor, a tensor made of others: a flat parameter holds plain elements. Name its
+module in ignored_modules=, which leaves it whole on each rank, or say what is stored of it with
+flatfsdp.extensions.set_extensions()""",
+    )
+
+
+def test_a_dtensor_over_ranks_of_its_unit(world: None) -> None:
+    module = linear()
     mesh = init_device_mesh("cpu", (2,))
     module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
     assert_expected_inline(
         said(lambda: FullyShardedDataParallel(nn.Sequential(module))),
         """\
-'0.weight' is a DTensor, a tensor made of others: a flat parameter holds plain elements. Name its
-module in ignored_modules=, which leaves it whole on each rank, or say what is stored of it with
-flatfsdp.extensions.set_extensions()""",
+'0.weight' is a DTensor on DeviceMesh((2,), 'cpu', stride=(1,)), of which ranks 0, 1 are among those
+over which its unit is sharded, too. A parameter is sharded over the ranks that hold the same part
+of it: give device_mesh=mesh["dp"] of the mesh whose mesh["tp"] the parameter lies on""",
     )
     FullyShardedDataParallel(nn.Sequential(module, linear()), ignored_modules=[module])
 

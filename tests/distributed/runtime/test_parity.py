@@ -50,7 +50,7 @@ def all_pairs(cells: Any) -> set[Any]:
 
 def test_the_array_covers_every_legal_pair() -> None:
     assert all_pairs(ARRAY) == all_pairs(legal_cells())
-    assert len(legal_cells()) == 11 * 180  # (strategy, world) times the rest
+    assert len(legal_cells()) == 11 * 360  # (strategy, world) times the rest
     assert len(ARRAY) <= 30
 
 
@@ -63,6 +63,14 @@ def test_each_setting_alone(cell: Cell) -> None:
 @pytest.mark.parametrize("cell", ARRAY, ids=str)
 def test_all_pairs_of_settings(cell: Cell, hostile: bool) -> None:
     cell.check(hostile=hostile)
+
+
+IN_ROWS = [dataclasses.replace(cell, layout="rows") for cell in ARRAY if cell.layout != "rows"]
+
+
+@pytest.mark.parametrize("cell", IN_ROWS if is_thorough() else IN_ROWS[::8], ids=str)
+def test_all_pairs_with_every_unit_in_rows(cell: Cell) -> None:
+    cell.check(hostile=True)
 
 
 def test_what_is_crossed_covers_every_legal_pair() -> None:
@@ -110,13 +118,13 @@ def pairwise() -> Iterator[None]:
 @contextmanager
 def one_late_rank() -> Iterator[None]:
     """Rank 1 is the last to share its gradients."""
-    post = SharedMemory.sum_pieces
+    post = SharedMemory.sum_rows
 
     def late(self: SharedMemory, *args: Any) -> Any:
         time.sleep(0.02 if dist.get_rank() == 1 else 0)
         return post(self, *args)
 
-    with patch.object(SharedMemory, "sum_pieces", late):
+    with patch.object(SharedMemory, "sum_rows", late):
         yield
 
 

@@ -55,6 +55,7 @@ class How(NamedTuple):
     stepping: str = ""
     decaying: str = "adamw"
     to_none: bool = True
+    layout: str = "flat"
 
     @classmethod
     def drawn(cls, seed: int) -> How:
@@ -79,6 +80,7 @@ class How(NamedTuple):
             stepping=drawn.choice(("", "", "in the backward", "flat", "scaled")),
             decaying=more.choice(("adamw", "momentum")),
             to_none=more.random() < 0.7,
+            layout=more.choice(("flat", "rows")),
         )
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
@@ -305,6 +307,7 @@ def _train(rank: int, world: int, seed: int, how: How) -> list[str]:
         limit_all_gathers=how.limit_all_gathers,
         backward_prefetch=how.prefetch,
         join_units_below=how.join_units_below,
+        layout=how.layout,
     )
     optimizer, plain = how.optimizer(model), how.optimizer(alone)
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10) if how.stepping == "scaled" else None

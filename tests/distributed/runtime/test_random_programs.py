@@ -154,6 +154,7 @@ class Player:
             forward_prefetch=drawn.random() < 0.3,
             limit_all_gathers=drawn.random() < 0.7,
             join_units_below=drawn.choice((0, 2000, 2**20)),
+            layout=random.Random(f"layout {seed}").choice(("flat", "rows")),
         )
         # Gradients in few bits, with error feedback.
         self.owes = random.Random(f"few bits {seed}").random() < 0.3
@@ -683,6 +684,8 @@ def go_on_with_a_copy(player: Player) -> None:
 
 def save_and_load(player: Player) -> None:
     kind = player.drawn.choice(list(StateDictType))
+    if kind is StateDictType.LOCAL_STATE_DICT and player.settings["layout"] == "rows":
+        kind = StateDictType.SHARDED_STATE_DICT  # which there is no other of
     with FullyShardedDataParallel.state_dict_type(player.model, kind):
         state = {name: value.clone() for name, value in player.model.state_dict().items()}
         if not player.exposed:

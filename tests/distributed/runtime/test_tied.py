@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -154,3 +155,80 @@ def frozen_behind_a_shared_one(rank: int, world: int) -> list[str]:
 
 def test_a_frozen_parameter_behind_a_shared_one_is_read_after_the_own_gradients(pool2: Run) -> None:
     assert pool2(frozen_behind_a_shared_one) == [[], []]
+
+
+class Sharer(nn.Module):
+    """Uses a parameter of its own, and one of another module where it is told to."""
+
+    def __init__(self, shared: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+        self.shared = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2) if shared is None else shared
+
+    def forward(self, x: Tensor, use: str, inner: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        x = x if inner is None else inner(x)
+        for name in use.split():
+            x = x + (x @ getattr(self, name)).tanh() / 2
+        return x
+
+
+class SharesInside(nn.Module):
+    """The owner is around the unit that shares its parameter, and is given what needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = Sharer()
+        self.b = Sharer(self.a.shared)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        y: Tensor = self.a(x, "shared own", lambda x: self.b(x, ("own shared", "own")[rank]))
+        return y
+
+
+class SharesInAChain(nn.Module):
+    """The last shares a parameter of one before, which shares a parameter of the first; one rank passes over what is
+    between these."""
+
+    def __init__(self, *used_by_b: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used_by_b = used_by_b
+        self.a, self.x, self.y = (Sharer() for _ in range(3))
+        self.b = Sharer(self.a.shared)
+        self.c = Sharer(self.b.own)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = self.b(self.x(self.a(x, "shared own"), "own"), self.used_by_b[rank])
+        y = self.y(x, "own")
+        y = self.c(x + y if rank == 0 else x + y.detach(), "own shared")
+        return y
+
+
+def _train_shared(rank: int, world: int, net: Callable[[], nn.Module]) -> list[str]:
+    model, alone = net(), net()
+    model = FullyShardedDataParallel(model, auto_wrap_policy={Sharer}, backward_prefetch=None, join_units_below=0)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for step in range(2):
+        of_ranks = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world)]
+        model(of_ranks[rank], rank).square().sum().backward()
+        for each, x in enumerate(of_ranks):
+            (alone(x, each).square().sum() / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found, expected = model.state_dict(), alone.state_dict()
+    return [name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)]
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        SharesInside,
+        partial(SharesInAChain, "own shared", "own shared"),
+        partial(SharesInAChain, "shared", "shared"),  # its own gradient has come when its backward begins
+        partial(SharesInAChain, "own shared", "shared"),
+    ],
+)
+def test_owners_are_there_for_units_that_other_ranks_use_otherwise(net: Callable[[], nn.Module], pool2: Run) -> None:
+    assert pool2(_train_shared, net, timeout=20) == [[], []]

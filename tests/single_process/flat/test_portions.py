@@ -366,7 +366,7 @@ def test_nothing_happens_too_early(strategy: str, options: dict[str, Any]) -> No
         mesh = {"mesh": (2, 4)} if "HYBRID" in strategy else {}
         model = wrapped(strategy, reshard_after_forward=2, **mesh, **options)
         train(model, device)
-        assert live(model) == {"shard"}
+        assert live(model) - {"residual"} == {"shard"}
         del model
     assert device.races == []
 

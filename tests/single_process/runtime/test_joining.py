@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.engine.comm import transport as comm
-from flatfsdp.engine.comm.axes import Axis
+from flatfsdp.engine.comm.axes import Axis, served_as
 from flatfsdp.engine.comm.comm_stats import CommStats
-from flatfsdp.engine.comm.transport import served_as
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
 from flatfsdp.engine.flat.gradients import Gradients

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tools.benchmark import __main__ as bench
-from tools.benchmark import host, profile, rounds
+from tools.benchmark import host, pages, profile, rounds, shared_memory, shared_memory_table
 from tools.benchmark.models import tiny_case
 from tools.benchmark.ranks import World
 
@@ -126,3 +126,33 @@ def _sample_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = found[0]["ranks"][0]["cpu"] * 1000
     text = (tmp_path / "profile.md").read_text()
     assert f"flatfsdp, by file: flatfsdp/unit.py {0.75 * whole:.1f}." in text
+
+
+def tiny_part(pages: bool, *engines: str) -> tuple[int, tuple[shared_memory.Comparison, ...]]:
+    return 2, (shared_memory.Comparison(TINY, "SHARD_GRAD_OP", 1, engines, steps=1, pages=pages),)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_parts_write_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each what it measured, and the table has all that there is."""
+    parts = {
+        "gpt": tiny_part(False, "flatfsdp", "fsdp1", "ddp", "floor", "exchange"),
+        "memory": tiny_part(True, "flatfsdp", "ddp"),
+    }
+    monkeypatch.setattr(shared_memory, "PARTS", parts)
+    monkeypatch.setattr(pages, "LONG", 0.01)
+    title = "2 tensors, SHARD_GRAD_OP, 1 ranks"
+    monkeypatch.setattr(shared_memory_table, "GOALS", ((title, "flatfsdp", "step", "ddp", 1e-9),))
+    for part, minutes in (("gpt", "9"), ("memory", "0")):
+        arguments = ["--shared-memory", part, "--minutes", minutes, "--out", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+        assert bench.main() == 0
+    found = json.loads((tmp_path / "shared_memory" / "gpt.json").read_text())
+    assert [cell["round"] for cell in found["cells"]] == [0] * 5 + [1] * 5
+    found = json.loads((tmp_path / "shared_memory" / "memory.json").read_text())
+    assert [(cell["round"], cell["engine"]) for cell in found["pages"]] == [(0, "flatfsdp"), (0, "ddp")]  # no more time
+    assert all(cell["ranks"][0]["phases"]["steps"]["most"]["pss"] > 2**20 for cell in found["pages"])
+    text = (tmp_path / "shared_memory.md").read_text()
+    assert text.count(f"### {title}") == 2 and "| invalid" not in text and "failed" not in text
+    assert "tools/bench --shared-memory memory" in text
+    assert "| 1e-09 |" in text and "**not met**" in text

@@ -131,7 +131,7 @@ def test_elements_lie_in_an_archive_where_it_says(dtype: torch.dtype, shape: tup
 )
 def test_a_whole_tensor_is_filled_whatever_its_memory(target: torch.Tensor) -> None:
     written = torch.arange(6).to(target.dtype) + (1j if target.is_complex() else 0)
-    with filling("w", target) as interval:
+    with filling("w", target) as (interval,):
         bytes_of(interval.local)[:] = bytes_of(written)
     assert torch.equal(target.resolve_conj(), written.view(2, 3))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from unittest.mock import patch
+
 import pytest
 
 import flatfsdp
@@ -31,3 +34,19 @@ def test_a_choice_stays_until_another_one() -> None:
 def test_a_choice_is_a_bool() -> None:
     with pytest.raises(ConfigTypeError, match="share_host_memory: enabled"):
         flatfsdp.share_host_memory(1)
+    with pytest.raises(ConfigTypeError, match="share_host_memory: early_waits"):
+        flatfsdp.share_host_memory(False, early_waits=0)
+    assert would_share(Pair()) == (flatfsdp.share_host_memory(None) == "")  # what is refused changes nothing
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("memfd_create", PermissionError(1, "Operation not permitted")),
+        ("posix_fallocate", OSError(28, "No space left")),
+    ],
+)
+def test_a_bug_report_has_why_memory_cannot_be_shared(function: str, error: OSError) -> None:
+    """As in a container without the right, or without the memory."""
+    with patch.object(os, function, side_effect=error):
+        assert f"\nshared memory: no: this system gives no memory to share: {error}\n" in env.describe()

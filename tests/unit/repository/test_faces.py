@@ -11,8 +11,8 @@ ENGINE = Path(__file__).resolve().parents[3] / "flatfsdp" / "engine"
 ARGUMENT = "use_orig_params"
 # What checks the argument, and what picks a face for it.
 ASKS = ("config/arguments", "wrapping/build")
-# Whose messages name it; others take the words of the face.
-NAMES = ("config/arguments", "flat/faces")
+# Whose words name it: messages elsewhere take them from the face.
+NAMES = ("flat/faces",)
 
 
 def asked(tree: ast.AST) -> bool:

@@ -27,10 +27,11 @@ ROWS = (
     "wrap engine/comm",
     "engine/flat engine/agreement",
     "engine/runtime extensions messages",
-    "engine/state",
+    "engine/state engine/dtensor",
     "engine/features",
     "engine/wrapping engine/facade",
-    "fully_sharded_data_parallel sharded_grad_scaler",
+    "engine/fully_shard",
+    "fully_sharded_data_parallel fsdp_module sharded_grad_scaler",
     "engine/inspection",
     "__init__",
     "as_torch checkpoint",
@@ -48,7 +49,9 @@ DISTRIBUTED = PROGRAMS | {
     "checkpoint",
     "comm_hooks",
     "messages",
+    "engine/base/_dtensor",
     "engine/base/_torch",
+    "engine/dtensor",
     "engine/watchdog/regions",
     "engine/watchdog/store",
     "engine/watchdog/watchdog",
@@ -59,7 +62,8 @@ DISTRIBUTED = PROGRAMS | {
     "engine/state/model/distributed_values",
 }
 ACCELERATOR = frozenset({"engine/device/streams"})
-PRIVATE_TORCH = frozenset({"engine/base/_torch"})
+# The last puts our names where programs look for torch's, private modules of FSDP2 among them.
+PRIVATE_TORCH = frozenset({"engine/base/_torch", "engine/base/_dtensor", "as_torch"})
 AUTOGRAD_HOOKS = frozenset({"engine/base/autograd", "engine/base/_torch"})
 TORCH_FSDP = frozenset({"as_torch"})
 

@@ -89,6 +89,11 @@ class ChunkStream(Generic[T]):
         self._next_number += 1
         return Chunk(number, operation, start, end, place, size, after, is_last)
 
+    def forget(self) -> None:
+        """Let go of what is neither posted nor taken. Nothing comes to its end any more."""
+        self._to_post.clear()
+        self._to_take.clear()
+
     @property
     def has_work(self) -> bool:
         """Whether a chunk is yet to be posted or taken."""

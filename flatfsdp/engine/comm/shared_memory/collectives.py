@@ -1,12 +1,13 @@
 """The collectives of a transport, through the outboxes of its group; and what they hold, for dry runs.
 
 [Note: in waits] Exchanges go on where ranks wait, and not beside what they compute. To wait for a large reduction later
-hides little of it, and holds what it reads for longer; a small one takes less time than it may wait for its peers.
+hides little of it, and holds what it reads for longer; a small one takes less time than it may wait for its peers. So
+large ones are waited for early, where they are issued. That changes no order, so each rank may choose for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,25 @@ import torch
 from ...device.memory import MemoryTracker
 from ...device.streams import PendingWork
 from ..comm_stats import CommStats
+from ..pieces import Row, copy_apart
 from .chunks import longest_chunk
 from .exchange import CAPACITY, SharedMemory, SharedWork
 from .operations import Operation
 
-LARGE = 1024 * 1024  # bytes that a rank sends of a reduction which is waited for at once
+LARGE = 1024 * 1024  # bytes that a rank sends of a reduction which is waited for early
+
+_early_waits = True
+
+
+def choose_early_waits(wanted: bool) -> None:
+    """Whether large reductions are waited for early from now on. [Note: in waits]"""
+    global _early_waits
+    _early_waits = wanted
+
+
+def is_waited_for_early(sent: int) -> bool:
+    """Whether a reduction is of which this rank sends so many bytes."""
+    return _early_waits and sent >= LARGE
 
 
 class SharedMemoryExchange:
@@ -32,32 +47,33 @@ class SharedMemoryExchange:
         self._tracker = tracker
         self._comm_stats = comm_stats
 
-    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
-        """Every rank's `shard` into its slot of `output`; both uint8."""
-        return self._under_way(self._shared.gather(output, shard), output, shard)
+    def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
+        """Every rank's `shards` into its row; of any dtype, and anywhere. [Note: rows]"""
+        copy_apart(rows[self._shared.rank].pieces, shards)
+        return self._under_way(self._shared.gather(rows))
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
-        """The sum over ranks of this rank's piece of `full`, in rank order, into `output`. [Note: in waits]"""
-        operation = self._shared.sum_pieces(output, full.chunk(self._shared.world))
-        return self._under_way(operation, output, full, advances_in_waits=_is_large(output, full))
+    def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork:
+        """The sum over ranks of this rank's row, in rank order, into `output`. [Note: in waits]"""
+        operation = self._shared.sum_rows(output, rows)
+        return self._under_way(operation, advances_in_waits=_is_large(rows))
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         """The sum over ranks, in rank order, in place: each rank sums a piece, which all take."""
         shared = self._shared
-        pieces = tensor.view(-1).tensor_split(shared.world)
+        rows = [Row([piece]) for piece in tensor.view(-1).tensor_split(shared.world)]
         free = _hold_scratch(tensor, shared.rank, shared.world, shared.capacity, self._tracker)
-        shared.sum_pieces(pieces[shared.rank], pieces)
+        shared.sum_rows(rows[shared.rank], rows)
         self._comm_stats.issued += 1
-        slots = [piece.view(torch.uint8) for piece in pieces]
-        last = shared.gather_pieces(slots, slots[shared.rank], depends=True)
+        last = shared.gather(rows, depends=True)
         return PendingWork(work=SharedWork(shared, last), keep=(tensor,), finish=free)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
         """The rows of `sent`, uint8, each to one of the others, in rank order, and theirs into `arrived`."""
-        return self._under_way(self._shared.all_to_all(arrived, sent), arrived, sent)
+        return self._under_way(self._shared.all_to_all(arrived, sent))
 
-    def _under_way(self, operation: Operation, *keep: torch.Tensor, advances_in_waits: bool = False) -> PendingWork:
-        return PendingWork(work=SharedWork(self._shared, operation), keep=keep, advances_in_waits=advances_in_waits)
+    def _under_way(self, operation: Operation, *, advances_in_waits: bool = False) -> PendingWork:
+        # The operation keeps what it reads and writes.
+        return PendingWork(work=SharedWork(self._shared, operation), advances_in_waits=advances_in_waits)
 
 
 class SimulatedSharedMemory(SharedMemoryExchange):
@@ -68,11 +84,11 @@ class SimulatedSharedMemory(SharedMemoryExchange):
         self._tracker = tracker
         self._comm_stats = comm_stats
 
-    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
-        return PendingWork(keep=(output, shard))
+    def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
+        return PendingWork(keep=tuple(shards))
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
-        return PendingWork(keep=(output, full), advances_in_waits=_is_large(output, full))
+    def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork:
+        return PendingWork(keep=tuple(output.pieces), advances_in_waits=_is_large(rows))
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
         return PendingWork(keep=(arrived, sent))
@@ -82,8 +98,8 @@ class SimulatedSharedMemory(SharedMemoryExchange):
         return PendingWork(finish=_hold_scratch(tensor, self._rank, self._world, CAPACITY, self._tracker))
 
 
-def _is_large(output: torch.Tensor, full: torch.Tensor) -> bool:
-    return full.nbytes - output.nbytes >= LARGE
+def _is_large(rows: Sequence[Row]) -> bool:
+    return is_waited_for_early((len(rows) - 1) * rows[0].nbytes)
 
 
 def _hold_scratch(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ....errors import UsageError
 from ...base import _torch
+from ..pieces import Row
 from .attendant import Attendant
 from .bell import Bell, own_bell, ring_value
 from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream
@@ -48,6 +49,7 @@ class SharedMemory:
 
     _in_a_chunk = False  # between its beginning and when it was counted
     _broken = ""  # by what
+    _lost = ""  # whom, in words
 
     def __init__(self, process_group: Any, peers: Sequence[Peer], own: Segment) -> None:
         """`own`: this rank's outbox; the segments of `peers` are theirs, and their bells."""
@@ -70,21 +72,14 @@ class SharedMemory:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> Operation:
-        """Every rank's `shard` into its slot of `output`; uint8, both 1-D and contiguous."""
-        return self.gather_pieces(output.chunk(self.world), shard)
+    def gather(self, rows: Sequence[Row], *, depends: bool = False) -> Operation:
+        """Every rank's row, of which this rank's is there, into the rows of all. The first is the longest."""
+        return self._issue(Gather(rows, self.rank), rows[0].numel, bytes_each=rows[0].dtype.itemsize, depends=depends)
 
-    def gather_pieces(self, slots: Sequence[torch.Tensor], mine: torch.Tensor, *, depends: bool = False) -> Operation:
-        """Every rank's piece, `mine` here, into its slot; uint8. The first slot is the longest."""
-        own = slots[self.rank]
-        if own.data_ptr() != mine.data_ptr():
-            own.copy_(mine)
-        return self._issue(Gather(slots, own), slots[0].numel(), bytes_each=1, depends=depends)
-
-    def sum_pieces(self, output: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Operation:
-        """The sum over ranks of this rank's piece, in rank order, into `output`. The first piece is the longest."""
-        operation = Sum(output, pieces, self.rank)
-        return self._issue(operation, pieces[0].numel(), bytes_each=output.element_size() * (self.world - 1))
+    def sum_rows(self, output: Row, rows: Sequence[Row]) -> Operation:
+        """The sum over ranks of this rank's row, in rank order, into `output`. The first is the longest."""
+        each = rows[0].dtype.itemsize * (self.world - 1)
+        return self._issue(Sum(output, rows, self.rank), rows[0].numel, bytes_each=each)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> Operation:
         """The rows of `sent`, uint8, each to one of the others, and theirs into `arrived`."""
@@ -92,6 +87,8 @@ class SharedMemory:
 
     def _issue(self, operation: Operation, elements: int, *, bytes_each: int, depends: bool = False) -> Operation:
         with self._lock:
+            if self._lost:  # who waits for it meets that
+                return operation
             self._stream.issue(operation, elements, bytes_each=bytes_each, depends=depends)
             self.progress()
             if self._stream.has_work:
@@ -173,6 +170,20 @@ class SharedMemory:
                     "same order"
                 )
 
+    def give_up(self, lost: str) -> None:
+        """A peer is `lost`, in words, and no exchange comes to its end any more: their tensors are let go."""
+        with self._lock:
+            self._lost = self._lost or lost
+            self._stream.forget()
+
+    def check_lost(self) -> None:
+        """
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        if self._lost:
+            raise dist.DistNetworkError(self._lost)
+
     def lost_peer(self, since: float) -> str:
         """Why to wait no longer, after having waited `since` then; "" to go on."""
         for peer, words in zip(self._peers, self._their_words, strict=True):
@@ -234,6 +245,7 @@ class SharedWork:
         since, looks, bell = time.monotonic(), 0, own_bell()
         shared.progress()
         while not operation.done:
+            shared.check_lost()
             if _progress_all():
                 looks = 0
                 continue
@@ -250,7 +262,7 @@ class SharedWork:
                 bell.wake()
             lost = shared.lost_peer(since)
             if lost and not _progress_all() and not operation.done:  # it may have ended with its part done
-                raise dist.DistNetworkError(lost)
+                shared.give_up(lost)
 
 
 def _close(peers: Sequence[Peer]) -> None:

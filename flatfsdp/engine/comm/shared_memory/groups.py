@@ -9,9 +9,10 @@ from typing import Any
 
 from ....api import check_bool
 from ...base.overrides import Override
-from ...base.per_group import for_group
+from ...base.per_group import for_group, known_for_group
 from .bell import SIZE as BELL_SIZE
 from .bell import own_bell
+from .collectives import choose_early_waits
 from .exchange import CAPACITY, CONTROL, SharedMemory
 from .peers import introduce, obstacle
 from .segments import Segment, create
@@ -19,6 +20,7 @@ from .segments import Segment, create
 logger = logging.getLogger(__name__)
 
 MOST_RANKS = 8  # as far as was measured
+_KEY = "shared memory"  # of what is made for a process group
 
 _wanted = True
 
@@ -27,7 +29,7 @@ _by_messages = Override(False)
 by_messages = functools.partial(_by_messages.being, True)
 
 
-def share_host_memory(enabled: bool | None = True) -> str:
+def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None = None) -> str:
     """Choose whether ranks on one host exchange parameters and gradients through memory that they share; by default
     they do where they can.
 
@@ -35,17 +37,23 @@ def share_host_memory(enabled: bool | None = True) -> str:
     Elsewhere, and where one rank is told not to or cannot, all ranks of the group use gloo: the reason is logged at the
     level DEBUG. Results are the same to the bit. Per process group and rank it takes 4 MiB.
 
+    Such an exchange goes on where ranks wait, not beside what they compute. So a reduction of which a rank sends 1 MiB
+    or more is waited for where it is issued, and a step holds one unit's gradients less at its peak. `summary(model)`
+    shows for how many units that is so.
+
     Call it on every rank, before the first forward: a process group that has exchanged something stays as it is. Not
     collective.
 
     Args:
         enabled: False to leave everything to gloo; None to change nothing.
+        early_waits: False to wait for all reductions as late as gloo's are waited for; counts from the next backward
+            on, and results are the same. None to change nothing.
 
     Returns:
         Why this process cannot share memory; "" if it can.
 
     Raises:
-        ConfigTypeError: `enabled` is no bool.
+        ConfigTypeError: `enabled` or `early_waits` is no bool.
 
     Example:
         >>> import flatfsdp
@@ -53,9 +61,13 @@ def share_host_memory(enabled: bool | None = True) -> str:
         >>> obstacle = flatfsdp.share_host_memory()  # back to the default
     """
     global _wanted
+    for name, value in (("enabled", enabled), ("early_waits", early_waits)):
+        if value is not None:
+            check_bool(f"share_host_memory: {name}", value)
     if enabled is not None:
-        check_bool("share_host_memory: enabled", enabled)
         _wanted = enabled
+    if early_waits is not None:
+        choose_early_waits(early_waits)
     return obstacle()
 
 
@@ -70,7 +82,15 @@ def of_group(process_group: Any) -> SharedMemory | None:
             logger.debug("process group %s shares no memory: %s", process_group.group_name, why)
         return shared
 
-    return for_group(process_group, "shared memory", make)
+    return for_group(process_group, _KEY, make)
+
+
+def shares(process_group: Any) -> bool | None:
+    """Whether the ranks of `process_group` share memory; None before they have exchanged anything. Not collective."""
+    if process_group.size() > MOST_RANKS or _by_messages.value:
+        return False
+    known: bool | None = known_for_group(process_group, _KEY, lambda shared: shared is not None)
+    return known
 
 
 def would_share(process_group: Any) -> bool:

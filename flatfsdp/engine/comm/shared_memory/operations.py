@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ...base.hashing import hash63
+from ..pieces import Row, copy
 from .chunks import Chunk
 
 
@@ -31,62 +32,47 @@ class Operation(Protocol):
 
 
 class Gather(Operation):
-    """Every rank's piece into the slots of all."""
+    """Every rank's row, of which this rank's is there, into the rows of all. [Note: rows]"""
 
-    def __init__(self, slots: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
-        self._slots, self._mine = slots, mine
-        self.tag, self.done = _tag("gather", slots[0].numel()), False
+    def __init__(self, rows: Sequence[Row], rank: int) -> None:
+        self._rows, self._rank = rows, rank
+        self.tag, self.done = _tag("gather", rows[0]), False
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
-        part = self._mine[chunk.start : chunk.end]
-        outbox[chunk.place : chunk.place + part.numel()].copy_(part)
+        _write(outbox, chunk.place, self._rows[self._rank].within(chunk.start, chunk.end))
 
     def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
-        for rank, outbox in enumerate(outboxes):
+        for row, outbox in zip(self._rows, outboxes, strict=True):
             if outbox is not None:
-                part = self._slots[rank][chunk.start : chunk.end]
-                part.copy_(outbox[chunk.place : chunk.place + part.numel()])
+                parts = row.within(chunk.start, chunk.end)
+                copy(parts, _places(outbox, chunk.place, parts))
 
 
 class Sum(Operation):
-    """The sum over ranks of this rank's piece, in rank order, into `output`, which may be that piece itself."""
+    """The sum over ranks of this rank's row, in rank order, into `output`, which may be that row itself."""
 
-    def __init__(self, output: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int) -> None:
-        self._output, self._pieces, self._rank = output, pieces, rank
-        self.tag, self.done = _tag(f"sum of {output.dtype}", pieces[0].numel()), False
+    def __init__(self, output: Row, rows: Sequence[Row], rank: int) -> None:
+        self._output, self._rows, self._rank = output, rows, rank
+        self.tag, self.done = _tag("sum", rows[0]), False
 
-    def _part(
-        self, outbox: torch.Tensor, chunk: Chunk[Operation], reader: int, writer: int, count: int
-    ) -> torch.Tensor:
-        """What `writer` has there for `reader`: a row for each rank but the writer."""
-        dtype = self._output.dtype
-        row = (chunk.end - chunk.start) * dtype.itemsize
-        begin = chunk.place + row * (reader if reader < writer else reader - 1)
-        return outbox[begin : begin + count * dtype.itemsize].view(dtype)
+    def _begin(self, chunk: Chunk[Operation], reader: int, writer: int) -> int:
+        """Where `writer` has what is for `reader`: as much for each rank but the writer."""
+        each = (chunk.end - chunk.start) * self._output.dtype.itemsize
+        return chunk.place + each * (reader if reader < writer else reader - 1)
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
-        for peer, piece in enumerate(self._pieces):
+        for peer, row in enumerate(self._rows):
             if peer != self._rank:
-                part = piece[chunk.start : chunk.end]
-                self._part(outbox, chunk, peer, self._rank, part.numel()).copy_(part)
+                _write(outbox, self._begin(chunk, peer, self._rank), row.within(chunk.start, chunk.end))
 
     def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
-        own, total = self._pieces[self._rank][chunk.start : chunk.end], self._output[chunk.start : chunk.end]
-        parts = [
-            own if outbox is None else self._part(outbox, chunk, self._rank, rank, own.numel())
+        own, total = (row.within(chunk.start, chunk.end) for row in (self._rows[self._rank], self._output))
+        of_ranks = [
+            own if outbox is None else _places(outbox, self._begin(chunk, self._rank, rank), own)
             for rank, outbox in enumerate(outboxes)
         ]
-        if own.data_ptr() == total.data_ptr() and self._rank > 1:  # it is not to be written to before its turn
-            before = torch.add(parts[0], parts[1])
-            for part in parts[2 : self._rank]:
-                before.add_(part)
-            torch.add(before, own, out=total)
-            rest = parts[self._rank + 1 :]
-        else:
-            torch.add(parts[0], parts[1], out=total)
-            rest = parts[2:]
-        for part in rest:
-            total.add_(part)
+        for output, *terms in zip(total, *of_ranks, strict=True):
+            _add_up(output, terms, self._rank)
 
 
 class AllToAll(Operation):
@@ -94,7 +80,7 @@ class AllToAll(Operation):
 
     def __init__(self, arrived: torch.Tensor, sent: torch.Tensor, rank: int) -> None:
         self._arrived, self._sent, self._rank = arrived, sent, rank
-        self.tag, self.done = _tag("all to all", sent.shape[1]), False
+        self.tag, self.done = _hashed("all to all", sent.shape[1]), False
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
         part = self._sent[:, chunk.start : chunk.end]
@@ -107,6 +93,37 @@ class AllToAll(Operation):
             self._arrived[row, chunk.start : chunk.end].copy_(outbox[begin : begin + length])
 
 
+def _places(outbox: torch.Tensor, begin: int, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Places for `parts` in an outbox, one behind the other from the byte `begin` on."""
+    if not parts:
+        return ()
+    sizes, dtype = [part.numel() for part in parts], parts[0].dtype
+    return outbox[begin : begin + sum(sizes) * dtype.itemsize].view(dtype).split(sizes)
+
+
+def _write(outbox: torch.Tensor, begin: int, parts: Sequence[torch.Tensor]) -> None:
+    copy(_places(outbox, begin, parts), parts)
+
+
+def _add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], rank: int) -> None:
+    """The sum of `terms`, one for each rank, in that order; `output` may be that of this `rank`."""
+    if terms[rank].data_ptr() == output.data_ptr() and rank > 1:  # it is not to be written to before its turn
+        before = torch.add(terms[0], terms[1])
+        for term in terms[2:rank]:
+            before.add_(term)
+        torch.add(before, terms[rank], out=output)
+        rest = terms[rank + 1 :]
+    else:
+        torch.add(terms[0], terms[1], out=output)
+        rest = terms[2:]
+    for term in rest:
+        output.add_(term)
+
+
+def _tag(what: str, row: Row) -> int:
+    return _hashed(f"{what} of {row.dtype}", *row.sizes)
+
+
 @functools.lru_cache(1024)
-def _tag(what: str, elements: int) -> int:
-    return hash63(f"{what} {elements}")
+def _hashed(*words: object) -> int:
+    return hash63(" ".join(map(str, words)))

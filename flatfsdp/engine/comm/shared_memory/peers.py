@@ -1,7 +1,8 @@
 """How the ranks of a process group come to map each other's segments, or agree that they cannot.
 
 [Note: introductions] Each rank listens on a socket without a file (an abstract name, which is random), and tells its
-name, and a secret, to the ranks of the group by a collective of the group. Ranks connect in pairs; each side sends the
+name, and a secret, to the ranks of the group by a collective of the group. Ranks connect in pairs, each to those before
+it, which takes nobody who accepts; a second collective tells whether all could. Each side of a connection sends the
 descriptors of its segments, once it has seen that the other is a process of the same user and knows the secret. The
 connections stay: a process that ends closes its side, which is how its peers notice.
 """
@@ -18,7 +19,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from .segments import Segment, create, is_sealed
 
 NAME, SECRET, REASON = 16, 32, 160  # bytes
 SECONDS = 20.0  # that a rank waits for another one's connection
+BACKLOG = 4096  # connections, strangers' too, that may wait to be accepted
 NOBODY = "nobody came of ranks"
 _HELLO = struct.Struct(f"=I{SECRET}s")
 
@@ -83,7 +85,7 @@ def introduce(
     listener, name, secret = None, b"", secrets.token_bytes(SECRET)
     if not obstacle:
         try:
-            listener, name = _listen(process_group.size())
+            listener, name = _listen()
         except OSError as error:
             obstacle = f"no local socket: {error}"
     try:
@@ -92,17 +94,25 @@ def introduce(
             return [], why
         if len({payload[NAME + SECRET :] for payload, _ in answers}) > 1:
             return [], "the ranks are on several hosts"
-        peers, trouble = [], ""
-        try:
-            assert listener is not None
-            names = [payload[:NAME] for payload, _ in answers]
-            keys = [payload[NAME : NAME + SECRET] for payload, _ in answers]
-            peers = _connect(rank, listener, names, keys, descriptors, sizes)
-        except (OSError, ValueError) as error:
-            trouble = f"{type(error).__name__}: {error}"
-        if why := _first_reason(_tell_all(process_group, b"", trouble)):
-            for peer in peers:
-                peer.close()
+        assert listener is not None
+        names = [payload[:NAME] for payload, _ in answers]
+        keys = [payload[NAME : NAME + SECRET] for payload, _ in answers]
+        found: dict[int, socket.socket] = {}
+        peers: list[Peer] = []
+        if not (why := _agreed(process_group, lambda: _connect(rank, names, keys, found))):
+            awaited = set(range(rank + 1, len(names)))
+
+            def get_to_know() -> None:
+                try:
+                    _accept(listener, keys[rank], awaited, found)
+                    peers.extend(_exchanged(found, descriptors, sizes))
+                except BaseException:
+                    _close(listener, *found.values())  # or others would wait for what will not come
+                    raise
+
+            why = _agreed(process_group, get_to_know)
+        if why:
+            _close(*found.values())
             return [], why
         return peers, ""
     finally:
@@ -110,12 +120,12 @@ def introduce(
             listener.close()
 
 
-def _listen(world: int) -> tuple[socket.socket, bytes]:
+def _listen() -> tuple[socket.socket, bytes]:
     name = secrets.token_hex(NAME // 2).encode()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(b"\0" + name)
-        listener.listen(world)
+        listener.listen(BACKLOG)
     except BaseException:
         listener.close()
         raise
@@ -149,32 +159,37 @@ def _first_reason(answers: list[tuple[bytes, str]]) -> str:
     return min(reasons, default=(False, ""), key=lambda each: each[0])[1]
 
 
-def _connect(
-    rank: int,
-    listener: socket.socket,
-    names: list[bytes],
-    secrets_: list[bytes],
-    descriptors: Sequence[int],
-    sizes: Sequence[int],
-) -> list[Peer]:
-    """To the ranks before this one; the others come."""
-    found: dict[int, socket.socket] = {}
+def _agreed(process_group: Any, attempt: Callable[[], None]) -> str:
+    """Why `attempt` failed on a rank; "" if it did on none. Collective."""
+    trouble = ""
     try:
-        for other in range(rank):
-            found[other] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(SECONDS)
-            connection.connect(b"\0" + names[other])
-            if not _is_ours(connection):
-                raise ValueError("a process of another user has taken the name of a socket")
-            connection.sendall(_HELLO.pack(rank, secrets_[other]))
-        _accept(listener, secrets_[rank], set(range(rank + 1, len(names))), found)
-        for connection in found.values():
-            socket.send_fds(connection, [b"\0"], list(descriptors))
-        return [Peer(other, found[other], _receive(other, found[other], sizes)) for other in sorted(found)]
-    except BaseException:
-        for connection in found.values():
-            connection.close()
-        raise
+        attempt()
+    except (OSError, ValueError) as error:
+        trouble = f"{type(error).__name__}: {error}"
+    return _first_reason(_tell_all(process_group, b"", trouble))
+
+
+def _connect(rank: int, names: list[bytes], secrets_: list[bytes], found: dict[int, socket.socket]) -> None:
+    """Add the connections to the ranks before this one, which need not accept them yet."""
+    for other in range(rank):
+        found[other] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(SECONDS)
+        connection.connect(b"\0" + names[other])
+        if not _is_ours(connection):
+            raise ValueError("a process of another user has taken the name of a socket")
+        connection.sendall(_HELLO.pack(rank, secrets_[other]))
+
+
+def _exchanged(found: dict[int, socket.socket], descriptors: Sequence[int], sizes: Sequence[int]) -> list[Peer]:
+    """Send each its descriptors; the peers, with what they send."""
+    for connection in found.values():
+        socket.send_fds(connection, [b"\0"], list(descriptors))
+    return [Peer(other, found[other], _receive(other, found[other], sizes)) for other in sorted(found)]
+
+
+def _close(*sockets: socket.socket) -> None:
+    for each in sockets:
+        each.close()
 
 
 def _accept(listener: socket.socket, secret: bytes, awaited: set[int], found: dict[int, socket.socket]) -> None:

@@ -239,7 +239,7 @@ def _sorted_out(
         alone.append([])
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
-            if unit is None:
+            if unit is None or registry.handle_of_holder(unit, parameter) is not None:
                 alone[-1].append(parameter)
                 continue
             if id(parameter) not in places:

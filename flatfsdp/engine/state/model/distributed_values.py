@@ -20,6 +20,7 @@ from ...comm.axes import Axis
 from ...device.streams import accelerator
 from ...flat.placeholder import Placeholder, asks, name_of
 from ...runtime.unit import Unit
+from ..parts import transformed_of
 
 
 class LazyValue(torch.Tensor):
@@ -137,6 +138,22 @@ def carrier_of(unit: Unit, sharded_as: str) -> str:
     if unit.groups.shard.size == 1:
         return "whole"
     return "sharded_tensor" if unit.built.device_mesh is None else "dtensor"
+
+
+def rows_of_part(stored: torch.Tensor, unit: Unit, kind: int, index: int, *, offload_to_cpu: bool = False) -> Any:
+    """This rank's rows of what is `stored` of a parameter, which is a part of a whole, as a DTensor of the whole, in
+    (host) memory of its own. Rows are split over the shard axis of `unit` as `torch.chunk` does. No communication."""
+    axis, found = unit.groups.shard, transformed_of(unit, kind, index)
+    assert found is not None
+    if unit.built.device_mesh is None:
+        raise UsageError(
+            "a state dict of DTensors, of parameters that are DTensors themselves, needs the mesh of the wrapper: give "
+            'it device_mesh=mesh["dp"] instead of a process group, or use sharded_as="interval" in the config'
+        )
+    chunks = stored.chunk(axis.size, 0)
+    rows = (chunks[axis.rank] if axis.rank < len(chunks) else stored[:0]).clone()
+    made: Any = found.transform.sharded(rows, unit.built.device_mesh, found.state)
+    return made.cpu() if offload_to_cpu else made  # its mesh stays where it is
 
 
 def rows_of(unsharded: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_to_cpu: bool = False) -> Any:

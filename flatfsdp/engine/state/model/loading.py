@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ....errors import UsageError
-from ...agreement.object_collectives import all_or_none
+from ...agreement.object_collectives import all_or_none, is_first_of
 from ...agreement.once_per_job import warn_once_per_job
 from ...base import _torch
 from ...base.fqns import WRAPPED, clean, clean_text
@@ -30,15 +30,15 @@ from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...runtime.model import model_of
-from ...runtime.model_facts import axes_of
 from ...runtime.module_tree import units_in
 from ...runtime.rest import check_idle, collective_call, initialize, quiesce
 from ...runtime.unit import Unit
-from ..consolidate import is_first, scatter, store
+from ..consolidate import scatter_from_first, store
 from ..from_rank0 import FromRank0, spread
 from ..full_params import summon
 from ..named_param import NamedParam, by_handle, params_of
 from ..owned_interval import OwnedInterval
+from ..parts import every_axis
 from .distributed_values import DistributedValue, defer_distributed, whole_if_distributed
 from .placeholders import Placeholders, placeholder_for
 from .saving import FLAT, check_flat, has_own_classes
@@ -140,10 +140,8 @@ class UnitLoad:
 def _store_from_first(unit: Unit, kind: int, values: Sequence[tuple[NamedParam, Any]]) -> None:
     """Copy what this rank owns of parameters of one handle from the first rank's values. Collective."""
     handle = unit.handles[kind]
-    unsharded: list[torch.Tensor | None] = [None] * len(handle.leaves)
-    for param, value in values:
-        unsharded[param.index] = value.value if isinstance(value, FromRank0) else value
-    shard = scatter(unit, kind, unsharded)
+    wholes = {param.index: value.value if isinstance(value, FromRank0) else value for param, value in values}
+    shard = scatter_from_first(unit, kind, wholes)
     for param, _ in values:
         param.local_view(handle.shard).copy_(param.local_view(shard))
     _note_write(values)
@@ -192,15 +190,16 @@ def _of_first(unit: Unit, state_dict: Any) -> Any:
     Raises:
         UsageError, AgreementError: on every rank: the first one's is no state dict.
     """
+    axes = every_axis([unit])
 
     def check() -> None:
-        if is_first(unit) and not isinstance(state_dict, Mapping):
+        if is_first_of(axes) and not isinstance(state_dict, Mapping):
             given = type(state_dict).__name__
             raise UsageError(
                 f"load_state_dict() with rank0_only=True: expected a state dict on rank 0, found a {given}"
             )
 
-    all_or_none(axes_of([unit]), check, doing="loads a state dict of rank 0")
+    all_or_none(axes, check, doing="loads a state dict of rank 0")
     return state_dict if isinstance(state_dict, Mapping) else {}
 
 

@@ -71,5 +71,5 @@ def placeholder_for(leaf: nn.Parameter, owning_units: Iterable[Unit]) -> Placeho
 def _made(leaf: nn.Parameter, param: NamedParam, *, receives: bool) -> Placeholder:
     handle = param.handle
     return Placeholder.of(
-        leaf, handle.layout.params[param.index].shape, handle.precision.master, handle.device, receives=receives
+        leaf, handle.layout.params[param.index].whole.shape, handle.precision.master, handle.device, receives=receives
     )

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ....errors import UsageError
+from ...agreement.object_collectives import is_first_of
 from ...base.fqns import clean
 from ...config.state_dict_configs import (
     LocalStateDictConfig,
@@ -39,7 +40,8 @@ from ..from_rank0 import take_buffers
 from ..full_params import summon
 from ..named_param import NamedParam, by_handle, interval_of, params_of
 from ..owned_interval import OwnedInterval
-from .distributed_values import carrier_of, flat_of, rows_of
+from ..parts import assembled, axes_of_parts
+from .distributed_values import carrier_of, flat_of, rows_of, rows_of_part
 from .placeholders import Placeholders, placeholder_for
 from .types import only_rank0, settings_of, shares_memory
 
@@ -107,7 +109,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
         destination = OrderedDict()
         destination._metadata = OrderedDict()
     if unit.phase is SUMMONED:
-        return unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return unit.entries.first.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     job = _job.get()
     if job is not None:
         _add(job, wrapper, destination, prefix)
@@ -129,7 +131,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
 
 def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> StateDictCall:
     """A call for `units`, outermost `unit`, which are brought to rest where they will be gathered."""
-    job = StateDictCall(chosen, is_first(unit))
+    job = StateDictCall(chosen, is_first(unit) and is_first_of(axes_of_parts(units)))
     for each in units:
         if job.is_flat(each):
             check_flat(each)
@@ -148,7 +150,7 @@ def check_flat(unit: Unit) -> None:
     Raises:
         UsageError: they do.
     """
-    if any(handle.options.layout == "rows" for handle in unit.handles):
+    if any(handle.options.layout == "rows" and handle.layout.world > 1 for handle in unit.handles):
         raise UsageError(
             f'LOCAL_STATE_DICT of unit {unit.label}: it was wrapped with layout="rows", where a shard has a piece of '
             "each parameter and is no part of one flat parameter. Use SHARDED_STATE_DICT, which needs no communication "
@@ -167,7 +169,7 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
         if not by_values:
             placeholders = Placeholders(unit, receives=False)
             try:
-                unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+                unit.entries.first.state_dict(destination=destination, prefix=prefix, keep_vars=True)
             except PlaceholderReadError:
                 by_values = True
                 for key in list(islice(destination, start, None)):
@@ -184,7 +186,7 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
     for after in wrapper._state_dict_hooks.values():
         if (changed := after(wrapper, destination, prefix, metadata)) is not None:
             raise UsageError(
-                f"a state dict hook of the wrapper of {type(unit.module).__name__} returned a "
+                f"a state dict hook of the wrapper of {unit.entries.class_name} returned a "
                 f"{type(changed).__name__}: change the dictionary in place, and return None"
             )
 
@@ -197,7 +199,7 @@ def has_own_classes(unit: Unit) -> bool:
 def _add_values(job: StateDictCall, unit: Unit, destination: Any, prefix: str, start: int) -> None:
     """Let the modules of `unit` see whole parameters."""
     with summon([unit]):
-        unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+        unit.entries.first.state_dict(destination=destination, prefix=prefix, keep_vars=True)
         leaves = {id(each.leaf): each.leaf for each in params_of([unit])}
         memory = {_storage(leaf) for leaf in leaves.values()} - {None}
         for key, value in list(islice(destination.items(), start, None)):
@@ -269,12 +271,20 @@ def _values(job: StateDictCall, unit: Unit, kind: int, params: Sequence[NamedPar
     carrier = carrier_of(unit, config.sharded_as) if isinstance(config, ShardedStateDictConfig) else "whole"
     with consolidated(unit, kind) as unsharded:
         for each in params:
-            whole = unsharded[each.index]
-            if carrier == "whole":
-                yield id(each.leaf), job.copy(whole) if job.first or not job.rank0_only else None
-            else:
+            view = unsharded[each.index]
+            if carrier == "dtensor" and each.spec.part is not None:
+                yield id(each.leaf), rows_of_part(view, unit, kind, each.index, offload_to_cpu=config.offload_to_cpu)
+                continue
+            whole = assembled(unit, kind, each.index, view)
+            if carrier != "whole":
                 as_dtensor, offload = carrier == "dtensor", config.offload_to_cpu
                 yield id(each.leaf), rows_of(whole, unit, as_dtensor=as_dtensor, offload_to_cpu=offload)
+            elif job.rank0_only and not job.first:
+                yield id(each.leaf), None
+            elif whole is view or config.offload_to_cpu:
+                yield id(each.leaf), job.copy(whole)
+            else:
+                yield id(each.leaf), whole
 
 
 def _shard_of(job: StateDictCall, handle: FlatParamHandle) -> torch.Tensor:
@@ -294,7 +304,9 @@ def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) ->
         return flat_of(local, span.start, layout.numel, unit.groups.shard)
     # The name identifies the layout.
     spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.numel,))
-    return interval_of(unit, local, spec, layout.unpadded_part)
+    made = interval_of(unit, local, spec, layout.unpadded_part)
+    made.is_local = any(each.part is not None for each in layout.params)
+    return made
 
 
 def _finish(job: StateDictCall, destination: Any, start: int, *, keep_vars: bool) -> None:

@@ -32,7 +32,7 @@ _UNDER_WAY = "_part_under_way"
 
 def watch(param_refs: Iterable[ParamRef]) -> None:
     """Let the modules of `param_refs` answer for themselves."""
-    for module in {id(param_ref.module): param_ref.module for param_ref in param_refs}.values():
+    for module in {id(module): module for each in param_refs if (module := each.module_ref()) is not None}.values():
         if before_saving not in module._state_dict_pre_hooks.values():
             module.register_state_dict_pre_hook(before_saving)
             module.register_state_dict_post_hook(after_saving)

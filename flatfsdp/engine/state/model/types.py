@@ -105,7 +105,7 @@ def _choose(units: list[Unit], chosen: StateDictSettings) -> None:
 
 
 def _described(unit: Unit) -> str:
-    return f"{unit.label} ({type(unit.module).__name__})"
+    return f"{unit.label} ({unit.entries.class_name})"
 
 
 _shares_memory: ContextVar[bool] = ContextVar("values of state dicts share memory", default=False)

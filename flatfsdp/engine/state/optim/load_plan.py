@@ -111,7 +111,7 @@ def describe(state_dict: Any) -> StateDictSpec:
 
 def _described(value: Any) -> Any:
     if isinstance(value, OwnedInterval):
-        return TensorSpec(value.spec.shape, value.dtype, (value.span.start, value.span.stop))
+        return TensorSpec(tuple(value.shape), value.dtype, (value.span.start, value.span.stop))
     if type(value).__name__ == "ShardedTensor":  # whose other attributes warn when they are read
         known = value.metadata()
         return TensorSpec(tuple(known.size), known.tensor_properties.dtype)
@@ -195,7 +195,7 @@ def _of_one(param: OptimizedParam, values: Values) -> dict[str, Any]:
     named = param.params[0]
     if param.handle is None:
         return values
-    spec = named.spec
+    spec = named.spec.whole
     planned: dict[str, Any] = {}
     for state, value in values.items():
         if not isinstance(value, TensorSpec):
@@ -219,7 +219,7 @@ def _of_flat(param: OptimizedParam, entries: Mapping[str, Values]) -> dict[str, 
 
     Those without elements do not count: whether optimizers have states of them depends on how they are wrapped.
     """
-    members = [named for named in param.params if named.spec.numel] or list(param.params)
+    members = [named for named in param.params if named.spec.whole.numel] or list(param.params)
     entries = {named.name: entries[named.name] for named in members if named.name in entries}
     if not entries:
         return {}
@@ -254,7 +254,7 @@ def _cut_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[str,
         value = values.get(named.name)
         if value is None:
             continue
-        spec = named.spec
+        spec = named.spec.whole
         if not isinstance(value, TensorSpec):
             other = next(name for name, each in values.items() if isinstance(each, TensorSpec))
             raise ConfigValueError(
@@ -305,6 +305,8 @@ def _check_interval(named: NamedParam, state: str, value: TensorSpec) -> None:
 def _owned_by_one(named: NamedParam) -> bool:
     """Whether one rank owns all elements, the same on every rank's account."""
     layout = named.handle.layout
+    if named.spec.part is not None and not named.spec.part.is_whole:
+        return False
     span = layout.spans[named.index]
     return span.is_empty or layout.rank_of(span.start) == layout.rank_of(span.stop - 1)
 

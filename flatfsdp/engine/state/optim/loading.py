@@ -20,10 +20,11 @@ from ...comm.transport import Transport
 from ...runtime.module_tree import units_in
 from ...runtime.rest import collective_call
 from ...runtime.unit import Unit
-from ..consolidate import is_first, scatter, store
+from ..consolidate import is_first, scatter_from_first, store
 from ..from_rank0 import broadcast_tensor, broadcast_value
 from ..model.distributed_values import is_distributed, whole_if_distributed
 from ..named_param import NamedParam, by_handle
+from ..parts import axes_beside
 from .descriptions import ParamShaped, value_of
 from .load_plan import LoadPlan, StateDictSpec, TensorSpec, describe, plan
 from .param_map import Key, OptimizedParam, ParamMap, groups_of, others_of
@@ -96,7 +97,7 @@ def _description_of_first(model: nn.Module, axes: list[Transport], state_dict: A
                 "the dict; leave it out"
             )
         for unit in units_in(model) if not first else ():
-            if is_first(unit):
+            if is_first(unit) and is_first_of(axes_beside(unit)):
                 raise UsageError(
                     f"unit {unit.label} is spread over ranks without rank {ranks[0]}, which has the state, and sends "
                     "it to the ranks that it shares a unit with. Give every rank the dict, and call "
@@ -172,7 +173,7 @@ class _Loading:
                 shard = self._shard(unit, kind, [named for each in having for named in each.params], state, dtype)
                 pieces = handle.at_rest.views_of(shard)
                 for each in having:
-                    piece = shard if each.is_flat else pieces[each.params[0].index].clone()
+                    piece = shard if each.is_flat else each.like_holder(pieces[each.params[0].index].clone())
                     out.setdefault(each.key, {})[state] = piece
         for named in self.holder.params:
             param = by_name.get(named.name)
@@ -203,10 +204,8 @@ class _Loading:
         """One state of one handle, laid out like its shard."""
         handle = unit.handles[kind]
         if self._from_first:
-            whole: list[torch.Tensor | None] = [None] * len(handle.leaves)
-            for named in wanted:
-                whole[named.index] = self._value(named, state)
-            return scatter(unit, kind, whole, dtype=dtype).to(handle.shard.device)
+            wholes = {named.index: self._value(named, state) for named in wanted}
+            return scatter_from_first(unit, kind, wholes, dtype=dtype).to(handle.shard.device)
         shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
         for named in wanted:
             value = self._value(named, state)

@@ -66,14 +66,33 @@ class OptimizedParam:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank has elements of it, so that its optimizer has all of its states."""
-        return self.is_flat or self.params[0].unit is None or self.params[0].has_elements
+        """Whether this rank's optimizer has all of its states: the rank has elements of it, or it is distributed."""
+        handle = self.handle
+        return handle is None or self.is_flat or handle.face.is_distributed or self.params[0].has_elements
 
     @property
     def keeps_any_shape(self) -> bool:
         """Whether states of other shapes mean something: they are those of a whole parameter."""
-        named = self.params[0]
-        return named.unit is None or (not self.is_flat and named.span_in_shard.numel == named.spec.numel)
+        named, handle = self.params[0], self.handle
+        if handle is None:
+            return True
+        piecewise = self.is_flat or handle.face.is_distributed
+        return not piecewise and named.span_in_shard.numel == named.spec.whole.numel
+
+    def pieces_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's `state` of it, with pieces as the shard has them in the place of distributed tensors."""
+        handle = self.handle
+        if handle is None or not handle.face.is_distributed:
+            return state
+        index, piece_of = self.params[0].index, handle.face.piece_of
+        return {
+            name: piece_of(index, value) if isinstance(value, torch.Tensor) else value for name, value in state.items()
+        }
+
+    def like_holder(self, piece: torch.Tensor) -> torch.Tensor:
+        """The inverse for one state of the parameter's shape."""
+        handle = self.handle
+        return piece if handle is None else handle.face.like_holder((self.params[0].index,), piece)
 
 
 class ParamMap:

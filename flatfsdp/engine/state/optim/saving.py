@@ -23,14 +23,14 @@ from ...comm.axes import Axis
 from ...comm.transport import Transport
 from ...flat.flat_param import FlatParamHandle
 from ...flat.layout_views import dense
-from ...runtime.model_facts import axes_of
 from ...runtime.module_tree import units_in
 from ...runtime.rest import collective_call, initialize, models_of
 from ...runtime.unit import Unit
 from ..consolidate import consolidated
-from ..model.distributed_values import carrier_of, rows_of
+from ..model.distributed_values import carrier_of, rows_of, rows_of_part
 from ..model.types import shares_memory
 from ..named_param import NamedParam, by_handle
+from ..parts import assembled, every_axis
 from .descriptions import Description, OtherState, ParamShaped, agree, description_of, value_of
 from .initial_state import state_before_first_step
 from .load_plan import check_dict
@@ -101,11 +101,12 @@ def state_by_name(
 
 
 def initialized_axes(model: nn.Module) -> list[Transport]:
-    """The axes over which units of `model` are spread, each once. Collective if nothing collective came before."""
+    """The axes over which units of `model` are spread, and those of parts, each once. Collective if nothing collective
+    came before."""
     units = units_in(model)
     for root in models_of(units):
         initialize(root)
-    return axes_of(units)
+    return every_axis(units)
 
 
 def is_source(axes: Sequence[Transport], group: Any) -> bool:
@@ -165,7 +166,8 @@ class _Saving:
                 f"optim_state_dict: its param groups have {len(keys)} parameters, those of the optimizer "
                 f"{len(known)}, or under other keys. Give the optimizer's own state_dict(), or leave it out"
             )
-        self.own = {key: own["state"][key] for key in known if own["state"].get(key)}
+        states = own["state"]
+        self.own = {each.key: each.pieces_of(states[each.key]) for each in self.holder if states.get(each.key)}
         self.others = {key: entry for key, entry in own["state"].items() if key not in {*known}}
 
     def descriptions(self) -> dict[str, Description | None]:
@@ -205,19 +207,13 @@ class _Saving:
         """The states of the parameters of one handle. Collective where they are gathered."""
         wanted, handle = self._wanted, unit.handles[kind]
         if wanted.carrier != "interval":
-            carrier = carrier_of(unit, wanted.carrier)
             for name, dtype in shaped_states(described.values()):
                 having = [named for named, states in described.items() if states.get(name) == ParamShaped(dtype)]
                 with consolidated(unit, kind, self._shard_of(handle, having, name, dtype)) as views:
-                    for named in having if self.keeps else ():
-                        view = views[named.index]
-                        self._made[named.name][name] = (
-                            _copied(view, wanted.device)
-                            if carrier == "whole"
-                            else rows_of(
-                                view, unit, as_dtensor=carrier == "dtensor", offload_to_cpu=wanted.offload_to_cpu
-                            )
-                        )
+                    for named in having if self.keeps or unit.views[kind].extended else ():
+                        value = self._carried(unit, kind, named, views[named.index])
+                        if self.keeps:
+                            self._made[named.name][name] = value
         for named, states in described.items():
             # States of the parameter's shape come first: files have this order.
             for name, each in sorted(states.items(), key=lambda item: not isinstance(item[1], ParamShaped)):
@@ -230,6 +226,16 @@ class _Saving:
                     if not shares_memory():
                         local = local.to(wanted.device or handle.shard.device, copy=True)
                     self._made[named.name][name] = named.interval(local)
+
+    def _carried(self, unit: Unit, kind: int, named: NamedParam, view: torch.Tensor) -> Any:
+        """What has the values of `view`, as it is stored here, in the state dict. Collective where it is a part."""
+        offload, carrier = self._wanted.offload_to_cpu, carrier_of(unit, self._wanted.carrier)
+        if carrier == "dtensor" and named.spec.part is not None:
+            return rows_of_part(view, unit, kind, named.index, offload_to_cpu=offload)
+        whole = assembled(unit, kind, named.index, view)
+        if carrier == "whole":
+            return _copied(whole, self._wanted.device) if self.keeps else None
+        return rows_of(whole, unit, as_dtensor=carrier == "dtensor", offload_to_cpu=offload)
 
     def _state(self, named: NamedParam, name: str) -> Any:
         return self.own[self.holder.by_name[named.name].key][name]

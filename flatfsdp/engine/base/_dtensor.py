@@ -1,0 +1,107 @@
+"""Private names of torch.distributed.tensor, as `_torch.py` has those of torch: apart, because importing that takes
+seconds, which only models with DTensors pay."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+REASONS = {
+    "device_mesh.DeviceMesh._concatenate": "parameters that are split by data and by tensor parallelism lie on the "
+    "mesh of both, and only this makes one of two that exist without new process groups",
+    "tensor.placement_types._StridedShard": "rows that tensor parallelism has split are split again by data "
+    "parallelism, which is the other way round in the order of the mesh; only this placement says so",
+    "tensor._dtensor_spec.DTensorSpec": "what a DTensor is made of without communication; `from_local` asks autograd "
+    "and makes a new one each time",
+    "tensor._dtensor_spec.TensorMeta": "the shape, the strides and the dtype in it",
+    "tensor.DTensor._local_tensor": "`to_local` makes another tensor each time, and what it returns shares no version",
+    "tensor.DTensor._spec": "mesh, placements, shape and strides as one value that can be compared",
+}
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether `value` is a DTensor; does not import their module, without which there is none."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def missing() -> list[str]:
+    """The names above that this torch does not have; imports torch.distributed.tensor."""
+    absent = []
+    for name in REASONS:
+        found: Any = _distributed()
+        for each in name.split("."):
+            found = getattr(found, each, None)
+        if found is None:
+            absent.append(f"torch.distributed.{name}")
+    return absent
+
+
+def _distributed() -> Any:
+    import torch.distributed.tensor
+    import torch.distributed.tensor._dtensor_spec
+    import torch.distributed.tensor.placement_types
+
+    return torch.distributed
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """What this rank has of a DTensor, the tensor itself."""
+    local: torch.Tensor = value._local_tensor
+    return local
+
+
+def spec_of(value: Any) -> Any:
+    """The DTensorSpec of a DTensor."""
+    return value._spec
+
+
+def new_spec(
+    mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Any:
+    """A DTensorSpec."""
+    specs = _distributed().tensor._dtensor_spec
+    meta = specs.TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return specs.DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """The placement of rows that `split_factor` ranks of later dimensions of the mesh have split before."""
+    return _distributed().tensor.placement_types._StridedShard(dim, split_factor=split_factor)
+
+
+def split_factor_of(placement: Any) -> int | None:
+    """By how many ranks of later dimensions of the mesh rows were split before; None for any other placement."""
+    if type(placement).__name__ != "_StridedShard":
+        return None
+    factor: int = placement.split_factor
+    return factor
+
+
+def concatenated(meshes: Sequence[Any]) -> Any:
+    """The mesh of all dimensions of `meshes`, which are of one mesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def dtensor(local: torch.Tensor, spec: Any) -> Any:
+    """A DTensor around `local`, which it holds itself; autograd knows nothing of it."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)
+
+
+def dtensor_type() -> Any:
+    """The class of DTensors."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+def set_local(value: Any, local: torch.Tensor, spec: Any) -> None:
+    """Let a DTensor have `local`, of its dtype, as what this rank has of it, and `spec`."""
+    value._local_tensor, value._spec = local, spec

@@ -1,0 +1,90 @@
+"""Lists of tensors that travel as one, cut into a piece for each rank.
+
+[Note: rows] Collectives that take lists take unsharded tensors of one dtype, 1-D, each of which has room for as many
+elements of every rank. Together they are one space, in which a rank's *row* is its piece of each, one behind the
+other; that is the order of a shard, and of what a reduction leaves. A single tensor is a list of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..base import _torch
+
+
+class Row:
+    """What one rank has of each tensor of a list, as if it lay in one place. [Note: rows]
+
+    Attributes:
+        pieces: 1-D, of one dtype, one at least; sizes: their elements; numel: of all.
+    """
+
+    def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
+        self.pieces = list(pieces)
+        self.sizes = [piece.numel() for piece in self.pieces]
+        self.numel = sum(self.sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the pieces."""
+        return self.pieces[0].dtype
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """The pieces that have elements."""
+        return [piece for piece, size in zip(self.pieces, self.sizes, strict=True) if size]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pieces."""
+        return self.numel * self.dtype.itemsize
+
+    def within(self, start: int, end: int) -> list[torch.Tensor]:
+        """What lies between the elements `start` and `end`, where there are so many, in parts of pieces."""
+        if start == 0 and end >= self.numel:
+            return self.pieces
+        parts, first = [], 0
+        for piece, size in zip(self.pieces, self.sizes, strict=True):
+            low, high = max(start - first, 0), min(end - first, size)
+            if low < high:
+                parts.append(piece[low:high])
+            first += size
+        return parts
+
+    def of(self, memory: torch.Tensor) -> Row:
+        """`memory`, 1-D and of as many elements, cut as this row is."""
+        return Row(memory.split(self.sizes))
+
+
+def rows_of(tensors: Sequence[torch.Tensor], world: int) -> list[Row]:
+    """The row of each rank."""
+    if len(tensors) == 1:
+        return [Row([piece]) for piece in tensors[0].chunk(world)]
+    return [Row(pieces) for pieces in zip(*(tensor.chunk(world) for tensor in tensors), strict=True)]
+
+
+def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Fill each target from its source, which lies elsewhere, and may have another dtype or be on another device."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0], non_blocking=_is_ordered(targets[0]))
+    elif targets:
+        _torch.foreach_copy_(targets, sources, non_blocking=_is_ordered(targets[0]))
+
+
+def copy_apart(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """`copy` of those that do not lie in their targets already."""
+    apart = [pair for pair in zip(targets, sources, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
+    copy([target for target, _ in apart], [source for _, source in apart])
+
+
+def _is_ordered(target: torch.Tensor) -> bool:
+    """Whether what reads it is in order behind a copy that the host does not wait for."""
+    return target.device.type != "cpu"
+
+
+def add(first: Row, second: Row, output: Row) -> None:
+    """The sum of two rows, which may be the output's."""
+    for one, other, total in zip(first.pieces, second.pieces, output.pieces, strict=True):
+        torch.add(one, other, out=total)

@@ -1,0 +1,187 @@
+"""How a list of tensors travels where memory is not shared: large ones in place, small ones together.
+
+[Note: staging] A collective, or a message, for each of many small tensors would take longer than copies. So those of at
+most `SMALL` bytes travel as one in a *staging buffer*, which has a row for each rank, and in the row a piece of each.
+Copies into it and out of it are counted apart (`CommStats.staged`). Larger ones are sent from where they lie and
+received there: nothing of them is staged.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+
+from ..base import _torch
+from ..device.memory import FlatBuffer, MemoryTracker
+from .axes import Axis
+from .pieces import Row, copy, rows_of
+
+SMALL = 64 * 1024  # bytes of an unsharded tensor
+KNOWN = 256  # lists of a transport
+
+
+class StagingBuffer:
+    """A staging buffer for certain unsharded tensors, and its views, which take longer to make than to fill.
+
+    Attributes:
+        memory: shape (world * n,): a row of n elements for each rank.
+        own: shape (n,): this rank's row; `own_pieces`: cut, one piece for each tensor.
+        sums: shape (n,): for what a reduction leaves of them; `sum_pieces`: cut.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], group: Axis, tracker: MemoryTracker) -> None:
+        first, world = tensors[0], group.size
+        sizes = [tensor.numel() // world for tensor in tensors]
+        self.memory, self.sums = (
+            FlatBuffer(numel, first.dtype, first.device, tracker=tracker, kind="staging")
+            for numel in (world * sum(sizes), sum(sizes))
+        )
+        self.memory.allocate()
+        rows = self.memory.tensor.view(world, sum(sizes))
+        self.own = rows[group.rank]
+        self.own_pieces = self.own.split(sizes)
+        self._pieces = rows.split(sizes, dim=1)
+        self._wholes = [tensor.view(world, size) for tensor, size in zip(tensors, sizes, strict=True)]
+        self._sizes = sizes
+
+    def pack(self) -> None:
+        """Copy the tensors in."""
+        _torch.foreach_copy_(self._pieces, self._wholes)
+
+    def unpack(self) -> None:
+        """Copy the tensors out."""
+        _torch.foreach_copy_(self._wholes, self._pieces)
+
+    def unpack_sums(self, targets: Sequence[torch.Tensor]) -> None:
+        """Copy what a reduction left to its place."""
+        copy(targets, self.sums.tensor.split(self._sizes))
+
+    def free(self) -> None:
+        """Give all memory back."""
+        self.memory.free()
+        self.sums.free()
+
+
+class TensorList:
+    """Unsharded tensors of one dtype that travel as one, and how. [Note: rows]
+
+    Attributes:
+        nbytes, numel, device: of all of them.
+        staged: bytes that are staged each time.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        group: Axis,
+        tracker: MemoryTracker,
+        *,
+        fewest: int,
+        forget: Callable[[object], None],
+    ) -> None:
+        """`fewest`: so many small ones, at least, are staged. `forget` is called when one of the tensors is gone."""
+        self._given = [weakref.ref(tensor, forget) for tensor in tensors]
+        self._tensors = [tensor.data for tensor in tensors]  # views of these keep none of the caller's alive
+        self._group, self._tracker = group, tracker
+        self.device = tensors[0].device
+        self.nbytes, self.numel = sum(each.nbytes for each in tensors), sum(each.numel() for each in tensors)
+        small = [index for index, tensor in enumerate(tensors) if tensor.nbytes <= SMALL]
+        self._small = small if len(small) >= fewest else []
+        self._large = [index for index in range(len(tensors)) if index not in {*self._small}]
+        self.staged = sum(tensors[index].nbytes for index in self._small)
+
+    def serves(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it was made for these very `tensors`, and its staging buffer is not in use."""
+        in_use = "staging" in vars(self) and self.staging.memory.allocated
+        if in_use or len(tensors) != len(self._given):
+            return False
+        if any(given() is not tensor for given, tensor in zip(self._given, tensors, strict=True)):
+            return False
+        return self._tensors[0].data_ptr() == tensors[0].data_ptr()  # or somebody gave them other memory
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """What each rank has of them."""
+        return rows_of(self._tensors, self._group.size)
+
+    @cached_property
+    def staging(self) -> StagingBuffer:
+        """For those that are staged."""
+        return StagingBuffer([self._tensors[index] for index in self._small], self._group, self._tracker)
+
+    def to_gather(self, shards: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs that are to be gathered, and of what; shards of another dtype, or elsewhere, are cast here.
+
+        `finish_gather` follows when they were.
+        """
+        own = self.rows[self._group.rank].pieces
+        outputs = [self._tensors[index] for index in self._large]
+        cast = [index for index in self._large if _differs(own[index], shards[index])]
+        copy([own[index] for index in cast], [shards[index] for index in cast])
+        sources = [own[index] if index in cast else shards[index] for index in self._large]
+        if self._small:
+            self.staging.memory.allocate()
+            copy(self.staging.own_pieces, [shards[index] for index in self._small])
+            outputs.append(self.staging.memory.tensor)
+            sources.append(self.staging.own)
+        return outputs, sources
+
+    def finish_gather(self) -> None:
+        """What was staged comes to its place."""
+        if self._small:
+            self.staging.unpack()
+            self.staging.free()
+
+    def to_reduce(self, output: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs that are to be filled, and with the sums of what. `finish_reduction` follows when they were."""
+        results = output.split(self.rows[0].sizes)
+        outputs, fulls = [results[index] for index in self._large], [self._tensors[index] for index in self._large]
+        if self._small:
+            self.staging.memory.allocate()
+            self.staging.pack()
+            if self._large:
+                self.staging.sums.allocate()
+            outputs.append(self.staging.sums.tensor if self._large else output)
+            fulls.append(self.staging.memory.tensor)
+        return outputs, fulls
+
+    def finish_reduction(self, output: torch.Tensor) -> None:
+        """What was staged comes to its place in `output`."""
+        if self._small and self._large:
+            results = output.split(self.rows[0].sizes)
+            self.staging.unpack_sums([results[index] for index in self._small])
+        if self._small:
+            self.staging.free()
+
+
+def _differs(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return target.dtype != source.dtype or target.device != source.device
+
+
+class TensorLists:
+    """The lists of one transport that are known, for as long as all of their tensors live."""
+
+    def __init__(self, group: Axis, tracker: MemoryTracker, *, fewest: int) -> None:
+        self._group, self._tracker, self._fewest = group, tracker, fewest
+        self._known: dict[tuple[int, int, int], TensorList] = {}
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> TensorList:
+        """The list of these `tensors`."""
+        key = id(tensors[0]), id(tensors[-1]), len(tensors)
+        known = self._known.get(key)
+        if known is not None and known.serves(tensors):
+            return known
+        lists = weakref.ref(self)
+
+        def forget(gone: object) -> None:
+            if (found := lists()) is not None:
+                found._known.pop(key, None)
+
+        if len(self._known) == KNOWN:  # of a model that joins others at every step
+            self._known.clear()
+        made = TensorList(tensors, self._group, self._tracker, fewest=self._fewest, forget=forget)
+        self._known[key] = made
+        return made

@@ -1,0 +1,283 @@
+"""Parameters that are DTensors of rows between iterations: what `fully_shard` shows of the flat parameters below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+from ..base import _dtensor
+from ..flat.faces import FaceWords, Sums, adoptions, assign_grad
+from ..flat.layout_views import ShardViews
+from ..flat.param_refs import ParamRef
+from ..flat.write_tracker import FlatParameter
+from ..layout.layout import FlatLayout, ParamSpec
+from .specs import spec_at_rest
+
+_LOCAL = attrgetter("_local_tensor")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+@dataclass(frozen=True, eq=False)
+class RowFaces:
+    """Makes `RowFace`s: each parameter a DTensor, split over the last dimension of `mesh` along the dimension that is
+    the slowest in its memory. Its layout has a segment of rows for each parameter ([Note: pieces]).
+
+    Attributes:
+        mesh: the DeviceMesh of data parallelism, (shard,) or (replicate, shard); None in a copy for another process.
+        stored: for each leaf the DTensorSpec that it had on a mesh of its own (tensor parallelism); None for a plain
+            tensor. Empty where all are plain.
+    """
+
+    mesh: Any
+    stored: tuple[Any, ...] = ()
+    by_parameter = True
+
+    def __call__(
+        self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
+    ) -> RowFace:
+        """The face of `leaves`.
+
+        Raises:
+            UsageError: a parameter without dimensions; or what the DTensors take is not there.
+        """
+        return RowFace(leaves, layout, rank, self.mesh, self.stored or (None,) * len(leaves))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowFaces:
+        return self  # copies of a model communicate over the same mesh
+
+
+class _Rows:
+    """How one parameter's rows on this rank lie in memory, and in which DTensor they are.
+
+    Attributes:
+        numel: the elements of these rows.
+    """
+
+    def __init__(self, spec: ParamSpec, layout: FlatLayout, rank: int, mesh: Any, stored: Any) -> None:
+        if not spec.shape:
+            raise UsageError(
+                f"parameter {spec.name!r} has no dimensions, so no rows to split over ranks. Give it the shape (1,)"
+            )
+        self.name, self._mesh, self._stored = spec.name, mesh, stored
+        self._whole = ParamSpec(spec.name, spec.shape)
+        self._dim = spec.order[0]
+        most = -(-spec.rows // layout.world)
+        rows = max(0, min(most, spec.rows - rank * most))
+        self._shape = tuple(rows if dim == self._dim else size for dim, size in enumerate(spec.shape))
+        self._order, self._stride = spec.order, spec.stride
+        self.numel = rows * (spec.numel // spec.rows if spec.rows else 0)
+        self._specs: dict[torch.dtype, Any] = {}
+
+    def spec(self, dtype: torch.dtype) -> Any:
+        """The DTensorSpec of the parameter, or of a gradient of it, in `dtype`."""
+        made = self._specs.get(dtype)
+        if made is None:
+            made = self._specs[dtype] = spec_at_rest(self._mesh, self._whole, self._dim, dtype, self._stored)
+        return made
+
+    def local(self, piece: torch.Tensor) -> torch.Tensor:
+        """`piece`, which has these rows as the shard has them, in the parameter's shape, as a view. Without elements it
+        is memory of its own, since other parameters' places begin where it ends."""
+        if not self.numel:
+            return piece.new_empty(1)[:0].view(self._shape)
+        if piece.shape == self._shape:
+            return piece
+        if self._stride is None:
+            return piece.view(self._shape)
+        return piece.as_strided(self._shape, self._stride, piece.storage_offset())
+
+    def piece(self, local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """`local`, of the parameter's shape, as the shard has it; `like`: the shard's own. A view where that can be."""
+        return local if local.shape == like.shape else local.permute(self._order).reshape(-1)
+
+    def check(self, value: Any, what: str) -> None:
+        """Refuse a `value` that is no DTensor split as this parameter is."""
+        expected = self.spec(value.dtype)
+        if not _dtensor.is_dtensor(value):
+            found = f"a {type(value).__name__} of shape {tuple(value.shape)}"
+        else:
+            spec = _dtensor.spec_of(value)
+            if (
+                spec.shape == expected.shape
+                and (spec.mesh, spec.placements) == (expected.mesh, expected.placements)
+                and _dtensor.local_of(value).shape == self._shape
+            ):
+                return
+            found = f"a DTensor of shape {tuple(spec.shape)} with placements {spec.placements} on {spec.mesh}"
+        raise UsageError(
+            f"{what} of {self.name!r} was replaced by {found}; expected a DTensor of shape {tuple(expected.shape)} "
+            f"with placements {expected.placements} on {expected.mesh}. "
+            "torch.distributed.tensor.distribute_tensor(value, parameter.device_mesh, parameter.placements) makes one"
+        )
+
+
+class RowFace:
+    """One `Parameter` that is a DTensor for each leaf: this rank's rows, in memory of the shard. [Note: faces]
+
+    Holders are made once. What a user puts in the place of one (`load_state_dict(assign=True)`, `swap_tensors`) is a
+    holder from then on if it is split alike: its values go to the shard, and it shows that. Gradients are DTensors,
+    too, split as their parameters are, on every rank where any has rows.
+    """
+
+    words = FaceWords("parameters at rest", "DTensors", "fully_shard", holder="the DTensor")
+    holds_leaves, is_flat, by_parameter, is_distributed = False, False, True, True
+
+    def __init__(
+        self, leaves: Sequence[nn.Parameter], layout: FlatLayout, rank: int, mesh: Any, stored: Sequence[Any]
+    ) -> None:
+        self._leaves = leaves
+        specs = zip(layout.params, stored, strict=True)
+        self._rows = [_Rows(spec, layout, rank, mesh, each) for spec, each in specs]
+        self._without = [i for i, rows in enumerate(self._rows) if not rows.numel]
+        self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
+        self._places: list[tuple[ParamRef, int]] = []
+        self._specs: dict[torch.dtype, list[Any]] = {}
+        self._make = _dtensor.dtensor_type()
+        self.holders: list[nn.Parameter] = []
+        self.counters: list[torch.Tensor] = []
+
+    def holder_of(self, index: int) -> nn.Parameter:
+        return self.holders[index]
+
+    # -- the shard ---------------------------------------------------------------------------------------------------
+
+    def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
+        self._at_rest = at_rest
+        with torch.no_grad():
+            for i, (rows, view) in enumerate(zip(self._rows, at_rest.views, strict=True)):
+                local, spec = rows.local(view), rows.spec(shard.dtype)
+                if i == len(self.holders):
+                    made = self._make(local, spec, requires_grad=False)
+                    self.holders.append(nn.Parameter(made, requires_grad=self._leaves[i].requires_grad))
+                holder = self.holders[i]
+                if holder.dtype != shard.dtype or holder.device != shard.device:
+                    made = nn.Parameter(self._make(local, spec, requires_grad=False), holder.requires_grad)
+                    torch.utils.swap_tensors(holder, made)  # the object stays, which optimizers hold
+                _dtensor.set_local(holder, local, spec)
+        self._note_memory()
+
+    def _note_memory(self) -> None:
+        self._locals = list(map(_LOCAL, self.holders))
+        self._local_ids = list(map(id, self._locals))
+        # An operation on a DTensor raises the version of that; what is done to its local tensor raises the shard's.
+        self.counters[:] = [*self.holders, *(self._locals[i] for i in self._without)]
+
+    def replaced(self) -> list[int]:
+        found = list(map(id, map(_LOCAL, self.holders)))
+        if found == self._local_ids:
+            return []
+        return [i for i, (one, other) in enumerate(zip(found, self._local_ids, strict=True)) if one != other]
+
+    def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
+        rows = self._rows[index]
+        if not _dtensor.is_dtensor(held) and held.shape == self.holders[index].shape:
+            return held.detach()  # the whole, of which the shard takes its part
+        rows.check(held, "the parameter")
+        local = _dtensor.local_of(held).detach()
+        if local.is_meta:
+            raise UsageError(
+                f"the parameter {rows.name!r} was replaced by one on the meta device, which has no values. Load with "
+                "values, or give the module memory by to_empty() first"
+            )
+        return rows.piece(local, self._at_rest.views[index])
+
+    def adopt(self, index: int, held: nn.Parameter) -> None:
+        if _dtensor.is_dtensor(held):
+            rows, view = self._rows[index], self._at_rest.views[index]
+            before = self.holders[index]
+            if held is not before:
+                if held.grad is None and before.grad is not None:
+                    assign_grad(held, before.grad)
+                self.holders[index] = held
+                adoptions.count += 1
+            _dtensor.set_local(held, rows.local(view), rows.spec(view.dtype))
+            self._note_memory()
+
+    def show_flat(self, flat: torch.Tensor) -> None:
+        pass
+
+    # -- modules -----------------------------------------------------------------------------------------------------
+
+    def put(self, param_ref: ParamRef) -> None:
+        index = self._index[id(param_ref.leaf)]
+        if not any(param_ref is each for each, _ in self._places):
+            self._places.append((param_ref, index))
+            param_ref.keeps_place = True
+        param_ref.hold(self.holders[index])
+
+    def compute(self) -> None:
+        self._swap(self._leaves)
+
+    def rest(self) -> None:
+        self._swap(self.holders)
+
+    def _swap(self, parameters: Sequence[nn.Parameter]) -> None:
+        for param_ref, index in self._places:  # twice for every parameter, forward and backward
+            parameter = parameters[index]
+            if param_ref.held is not parameter:
+                module = param_ref.module_ref()
+                if module is not None and type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[param_ref.attribute] = param_ref.held = parameter
+                else:
+                    param_ref.hold(parameter)
+
+    def follow_requires_grad(self) -> None:
+        wanted = list(map(_REQUIRES_GRAD, self.holders))
+        if wanted != list(map(_REQUIRES_GRAD, self._leaves)):
+            for leaf, flag in zip(self._leaves, wanted, strict=True):
+                leaf.requires_grad_(flag)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def local_of(self, value: torch.Tensor) -> torch.Tensor:
+        return _dtensor.local_of(value) if _dtensor.is_dtensor(value) else value
+
+    def like_holder(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
+        (index,) = indices
+        rows = self._rows[index]
+        made: torch.Tensor = self._make(rows.local(piece), rows.spec(piece.dtype), requires_grad=False)
+        return made
+
+    def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        if not _dtensor.is_dtensor(value) or value.shape != self.holders[index].shape:
+            return value
+        return self._rows[index].piece(_dtensor.local_of(value), self._at_rest.views[index])
+
+    def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
+        grads = [holder.grad for holder in self.holders]
+        return [None if grad is None else self.piece_of(i, grad) for i, grad in enumerate(grads)]
+
+    def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
+        pieces = [(i, piece) for i, piece in self._at_rest.pieces_of(total) if self._rows[i].numel]
+        # Without rows, too: what is computed with a gradient is computed by all ranks.
+        pieces += [(i, total) for i in self._without]
+        specs, fits = self._specs_in(total.dtype), total.dtype == self.holders[0].dtype
+        sums: Sums = []
+        for i, piece in pieces:
+            if i not in trained:
+                continue
+            holder, local = self.holders[i], self._rows[i].local(piece)
+            if (grad := holder.grad) is not None:
+                self._rows[i].check(grad, "the .grad")
+                sums.append((_dtensor.local_of(grad), local))
+            elif fits:
+                holder.grad = self._make(local, specs[i], requires_grad=False)
+            else:
+                assign_grad(holder, self._make(local, specs[i], requires_grad=False))
+        return sums
+
+    def _specs_in(self, dtype: torch.dtype) -> list[Any]:
+        made = self._specs.get(dtype)
+        if made is None:
+            made = self._specs[dtype] = [rows.spec(dtype) for rows in self._rows]
+        return made
+
+    def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
+        rows = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
+        return [(holder, share, (i,)) for i, (holder, share) in rows if holder.requires_grad]

@@ -1,0 +1,161 @@
+"""Parameters that tensor parallelism has made DTensors: the flat parameter stores what this rank has of each, and
+modules see DTensors while a unit is unsharded.
+
+[Note: tensor parallelism] To the engine such a parameter is a plain tensor, that of this rank, whose peers are the
+ranks of the unit's own axes. Modules see it as a DTensor of the mesh that it came on. The backward of that brings the
+gradient to the placements of the parameter, over that mesh (a norm's weight under sequence parallelism has a partial
+one, which is summed there), and from there it goes the way of any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ..base import _dtensor
+from ..comm.axes import Axis, ProcessGroups
+from ..flat.extensions import Transform
+from ..layout.layout import ParamSpec
+from ..layout.part import Part, Ranges, chunk, strided_chunk
+from .specs import require_dtensors, spec_at_rest
+
+
+@dataclass(frozen=True, eq=False)
+class StoredDTensor:
+    """What a parameter was that is stored as this rank's part of it.
+
+    Attributes:
+        mesh, placements: where the parts are.
+        shape, stride: of the whole.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredDTensor:
+        return self  # copies of a model communicate over the same mesh
+
+    def spec(self, dtype: torch.dtype) -> Any:
+        """The DTensorSpec of it in `dtype`."""
+        return _dtensor.new_spec(self.mesh, self.placements, self.shape, self.stride, dtype)
+
+    def around(self, local: torch.Tensor) -> torch.Tensor:
+        """The DTensor whose part is `local`, through which gradients reach that."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+
+class TensorParallel(Transform):
+    """The transformation of DTensors that lie on a mesh beside the `groups` of their unit."""
+
+    def __init__(self, groups: ProcessGroups | None = None, mesh: Any = None) -> None:
+        """`mesh`: that of `groups`, if the user gave one. Without `groups` nothing more is stored."""
+        self._own = frozenset[int]() if groups is None else _ranks_of(groups, mesh)
+
+    def __reduce__(self) -> tuple[type[TensorParallel], tuple[()]]:
+        return TensorParallel, ()
+
+    def applies(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter` is a DTensor."""
+        return _dtensor.is_dtensor(parameter)
+
+    def check(self, path: str, parameter: torch.Tensor) -> None:
+        """Refuse a DTensor that lies on ranks of the unit's own axes, or in a way that no rank could store."""
+        require_dtensors()
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        if mesh.get_coordinate() is None:
+            raise UsageError(f"{path!r} is a DTensor on {mesh}, which this rank is not in. Wrap it on its ranks only")
+        ranks = set(mesh.mesh.flatten().tolist())
+        if len(shared := sorted(ranks & self._own)) > 1:
+            raise UsageError(
+                f"{path!r} is a DTensor on {mesh}, of which ranks {', '.join(map(str, shared))} are among those over "
+                "which its unit is sharded, too. A parameter is sharded over the ranks that hold the same part of it: "
+                'give device_mesh=mesh["dp"] of the mesh whose mesh["tp"] the parameter lies on'
+            )
+        if any(each.is_partial() for each in placements):
+            raise UsageError(f"{path!r} is a DTensor with placements {placements}: a partial sum is no parameter")
+        part = part_of(parameter.shape, parameter.stride(), mesh, placements)
+        local = tuple(_dtensor.local_of(parameter).shape)
+        if part.stored_shape != local:
+            raise UsageError(
+                f"{path!r} is a DTensor of shape {tuple(parameter.shape)} with placements {placements} on {mesh}, of "
+                f"which this rank has {local}; expected {part.stored_shape}, as torch.chunk divides it"
+            )
+
+    def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, StoredDTensor]:
+        """This rank's part of `parameter`, and what it is a part of."""
+        mesh, placements = parameter.device_mesh, tuple(parameter.placements)  # type: ignore[attr-defined]
+        local = _dtensor.local_of(parameter.detach())
+        return local, StoredDTensor(mesh, placements, parameter.shape, tuple(parameter.stride()))
+
+    def see(self, leaf: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
+        """The DTensor of which `leaf` is this rank's part."""
+        return state.around(leaf)
+
+    def describe(self, state: StoredDTensor) -> str:
+        """Its placements, by the names of the mesh's dimensions."""
+        names = state.mesh.mesh_dim_names or range(state.mesh.ndim)
+        sides = (f"{n} of {state.mesh.size(d)}: {state.placements[d]}" for d, n in enumerate(names))
+        return f" as a DTensor ({', '.join(sides)})"
+
+    def assemble(self, stored: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
+        """The whole, from all ranks of the mesh. Collective over it."""
+        whole: torch.Tensor = self.around(stored.contiguous(), state).full_tensor()  # type: ignore[attr-defined]
+        return whole
+
+    def around(self, stored: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
+        """The DTensor that holds `stored` itself."""
+        made: torch.Tensor = _dtensor.dtensor(stored, state.spec(stored.dtype))
+        return made
+
+    def stored_in(self, seen: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a DTensor."""
+        return _dtensor.local_of(seen) if _dtensor.is_dtensor(seen) else seen
+
+    def sharded(self, rows: torch.Tensor, dp_mesh: Any, state: StoredDTensor) -> torch.Tensor:
+        """The DTensor on both meshes that FSDP2 would have of this rank's `rows`."""
+        spec = spec_at_rest(dp_mesh, ParamSpec("", tuple(rows.shape)), 0, rows.dtype, state.spec(rows.dtype))
+        made: torch.Tensor = _dtensor.dtensor(rows, spec)
+        return made
+
+    def part(self, state: StoredDTensor) -> Part:
+        """Which part of the whole is stored here."""
+        return part_of(state.shape, state.stride, state.mesh, state.placements)
+
+    def axes(self, state: StoredDTensor, device: torch.device) -> list[tuple[Axis, bool]]:
+        """The axes of its mesh, each with whether its ranks hold different parts, else copies."""
+        found = []
+        for dim, placement in enumerate(state.placements):
+            if state.mesh.size(dim) > 1:
+                found.append((Axis.of(state.mesh.get_group(dim), device), not placement.is_replicate()))
+        return found
+
+
+def part_of(shape: Collection[int], stride: Collection[int], mesh: Any, placements: Collection[Any]) -> Part:
+    """What this rank has of a DTensor."""
+    ranges: list[Ranges] = [((0, size),) if size else () for size in shape]
+    copy = 0
+    for dim, (placement, place) in enumerate(zip(placements, mesh.get_coordinate(), strict=True)):
+        count = mesh.size(dim)
+        if placement.is_replicate():
+            copy = copy * count + place
+        elif (factor := _dtensor.split_factor_of(placement)) is None:
+            ranges[placement.dim] = chunk(ranges[placement.dim], count, place)
+        else:
+            ranges[placement.dim] = strided_chunk(ranges[placement.dim], count, place, factor)
+    whole = ParamSpec("", tuple(shape), tuple(stride))
+    return Part(whole.shape, whole.stride, tuple(ranges), copy)
+
+
+def _ranks_of(groups: ProcessGroups, mesh: Any) -> frozenset[int]:
+    ranks = set(groups.shard.ranks) | set(groups.replicate.ranks if groups.replicate is not None else ())
+    return frozenset(ranks if mesh is None else ranks | set(mesh.mesh.flatten().tolist()))

@@ -1,0 +1,196 @@
+"""Methods of FSDP2's modules that the wrapper does not have: for what is so anyway, for what cannot be had, and for
+names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ...api import check_bool
+from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value, warn
+from ..facade.schedule_api import ScheduleControls
+from ..runtime.model import check_outermost
+from ..runtime.rest import check_outside, quiesce
+from ..runtime.unit import Unit
+
+
+class FSDP2Controls(ScheduleControls):
+    """The methods of a module of `fully_shard`. The mixin expects `_unit`."""
+
+    def reset_iter_state(self) -> None:
+        """Return to between iterations after a forward or a backward has failed; gradients of it are dropped.
+
+        The next forward does so by itself. Only on the outermost module.
+
+        Raises:
+            UsageError: on a nested module, or inside a forward or a backward.
+        """
+        call = "reset_iter_state()"
+        check_outside(self._unit, call)
+        model = check_outermost(self._unit, call)
+        if model.setup.ready:
+            quiesce(model.units, collective=False, frees=True)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`.
+
+        Args:
+            factor: as there.
+        """
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Without effect: ranks may use different parameters at any time. One that no rank used has no gradient.
+
+        Args:
+            reduce_scatter_unused_params, recurse: checked for their type.
+
+        Raises:
+            ConfigTypeError: an argument is no bool.
+        """
+        method = "set_reduce_scatter_unused_params"
+        check_bool(f"{method}: reduce_scatter_unused_params", reduce_scatter_unused_params)
+        check_bool(f"{method}: recurse", recurse)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Without effect: gradients are reduced where they lie, and there is no buffer that a next one waits for.
+
+        Args:
+            max_input_buffers, recurse: checked.
+
+        Raises:
+            ConfigTypeError, ConfigValueError: no number of at least 1.
+        """
+        name = "set_reduce_scatter_max_input_buffers: max_input_buffers"
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            refuse_type(name, max_input_buffers, "a number of at least 1")
+        if max_input_buffers < 1:
+            refuse_value(name, max_input_buffers, "a number of at least 1")
+        check_bool("set_reduce_scatter_max_input_buffers: recurse", recurse)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reductions always have a communicator of their own, so that they run beside gathers.
+
+        Args:
+            enable: without effect; False warns.
+            recurse: checked for its type.
+
+        Raises:
+            ConfigTypeError: an argument is no bool.
+        """
+        method = "set_separate_reduce_scatter_group"
+        check_bool(f"{method}: enable", enable)
+        check_bool(f"{method}: recurse", recurse)
+        if not enable:
+            warn(f"{method}: False has no effect: reductions have a communicator of their own in any case")
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let what follows on this stream, and so the next gathers, come after `event`, which an optimizer's step on
+        another stream has recorded.
+
+        Args:
+            event: a `torch.Event`.
+
+        Raises:
+            ConfigTypeError: no event.
+            UsageError: inside a forward or a backward, or on a nested module.
+        """
+        call = "set_post_optim_event"
+        if not callable(getattr(event, "wait", None)):
+            refuse_type(f"{call}: event", event, "a torch.Event that was recorded")
+        check_outside(self._unit, call)
+        if check_outermost(self._unit, f"{call}()").resources.device.has_streams:
+            event.wait()
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Refused: gathers run in place, between shards and the memory that modules compute with.
+
+        Args:
+            comm: not looked at.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"set_custom_all_gather() of unit {self._unit.label}: gathers run in place, between shards and the memory "
+            "that modules compute with, so there is no buffer for a gather of your own to allocate. Leave it out; "
+            "share_host_memory() and MixedPrecision(gather_dtype=...) of FullyShardedDataParallel make gathers cheaper"
+        )
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Refused: reductions run where gradients lie. `set_all_reduce_hook` changes the sum.
+
+        Args:
+            comm: not looked at.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"set_custom_reduce_scatter() of unit {self._unit.label}: reductions run where gradients lie, so there is "
+            "no buffer for a reduction of your own to allocate. Leave it out, or change the sum by "
+            "set_all_reduce_hook()"
+        )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused with True: collectives read and write parameters and gradients themselves.
+
+        Args:
+            enable: False is accepted.
+
+        Raises:
+            ConfigTypeError: no bool.
+            ConfigValueError: True.
+        """
+        method = "set_allocate_memory_from_process_group_for_comm"
+        check_bool(f"{method}: enable", enable)
+        if enable:
+            raise ConfigValueError(
+                f"{method}: got True, but there are no staging buffers whose memory a process group could allocate: "
+                "collectives read and write parameters and gradients where they lie. Accepted: False"
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Refused: collectives read and write parameters and gradients themselves.
+
+        Args:
+            backend: not looked at.
+
+        Raises:
+            ConfigValueError: always.
+        """
+        raise ConfigValueError(
+            f"set_symm_mem_for_comm: got {backend!r}, but there are no staging buffers to allocate in symmetric "
+            "memory: collectives read and write parameters and gradients where they lie. Leave it out"
+        )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """FSDP2's name of `set_unshard_async_op`."""
+        self.set_unshard_async_op(async_op)
+
+    def _get_fsdp_state(self) -> NoReturn:
+        """Refused: torch's private state."""
+        raise UsageError(
+            f"_get_fsdp_state() of unit {self._unit.label}: this is the private state of torch's FSDP2, which modules "
+            "of flatfsdp do not have. flatfsdp.summary(model) and flatfsdp.stats(model) show what there is"
+        )
+
+
+def share_streams(modules: Any, front: type) -> None:
+    """Let the models of these outermost modules issue collectives on the streams of the first."""
+    call = "share_comm_ctx"
+    accepted = "a list of outermost modules of fully_shard()"
+    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
+        refuse_type(f"{call}: modules", modules, accepted)
+    models = []
+    for module in modules:
+        if not isinstance(module, front):
+            refuse_type(f"{call}: modules", module, accepted)
+        unit: Unit = module.__dict__["_unit"]
+        check_outside(unit, call)
+        models.append(check_outermost(unit, f"{call}()"))
+    for model in models[1:]:
+        quiesce(model.units, collective=False, frees=True)
+        model.resources.share_streams(models[0].resources)

@@ -1,0 +1,268 @@
+"""Copies and pickles of modules of `fully_shard`, between steps.
+
+[Note: plans of units] A module's own attributes are copied or pickled as those of any module, without its unit and
+without the parameters that this shows. Of each unit a *plan* goes along, plain data that names modules and pieces of
+shards; when all modules are there, units are built again from these ([Note: blueprint] is the wrapper's). Copies
+communicate over the same mesh, a pickle has its ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+from ..agreement.once_per_job import warn_once_per_job
+from ..comm.axes import ProcessGroups
+from ..comm.process_groups import mesh_over
+from ..config.unit_options import UnitOptions
+from ..device.memory import MemoryTracker
+from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
+from ..flat.flat_param import FlatParamHandle
+from ..flat.param_refs import ParamRef
+from ..runtime.entries import Entries, WeakModules, plain_class
+from ..runtime.model import model_of
+from ..runtime.module_tree import ignore, ignored_in, put_at_rest, units_inside
+from ..runtime.resources import ModelSettings
+from ..runtime.unit import Unit
+from ..runtime.unit_state import BuiltWith
+from ..wrapping.build import new_model
+from ..wrapping.serialization import HANDLE_SETTINGS, OPTIONS, at_rest, copied_hook, lists_of, set_lists
+from ..wrapping.wrapper_support import keep_model
+from .class_swap import blank, swap_class
+
+_OF_UNIT = ("_unit", "_kept_root")
+# What pickles have of `BuiltWith`, besides modules and the mesh.
+_BUILT = tuple(each.name for each in fields(BuiltWith) if each.name not in ("modules", "device_mesh"))
+
+# Units whose modules are being copied or pickled: nested modules leave theirs to the outermost one.
+_under_way: list[Unit] = []
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What a unit is built again from. [Note: plans of units]
+
+    Attributes:
+        entries, modules: the modules that hold it, and all of its modules.
+        handles: settings and options of each; leaves: for each handle, whether each leaf requires a gradient, and its
+            class and attributes.
+        homes: (module, attribute, path, number of the handle, number of the leaf) of each reference.
+        left_alone: what was ignored.
+    """
+
+    entries: list[nn.Module]
+    modules: list[nn.Module]
+    handles: list[dict[str, Any]]
+    leaves: list[list[tuple[bool, type, dict[str, Any]]]]
+    homes: list[tuple[nn.Module, str, str, int, int]]
+    left_alone: list[tuple[nn.Module, frozenset[str] | None]]
+    groups: ProcessGroups
+    mesh: Any
+    settings: ModelSettings
+    is_last_backward: bool
+    built: dict[str, Any]
+    options: dict[str, Any]
+
+
+def _plan(unit: Unit) -> UnitPlan:
+    model, places = model_of(unit), {}
+    for number, handle in enumerate(unit.handles):
+        if not handle.face.holds_leaves:
+            handle.face.follow_requires_grad()
+        places.update({id(leaf): (number, index) for index, leaf in enumerate(handle.leaves)})
+    return UnitPlan(
+        entries=list(unit.entries),
+        modules=list(unit.built.modules),
+        handles=[
+            {
+                "shard": handle.shard.detach(),
+                "options": handle.options,
+                **{name: getattr(handle, name) for name in HANDLE_SETTINGS},
+            }
+            for handle in unit.handles
+        ],
+        leaves=[[(leaf.requires_grad, nn.Parameter, dict(vars(leaf))) for leaf in h.leaves] for h in unit.handles],
+        homes=[(ref.module, ref.attribute, ref.path, *places[id(ref.leaf)]) for ref in unit.param_refs],
+        left_alone=[each for entry in unit.entries for each in ignored_in(entry)],
+        groups=unit.groups,
+        mesh=unit.built.device_mesh,
+        settings=replace(model.setup.settings, limit_all_gathers=unit.resources.limiter.limit),
+        is_last_backward=model.backwards.is_last_backward,
+        built={name: getattr(unit.built, name) for name in _BUILT},
+        options={name: getattr(unit.options, name) for name in OPTIONS},
+    )
+
+
+def _build(plan: UnitPlan, shards: Sequence[torch.Tensor]) -> Unit:
+    """A unit as `plan` says, in the modules that it names, with the memory of `shards`."""
+    tracker, handles = MemoryTracker(), []
+    for settings, leaves, shard in zip(plan.handles, plan.leaves, shards, strict=True):
+        made = []
+        for requires_grad, kind, attributes in leaves:
+            leaf = nn.Parameter(torch.empty(0, dtype=shard.dtype, device=settings["device"]), requires_grad)
+            leaf.__class__ = kind
+            vars(leaf).update(attributes)
+            made.append(leaf)
+        handles.append(FlatParamHandle(made, tracker=tracker, **{**settings, "shard": shard}))
+    unit = Unit(
+        Entries(plan.entries, in_place=True),
+        handles,
+        [
+            ParamRef(module, attribute, path, handles[number].leaves[index])
+            for module, attribute, path, number, index in plan.homes
+        ],
+        built=BuiltWith(**plan.built, modules=WeakModules(plan.modules), device_mesh=plan.mesh),
+        groups=plan.groups,
+        options=UnitOptions(**plan.options),
+    )
+    put_at_rest(unit)
+    for module, ignored in plan.left_alone:
+        ignore(module, ignored)
+    of_model = replace(plan.settings, device=handles[0].device) if handles else plan.settings
+    model = new_model(unit, of_model, tracker, units_inside(unit))
+    model.backwards.is_last_backward = plan.is_last_backward
+    for entry in plan.entries:
+        entry.__dict__["_unit"] = unit
+        for name in entry.__dict__.pop(REGISTERED, ()):
+            register_fsdp_forward_method(entry, name)
+    keep_model(plan.entries[0], model)
+    return unit
+
+
+def _units_of(module: nn.Module) -> list[Unit]:
+    """The units in `module`, at rest."""
+    units = at_rest(module)
+    if any(views.extended for unit in units for views in unit.views):
+        raise UsageError(
+            "a module of fully_shard() whose parameters are DTensors of tensor parallelism, or transformed, cannot be "
+            "copied or pickled. Copy it before, or save its state dict"
+        )
+    return units
+
+
+@contextmanager
+def _taking(units: list[Unit]) -> Iterator[None]:
+    _under_way.extend(units)
+    try:
+        yield
+    finally:
+        del _under_way[len(_under_way) - len(units) :]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Of `module`, without its unit, its methods that gather, and parameters that units show."""
+    left_out = (*_OF_UNIT, *module.__dict__.get(REGISTERED, ()))
+    return {key: value for key, value in module.__dict__.items() if key not in left_out}
+
+
+@contextmanager
+def _without_parameters(units: list[Unit]) -> Iterator[None]:
+    """Modules list nothing where `units` show parameters, and keep the places."""
+    held = [(ref.module._parameters, ref.attribute) for unit in units for ref in unit.param_refs]
+    before = [registry[attribute] for registry, attribute in held]
+    for registry, attribute in held:
+        registry[attribute] = None
+    try:
+        yield
+    finally:
+        for (registry, attribute), parameter in zip(held, before, strict=True):
+            registry[attribute] = parameter
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy` of a module: parameters, buffers and settings are copied, process groups shared."""
+    if module.__dict__["_unit"] in _under_way:
+        return _copy_attributes(module, memo)
+    units = _units_of(module)
+    with _taking(units):
+        for unit in units:
+            for shared in (*unit.groups.process_groups, unit.built.device_mesh):
+                memo[id(shared)] = shared
+        with _without_parameters(units):
+            twin = _copy_attributes(module, memo)
+            plans = [copy.deepcopy(_plan(unit), memo) for unit in units]
+        twins = [_build(plan, [each["shard"] for each in plan.handles]) for plan in plans]
+    for unit, made in zip(units, twins, strict=True):
+        for old, new in zip(unit.handles, made.handles, strict=True):
+            holders = zip(old.face.holders, new.face.holders, strict=True)
+            memo.update({id(one): two for one, two in holders})  # an optimizer copied with the model follows it
+        hook = copied_hook(unit.options.all_reduce_hook, memo, "set_all_reduce_hook()")
+        model_of(made).setup.set_options(made, all_reduce_hook=hook)
+    set_lists(twins, lists_of(units))
+    return twin
+
+
+def _copy_attributes(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    twin = blank(type(module))
+    memo[id(module)] = twin
+    twin.__dict__.update(copy.deepcopy(_attributes(module), memo))
+    return twin
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------------
+
+
+def reduce(module: nn.Module, front: type) -> tuple[Any, ...]:
+    """What pickle writes for `module`, whose class derives from `front`: every shard once."""
+    if module.__dict__["_unit"] in _under_way:
+        return _blank, (front, plain_class(module)), _attributes(module)
+    units = _units_of(module)
+    if any(unit.options.all_reduce_hook is not None for unit in units):
+        warn_once_per_job(
+            "the pickle of a module of fully_shard() does not have its all-reduce hooks. Register them again when it "
+            "is loaded, before it trains"
+        )
+    buffer = io.BytesIO()
+    with _taking(units), _without_parameters(units):
+        plans = [_pickled(_plan(unit)) for unit in units]
+        torch.save((module, plans, lists_of(units)), buffer)
+    return _load, (buffer.getvalue(),)
+
+
+def _pickled(plan: UnitPlan) -> UnitPlan:
+    mesh = plan.mesh
+    handles = [
+        {**each, "options": replace(each["options"], face=replace(each["options"].face, mesh=None))}
+        for each in plan.handles
+    ]
+    return replace(plan, mesh=(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names), handles=handles)
+
+
+def _blank(front: type, plain: type[nn.Module]) -> nn.Module:
+    made = plain.__new__(plain)
+    swap_class(made, front)
+    return made
+
+
+def _load(data: bytes) -> nn.Module:
+    module, plans, lists = torch.load(io.BytesIO(data), weights_only=False)
+    meshes: dict[str, Any] = {}
+    units = []
+    for plan in plans:
+        for settings in plan.handles:
+            if settings["rank"] != plan.groups.shard.rank:
+                raise UsageError(
+                    f"this module was pickled on rank {settings['rank']} of its shard group and is loaded on rank "
+                    f"{plan.groups.shard.rank}; load each rank's own pickle"
+                )
+        key = str((plan.mesh, plan.groups.given_ranks))
+        if key not in meshes:
+            meshes[key] = mesh_over(plan.groups, *plan.mesh)
+        for settings in plan.handles:
+            options = settings["options"]
+            settings["options"] = replace(options, face=replace(options.face, mesh=meshes[key]))
+        units.append(_build(replace(plan, mesh=meshes[key]), [each["shard"] for each in plan.handles]))
+    set_lists(units, lists)
+    loaded: nn.Module = module
+    return loaded

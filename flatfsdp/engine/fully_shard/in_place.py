@@ -1,0 +1,81 @@
+"""What modules do that hold their unit themselves: they are sharded, called and moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import one_voice
+from ..base import _torch
+from ..comm.process_groups import is_first_of, resolve_groups
+from ..dtensor.row_face import RowFaces
+from ..dtensor.tensor_parallel import StoredDTensor
+from ..flat.extensions import TransformedParam
+from ..runtime.model import model_of
+from ..runtime.unit import Unit
+from ..wrapping.build import Front, build_unit
+from ..wrapping.wrapper_support import apply_to_tensors, keep_model
+from .arguments import CALL, Call
+from .class_swap import swap_class
+from .placements import lay_out
+
+# Units whose shards the running call of `_apply` has changed; None outside of one.
+_changed: list[Unit] | None = None
+
+
+def shard(call: Call, front_class: type) -> None:
+    """Make one unit of the modules of `call`, and let them be of classes that derive from `front_class` too."""
+    with one_voice(speaks=is_first_of(None, call.config.device_mesh)):
+        front = Front(f"{CALL}()", call.modules, call.output_dtype, partial(_faces, call.config.device_mesh))
+        lay_out(call.dims)
+        model = build_unit(call.holder, resolve_groups(call.config), front=front)
+    for module in call.modules:
+        swap_class(module, front_class)
+        module.__dict__["_unit"] = model.outermost
+    keep_model(call.modules[0], model)
+
+
+def _faces(mesh: Any, transformed: Sequence[TransformedParam], leaves: Sequence[nn.Parameter]) -> RowFaces:
+    """What makes the DTensors of `leaves` on `mesh`, on that of tensor parallelism too where they lie on one."""
+    states = {id(each.leaf): each.state for each in transformed if isinstance(each.state, StoredDTensor)}
+    stored = [states.get(id(leaf)) for leaf in leaves]
+    return RowFaces(
+        mesh, tuple(None if each is None else each.spec(leaf.dtype) for each, leaf in zip(stored, leaves, strict=True))
+    )
+
+
+def run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`call`, which is that of `module` with all of its hooks, with the parameters unsharded around it."""
+    if torch.compiler.is_compiling():
+        _torch.stay_out_of_graphs()
+    unit: Unit = module.__dict__["_unit"]
+    return model_of(unit).forwards.run(unit, args, kwargs, call=call, entry=module)
+
+
+# -- moves and casts ---------------------------------------------------------------------------------------------------
+
+
+def apply(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], rest: Callable[[], Any]) -> None:
+    """Let `change` cast, move or empty the shards of the unit of `module`, once for all of its entries, and `rest()`
+    everything else in `module`."""
+    unit: Unit = module.__dict__["_unit"]
+    with _applying() as changed:
+        is_first = unit not in changed
+        changed.append(unit)
+        apply_to_tensors(module, change, rest, shards=is_first)
+
+
+@contextmanager
+def _applying() -> Iterator[list[Unit]]:
+    global _changed
+    before = _changed
+    _changed = [] if before is None else before
+    try:
+        yield _changed
+    finally:
+        _changed = before

@@ -1,0 +1,73 @@
+"""Along which dimension each parameter is split: a layout in rows splits the one that is the slowest in memory.
+
+[Note: stored order] `Shard(dim)` of a parameter is its rows once `dim` is the slowest dimension in its memory. So the
+parameter is laid out that way before it is sharded, and neither gathers nor reductions copy anything for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigValueError, refuse_type
+from ..runtime.param_registry import owner_of
+
+ARGUMENT = "shard_placement_fn"
+
+
+def dims_of(holder: nn.Module, chosen: Any, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """The dimension along which each parameter in `holder` that no unit owns is to be split, as the user's function
+    `chosen` says; 0 where that is None or returns it. `chosen` is called once for each of them.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: it is no callable, or returns no placement that can be followed.
+    """
+    if chosen is not None and not callable(chosen):
+        refuse_type(ARGUMENT, chosen, "None, or a callable (parameter) -> Shard or None")
+    dims = {}
+    for name, parameter in holder.named_parameters():
+        if parameter not in ignored and owner_of(parameter) is None:
+            dims[parameter] = 0 if chosen is None else _dim_of(chosen, name, parameter)
+    return dims
+
+
+def _dim_of(chosen: Callable[[nn.Parameter], Any], name: str, parameter: nn.Parameter) -> int:
+    placement = chosen(parameter)
+    if placement is None:
+        return 0
+    accepted = "a torch.distributed.tensor.Shard, or None for Shard(0)"
+    if hasattr(placement, "mesh_info"):
+        raise ConfigValueError(
+            f"{ARGUMENT}: got a mesh for parameter {name!r}. Parameters of one call are sharded over one mesh: shard "
+            "the modules of the others first, each by a call of its own with their mesh="
+        )
+    dim = getattr(placement, "dim", None)
+    if type(placement).__name__ != "Shard" or not isinstance(dim, int):
+        raise ConfigValueError(f"{ARGUMENT}: got {placement!r} for parameter {name!r}. Accepted: {accepted}")
+    if not -parameter.dim() <= dim < parameter.dim():
+        raise ConfigValueError(
+            f"{ARGUMENT}: got {placement!r} for parameter {name!r}, which has {parameter.dim()} dimensions. Accepted: "
+            f"{accepted}, of one of these"
+        )
+    return dim % parameter.dim()
+
+
+def lay_out(dims: Mapping[nn.Parameter, int]) -> None:
+    """Let the memory of each parameter have its dimension as the slowest. [Note: stored order]"""
+    for parameter, dim in dims.items():
+        for tensor in _stored(parameter):
+            if dim != 0 or not tensor.is_contiguous():
+                moved = tensor.movedim(dim, 0)
+                laid_out = torch.empty(moved.shape, dtype=moved.dtype, device=moved.device)
+                tensor.data = laid_out.copy_(moved).movedim(0, dim)
+
+
+def _stored(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+    """What is laid out of `parameter`: not a tensor that is made of others, which is stored as its own transform
+    says."""
+    if not hasattr(type(parameter), "__tensor_flatten__"):
+        with torch.no_grad():
+            yield parameter

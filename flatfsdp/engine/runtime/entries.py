@@ -1,0 +1,94 @@
+"""The modules whose forward runs a unit.
+
+[Note: entries] A wrapper's unit has one entry, the module inside the wrapper. Of `fully_shard` there may be several,
+which share one unit. They hold it themselves, *in place* of a wrapper, so that it must not hold them: a deleted model
+would wait for the garbage collector. Parameters are named by their paths from the entry, where there are several with
+the entry's number in front.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+from torch import nn
+
+from ..base.fqns import fqn
+
+M = TypeVar("M", bound=nn.Module)
+PLAIN_CLASS = "_flatfsdp_plain_class"  # of a class that stands for another one in place: that one
+
+
+class WeakModules(Sequence[M], Generic[M]):
+    """Modules that are held weakly: those that are still there."""
+
+    def __init__(self, modules: Iterable[M]) -> None:
+        self._refs = [weakref.ref(module) for module in modules]
+
+    def __iter__(self) -> Iterator[M]:
+        return (module for ref in self._refs if (module := ref()) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @overload
+    def __getitem__(self, index: int) -> M: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[M]: ...
+    def __getitem__(self, index: int | slice) -> M | list[M]:
+        return list(self)[index]
+
+
+class Entries:
+    """The modules whose forward runs one unit. [Note: entries]
+
+    Attributes:
+        in_place: whether they hold the unit themselves, and no wrapper does.
+        wrapped: the module inside the wrapper; None where there is none.
+        class_name: of the entry, for messages; of several, all of them.
+        paths: from the outermost module, once that is known; "" for that.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], *, in_place: bool) -> None:
+        self.in_place = in_place
+        self._modules: Sequence[nn.Module] = WeakModules(modules) if in_place else list(modules)
+        self._count = len(modules)
+        self.wrapped: Any = None if in_place else modules[0]
+        self.class_name = ", ".join(plain_class(module).__name__ for module in modules)
+        self.paths: tuple[str, ...] = ("",) * len(modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules)
+
+    @property
+    def first(self) -> nn.Module:
+        """The only entry; of several, the first that is there."""
+        return self._modules[0]
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the unit was made of a list."""
+        return self._count > 1
+
+    def lacks(self, ran: set[int]) -> bool:
+        """Whether some entry is not among those that `ran`, by their ids."""
+        return len(ran) < self._count and any(id(module) not in ran for module in self._modules)
+
+    def name(self, path_of: Callable[[nn.Module], str]) -> str:
+        """Take the paths of all entries; the name of the unit."""
+        self.paths = tuple(path_of(module) for module in self._modules) or ("",)
+        return ", ".join(self.paths)
+
+    def fqn(self, path: str) -> str:
+        """The name, in the whole model, of what has this `path` in the unit."""
+        if not self.are_several:
+            return fqn(self.paths[0], path)
+        number, _, below = path.partition(".")
+        return fqn(self.paths[int(number)], below) if int(number) < len(self.paths) else below
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of `module` as its author wrote it."""
+    found: type[nn.Module] = getattr(type(module), PLAIN_CLASS, type(module))
+    return found

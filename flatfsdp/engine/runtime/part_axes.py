@@ -1,0 +1,51 @@
+"""The ranks that store the other parts of a unit's parameters, beside those of its own axes. [Note: parts of wholes]"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ..comm.transport import Transport
+from .unit import Unit
+
+
+class PartAxis(NamedTuple):
+    """One axis of ranks that store parts of the same whole.
+
+    Attributes:
+        transport: over the axis.
+        splits: whether they store different parts; otherwise copies of one.
+    """
+
+    transport: Transport
+    splits: bool
+
+
+PartAxes = tuple[PartAxis, ...]
+
+
+def part_axes(unit: Unit, kind: int) -> list[PartAxes]:
+    """For each leaf of the handle the axes of its parts, as its mesh has them; none for what is no part."""
+    axes: dict[int, PartAxes] = {}
+    for each in unit.views[kind].extended:
+        found = each.transform.axes(each.state, unit.groups.device)
+        axes[id(each.leaf)] = tuple(PartAxis(unit.resources.transport(axis, "parts"), splits) for axis, splits in found)
+    return [axes.get(id(leaf), ()) for leaf in unit.handles[kind].leaves]
+
+
+def beside(unit: Unit, axes: Iterable[Transport]) -> list[Transport]:
+    """Those of `axes` on which no other rank is of the unit's own axes."""
+    groups = unit.groups
+    own = {*groups.shard.ranks, *(groups.replicate.ranks if groups.replicate is not None else ())}
+    return [axis for axis in axes if len(own & {*axis.group.ranks}) == 1]
+
+
+def all_part_axes(units: Sequence[Unit]) -> list[Transport]:
+    """Every axis of parts of parameters in `units`, each once."""
+    found: dict[int, Transport] = {}
+    for unit in units:
+        for kind, views in enumerate(unit.views):
+            for axes in part_axes(unit, kind) if views.extended else ():
+                for axis in axes:
+                    found.setdefault(id(axis.transport.group.process_group), axis.transport)
+    return list(found.values())

@@ -1,0 +1,87 @@
+"""Parts of parameters, which tensor parallelism has split, to wholes and back ([Note: parts of wholes]).
+
+What only the first rank has goes two ways: along the axes of parts to the ranks that are first on their unit's own
+axes, and from these along those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..agreement.object_collectives import is_first_of
+from ..base.wait_limits import blocked
+from ..comm.transport import Transport
+from ..flat.extensions import TransformedParam
+from ..layout.part import Part
+from ..runtime.model_facts import axes_of
+from ..runtime.part_axes import all_part_axes, beside
+from ..runtime.rest import models_of
+from ..runtime.unit import Unit
+
+
+def axes_of_parts(units: Sequence[Unit]) -> list[Transport]:
+    """The axes of parts of all parameters in the models of `units`, each once."""
+    return all_part_axes([unit for model in models_of(units) for unit in model.units])
+
+
+def every_axis(units: Sequence[Unit]) -> list[Transport]:
+    """The axes over which `units` are spread, and those of parts in their models, each once."""
+    found = {id(axis.group.process_group): axis for axis in (*axes_of(units), *axes_of_parts(units))}
+    return list(found.values())
+
+
+def axes_beside(unit: Unit) -> list[Transport]:
+    """The axes of parts in the model of `unit` on which no other rank is of the unit's own axes."""
+    return beside(unit, axes_of_parts([unit]))
+
+
+def transformed_of(unit: Unit, kind: int, index: int) -> TransformedParam | None:
+    """What is transformed of leaf `index` of the handle; None for one that is stored as it is."""
+    leaf = unit.handles[kind].leaves[index]
+    return next((each for each in unit.views[kind].extended if each.leaf is leaf), None)
+
+
+def assembled(unit: Unit, kind: int, index: int, stored: torch.Tensor) -> torch.Tensor:
+    """The whole of what is `stored` here of parameter `index`; itself where that is no part. Collective over the axes
+    of its parts."""
+    if unit.handles[kind].layout.params[index].part is None:
+        return stored
+    found = transformed_of(unit, kind, index)
+    assert found is not None
+    with blocked():
+        return found.transform.assemble(stored, found.state)
+
+
+def cut(whole: torch.Tensor, part: Part | None) -> torch.Tensor:
+    """The part of `whole` that is stored here, in memory of its own; `whole` itself without a part."""
+    if part is None:
+        return whole
+    out = whole.new_empty(part.stored_shape)
+    for offsets, sizes, inside in part.blocks((0,) * len(part.shape), part.stored_shape):
+        source, target = whole, out
+        for dim, (offset, place, size) in enumerate(zip(offsets, inside, sizes, strict=True)):
+            source, target = source.narrow(dim, offset, size), target.narrow(dim, place, size)
+        target.copy_(source)
+    return out
+
+
+def sent_by_first(
+    axes: Sequence[Transport], whole: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The first rank's `whole` tensor, of this shape, or None, on the others of `axes`. Collective over them."""
+    device = axes[0].device.device
+    here = torch.tensor([whole is not None], device=device)
+    for axis in axes:
+        axis.broadcast(here)
+    if not bool(here):
+        return None
+    if is_first_of(axes):
+        assert whole is not None
+        sent = whole.detach().to(device, dtype).contiguous()
+    else:
+        sent = torch.empty(tuple(shape), dtype=dtype, device=device)
+    for axis in axes:
+        axis.broadcast(sent)
+    return sent

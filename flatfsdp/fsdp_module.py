@@ -1,0 +1,171 @@
+"""`fully_shard` and what belongs to it: signatures, documentation, delegation. No logic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from .engine.facade.schedule_api import UnshardHandle
+from .engine.fully_shard import in_place
+from .engine.fully_shard.arguments import check_call
+from .engine.fully_shard.class_swap import new_does_not_init, new_plain
+from .engine.fully_shard.controls import FSDP2Controls, share_streams
+from .engine.fully_shard.copies import deep_copy, reduce
+from .engine.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "disable_fsdp_module_new_init",
+    "fully_shard",
+    "share_comm_ctx",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class FSDPModule(FSDP2Controls):
+    """What a module is, besides what it was, after `fully_shard`: it gathers its parameters around its forward.
+
+    Its class derives from this one and from the class that it had, `type(module)(...)` makes an instance of the latter.
+    Calling it runs hooks, checkpointing around its forward, and what `module.compile()` made, with whole parameters.
+    `module.forward(...)` does not gather. It may be copied and pickled between steps.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return new_plain(cls, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return in_place.run(self, super().__call__, args, kwargs)  # type: ignore[misc, arg-type]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        in_place.apply(self, fn, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc, arg-type]
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deep_copy(self, memo)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduce(self, FSDPModule)  # type: ignore[arg-type]
+
+
+@overload
+def fully_shard(
+    module: M,
+    *,
+    mesh: Any = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: Any = ...,
+    offload_policy: Any = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> M: ...
+@overload
+def fully_shard(
+    module: list[M],
+    *,
+    mesh: Any = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: Any = ...,
+    offload_policy: Any = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> list[M]: ...
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard the parameters of a module over ranks, in place: as FSDP2's function of that name.
+
+    Parameters of `module` that are in no module sharded before become one *unit*: each rank keeps a part, they are
+    gathered around the module's forward and backward, and their gradients are averaged over ranks. Shard inner modules
+    first, the whole model last; then build the optimizer. The model is called as ever. A module inside may also be
+    called by itself, before the model or after it.
+
+    Of a list, all modules form one unit. It is gathered for the first of them that runs in a forward, and freed when
+    all have run, else at the end of the model's forward or in its backward; one that is called by itself later stays
+    gathered until the backward. Modules of the list that are inside others of it do not count.
+
+    What is on the meta device stays there until `model.to_empty(device=...)`, or a state dict is loaded; the first
+    forward names what is still there.
+
+    Args:
+        module: a module with a forward, or a list of such.
+        mesh: the ranks: a 1-D DeviceMesh, or a 2-D one with named axes (replicate, shard); its device type is where
+            the module computes. None for all ranks of the default process group, which has to be there.
+        reshard_after_forward: whether parameters are freed between forward and backward, or among how many ranks they
+            stay, as `set_reshard_after_forward` says. None: freed, but for the outermost module.
+        shard_placement_fn: `shard_placement_fn(parameter)` is the placement of a parameter: `Shard(dim)`, or None for
+            `Shard(0)`. Sizes need not be multiples of the number of ranks. A parameter is stored with `dim` as the
+            slowest dimension in memory, which its views in forwards show by their strides.
+        mp_policy: a `MixedPrecisionPolicy`; None leaves all dtypes as they are.
+        offload_policy: a `CPUOffloadPolicy`, or None for none. torch's own policies are understood.
+        ignored_params: parameters that are left alone, wherever they are.
+        dp_mesh_dims: refused for now.
+
+    Returns:
+        `module`, or the list, whose classes now derive from `FSDPModule` as well.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: an argument; the message names it, what was given and what is accepted.
+        UsageError: there is no process group, or a module was sharded before, or has a `FullyShardedDataParallel`
+            inside.
+
+    Communicates nothing but to make communicators over the ranks of the mesh, the first time.
+
+    Example (in a process group of one rank):
+        >>> import torch, flatfsdp
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        >>> for layer in model:
+        ...     _ = flatfsdp.fully_shard(layer)
+        >>> flatfsdp.fully_shard(model)(torch.ones(4, 2)).shape
+        torch.Size([4, 1])
+    """
+    call = check_call(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+    )
+    in_place.shard(call, FSDPModule)
+    return module
+
+
+def disable_fsdp_module_new_init() -> AbstractContextManager[None]:
+    """A context in which `type(module)(...)` of a sharded module makes an instance that is not initialized."""
+    return new_does_not_init()
+
+
+def share_comm_ctx(modules: list[Any]) -> None:
+    """Let outermost modules of several models issue their collectives on the same streams, as stages of a pipeline do.
+
+    Without effect where there are no streams.
+
+    Args:
+        modules: outermost modules of `fully_shard`, between iterations.
+
+    Raises:
+        ConfigTypeError: one of them is no such module.
+        UsageError: one is inside another, or a forward or a backward runs.
+    """
+    share_streams(modules, FSDPModule)

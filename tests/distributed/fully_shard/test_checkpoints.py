@@ -1,0 +1,103 @@
+"""torch's state-dict functions and its distributed checkpoints on modules of `fully_shard`, beside torch's own."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import flatfsdp
+from tests.conftest import Run
+
+FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3, bias=False))
+
+
+def sharded(api: Any, model: nn.Sequential) -> nn.Sequential:
+    for layer in model:
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    return model
+
+
+def trained(api: Any, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = sharded(api, net(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(torch.ones(2, 4) + rank + step).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
+    found: list[Any] = list(model.parameters())
+    if optimizer is not None:
+        found += [optimizer.state[p][name] for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    return [each.full_tensor().detach() for each in found]
+
+
+def equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return len(one) == len(two) and all(map(torch.equal, one, two))
+
+
+def from_rank0(rank: int, world: int) -> list[bool]:
+    """Whole values of rank 0 into a model on the meta device, and into one that is there, optimizer included."""
+    warnings.simplefilter("ignore")
+    whole = net(3).state_dict()
+    with torch.device("meta"):
+        empty = net(0)
+    model = sharded(flatfsdp, empty)
+    set_model_state_dict(model, {k: v.clone() for k, v in whole.items()} if rank == 0 else {}, options=FROM_RANK0)
+    found = [equal(values(model), list(whole.values()))]
+    model, optimizer = trained(flatfsdp, rank)
+    of_model = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    of_optimizer = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    other = sharded(flatfsdp, net(1))
+    others = torch.optim.AdamW(other.parameters(), lr=0.1)
+    set_model_state_dict(other, dict(of_model) if rank == 0 else {}, options=FROM_RANK0)
+    set_optimizer_state_dict(other, others, of_optimizer if rank == 0 else {}, options=FROM_RANK0)
+    return [*found, equal(values(model, optimizer), values(other, others))]
+
+
+def test_whole_values_of_rank_0(pool2: Run) -> None:
+    assert pool2(from_rank0, timeout=60) == [[True, True]] * 2
+
+
+def between(rank: int, world: int, folder: str, ours_first: bool) -> bool:
+    warnings.simplefilter("ignore")
+    saves, loads = (flatfsdp, theirs) if ours_first else (theirs, flatfsdp)
+    model, optimizer = trained(saves, rank)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+    other, others = trained(loads, 5 + rank)
+    found = dict(zip(("model", "optimizer"), get_state_dict(other, others), strict=True))
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(other, others, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    return equal(values(model, optimizer), values(other, others))
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_checkpoints_between_ours_and_torchs(ours_first: bool, pool2: Run, tmp_path: Path) -> None:
+    assert pool2(between, str(tmp_path), ours_first, timeout=60) == [True, True]

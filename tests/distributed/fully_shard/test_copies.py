@@ -1,0 +1,74 @@
+"""Modules of fully_shard are copied and pickled, with optimizers that follow, and train on as the original would."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import flatfsdp
+from tests.conftest import Run
+from tests.distributed.fully_shard.test_beside_torchs import WORDS, Case, Net, differences, mesh_of, sharded
+
+
+class WithMethod(Net):
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.hidden(x)))
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor, method: str | None = None) -> torch.Tensor:
+    output = model(batch) if method is None else getattr(model, method)(batch)
+    loss = F.cross_entropy(output.flatten(0, 1), batch.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def saved(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)  # type: ignore[no-any-return]
+
+
+def copies(rank: int, world: int, how: str, shape: tuple[int, ...]) -> list[str]:
+    torch.manual_seed(0)
+    model: Any = sharded(WithMethod(), flatfsdp, mesh_of(*shape), Case())
+    flatfsdp.register_fsdp_forward_method(model, "logits")
+    batches = torch.randint(0, WORDS, (6, 3, 4), generator=torch.Generator().manual_seed(rank))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, batches[0])
+    if how == "copy":
+        twin, its = copy.deepcopy((model, optimizer))
+    else:
+        twin = pickle.loads(pickle.dumps(model)) if how == "pickle" else saved(model)
+        its = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+        its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    found = differences(model, twin)
+    if type(twin) is not type(model) or type(twin.blocks[0]) is not type(model.blocks[0]):
+        found.append("classes")
+    for batch, method in zip(batches[1:], (None, "logits", None), strict=False):
+        one, two = step(model, optimizer, batch, method), step(twin, its, batch, method)
+        if not torch.equal(one, two):
+            found.append(f"{one} and {two}")
+    found += differences(model, twin)
+    step(twin, its, batches[5])
+    if not differences(model, twin):
+        found.append("memory is shared")
+    return found
+
+
+@pytest.mark.parametrize("how", ["copy", "pickle", "saved"])
+def test_copies_train_on(how: str, pool2: Run) -> None:
+    assert not [each for found in pool2(copies, how, (2,)) for each in found]
+
+
+def test_hybrids_are_pickled(pool4: Run) -> None:
+    assert not [each for found in pool4(copies, "pickle", (2, 2)) for each in found]

@@ -1,0 +1,71 @@
+"""Modules that tensor parallelism has split, side by side with torch's `fully_shard`: losses, norms, local shards and
+DTensors are equal bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import flatfsdp
+from tests.conftest import Run
+from tests.harness import thorough
+from tests.harness.tensor_parallel import mesh_of, parallelized, seeded, step_one, step_ours
+
+
+def made(package: Any, shape: tuple[int, ...], *, sequence: bool) -> Any:
+    """The model under tensor parallelism and one of the two."""
+    mesh = mesh_of(*shape)
+    net = parallelized(seeded(), mesh["tp"], sequence=sequence)
+    dp = mesh["dp"] if mesh.ndim == 2 else mesh["replicate", "dp"]
+    for block in net.blocks:
+        package.fully_shard(block, mesh=dp)
+    package.fully_shard(net, mesh=dp)
+    return net
+
+
+def norm_of(model: nn.Module) -> torch.Tensor:
+    """The norm of all gradients, which lie on two meshes."""
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for parameter in model.parameters():
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter.grad)  # type: ignore[arg-type]
+    norms: list[Any] = [torch.nn.utils.get_total_norm(grads) for grads in by_mesh.values()]
+    return torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
+
+
+def beside(rank: int, world: int, shape: tuple[int, ...], sequence: bool) -> list[str]:
+    steps = 4
+    stories: list[tuple[Any, list[Any]]] = []
+    for package in (flatfsdp, theirs):
+        model = made(package, shape, sequence=sequence)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        told: list[Any] = []
+        for step in range(steps):
+            told.append((step_ours(model, shape, step), norm_of(model).item()))
+            optimizer.step()
+            optimizer.zero_grad()
+        stories.append((model, told))
+    (ours, said), (torchs, expected) = stories
+    lines = [f"step {i}: {a}, expected {b}" for i, (a, b) in enumerate(zip(said, expected, strict=True)) if a != b]
+    for (name, found), wanted in zip(ours.named_parameters(), torchs.parameters(), strict=True):
+        if found._spec != wanted._spec:
+            lines.append(f"{name}: {found._spec}, expected {wanted._spec}")
+        elif not torch.equal(found.to_local(), wanted.to_local()):
+            lines.append(f"{name}: another local shard")
+    one = seeded()
+    step_one(one, shape, 0)
+    return lines
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_two_by_two(pool4: Run, sequence: bool) -> None:
+    assert not [line for lines in pool4(beside, (2, 2), sequence) for line in lines]
+
+
+@pytest.mark.skipif(not thorough.is_thorough(), reason="eight ranks; --thorough")
+def test_hybrid_two_by_two_by_two(run: Run) -> None:
+    assert not [line for lines in run(8, beside, (2, 2, 2), True, timeout=120) for line in lines]

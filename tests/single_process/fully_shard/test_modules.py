@@ -1,0 +1,374 @@
+"""What a module is after `fully_shard`, on one rank of one: its class, its moves, its memory, its messages."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import flatfsdp
+from flatfsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
+
+SHAPE = (4, 8)
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def plain(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+def model_of(device: str = "cpu") -> Any:
+    model = plain(device)
+    fully_shard([model[1], model[2]])
+    return fully_shard(model)
+
+
+def values() -> dict[str, torch.Tensor]:
+    return plain().state_dict()
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_stays_what_it_was() -> None:
+    before = plain()
+    layer = before[0]
+    layer.note = "kept"
+    assert fully_shard(layer) is layer
+    assert isinstance(layer, nn.Linear) and isinstance(layer, FSDPModule) and layer.note == "kept"
+    assert type(layer).__name__ == "FSDPLinear" and type(layer) is type(fully_shard(nn.Linear(2, 2)))
+    assert not isinstance(nn.Linear(2, 2), FSDPModule)
+
+
+def test_its_class_makes_plain_siblings() -> None:
+    layer = fully_shard(nn.Linear(2, 3))
+    made = type(layer)(4, 5)
+    assert type(made) is nn.Linear and made.weight.shape == (5, 4)
+    with flatfsdp.disable_fsdp_module_new_init():
+        assert "_parameters" not in type(layer)(4, 5).__dict__
+    sequence = fully_shard(plain())
+    assert type(sequence[:2]) is nn.Sequential
+
+
+def test_parameters_are_distributed_tensors_of_rows() -> None:
+    model = model_of()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert {name: value.full_tensor().shape for name, value in model.state_dict().items()} == {
+        name: value.shape for name, value in values().items()
+    }
+
+
+def test_hooks_and_methods_run_with_whole_parameters() -> None:
+    class Layer(nn.Linear):
+        def norm(self) -> torch.Tensor:
+            return self.weight.square().sum()
+
+    seen: list[Any] = []
+    layer = Layer(4, 8)
+    layer.register_forward_pre_hook(lambda module, args: seen.append(type(module.weight)))
+    layer.register_forward_hook(lambda module, args, out: seen.append(type(module.weight)))
+    fully_shard(layer)
+    layer(torch.ones(2, 4)).sum().backward()
+    flatfsdp.register_fsdp_forward_method(layer, "norm")
+    seen.append(type(layer.norm()))
+    assert seen == [nn.Parameter, nn.Parameter, torch.Tensor]
+    flatfsdp.register_fsdp_forward_method(nn.Linear(2, 2), "no such method")  # not sharded: as it is
+
+
+def test_outputs_and_inputs_are_cast() -> None:
+    model = plain()
+    policy = flatfsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float64)
+    fully_shard(model[0], mp_policy=policy)
+    fully_shard(model, mp_policy=theirs.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    seen = []
+    model[0].register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+    model[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    with pytest.raises(RuntimeError, match=r"dtype|Double"):
+        model(torch.ones(2, 4))
+    assert seen == [(torch.bfloat16, torch.bfloat16), torch.float64]
+
+
+# -- roots -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_nested_module_runs_before_the_root_and_after_it() -> None:
+    model, reference = plain(), plain()
+    fully_shard(model[0])
+    fully_shard([model[1], model[2]])
+    fully_shard(model)
+    batch = torch.ones(3, 4)
+    for layers in (model, reference):
+        encoded = layers[0](batch)
+        (layers(batch).sum() + layers[2](layers[1](encoded)).sum()).backward()
+    for one, two in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one.grad.full_tensor(), two.grad)
+
+
+def test_one_entry_may_call_another() -> None:
+    class Norm(nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head[0](super().forward(x)) * self.weight.sum()
+
+    norm, head = Norm(4), nn.Linear(4, 4)
+    norm.head = [head]
+    model = nn.Sequential(norm)
+    model.head = head
+    fully_shard([norm, head])
+    fully_shard(nn.ModuleDict({"head": head, "model": model}).get_submodule("model"))
+    model[0](torch.randn(2, 4)).sum().backward()
+    assert norm.weight.grad is not None and head.weight.grad is not None
+
+
+def test_a_list_without_a_root_is_refused() -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    assert fully_shard(layers) is layers
+    with pytest.raises(UsageError, match="as a list, and no module around them"):
+        layers[0](torch.ones(1, 2))
+
+
+# -- meta --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["to_empty", "assign"])
+def test_the_meta_device(how: str) -> None:
+    model = model_of("meta")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    if how == "to_empty":
+        model.to_empty(device="cpu")
+    states = {
+        name: distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        for (name, value), parameter in zip(values().items(), model.parameters(), strict=True)
+    }
+    model.load_state_dict(states, assign=how == "assign")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert torch.equal(model(torch.ones(2, 4)), plain()(torch.ones(2, 4)))
+    model(torch.ones(2, 4)).sum().backward()
+    before = [parameter.full_tensor().clone() for parameter in model.parameters()]
+    optimizer.step()
+    assert not any(torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_what_was_not_loaded_is_named() -> None:
+    model = model_of("meta")
+    with pytest.raises(UsageError, match=r"1.weight, 1.bias, 2.weight, 2.bias, 0.weight, 0.bias"):
+        model(torch.ones(2, 4))
+    parameter = model[1].bias
+    state = {"1.bias": distribute_tensor(values()["1.bias"], parameter.device_mesh, parameter.placements)}
+    model.load_state_dict(state, strict=False, assign=True)
+    with pytest.raises(UsageError, match=r"values: 1.weight, 2.weight, 2.bias, 0.weight, 0.bias") as refused:
+        model(torch.ones(2, 4))
+    assert "to_empty" in str(refused.value)
+
+
+def test_dtypes_change() -> None:
+    model = model_of().to(torch.float64)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    expected = plain().to(torch.float64)(torch.ones(2, 4).double())
+    assert torch.equal(model(torch.ones(2, 4).double()), expected)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_deleted_model_is_freed_without_the_collector() -> None:
+    model = model_of()
+    flatfsdp.register_fsdp_forward_method(model, "get_submodule")
+    model(torch.ones(2, 4)).sum().backward()
+    alive = [weakref.ref(each) for each in (model, model[1], model[0].weight)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [each() for each in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+
+
+def test_modules_may_be_deleted() -> None:
+    model = model_of()
+    model(torch.ones(2, 4)).sum().backward()
+    model.zero_grad()
+    del model[1]
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    other = model_of()
+    other[0] = nn.Identity()  # before anything ran
+    other(torch.ones(2, 8)).sum().backward()
+    assert torch.equal(other(torch.ones(2, 8)), plain()[1:](torch.ones(2, 8)))
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def tied_over_calls() -> None:
+    model = plain()
+    model[2].weight = nn.Parameter(torch.ones(8, 8))
+    model.append(nn.Linear(8, 8))
+    model[3].weight = model[2].weight
+    fully_shard(model[2])
+    fully_shard(model)
+
+
+def twice() -> None:
+    fully_shard(fully_shard(nn.Linear(2, 2)))
+
+
+def after_the_outer_one() -> None:
+    model = fully_shard(plain())
+    fully_shard(model[0])
+
+
+def wrapper_inside() -> None:
+    fully_shard(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2))))
+
+
+def inside_a_wrapper() -> None:
+    FullyShardedDataParallel(nn.Sequential(fully_shard(nn.Linear(2, 2))))
+
+
+def wrapped() -> None:
+    FullyShardedDataParallel(fully_shard(nn.Linear(2, 2)))
+
+
+def scalar() -> None:
+    layer = nn.Linear(2, 2)
+    layer.scale = nn.Parameter(torch.tensor(1.0))
+    fully_shard(layer)
+
+
+def taken() -> None:
+    layer = nn.Linear(2, 2)
+    setattr(layer, "_unit", 3)  # noqa: B010 - of a user's class
+    fully_shard(layer)
+
+
+def of(**arguments: Any) -> Any:
+    return lambda: fully_shard(nn.Linear(2, 2), **arguments)
+
+
+THREE_D = SimpleNamespace(ndim=3, get_group=lambda: None)
+UNNAMED = SimpleNamespace(ndim=2, get_group=lambda: None, mesh_dim_names=None)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: fully_shard(nn.Linear), ConfigTypeError, r"Build one first: Linear"),
+        (lambda: fully_shard("layers"), ConfigTypeError, r"a module, or a list of modules"),
+        (lambda: fully_shard([nn.Linear(2, 2), 3]), ConfigTypeError, r"module\[1\]"),
+        (lambda: fully_shard([]), ConfigValueError, r"at least one"),
+        (
+            lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+            ConfigValueError,
+            r"ModuleList, which defines no forward",
+        ),
+        (of(mesh=3), ConfigTypeError, r"mesh: .*1-D DeviceMesh"),
+        (of(mesh=THREE_D), ConfigValueError, r"3-D mesh.*data-parallel part"),
+        (of(mesh=UNNAMED), ConfigValueError, r"axes have no names"),
+        (of(reshard_after_forward="yes"), ConfigTypeError, r"reshard_after_forward"),
+        (of(reshard_after_forward=3), ConfigValueError, r"divisor of the 1"),
+        (of(mp_policy=torch.bfloat16), ConfigTypeError, r"MixedPrecisionPolicy"),
+        (of(mp_policy=theirs.MixedPrecisionPolicy(torch.int8)), ConfigValueError, r"param_dtype"),
+        (of(offload_policy=True), ConfigTypeError, r"OffloadPolicy"),
+        (of(ignored_params=["weight"]), ConfigTypeError, r"set of parameters"),
+        (of(shard_placement_fn=lambda p: 1), ConfigValueError, r"got 1 for parameter 'weight'"),
+        (of(shard_placement_fn=lambda p: Shard(2)), ConfigValueError, r"which has 2 dimensions"),
+        (of(shard_placement_fn=lambda p: SimpleNamespace(mesh_info=1)), ConfigValueError, r"got a mesh for .*'weight'"),
+        (of(shard_placement_fn=0), ConfigTypeError, r"shard_placement_fn"),
+        (of(dp_mesh_dims=object()), ConfigValueError, r"dp_mesh_dims"),
+        (tied_over_calls, UsageError, r"tied to a parameter of another unit \(Linear\).*as a list"),
+        (twice, UsageError, r"given to fully_shard\(\) already"),
+        (after_the_outer_one, UsageError, r"in a unit already"),
+        (wrapper_inside, UsageError, r"sharded by FullyShardedDataParallel.*given to fully_shard\(\)"),
+        (inside_a_wrapper, UsageError, r"sharded by fully_shard\(\).*FullyShardedDataParallel"),
+        (wrapped, UsageError, r"given to fully_shard\(\) already"),
+        (scalar, ConfigValueError, r"'scale' is a scalar"),
+        (taken, UsageError, r"called _unit"),
+    ],
+)
+def test_misuse_is_refused_in_words(call: Any, kind: type[FlatFSDPError], words: str) -> None:
+    with pytest.raises(kind) as refused:
+        call()
+    assert re.search(words, str(refused.value)), refused.value
+
+
+def test_without_a_process_group() -> None:
+    dist.destroy_process_group()
+    try:
+        with pytest.raises(UsageError, match="no process group: fully_shard needs"):
+            fully_shard(nn.Linear(2, 2))
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+# -- methods -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_method_of_torchs_is_there() -> None:
+    assert {
+        name
+        for name in vars(theirs.FSDPModule)
+        if not name.startswith("__") and callable(getattr(theirs.FSDPModule, name))
+    } <= set(dir(FSDPModule))
+
+
+def test_methods_without_effect_check_their_arguments() -> None:
+    model = model_of()
+    model.set_reduce_scatter_unused_params(True)
+    model.set_reduce_scatter_max_input_buffers(2)
+    model.set_separate_reduce_scatter_group()
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    model.set_reduce_scatter_divide_factor(1.0)
+    model.set_unshard_async_op(False)
+    model.reset_iter_state()
+    model.set_post_optim_event(SimpleNamespace(wait=lambda: None))
+    flatfsdp.share_comm_ctx([model, fully_shard(nn.Linear(2, 2))])
+    for name, argument in [
+        ("set_reduce_scatter_unused_params", 1),
+        ("set_reduce_scatter_max_input_buffers", 0),
+        ("set_allocate_memory_from_process_group_for_comm", True),
+        ("set_symm_mem_for_comm", "NCCL"),
+        ("set_custom_all_gather", None),
+        ("set_custom_reduce_scatter", None),
+        ("set_post_optim_event", None),
+    ]:
+        with pytest.raises(FlatFSDPError, match=name):
+            getattr(model, name)(argument)
+    with pytest.raises(ConfigTypeError, match="share_comm_ctx"):
+        flatfsdp.share_comm_ctx([nn.Linear(2, 2)])
+
+
+def test_what_is_gathered_ahead_is_listed_before_the_root_is_known() -> None:
+    layers = plain()
+    for layer in (layers[0], layers[2]):
+        fully_shard(layer)
+    layers[0].set_modules_to_forward_prefetch([layers[2]])
+    layers[2].set_modules_to_backward_prefetch([layers[0], layers[0]])
+    model = fully_shard(layers)
+    model(torch.ones(2, 4)).sum().backward()
+    other = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4))))
+    apart = fully_shard(nn.Linear(4, 4))
+    other[0].set_modules_to_forward_prefetch([apart])
+    with pytest.raises(UsageError, match="no part of the model"):
+        other(torch.ones(2, 4))
+    with pytest.raises(ConfigTypeError, match="modules of fully_shard"):
+        model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])

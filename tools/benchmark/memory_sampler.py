@@ -1,0 +1,77 @@
+"""What processes and their control group hold of the machine's memory, looked at from a process beside them.
+
+`python -m tools.benchmark.memory_sampler PID...` reads names of phases, a line each as they begin, until one is empty,
+and writes what it saw in each as JSON. The proportional set size (PSS) counts a page that n processes map as 1/n in
+each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PAUSE = 0.005  # seconds between two looks
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def pss(pid: int) -> tuple[int, int]:
+    """The PSS of a process in bytes, and how much of it is shared memory."""
+    sizes = {"Pss": 0, "Pss_Shmem": 0}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in sizes:
+            sizes[name] = 1024 * int(rest.split()[0])
+    return sizes["Pss"], sizes["Pss_Shmem"]
+
+
+def charge_file() -> Path | None:
+    """The file that has what the control group of this process is charged; None where none can be read."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for folder, name, mine in (
+            (_GROUPS / "memory", "memory.usage_in_bytes", "memory" in controllers.split(",")),  # version 1
+            (_GROUPS, "memory.current", controllers == ""),
+        ):
+            # A container may see its own group as the root.
+            for candidate in (folder / path.lstrip("/") / name, folder / name) if mine else ():
+                try:
+                    int(candidate.read_text())
+                except (OSError, ValueError):
+                    continue
+                return candidate
+    return None
+
+
+def sample(pids: Sequence[int], charged: Path | None) -> dict[str, int]:
+    """All processes together, now."""
+    sizes = [pss(pid) for pid in pids]
+    found = {"pss": sum(whole for whole, _ in sizes), "pss shared": sum(shared for _, shared in sizes)}
+    return found if charged is None else {**found, "charge": int(charged.read_text())}
+
+
+def main() -> None:
+    """Sample through all phases."""
+    pids, charged = [int(word) for word in sys.argv[1:]], charge_file()
+    phases: dict[str, dict[str, Any]] = {}
+    print("ready", flush=True)
+    while phase := sys.stdin.readline().strip():
+        samples = []
+        while not select.select([sys.stdin], [], [], PAUSE)[0]:
+            samples.append(sample(pids, charged))
+        phases[phase] = _summary(samples or [sample(pids, charged)])
+    print(json.dumps({"charge file": str(charged or ""), "phases": phases}), flush=True)
+
+
+def _summary(samples: Sequence[dict[str, int]]) -> dict[str, Any]:
+    """The most and the last, and of how many."""
+    return {"count": len(samples), "last": samples[-1]} | {
+        "most": {name: max(each[name] for each in samples) for name in samples[-1]}
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a job takes of the machine's memory, pages that ranks share counted once, beside what the engine counts."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import flatfsdp
+from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
+
+from .jobs import Setting, Training
+from .memory import Counter
+
+BEFORE, MAKING, STEPS, REST = "before", "making", "steps", "at rest"
+WATCHED = 6  # steps
+LONG = 0.5  # seconds that phases without work are watched
+
+
+def watch_pages(rank: int, setting: Setting, steps: int) -> dict[str, Any]:
+    """Bytes of live tensors, of the ledger (where the engine has one) and through outboxes, of one rank; on rank 0 also
+    what `memory_sampler` saw of all ranks before the model was made, in ``steps`` steps, and behind them. Collective.
+    """
+    _load_libraries()
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    with _sampler(pids if rank == 0 else []) as sampler:
+        sampler.phase(BEFORE)
+        time.sleep(LONG)
+        dist.barrier()
+        sampler.phase(MAKING)
+        counter = Counter()
+        training = Training(rank, setting)
+        training.warm_up()
+        gc.collect()
+        dist.barrier()
+        sampler.phase(STEPS)
+        counter.peak()
+        engine = flatfsdp.stats(training.model) if setting.engine.startswith("flatfsdp") else None
+        if engine is not None:
+            engine.reset()
+        with outbox_bytes() as posted:
+            for _ in range(steps):
+                training.step()
+        found = {"live peak": counter.peak(), "posted": sum(posted) / steps}
+        if engine is not None:
+            found["ledger peak"] = engine.bytes_peak
+        gc.collect()
+        dist.barrier()
+        sampler.phase(REST)
+        time.sleep(LONG)  # the backend's threads let go of what they have sent
+        found["live held"] = counter.live()
+        dist.barrier()
+        sampler.end()
+    return {**found, "process_cpu": time.process_time(), **sampler.found}
+
+
+def _load_libraries() -> None:
+    """What any first step and optimizer bring with them is there before the model is."""
+    linear = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(linear.parameters())
+    linear(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+@contextmanager
+def outbox_bytes() -> Iterator[list[int]]:
+    """The sizes of all chunks that this rank writes into outboxes inside."""
+    sizes: list[int] = []
+    to_post = ChunkStream.to_post
+
+    def counted(self: Any, taken_by_peers: Any) -> Any:
+        chunk = to_post(self, taken_by_peers)
+        if chunk is not None:  # who asks posts it
+            sizes.append(chunk.size)
+        return chunk
+
+    with patch.object(ChunkStream, "to_post", counted):
+        yield sizes
+
+
+class _Sampler:
+    """The process beside, on the rank that has it.
+
+    Attributes:
+        found: what it wrote, once it has ended.
+    """
+
+    def __init__(self, process: subprocess.Popen[str] | None) -> None:
+        self._process = process
+        self.found: dict[str, Any] = {}
+
+    def phase(self, name: str) -> None:
+        """What is seen from now on is of this phase."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.write(name + "\n")
+            self._process.stdin.flush()
+
+    def end(self) -> None:
+        """No more phases."""
+        if self._process is not None:
+            answer, _ = self._process.communicate("\n", timeout=60)
+            self.found = json.loads(answer)
+
+
+@contextmanager
+def _sampler(pids: list[int]) -> Iterator[_Sampler]:
+    """One of these processes; none, where there are no ``pids``."""
+    if not pids:
+        yield _Sampler(None)
+        return
+    command = [sys.executable, "-m", f"{__package__}.memory_sampler", *map(str, pids)]
+    quiet = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=quiet) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield _Sampler(process)
+        finally:
+            process.kill()
