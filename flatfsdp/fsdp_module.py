@@ -113,7 +113,7 @@ def fully_shard(
             stay, as `set_reshard_after_forward` says. None: freed, but for the outermost module.
         shard_placement_fn: `shard_placement_fn(parameter)` is the placement of a parameter: `Shard(dim)`, or None for
             `Shard(0)`. Sizes need not be multiples of the number of ranks. A parameter is stored with `dim` as the
-            slowest dimension in memory, which its views in forwards show by their strides.
+            slowest dimension in memory, which its views in forwards show by their strides. DTensors take `Shard(0)`.
         mp_policy: a `MixedPrecisionPolicy`; None leaves all dtypes as they are.
         offload_policy: a `CPUOffloadPolicy`, or None for none. torch's own policies are understood.
         ignored_params: parameters that are left alone, wherever they are.

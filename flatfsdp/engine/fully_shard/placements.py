@@ -6,7 +6,7 @@ parameter is laid out that way before it is sharded, and neither gathers nor red
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -52,22 +52,25 @@ def _dim_of(chosen: Callable[[nn.Parameter], Any], name: str, parameter: nn.Para
             f"{ARGUMENT}: got {placement!r} for parameter {name!r}, which has {parameter.dim()} dimensions. Accepted: "
             f"{accepted}, of one of these"
         )
-    return dim % parameter.dim()
+    dim %= parameter.dim()
+    if dim and _is_made_of_others(parameter):
+        raise ConfigValueError(
+            f"{ARGUMENT}: got {placement!r} for parameter {name!r}, which is a {type(parameter).__name__}. Such "
+            "parameters are split along dimension 0. Accepted: Shard(0), or None"
+        )
+    return dim
 
 
 def lay_out(dims: Mapping[nn.Parameter, int]) -> None:
     """Let the memory of each parameter have its dimension as the slowest. [Note: stored order]"""
     for parameter, dim in dims.items():
-        for tensor in _stored(parameter):
-            if dim != 0 or not tensor.is_contiguous():
-                moved = tensor.movedim(dim, 0)
-                laid_out = torch.empty(moved.shape, dtype=moved.dtype, device=moved.device)
-                tensor.data = laid_out.copy_(moved).movedim(0, dim)
+        if _is_made_of_others(parameter) or (dim == 0 and parameter.is_contiguous()):
+            continue
+        moved = parameter.detach().movedim(dim, 0)
+        laid_out = torch.empty(moved.shape, dtype=moved.dtype, device=moved.device)
+        parameter.data = laid_out.copy_(moved).movedim(0, dim)
 
 
-def _stored(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
-    """What is laid out of `parameter`: not a tensor that is made of others, which is stored as its own transform
-    says."""
-    if not hasattr(type(parameter), "__tensor_flatten__"):
-        with torch.no_grad():
-            yield parameter
+def _is_made_of_others(parameter: nn.Parameter) -> bool:
+    """Whether it is a tensor that is made of others, such as a DTensor, and stored as its own transform says."""
+    return hasattr(type(parameter), "__tensor_flatten__")
