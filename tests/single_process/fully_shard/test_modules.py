@@ -228,6 +228,13 @@ def tied_over_calls() -> None:
     fully_shard(model)
 
 
+def columns_of_a_dtensor() -> None:
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
+    fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+
+
 def twice() -> None:
     fully_shard(fully_shard(nn.Linear(2, 2)))
 
@@ -296,6 +303,7 @@ UNNAMED = SimpleNamespace(ndim=2, get_group=lambda: None, mesh_dim_names=None)
         (of(shard_placement_fn=0), ConfigTypeError, r"shard_placement_fn"),
         (of(dp_mesh_dims=object()), ConfigValueError, r"dp_mesh_dims"),
         (tied_over_calls, UsageError, r"tied to a parameter of another unit \(Linear\).*as a list"),
+        (columns_of_a_dtensor, ConfigValueError, r"'weight', which is a DTensor.*dimension 0"),
         (twice, UsageError, r"given to fully_shard\(\) already"),
         (after_the_outer_one, UsageError, r"in a unit already"),
         (wrapper_inside, UsageError, r"sharded by FullyShardedDataParallel.*given to fully_shard\(\)"),
