@@ -22,6 +22,7 @@ import torch
 
 from ...errors import InternalError
 from ..base.overrides import Override
+from .huge_pages import LEAST, adviser_for
 from .streams import Device, Stream
 
 
@@ -102,6 +103,9 @@ class FlatBuffer:
         self._bytes = numel * self.tensor.element_size()
         self._tracker = tracker
         self._kind = self._usual_kind = kind
+        # Not of one without memory, of a dry run.
+        is_large = self._bytes >= LEAST and type(self.tensor) is torch.Tensor
+        self._advise = adviser_for(device, self._bytes) if is_large else None
         self._shaped = False  # whether the tensor has its elements, allocated or not
         self.allocated = False
 
@@ -115,6 +119,8 @@ class FlatBuffer:
         if self.allocated:
             return
         self._storage.resize_(self._bytes)
+        if self._advise is not None:
+            self._advise(self._storage.data_ptr(), self._bytes)
         if not self._shaped:
             # The stubs of torch lack the overload for untyped storages.
             self.tensor.set_(self._storage, 0, (self._numel,))  # type: ignore[call-overload]

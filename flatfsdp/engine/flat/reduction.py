@@ -21,6 +21,7 @@ from ..comm.comm_hook import to_wait_for
 from ..comm.error_feedback import Residuals
 from ..comm.quantized import compensated
 from ..comm.transport import Reducer
+from ..device.huge_pages import LEAST, advise_tensor
 from ..device.memory import FlatBuffer
 from ..device.streams import DONE, PendingWork, Stream
 from .flat_param import FlatParamHandle
@@ -170,6 +171,8 @@ class Reduction:
             first.in_place = first.handle.is_unsharded_at_rest
             numel = first.handle.layout.shard_numel
             first.result = self._result = full if first.in_place else full.new_empty(numel)
+        if self._result.nbytes >= LEAST and self._result is not full:
+            advise_tensor(self._result)
         for part in parts:  # before anything may fail: what was made is found and discarded by its parts
             part.reduction = self
             part.bytes = 0 if part.in_place else part.result.nbytes
