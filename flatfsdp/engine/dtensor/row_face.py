@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -13,6 +14,7 @@ from torch import nn
 from ...errors import UsageError
 from ..base import _dtensor
 from ..flat.faces import FaceWords, Sums, adoptions, assign_grad
+from ..flat.gather_hooks import GatherHooks
 from ..flat.layout_views import ShardViews
 from ..flat.param_refs import ParamRef
 from ..flat.write_tracker import FlatParameter
@@ -32,10 +34,13 @@ class RowFaces:
         mesh: the DeviceMesh of data parallelism, (shard,) or (replicate, shard); None in a copy for another process.
         stored: for each leaf the DTensorSpec that it had on a mesh of its own (tensor parallelism); None for a plain
             tensor. Empty where all are plain.
+        hooks: for each leaf its gather hooks, or None: what is there of it is a tensor of its own class. Empty where
+            none has such.
     """
 
     mesh: Any
     stored: tuple[Any, ...] = ()
+    hooks: tuple[GatherHooks | None, ...] = ()
     by_parameter = True
 
     def __call__(
@@ -46,10 +51,12 @@ class RowFaces:
         Raises:
             UsageError: a parameter without dimensions; or what the DTensors take is not there.
         """
-        return RowFace(leaves, layout, rank, self.mesh, self.stored or (None,) * len(leaves))
+        nothing = (None,) * len(leaves)
+        return RowFace(leaves, layout, rank, self.mesh, self.stored or nothing, self.hooks or nothing)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowFaces:
-        return self  # copies of a model communicate over the same mesh
+        # Copies of a model communicate over the same mesh.
+        return RowFaces(self.mesh, self.stored, copy.deepcopy(self.hooks, memo))
 
 
 class _Rows:
@@ -59,12 +66,14 @@ class _Rows:
         numel: the elements of these rows.
     """
 
-    def __init__(self, spec: ParamSpec, layout: FlatLayout, rank: int, mesh: Any, stored: Any) -> None:
+    def __init__(
+        self, spec: ParamSpec, layout: FlatLayout, rank: int, mesh: Any, stored: Any, hooks: GatherHooks | None
+    ) -> None:
         if not spec.shape:
             raise UsageError(
                 f"parameter {spec.name!r} has no dimensions, so no rows to split over ranks. Give it the shape (1,)"
             )
-        self.name, self._mesh, self._stored = spec.name, mesh, stored
+        self.name, self._mesh, self._stored, self.hooks = spec.name, mesh, stored, hooks
         self._whole = ParamSpec(spec.name, spec.shape)
         self._dim = spec.order[0]
         most = -(-spec.rows // layout.world)
@@ -91,6 +100,15 @@ class _Rows:
         if self._stride is None:
             return piece.view(self._shape)
         return piece.as_strided(self._shape, self._stride, piece.storage_offset())
+
+    def held(self, piece: torch.Tensor) -> torch.Tensor:
+        """`local` as the parameter has it: a tensor of its own class where that is not a plain one."""
+        local = self.local(piece)
+        return local if self.hooks is None else self.hooks.around(local)
+
+    def plain(self, value: torch.Tensor) -> torch.Tensor:
+        """What `value`, which may be of the parameter's class, has for the shard."""
+        return value if self.hooks is None else self.hooks.master_of(value)
 
     def piece(self, local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """`local`, of the parameter's shape, as the shard has it; `like`: the shard's own. A view where that can be."""
@@ -129,12 +147,19 @@ class RowFace:
     holds_leaves, is_flat, by_parameter, is_distributed = False, False, True, True
 
     def __init__(
-        self, leaves: Sequence[nn.Parameter], layout: FlatLayout, rank: int, mesh: Any, stored: Sequence[Any]
+        self,
+        leaves: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        rank: int,
+        mesh: Any,
+        stored: Sequence[Any],
+        hooks: Sequence[GatherHooks | None],
     ) -> None:
         self._leaves = leaves
-        specs = zip(layout.params, stored, strict=True)
-        self._rows = [_Rows(spec, layout, rank, mesh, each) for spec, each in specs]
+        specs = zip(layout.params, stored, hooks, strict=True)
+        self._rows = [_Rows(spec, layout, rank, mesh, one, other) for spec, one, other in specs]
         self._without = [i for i, rows in enumerate(self._rows) if not rows.numel]
+        self._apart = [i for i, rows in enumerate(self._rows) if not rows.numel or rows.hooks is not None]
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._places: list[tuple[ParamRef, int]] = []
         self._specs: dict[torch.dtype, list[Any]] = {}
@@ -151,7 +176,7 @@ class RowFace:
         self._at_rest = at_rest
         with torch.no_grad():
             for i, (rows, view) in enumerate(zip(self._rows, at_rest.views, strict=True)):
-                local, spec = rows.local(view), rows.spec(shard.dtype)
+                local, spec = rows.held(view), rows.spec(shard.dtype)
                 if i == len(self.holders):
                     made = self._make(local, spec, requires_grad=False)
                     self.holders.append(nn.Parameter(made, requires_grad=self._leaves[i].requires_grad))
@@ -165,8 +190,9 @@ class RowFace:
     def _note_memory(self) -> None:
         self._locals = list(map(_LOCAL, self.holders))
         self._local_ids = list(map(id, self._locals))
-        # An operation on a DTensor raises the version of that; what is done to its local tensor raises the shard's.
-        self.counters[:] = [*self.holders, *(self._locals[i] for i in self._without)]
+        # An operation on a DTensor raises the version of that; what is done to its local tensor raises the shard's,
+        # unless that has memory of its own, or is a tensor around another.
+        self.counters[:] = [*self.holders, *(self._locals[i] for i in self._apart)]
 
     def replaced(self) -> list[int]:
         found = list(map(id, map(_LOCAL, self.holders)))
@@ -177,7 +203,7 @@ class RowFace:
     def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
         rows = self._rows[index]
         if not _dtensor.is_dtensor(held) and held.shape == self.holders[index].shape:
-            return held.detach()  # the whole, of which the shard takes its part
+            return rows.plain(held.detach())  # the whole, of which the shard takes its part
         rows.check(held, "the parameter")
         local = _dtensor.local_of(held).detach()
         if local.is_meta:
@@ -185,7 +211,7 @@ class RowFace:
                 f"the parameter {rows.name!r} was replaced by one on the meta device, which has no values. Load with "
                 "values, or give the module memory by to_empty() first"
             )
-        return rows.piece(local, self._at_rest.views[index])
+        return rows.piece(rows.plain(local), self._at_rest.views[index])
 
     def adopt(self, index: int, held: nn.Parameter) -> None:
         if _dtensor.is_dtensor(held):
@@ -196,7 +222,7 @@ class RowFace:
                     assign_grad(held, before.grad)
                 self.holders[index] = held
                 adoptions.count += 1
-            _dtensor.set_local(held, rows.local(view), rows.spec(view.dtype))
+            _dtensor.set_local(held, rows.held(view), rows.spec(view.dtype))
             self._note_memory()
 
     def show_flat(self, flat: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from ...errors import ConfigTypeError, UsageError
 from ..comm.axes import Axis
 from ..layout.part import Part
+from .gather_hooks import GatherHooks
 from .param_refs import ParamRef
 
 
@@ -80,6 +81,13 @@ class Transform:
     def see(self, leaf: torch.Tensor, state: Any) -> torch.Tensor:
         """What modules compute with, differentiably from the unsharded `leaf`."""
         raise NotImplementedError
+
+    def attach(self, state: Any, module: nn.Module, mesh: Any) -> None:
+        """`module` is one of those that compute with the parameter, whose unit has that `mesh`, if any."""
+
+    def gather_hooks(self, state: Any) -> GatherHooks | None:
+        """What says what is gathered of the parameter; None for what is stored. [Note: gather hooks]"""
+        return None
 
     def part(self, state: Any) -> Part | None:
         """Of which whole a part is stored; None where it is a tensor of its own. [Note: parts of wholes]"""

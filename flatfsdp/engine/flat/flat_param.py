@@ -31,6 +31,7 @@ from ..device.streams import PendingWork, Stream, pin
 from ..layout.layout import FlatLayout
 from ..layout.part import Part
 from .faces import REQUIRES_GRAD, Face, FaceMaker
+from .gather_hooks import GatherHooks
 from .layout_views import ShardViews, dense, full_views, is_dense, segments_of, spec_of
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
 from .states import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
@@ -64,6 +65,8 @@ class FlatParamOptions:
         layout: whether ranks split all parameters as one, or each of them by rows. [Note: pieces]
         offload: whether the shard lives on the CPU; pin_memory: in page-locked memory.
         face: makes what users see of the parameters at rest.
+        gathers: for each parameter the hooks that say what is gathered of it; empty where they have none, as they
+            have or have not together.
     """
 
     mixed_precision: MixedPrecision
@@ -73,6 +76,7 @@ class FlatParamOptions:
     trainable: bool
     packed: bool
     layout: Literal["flat", "rows"] = "flat"
+    gathers: tuple[GatherHooks, ...] = ()
 
     def precision(self, master: torch.dtype) -> Precision:
         """The dtypes for a shard of `master`. [Note: dtypes]"""
@@ -277,11 +281,11 @@ class FlatParamHandle:
         made = self._unsharded.get(dtype)
         if made is None:
             if self.is_shard_in(dtype):
-                made = UnshardedParam(self.shard, None)
+                made = UnshardedParam(self.shard, None, self.layout)
             else:
                 numel = self.layout.padded_numel
                 buffer = FlatBuffer(numel, dtype, self.device, tracker=self.tracker, kind="unsharded")
-                made = UnshardedParam(buffer.tensor, buffer)
+                made = UnshardedParam(buffer.tensor, buffer, self.layout)
             self._unsharded[dtype] = made
         return made
 
@@ -338,7 +342,7 @@ class FlatParamHandle:
             else:  # without the calls that a context takes
                 target.buffer.allocate()
             if not target.segments:
-                target.segments = segments_of(target.flat, self.layout)
+                target.segments = segments_of(target.flat, target.layout)
             self.pending = source.fill(target, stream)
 
     def wait_unshard(self) -> None:

@@ -48,6 +48,7 @@ class UnshardedParam:
     Attributes:
         flat: 1-D and padded.
         buffer: its memory; None where it is the shard itself.
+        layout: where in it parameters lie, or what was gathered of them.
         segments: what of it is gathered, since it first had memory. [Note: pieces]
         views: the parameters as N-D views of it, once it was filled; shown: each leaf with its view.
         source: the shard as what fills it; filled_from: what did last.
@@ -55,11 +56,17 @@ class UnshardedParam:
 
     flat: torch.Tensor
     buffer: FlatBuffer | None
+    layout: FlatLayout
     segments: list[torch.Tensor] = field(default_factory=list)
     views: list[torch.Tensor] = field(default_factory=list)
     shown: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
     source: ShardSource | None = None
     filled_from: UnshardSource | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which modules compute with it."""
+        return self.flat.dtype
 
 
 class UnshardSource(Protocol):
@@ -144,18 +151,16 @@ class PostForwardShard(KeptSource):
 
     as_of_forward = True
 
-    def __init__(
-        self, unsharded: torch.Tensor, layout: FlatLayout, transport: Transport, *, tracker: MemoryTracker
-    ) -> None:
-        """Copy this rank's piece of `unsharded`, 1-D and padded, laid out by `layout`."""
-        group = transport.group
-        over = layout.over(group.size)
+    def __init__(self, unsharded: UnshardedParam, transport: Transport, *, tracker: MemoryTracker) -> None:
+        """Copy this rank's piece of `unsharded`."""
+        group, flat = transport.group, unsharded.flat
+        over = unsharded.layout.over(group.size)
         self.dtype = unsharded.dtype
-        self._memory = FlatBuffer(over.shard_numel, unsharded.dtype, unsharded.device, tracker=tracker, kind="portion")
+        self._memory = FlatBuffer(over.shard_numel, flat.dtype, flat.device, tracker=tracker, kind="portion")
         self._memory.allocate()
         pieces = pieces_of(self._memory.tensor, over)
-        self._source = ShardSource(pieces, unsharded.dtype, transport, copies=False, offload=False)
-        for piece, own in zip(pieces, own_pieces_of(unsharded, over, group.rank), strict=True):
+        self._source = ShardSource(pieces, flat.dtype, transport, copies=False, offload=False)
+        for piece, own in zip(pieces, own_pieces_of(flat, over, group.rank), strict=True):
             piece.copy_(own)
 
     def serves(self, dtype: torch.dtype) -> bool:
@@ -178,11 +183,12 @@ class HostCache(KeptSource):
 
     is_local = reads_host = True
 
-    def __init__(self, unsharded: torch.Tensor, *, tracker: MemoryTracker) -> None:
-        """`unsharded`: 1-D and padded; the host waits until it is copied."""
-        self._tensor = pinned_like(unsharded.detach())
-        self._tensor.copy_(unsharded.detach())
-        self._free = tracker.allocate("host copy", unsharded.nbytes)
+    def __init__(self, unsharded: UnshardedParam, *, tracker: MemoryTracker) -> None:
+        """The host waits until `unsharded` is copied."""
+        flat = unsharded.flat.detach()
+        self._tensor = pinned_like(flat)
+        self._tensor.copy_(flat)
+        self._free = tracker.allocate("host copy", flat.nbytes)
         self.dtype = unsharded.dtype  # of computation when it was made
         self.versions = ()
 

@@ -16,7 +16,7 @@ from ..config.arguments import check_arguments, has_forward
 from ..runtime.entries import plain_class
 from ..runtime.unit import Unit
 from .placements import dims_of
-from .policies import offload_of, precision_of
+from .policies import MixedPrecisionPolicy, offload_of, precision_of
 
 CALL = "fully_shard"
 
@@ -28,6 +28,7 @@ class Call:
     Attributes:
         modules: the entries: what was given, without modules that are inside others of these.
         holder: the one, or a list of them.
+        policy: of mixed precision, as it was given.
         dims: along which dimension each parameter is split.
     """
 
@@ -35,6 +36,7 @@ class Call:
     holder: nn.Module
     config: Config
     output_dtype: torch.dtype | None
+    policy: Any
     dims: dict[nn.Parameter, int]
 
 
@@ -79,7 +81,7 @@ def check_call(
         reshard_after_forward=reshard_after_forward,
         layout="rows",
     )
-    return Call(modules, holder, config, output_dtype, dims)
+    return Call(modules, holder, config, output_dtype, mp_policy or MixedPrecisionPolicy(), dims)
 
 
 def _modules(given: Any) -> list[nn.Module]:

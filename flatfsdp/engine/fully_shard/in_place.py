@@ -13,6 +13,7 @@ from torch import nn
 from ...errors import one_voice
 from ..base import _torch
 from ..comm.process_groups import is_first_of, resolve_groups
+from ..dtensor.gather_extensions import ExtendedParam, GatherExtensions
 from ..dtensor.row_face import RowFaces
 from ..dtensor.tensor_parallel import StoredDTensor
 from ..flat.extensions import TransformedParam
@@ -31,7 +32,13 @@ _changed: list[Unit] | None = None
 def shard(call: Call, front_class: type) -> None:
     """Make one unit of the modules of `call`, and let them be of classes that derive from `front_class` too."""
     with one_voice(speaks=is_first_of(None, call.config.device_mesh)):
-        front = Front(f"{CALL}()", call.modules, call.output_dtype, partial(_faces, call.config.device_mesh))
+        front = Front(
+            f"{CALL}()",
+            call.modules,
+            call.output_dtype,
+            partial(_faces, call.config.device_mesh),
+            lambda parallel: (GatherExtensions(parallel, call.policy), parallel),
+        )
         lay_out(call.dims)
         model = build_unit(call.holder, resolve_groups(call.config), front=front)
     for module in call.modules:
@@ -42,11 +49,15 @@ def shard(call: Call, front_class: type) -> None:
 
 def _faces(mesh: Any, transformed: Sequence[TransformedParam], leaves: Sequence[nn.Parameter]) -> RowFaces:
     """What makes the DTensors of `leaves` on `mesh`, on that of tensor parallelism too where they lie on one."""
-    states = {id(each.leaf): each.state for each in transformed if isinstance(each.state, StoredDTensor)}
-    stored = [states.get(id(leaf)) for leaf in leaves]
-    return RowFaces(
-        mesh, tuple(None if each is None else each.spec(leaf.dtype) for each, leaf in zip(stored, leaves, strict=True))
-    )
+    states = {id(each.leaf): each.state for each in transformed}
+    found = [states.get(id(leaf)) for leaf in leaves]
+    extended = [each if isinstance(each, ExtendedParam) else None for each in found]
+    outer = [one if more is None else more.outer for one, more in zip(found, extended, strict=True)]
+    stored = [
+        each.spec(leaf.dtype) if isinstance(each, StoredDTensor) else None
+        for each, leaf in zip(outer, leaves, strict=True)
+    ]
+    return RowFaces(mesh, tuple(stored), tuple(None if each is None else each.hooks for each in extended))
 
 
 def run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -179,10 +179,7 @@ class ForwardGathers:
         if unit.kept.post_forward is not None and any(map(self.iteration.record.awaits, readers)):
             for handle in unit.handles:
                 if handle.state is UNSHARDED and handle.persistence is None:
-                    shard = PostForwardShard(
-                        handle.unsharded.flat, handle.layout, unit.kept.post_forward, tracker=handle.tracker
-                    )
-                    handle.keep(shard)
+                    handle.keep(PostForwardShard(handle.unsharded, unit.kept.post_forward, tracker=handle.tracker))
             unit.record_event("portion")
         unit.reshard(SHOWS_NOTHING, unreached=self.iteration.backward is not None)
 

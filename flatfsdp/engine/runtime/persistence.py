@@ -26,7 +26,7 @@ def fetch(unit: Unit, kind: int) -> None:
     unit.record_event("keep")
     if handle.persistence is HOST:
         handle.drop_kept_source()
-        cache = HostCache(handle.unsharded.flat, tracker=handle.tracker)
+        cache = HostCache(handle.unsharded, tracker=handle.tracker)
         handle.keep(cache)
         resources.free(handle)
         cache.versions = handle.writes.all

@@ -57,7 +57,7 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
 def _is_stale(unit: Unit, handle: FlatParamHandle) -> bool:
     """Whether what was kept unsharded is not what a gather would bring: the shard was written to since, or the dtype is
     that of evaluation, and this is training."""
-    return handle.writes.is_stale or handle.unsharded.flat.dtype != unit.dtype_of(handle)
+    return handle.writes.is_stale or handle.unsharded.dtype != unit.dtype_of(handle)
 
 
 def apply_shard_writes(unit: Unit) -> None:

@@ -31,9 +31,11 @@ from ..features.persistent_params import PersistentParams
 from ..features.post_forward import PostForwardShards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
+from ..flat.extended_handle import ExtendedHandle
 from ..flat.extensions import Transform, TransformedParam, transform, users_transforms
 from ..flat.faces import FaceMaker, FlatFace, OriginalFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
+from ..flat.gather_hooks import GatherHooks
 from ..flat.param_refs import ParamRef
 from ..layout.part import Part
 from ..runtime.device_checks import compute_device, move_buffers
@@ -65,12 +67,14 @@ class Front:
         entries: the modules that hold the unit in place; none for a wrapper. [Note: entries]
         output_dtype: to which outputs are cast; None for as they are.
         faces: gives a face to the leaves of a handle; None for FSDP1's, as the config says.
+        transforms: those of parameters that it takes besides plain ones, with that of DTensors among them.
     """
 
     words: str = "FullyShardedDataParallel"
     entries: Sequence[nn.Module] = ()
     output_dtype: torch.dtype | None = None
     faces: Faces | None = None
+    transforms: Callable[[TensorParallel], Sequence[Transform]] = lambda parallel: (parallel,)
 
 
 WRAPPER = Front()
@@ -98,8 +102,9 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         if not front.entries:
             check_called(module, [param_ref.path for param_ref in param_refs])
         _check_untransformed(param_refs)
-        transforms = [*users_transforms(), TensorParallel(groups, config.device_mesh)]
-        if len(transforms) == 1:
+        users = users_transforms()
+        transforms = [*users, *front.transforms(TensorParallel(groups, config.device_mesh))]
+        if not users:
             _check_plain(param_refs, transforms)
         move_buffers(modules, device)
     synchronize(module, modules, leaves_of(param_refs), axes)
@@ -153,6 +158,8 @@ def _built_with(config: Config, modules: Sequence[nn.Module], front: Front, *, i
 
 def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None:
     """Let modules of `unit` see what extensions make of some leaves."""
+    for each in extended:
+        each.transform.attach(each.state, each.param_refs[0].module, unit.built.device_mesh)
     for handle, views, _ in unit.kinds:
         leaves = set(map(id, handle.leaves))
         views.extended = [each for each in extended if id(each.leaf) in leaves]
@@ -205,8 +212,9 @@ def _shard(
         initial_checksums = InitialChecksums(leaves) if config.check_values != "off" else None
         packed = {id(param_ref.leaf) for param_ref in param_refs if param_ref.is_packed}
         parts = {id(each.leaf): part for each in transformed if (part := each.part) is not None}
+        hooks = {id(each.leaf): found for each in transformed if (found := each.transform.gather_hooks(each.state))}
         faced = partial(faces, transformed)
-        handles = _flatten(leaves, packed, parts, config, groups, device, tracker, faced)
+        handles = _flatten(leaves, packed, parts, hooks, config, groups, device, tracker, faced)
         undo.pop_all()
     if dropped := [path for leaf, path in leaves if leaf.grad is not None]:
         warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")
@@ -219,6 +227,7 @@ def _flatten(
     leaves: list[tuple[nn.Parameter, str]],
     packed: set[int],
     parts: dict[int, Part],
+    hooks: dict[int, GatherHooks],
     config: Config,
     groups: ProcessGroups,
     device: torch.device,
@@ -227,14 +236,15 @@ def _flatten(
 ) -> list[FlatParamHandle]:
     """A handle for each kind among `leaves`, given with their paths. They still show their own memory.
 
-    `packed`: the ids of those that are packed bytes; `parts`: of which wholes some are parts, by their ids.
+    `packed`: the ids of those that are packed bytes; `parts`: of which wholes some are parts, `hooks`: what says what
+    is gathered of some, by their ids.
     """
-    kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:
-        kind = leaf.dtype, leaf.requires_grad, id(leaf) in packed, leaf.is_meta
+        kind = leaf.dtype, leaf.requires_grad, id(leaf) in packed, leaf.is_meta, id(leaf) in hooks
         kinds.setdefault(kind, []).append((leaf, path))
     return [
-        FlatParamHandle.flatten(
+        (ExtendedHandle if is_extended else FlatParamHandle).flatten(
             [leaf for leaf, _ in members],
             [path for _, path in members],
             world=groups.shard.size,
@@ -248,11 +258,12 @@ def _flatten(
                 trainable=trainable,
                 packed=is_packed_kind,
                 layout=config.layout,
+                gathers=tuple(hooks[id(leaf)] for leaf, _ in members) if is_extended else (),
             ),
             tracker=tracker,
             parts=parts,
         )
-        for (_, trainable, is_packed_kind, _), members in kinds.items()
+        for (_, trainable, is_packed_kind, _, is_extended), members in kinds.items()
     ]
 
 

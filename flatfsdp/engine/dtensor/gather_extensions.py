@@ -1,0 +1,116 @@
+"""Parameters with gather hooks, maybe inside of DTensors of tensor parallelism, as transformed parameters.
+
+The leaf is the master, of which only the shape is there while a unit is unsharded. Modules see what the hooks made of
+what was gathered, with the leaf behind it in the graph. [Note: gather hooks]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base import _dtensor
+from ..comm.axes import Axis
+from ..flat.extensions import Transform
+from ..flat.gather_hooks import GatherHooks, has_gather_hooks
+from ..layout.part import Part
+from .tensor_parallel import StoredDTensor, TensorParallel
+
+
+@dataclass(frozen=True, eq=False)
+class ExtendedParam:
+    """A parameter that is stored as the master of a tensor with gather hooks.
+
+    Attributes:
+        outer: the DTensor that the tensor was this rank's part of, if it was.
+    """
+
+    hooks: GatherHooks
+    outer: StoredDTensor | None
+
+
+class GatherExtensions(Transform):
+    """The transformation of tensors with gather hooks."""
+
+    def __init__(self, parallel: TensorParallel, policy: Any) -> None:
+        """`parallel`: of DTensors that have such tensors inside; `policy`: of mixed precision, which hooks are
+        given."""
+        self._parallel, self._policy = parallel, policy
+
+    def applies(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter`, or this rank's part of it, has gather hooks."""
+        return has_gather_hooks(_dtensor.local_of(parameter) if _dtensor.is_dtensor(parameter) else parameter)
+
+    def check(self, path: str, parameter: torch.Tensor) -> None:
+        """Refuse a parameter whose hooks, or whose DTensor, cannot be followed."""
+        self._taken(path, parameter)
+
+    def _taken(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, ExtendedParam]:
+        tensor, outer = parameter.detach(), None
+        if _dtensor.is_dtensor(parameter):
+            self._parallel.check(path, parameter)
+            tensor, outer = self._parallel.store(path, parameter)
+        return tensor, ExtendedParam(GatherHooks(path, tensor, self._policy), outer)
+
+    def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, ExtendedParam]:
+        """The master of `parameter`, or of this rank's part of it."""
+        tensor, state = self._taken(path, parameter)
+        return state.hooks.master_of(tensor).contiguous(), state
+
+    def attach(self, state: ExtendedParam, module: nn.Module, mesh: Any) -> None:
+        """`module` computes with the parameter, which `mesh` shards."""
+        state.hooks.attach(module, mesh)
+
+    def gather_hooks(self, state: ExtendedParam) -> GatherHooks:
+        """Those of the parameter."""
+        return state.hooks
+
+    def see(self, leaf: torch.Tensor, state: ExtendedParam) -> torch.Tensor:
+        """What was made of the last gather."""
+        seen = state.hooks.seen
+        assert seen is not None
+        if state.outer is not None:
+            seen = _dtensor.dtensor(seen, state.outer.spec(seen.dtype))
+        made: torch.Tensor = _Seen.apply(leaf, seen)
+        return made
+
+    def describe(self, state: ExtendedParam) -> str:
+        """The class whose hooks are used, and how its DTensor lies."""
+        outer = "" if state.outer is None else self._parallel.describe(state.outer)
+        return f"{outer} gathered as {state.hooks.kind.__name__} says"
+
+    def around(self, stored: torch.Tensor, state: ExtendedParam) -> torch.Tensor:
+        """A tensor of the parameter's class that holds `stored` itself."""
+        made = state.hooks.around(stored)
+        return made if state.outer is None else self._parallel.around(made, state.outer)
+
+    def part(self, state: ExtendedParam) -> Part | None:
+        """Which part of the whole is stored here, under tensor parallelism."""
+        return None if state.outer is None else self._parallel.part(state.outer)
+
+    def assemble(self, stored: torch.Tensor, state: ExtendedParam) -> torch.Tensor:
+        """The whole, from all ranks of the DTensor's mesh. Collective over it."""
+        assert state.outer is not None
+        return self._parallel.assemble(stored, state.outer)
+
+    def axes(self, state: ExtendedParam, device: torch.device) -> list[tuple[Axis, bool]]:
+        """Those of the DTensor's mesh."""
+        return [] if state.outer is None else self._parallel.axes(state.outer, device)
+
+
+class _Seen(torch.autograd.Function):
+    """What modules see of a leaf, which has no memory; its gradient is the leaf's."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        ctx.spec = _dtensor.spec_of(seen) if _dtensor.is_dtensor(seen) else None
+        return seen.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if _dtensor.is_dtensor(grad):  # of a norm's weight under sequence parallelism it is a partial one
+            grad = _dtensor.local_of(grad.redistribute(placements=ctx.spec.placements))
+        return grad, None

@@ -1,0 +1,250 @@
+"""Flat parameters of which something else is gathered than their elements. [Note: gather hooks]
+
+[Note: opaque bytes] Shards, gradients and optimizer states are as of any handle with a layout in rows. The unsharded
+buffer is not: it has bytes, laid out by a layout of their own that ranks agree on at the first gather, a segment for
+each tensor that a parameter gives. Its storage and its address stay ([Note: one storage]), and what modules compute
+with is made of it once, and filled again. Leaves show their shape meanwhile, without memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ..base import _torch
+from ..comm.transport import Transport
+from ..device.fake_tensors import is_memoryless
+from ..device.memory import FlatBuffer, MemoryTracker
+from ..device.streams import DONE, PendingWork, Stream
+from ..layout.layout import FlatLayout, ParamSpec
+from .flat_param import FlatParamHandle, FlatParamOptions
+from .gather_hooks import GatherHooks, Input, described, fitting, listed
+from .sources import UnshardedParam, UnshardSource
+from .write_tracker import VERSION
+
+ALIGN = 16  # bytes: what kernels want, and a multiple of the size of every element
+
+
+class OpaqueParam(UnshardedParam):
+    """What was gathered of the parameters of one handle, and what modules compute with of it, in one dtype.
+
+    Attributes:
+        agreed: for each parameter what each rank gives of it; empty before the first gather.
+    """
+
+    def __init__(self, handle: ExtendedHandle, dtype: torch.dtype) -> None:
+        self._device, self._tracker, self._world = handle.device, handle.tracker, handle.layout.world
+        buffer = FlatBuffer(0, torch.uint8, self._device, tracker=self._tracker, kind="unsharded")
+        super().__init__(buffer.tensor, buffer, handle.layout)
+        self._dtype = dtype
+        nothing = torch.full((), torch.nan, dtype=dtype, device=self._device)
+        self.views = [nothing.expand(spec.shape) for spec in handle.layout.params]
+        self.shown = list(zip(handle.leaves, self.views, strict=True))
+        self._hooks = handle.options.gathers
+        self.agreed: list[list[Input]] = []
+        self._inputs: list[torch.Tensor] = []
+        self._metadata: list[Any] = []
+        self._places: list[torch.Tensor] = []
+        self._seen: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._inner: list[tuple[torch.UntypedStorage, int]] = []
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    # -- the gather --------------------------------------------------------------------------------------------------
+
+    def prepare(self, handle: ExtendedHandle, transport: Transport) -> None:
+        """Ask the parameters what is gathered of them now. Collective at the first time."""
+        given: list[list[torch.Tensor]] = []
+        problem = ""
+        self._metadata = []
+        try:
+            for hooks, rows in zip(self._hooks, handle.rows, strict=True):
+                inputs, metadata = hooks.inputs(rows, self._device)
+                given.append(inputs)
+                self._metadata.append(metadata)
+        except UsageError as error:
+            if self.agreed:
+                raise
+            problem = str(error)
+        if not self.agreed:
+            self._agree([described(inputs) for inputs in given], problem, handle, transport)
+        self._inputs = []
+        for i, (hooks, inputs) in enumerate(zip(self._hooks, given, strict=True)):
+            self._inputs += hooks.fit(inputs, self.agreed[i], *_rows_of(handle.layout, i, handle.rank))
+
+    def _agree(self, own: list[list[Input]], problem: str, handle: ExtendedHandle, transport: Transport) -> None:
+        """Lay the bytes out as the first rank gives them. Collective; what is wrong on any rank is refused on all."""
+        facts = json.dumps([problem, own])
+        given = [facts] * self._world if is_memoryless() else _exchanged(facts, transport)
+        decoded: list[tuple[str, list[list[Input]]]] = []
+        for wrong, found in map(json.loads, given):
+            decoded.append((wrong, [[Input(tuple(shape), dtype) for shape, dtype in each] for each in found]))
+        for rank, (wrong, _) in enumerate(decoded):
+            if wrong:
+                raise UsageError(wrong if rank == handle.rank else f"on rank {rank} of the shards: {wrong}")
+        first = decoded[0][1]
+        for rank, (_, found) in enumerate(decoded):
+            for i, hooks in enumerate(self._hooks):
+                if not fitting(found[i], first[i], *_rows_of(handle.layout, i, rank)):
+                    raise UsageError(
+                        f"parameter {hooks.name!r}: rank {rank} of the shards gathers {listed(found[i])}, and rank 0 "
+                        f"{listed(first[i])}; expected tensors of the same shapes and dtypes, of rows at most fewer"
+                    )
+        self.agreed = first
+        self.layout = _layout_of(self._hooks, first, self._world)
+        self.buffer = FlatBuffer(
+            self.layout.padded_numel, torch.uint8, self._device, tracker=self._tracker, kind="unsharded"
+        )
+        self.flat = self.buffer.tensor
+
+    def fill(self, transport: Transport, stream: Stream) -> PendingWork:
+        """Gather what was prepared. Collective. Precondition: the buffer has its memory."""
+        places, pieces, self._inputs = self._cut(), self._inputs, []
+        given = [(place, piece) for place, piece in zip(places, pieces, strict=True) if place.numel()]
+        if not given:
+            return DONE
+        return transport.all_gather_coalesced([place for place, _ in given], [piece for _, piece in given], stream)
+
+    def _cut(self) -> list[torch.Tensor]:
+        """The places of all tensors in the buffer, once it has had memory."""
+        if not self._places:
+            self._places = [self.flat[span.slice] for span in self.layout.spans]
+        return self._places
+
+    # -- what modules see --------------------------------------------------------------------------------------------
+
+    def unpack(self, rows: Sequence[torch.Tensor], *, changed: bool) -> None:
+        """Let modules see what was gathered; `changed`: it is not what they saw before. Precondition: it arrived."""
+        for storage, size in self._inner:
+            storage.resize_(size)
+            self._tracker.add("unsharded", size)
+        places, made = iter(self._cut()), []
+        for i, (hooks, agreed) in enumerate(zip(self._hooks, self.agreed, strict=True)):
+            gathered = [each.view(next(places), self._world) for each in agreed]
+            before = self._seen[i] if self._seen else None
+            seen, inner = hooks.outputs(rows[i], gathered, self._metadata[i], self._dtype, before)
+            made.append(seen)
+            hooks.seen = seen
+            if before is None:
+                self._own(inner)
+        refilled, self._seen = bool(self._seen), made
+        if refilled and not changed:  # graphs of before may read it [Note: versions]
+            _torch.set_versions(tuple(made), tuple(self._versions))
+        self._versions = list(map(VERSION, made))
+
+    def _own(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The memory of `tensors` comes and goes with the buffer's."""
+        known = {self.flat.untyped_storage().data_ptr(), *(storage.data_ptr() for storage, _ in self._inner)}
+        for each in tensors:
+            if (
+                type(each) is torch.Tensor
+                and each.numel()
+                and (storage := each.untyped_storage()).data_ptr() not in known
+            ):
+                known.add(storage.data_ptr())
+                self._inner.append((storage, storage.nbytes()))
+                self._tracker.add("unsharded", storage.nbytes())
+
+    def free(self) -> None:
+        """What modules have seen is unreadable from now on. The buffer is freed by the caller."""
+        for hooks in self._hooks:
+            hooks.seen = None
+        torch.autograd.graph.increment_version(self._seen)
+        for storage, size in self._inner:
+            storage.resize_(0)
+            self._tracker.remove("unsharded", size)
+
+
+class ExtendedSource(UnshardSource):
+    """What the parameters of a handle give for a gather, gathered over the shard axis."""
+
+    def __init__(self, dtype: torch.dtype, transport: Transport, *, offload: bool) -> None:
+        self.dtype, self.transport, self.reads_host = dtype, transport, offload
+
+    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
+        assert isinstance(unsharded, OpaqueParam)
+        return unsharded.fill(self.transport, stream)
+
+
+class ExtendedHandle(FlatParamHandle):
+    """A handle whose parameters have gather hooks, `options.gathers`. [Note: opaque bytes]"""
+
+    @property
+    def rows(self) -> list[torch.Tensor]:
+        """This rank's rows of each parameter, tensors of their classes: the same objects for as long as the shard is,
+        since users attach to them (a scale, for example)."""
+        return [self.face.local_of(holder) for holder in self.face.holders]
+
+    def _target(self, dtype: torch.dtype) -> UnshardedParam:
+        made = self._unsharded.get(dtype)
+        if made is None:
+            made = self._unsharded[dtype] = OpaqueParam(self, dtype)
+        return made
+
+    def shard_source(self, transport: Transport, dtype: torch.dtype) -> ExtendedSource:
+        return ExtendedSource(dtype, transport, offload=self.options.offload)
+
+    def launch_unshard(self, source: UnshardSource, stream: Stream) -> None:
+        if isinstance(source, ExtendedSource):
+            target = self._target(source.dtype)
+            assert isinstance(target, OpaqueParam)
+            with stream.running():
+                target.prepare(self, source.transport)
+        super().launch_unshard(source, stream)
+
+    def wait_unshard(self) -> None:
+        changed = self.writes.gathered != self.writes.in_buffer
+        super().wait_unshard()
+        assert isinstance(self.unsharded, OpaqueParam)
+        self.unsharded.unpack(self.rows, changed=changed)
+
+    def reshard(self) -> FlatBuffer | None:
+        active = self.unsharded
+        buffer = super().reshard()
+        assert isinstance(active, OpaqueParam)
+        active.free()
+        return buffer
+
+    def is_shard_in(self, dtype: torch.dtype) -> bool:
+        return False
+
+    @property
+    def unsharded_bytes(self) -> int:
+        known = [each.layout.padded_numel for each in self._unsharded.values()]
+        return max(known, default=0) or super().unsharded_bytes
+
+
+def handle_class(options: FlatParamOptions) -> type[FlatParamHandle]:
+    """Of handles with these `options`."""
+    return ExtendedHandle if options.gathers else FlatParamHandle
+
+
+def _rows_of(layout: FlatLayout, index: int, rank: int) -> tuple[int, int]:
+    """How many rows of a parameter `rank` has, and how many a rank has at most."""
+    rows = layout.params[index].rows
+    most = -(-rows // layout.world)
+    return max(0, min(most, rows - rank * most)), most
+
+
+def _layout_of(hooks: Sequence[GatherHooks], inputs: Sequence[Sequence[Input]], world: int) -> FlatLayout:
+    """The layout of bytes, with a row for each rank of each tensor."""
+    named = [(f"{each.name}[{k}]", one) for each, own in zip(hooks, inputs, strict=True) for k, one in enumerate(own)]
+    return FlatLayout.pack_rows([ParamSpec(name, (world, one.nbytes)) for name, one in named], world=world, align=ALIGN)
+
+
+def _exchanged(text: str, transport: Transport) -> list[str]:
+    """The texts of all ranks. Collective."""
+    device = transport.device.device
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    sizes = transport.gather_now(torch.tensor([own.numel()], device=device)).view(-1).tolist()
+    padded = own.new_zeros(max(sizes))
+    padded[: own.numel()] = own
+    rows = transport.gather_now(padded).cpu()
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]

@@ -1,0 +1,241 @@
+"""Parameters whose tensors say themselves what is gathered of them: FSDP2's extensions of its all-gather.
+
+[Note: gather hooks] Such a parameter is a tensor around another one, the *master*, of its own shape and dtype. The
+master is stored, sharded by rows and trained as any parameter is; gradients come in high precision. But gathered is
+only what the tensor's `fsdp_pre_all_gather` makes of this rank's rows (float8 and its scale, for example), and modules
+compute with what `fsdp_post_all_gather` makes of those of all ranks. Nobody allocates the whole master.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+class Input(NamedTuple):
+    """What is known of one of the tensors that a parameter's rank gives to a gather: the same at every gather."""
+
+    shape: tuple[int, ...]
+    dtype: str  # without "torch."
+
+    @property
+    def nbytes(self) -> int:
+        """Of one rank's."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return prod(self.shape) * dtype.itemsize
+
+    def view(self, memory: torch.Tensor, ranks: int) -> torch.Tensor:
+        """`memory`, bytes of so many `ranks`, as what they gave, one behind the other along the first dimension."""
+        first = self.shape[0] if self.shape else 1
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return memory.view(dtype).view(ranks * first, *self.shape[1:])
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def has_gather_hooks(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` says what is gathered of it."""
+    return hasattr(tensor, PRE) or hasattr(tensor, POST)
+
+
+class GatherHooks:
+    """The hooks of one parameter. [Note: gather hooks]
+
+    Attributes:
+        name: of the parameter, for messages.
+        kind: the class of its tensor.
+        seen: what modules compute with, while the parameter is unsharded.
+    """
+
+    def __init__(self, name: str, tensor: torch.Tensor, policy: Any) -> None:
+        """Refuse a `tensor` that cannot be made of other memory. `policy`: the user's, which hooks are given."""
+        self.name = name
+        self.seen: torch.Tensor | None = None
+        self.kind = type(tensor)
+        self._policy = policy
+        self._size = tensor.shape
+        self._stride = tuple(prod(max(size, 1) for size in tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
+        if absent := next((each for each in (PRE, POST) if not callable(getattr(tensor, each, None))), None):
+            raise UsageError(
+                f"{self._what} has {POST if absent == PRE else PRE} but no {absent}: what is gathered of it is made by "
+                "the one, and what modules compute with by the other. Define both, or none"
+            )
+        self._takes = len(inspect.signature(getattr(tensor, PRE)).parameters)
+        if self._takes not in (1, 5):
+            raise UsageError(
+                f"{self._what}: its {PRE} takes {self._takes} arguments; expected (mesh), or (mesh, outer_size, "
+                "outer_stride, module, mp_policy)"
+            )
+        self._others: dict[str, torch.Tensor] = {}
+        self._attribute = self._find_master(tensor)
+        master = self.master_of(tensor)
+        with torch.no_grad():
+            made = self.around(master)
+        if type(made) is not self.kind or getattr(made, self._attribute, None) is not master:
+            raise UsageError(
+                f"{self._what}: its __tensor_unflatten__ made a {type(made).__name__} of another tensor; expected one "
+                f"of {self.kind.__name__} around the very tensor {self._attribute!r} that it was given"
+            )
+
+    @property
+    def _what(self) -> str:
+        return f"parameter {self.name!r}, a {self.kind.__name__},"
+
+    def _find_master(self, tensor: Any) -> str:
+        try:
+            names, self._context = tensor.__tensor_flatten__()
+        except AttributeError:
+            raise UsageError(
+                f"{self._what} has {PRE}, but no __tensor_flatten__, so that there is no telling what is to be "
+                "sharded. Define __tensor_flatten__ and __tensor_unflatten__, as traceable wrapper subclasses have them"
+            ) from None
+        inner = {name: getattr(tensor, name) for name in names}
+        masters = [n for n, each in inner.items() if (each.shape, each.dtype) == (tensor.shape, tensor.dtype)]
+        rest = {name: each for name, each in inner.items() if name not in masters[:1]}
+        if not masters or any(each.numel() != 1 for each in rest.values()):
+            found = ", ".join(f"{name} {each.dtype} {tuple(each.shape)}" for name, each in inner.items())
+            raise UsageError(
+                f"{self._what} of {tensor.dtype} and shape {tuple(tensor.shape)} is made of {found}; expected one "
+                "tensor of its own dtype and shape, which is sharded and trained, and scalars"
+            )
+        self._others = rest
+        return masters[0]
+
+    # -- the tensor at rest ------------------------------------------------------------------------------------------
+
+    def around(self, master: torch.Tensor) -> torch.Tensor:
+        """A tensor of the parameter's class around `master`, the whole or some rows of it."""
+        inner = {self._attribute: master, **self._others}
+        make: Callable[..., torch.Tensor] = self.kind.__tensor_unflatten__  # type: ignore[attr-defined]
+        return make(inner, self._context, master.shape, master.stride())
+
+    def master_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What `tensor` is around; itself if it is of another class."""
+        return getattr(tensor, self._attribute) if isinstance(tensor, self.kind) else tensor
+
+    def attach(self, module: nn.Module, mesh: Any) -> None:
+        """`module` computes with the parameter, which the last dimension of `mesh` shards."""
+        self._module = weakref.ref(module)
+        self._mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatherHooks:
+        twin = memo[id(self)] = GatherHooks.__new__(GatherHooks)
+        twin.__setstate__(self.__getstate__())
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in ("_module", "_mesh", "seen")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, seen=None)
+
+    # -- gathers -----------------------------------------------------------------------------------------------------
+
+    def inputs(self, rows: torch.Tensor, device: torch.device) -> tuple[list[torch.Tensor], Any]:
+        """What is gathered of `rows`, this rank's, a tensor of the parameter's class; and what `outputs` needs.
+
+        Raises:
+            UsageError: it cannot be gathered.
+        """
+        arguments = (self._mesh, self._size, self._stride, self._module(), self._policy)
+        if rows.device != device:
+            rows = rows.to(device, non_blocking=True)
+        with torch.no_grad():
+            found = getattr(rows, PRE)(*arguments[: self._takes])
+        if not (isinstance(found, (tuple, list)) and len(found) == 2 and isinstance(found[0], (tuple, list))):
+            self._refuse(f"{type(found).__name__}", "(the tensors to gather, metadata)")
+        inputs, metadata = found
+        for position, each in enumerate(inputs):
+            where = f"as tensor {position} of {len(inputs)}"
+            if not isinstance(each, torch.Tensor):
+                self._refuse(f"a {type(each).__name__} {where}", "tensors")
+            if hasattr(type(each), "__tensor_flatten__"):
+                self._refuse(f"a {type(each).__name__} {where}", "plain tensors, those that it is made of")
+            if not each.is_contiguous():
+                self._refuse(f"{tuple(each.shape)} with strides {each.stride()} {where}", "contiguous tensors")
+            if each.device != device:
+                self._refuse(f"one on {each.device} {where}", f"tensors on {device}")
+        if not inputs:
+            self._refuse("no tensor", "one at least")
+        return list(inputs), metadata
+
+    def _refuse(self, found: str, expected: str) -> None:
+        raise UsageError(f"{self._what}: its {PRE} returned {found}; expected {expected}")
+
+    def fit(self, inputs: Sequence[torch.Tensor], agreed: Sequence[Input], rows: int, most: int) -> list[torch.Tensor]:
+        """`inputs` as bytes, of the sizes that all ranks have `agreed` on; this rank's `rows` are filled up to the
+        `most` that a rank has.
+
+        Raises:
+            UsageError: they are others, or of another size.
+        """
+        if not fitting(found := described(inputs), agreed, rows, most):
+            self._refuse(listed(found), f"{listed(agreed)}, as at the first gather")
+        pieces = [each.reshape(-1).view(torch.uint8) for each in inputs]
+        lacking = [expected.nbytes - piece.numel() for expected, piece in zip(agreed, pieces, strict=True)]
+        return [
+            torch.cat([piece, piece.new_zeros(n)]) if n else piece for piece, n in zip(pieces, lacking, strict=True)
+        ]
+
+    def outputs(
+        self,
+        rows: torch.Tensor,
+        gathered: Sequence[torch.Tensor],
+        metadata: Any,
+        dtype: torch.dtype,
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What modules compute with, of the `gathered` tensors of all ranks, in `dtype`: `out`, of an earlier gather,
+        filled again if there is one. And tensors with memory of their own that go with it.
+
+        Raises:
+            UsageError: it has not the parameter's shape.
+        """
+        with torch.no_grad(), torch.inference_mode(False):
+            made = getattr(rows, POST)(tuple(gathered), metadata, dtype, out=out)
+            if out is not None:
+                return out, []
+            if not (isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], torch.Tensor)):
+                raise UsageError(
+                    f"{self._what}: its {POST} returned {type(made).__name__}; expected (the tensor that modules "
+                    "compute with, the tensors whose memory is to be freed with it)"
+                )
+            seen, inner = made
+            if seen.shape != self._size and seen.shape[1:] == self._size[1:] and seen.shape[0] > self._size[0]:
+                seen = seen.as_strided(self._size, self._stride, 0)  # without the rows that fill up
+        if seen.shape != self._size or not seen.dtype.is_floating_point:
+            raise UsageError(
+                f"{self._what}: its {POST} returned {seen.dtype} of shape {tuple(seen.shape)}; expected a "
+                f"floating-point tensor of shape {tuple(self._size)}"
+            )
+        return seen, [each for each in inner if isinstance(each, torch.Tensor)]
+
+
+def described(inputs: Sequence[torch.Tensor]) -> list[Input]:
+    """What other ranks are to know of `inputs`."""
+    return [Input(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for each in inputs]
+
+
+def listed(inputs: Sequence[Input]) -> str:
+    """`inputs` in a message."""
+    return ", ".join(map(str, inputs)) or "nothing"
+
+
+def fitting(found: Sequence[Input], agreed: Sequence[Input], rows: int, most: int) -> bool:
+    """Whether a rank that has so many `rows` of a parameter, of the `most` that one has, may give what was `found`
+    where the first rank gives what was `agreed`: the same, or rows that can be filled up."""
+    if len(found) != len(agreed):
+        return False
+    filled = [Input((most, *each.shape[1:]), each.dtype) if each.shape[:1] == (rows,) else each for each in found]
+    return all(each in pair for *pair, each in zip(found, filled, agreed, strict=True))
