@@ -18,7 +18,7 @@ from ...errors import UsageError
 from ..base import _torch
 from ..comm.transport import Transport
 from ..device.fake_tensors import is_memoryless
-from ..device.memory import FlatBuffer, MemoryTracker
+from ..device.memory import FlatBuffer
 from ..device.streams import DONE, PendingWork, Stream
 from ..layout.layout import FlatLayout, ParamSpec
 from .flat_param import FlatParamHandle, FlatParamOptions
@@ -142,12 +142,8 @@ class OpaqueParam(UnshardedParam):
     def _own(self, tensors: Sequence[torch.Tensor]) -> None:
         """The memory of `tensors` comes and goes with the buffer's."""
         known = {self.flat.untyped_storage().data_ptr(), *(storage.data_ptr() for storage, _ in self._inner)}
-        for each in tensors:
-            if (
-                type(each) is torch.Tensor
-                and each.numel()
-                and (storage := each.untyped_storage()).data_ptr() not in known
-            ):
+        for storage in (each.untyped_storage() for each in tensors if type(each) is torch.Tensor and each.numel()):
+            if storage.data_ptr() not in known:
                 known.add(storage.data_ptr())
                 self._inner.append((storage, storage.nbytes()))
                 self._tracker.add("unsharded", storage.nbytes())
