@@ -25,7 +25,8 @@ from ..comm.process_groups import mesh_over
 from ..config.unit_options import UnitOptions
 from ..device.memory import MemoryTracker
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
-from ..flat.flat_param import FlatParamHandle
+from ..flat.extended_handle import handle_class
+from ..flat.extensions import Transform, TransformedParam
 from ..flat.param_refs import ParamRef
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import model_of
@@ -33,8 +34,8 @@ from ..runtime.module_tree import ignore, ignored_in, put_at_rest, units_inside
 from ..runtime.resources import ModelSettings
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
-from ..wrapping.build import new_model
-from ..wrapping.serialization import HANDLE_SETTINGS, OPTIONS, at_rest, copied_hook, lists_of, set_lists
+from ..wrapping.build import install_extensions, new_model
+from ..wrapping.serialization import HANDLE_SETTINGS, OPTIONS, at_rest, copied_hook, lists_of, refuse_parts, set_lists
 from ..wrapping.wrapper_support import keep_model
 from .class_swap import blank, swap_class
 
@@ -55,6 +56,8 @@ class UnitPlan:
         handles: settings and options of each; leaves: for each handle, whether each leaf requires a gradient, and its
             class and attributes.
         homes: (module, attribute, path, number of the handle, number of the leaf) of each reference.
+        extended: (number of the handle, number of the leaf, state, transform) of each parameter that modules see
+            transformed.
         left_alone: what was ignored.
     """
 
@@ -63,6 +66,7 @@ class UnitPlan:
     handles: list[dict[str, Any]]
     leaves: list[list[tuple[bool, type, dict[str, Any]]]]
     homes: list[tuple[nn.Module, str, str, int, int]]
+    extended: list[tuple[int, int, Any, Transform]]
     left_alone: list[tuple[nn.Module, frozenset[str] | None]]
     groups: ProcessGroups
     mesh: Any
@@ -91,6 +95,7 @@ def _plan(unit: Unit) -> UnitPlan:
         ],
         leaves=[[(leaf.requires_grad, nn.Parameter, dict(vars(leaf))) for leaf in h.leaves] for h in unit.handles],
         homes=[(ref.module, ref.attribute, ref.path, *places[id(ref.leaf)]) for ref in unit.param_refs],
+        extended=[(*places[id(each.leaf)], each.state, each.transform) for v in unit.views for each in v.extended],
         left_alone=[each for entry in unit.entries for each in ignored_in(entry)],
         groups=unit.groups,
         mesh=unit.built.device_mesh,
@@ -111,7 +116,8 @@ def _build(plan: UnitPlan, shards: Sequence[torch.Tensor]) -> Unit:
             leaf.__class__ = kind
             vars(leaf).update(attributes)
             made.append(leaf)
-        handles.append(FlatParamHandle(made, tracker=tracker, **{**settings, "shard": shard}))
+        kind = handle_class(settings["options"])
+        handles.append(kind(made, tracker=tracker, **{**settings, "shard": shard}))
     unit = Unit(
         Entries(plan.entries, in_place=True),
         handles,
@@ -123,6 +129,7 @@ def _build(plan: UnitPlan, shards: Sequence[torch.Tensor]) -> Unit:
         groups=plan.groups,
         options=UnitOptions(**plan.options),
     )
+    install_extensions(unit, [_transformed(unit, *each) for each in plan.extended])
     put_at_rest(unit)
     for module, ignored in plan.left_alone:
         ignore(module, ignored)
@@ -137,15 +144,9 @@ def _build(plan: UnitPlan, shards: Sequence[torch.Tensor]) -> Unit:
     return unit
 
 
-def _units_of(module: nn.Module) -> list[Unit]:
-    """The units in `module`, at rest."""
-    units = at_rest(module)
-    if any(views.extended for unit in units for views in unit.views):
-        raise UsageError(
-            "a module of fully_shard() whose parameters are DTensors of tensor parallelism, or transformed, cannot be "
-            "copied or pickled. Copy it before, or save its state dict"
-        )
-    return units
+def _transformed(unit: Unit, number: int, index: int, state: Any, transform: Transform) -> TransformedParam:
+    leaf = unit.handles[number].leaves[index]
+    return TransformedParam(leaf, state, transform, [ref for ref in unit.param_refs if ref.leaf is leaf])
 
 
 @contextmanager
@@ -184,7 +185,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy` of a module: parameters, buffers and settings are copied, process groups shared."""
     if module.__dict__["_unit"] in _under_way:
         return _copy_attributes(module, memo)
-    units = _units_of(module)
+    units = at_rest(module)
     with _taking(units):
         for unit in units:
             for shared in (*unit.groups.process_groups, unit.built.device_mesh):
@@ -217,7 +218,8 @@ def reduce(module: nn.Module, front: type) -> tuple[Any, ...]:
     """What pickle writes for `module`, whose class derives from `front`: every shard once."""
     if module.__dict__["_unit"] in _under_way:
         return _blank, (front, plain_class(module)), _attributes(module)
-    units = _units_of(module)
+    units = at_rest(module)
+    refuse_parts(units)
     if any(unit.options.all_reduce_hook is not None for unit in units):
         warn_once_per_job(
             "the pickle of a module of fully_shard() does not have its all-reduce hooks. Register them again when it "

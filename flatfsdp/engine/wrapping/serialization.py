@@ -226,12 +226,7 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
             "the pickle of a wrapped model does not have its communication and all-reduce hooks. Register them again "
             "when it is loaded, before it trains"
         )
-    specs = ((unit, spec) for unit in units for handle in unit.handles for spec in handle.layout.params)
-    if parts := [fqn(unit.name, spec.name) for unit, spec in specs if spec.part is not None]:
-        raise UsageError(
-            f"a wrapped model with DTensors ({few(parts)}) cannot be pickled: they lie on a mesh of this job, and "
-            "torch's tensor parallelism leaves hooks in modules that no pickle can hold. Save its state_dict()"
-        )
+    refuse_parts(units)
     buffer = io.BytesIO()
     for unit in units:
         for views in unit.views:
@@ -245,6 +240,16 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
             for views in unit.views:
                 views.show(SHOWS_SHARD)
     return _load, (buffer.getvalue(),)
+
+
+def refuse_parts(units: list[Unit]) -> None:
+    """Refuse to pickle what tensor parallelism has split."""
+    specs = ((unit, spec) for unit in units for handle in unit.handles for spec in handle.layout.params)
+    if parts := [fqn(unit.name, spec.name) for unit, spec in specs if spec.part is not None]:
+        raise UsageError(
+            f"a sharded model with DTensors ({few(parts)}) cannot be pickled: they lie on a mesh of this job, and "
+            "torch's tensor parallelism leaves hooks in modules that no pickle can hold. Save its state_dict()"
+        )
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:
