@@ -68,8 +68,9 @@ def seeded(build: Callable[[], nn.Module] = Net) -> nn.Module:
     return build()
 
 
-def parallelized(net: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Any:
-    """`net`, split over `mesh`; with `sequence` the activations between are, too."""
+def parallelized(net: nn.Module, mesh: DeviceMesh, *, sequence: bool, source: int | None = 0) -> Any:
+    """`net`, split over `mesh`; with `sequence` the activations between are, too. `source`: whose values are taken, or
+    None for each rank's own."""
     split = Shard(1) if sequence else Replicate()
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=split),
@@ -79,7 +80,7 @@ def parallelized(net: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Any:
     }
     if sequence:
         plan |= {"norm": SequenceParallel(), "blocks.*.norm": SequenceParallel()}
-    return parallelize_module(net, mesh, plan)
+    return parallelize_module(net, mesh, plan, src_data_rank=source)
 
 
 def sharded(

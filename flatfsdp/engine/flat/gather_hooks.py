@@ -90,7 +90,7 @@ class GatherHooks:
 
     @property
     def _what(self) -> str:
-        return f"parameter {self.name!r}, a {self.kind.__name__},"
+        return f"parameter {self.name!r} ({self.kind.__name__})"
 
     def _find_master(self, tensor: Any) -> str:
         try:

@@ -35,7 +35,7 @@ from ..flat.extended_handle import ExtendedHandle
 from ..flat.extensions import Transform, TransformedParam, transform, users_transforms
 from ..flat.faces import FaceMaker, FlatFace, OriginalFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
-from ..flat.gather_hooks import GatherHooks
+from ..flat.gather_hooks import GatherHooks, has_gather_hooks
 from ..flat.param_refs import ParamRef
 from ..layout.part import Part
 from ..runtime.device_checks import compute_device, move_buffers
@@ -78,6 +78,7 @@ class Front:
 
 
 WRAPPER = Front()
+_BY_HOOKS = ". What its fsdp_pre_all_gather returns is gathered of it where flatfsdp.fully_shard() shards the module"
 
 
 def build_unit(module: nn.Module, config: Config, *, island: bool = False, front: Front = WRAPPER) -> Model:
@@ -374,4 +375,5 @@ def _check_plain(param_refs: Iterable[ParamRef], transforms: Iterable[Transform]
                 f"{param_ref.path!r} is a {type(param_ref.leaf).__name__}, a tensor made of others: a flat parameter "
                 "holds plain elements. Name its module in ignored_modules=, which leaves it whole on each rank, or say "
                 "what is stored of it with flatfsdp.extensions.set_extensions()"
+                f"{_BY_HOOKS if has_gather_hooks(param_ref.leaf) else ''}"
             )
