@@ -15,7 +15,7 @@ from torch import nn
 from ..base import _dtensor
 from ..comm.axes import Axis
 from ..flat.extensions import Transform
-from ..flat.gather_hooks import GatherHooks, has_gather_hooks
+from ..flat.gather_hooks import GatherHooks, has_gather_hooks, master_of
 from ..layout.part import Part
 from .tensor_parallel import StoredDTensor, TensorParallel
 
@@ -63,6 +63,8 @@ class GatherExtensions(Transform):
     def attach(self, state: ExtendedParam, module: nn.Module, mesh: Any) -> None:
         """`module` computes with the parameter, which `mesh` shards."""
         state.hooks.attach(module, mesh)
+        if _save_masters not in module._state_dict_hooks.values():  # copies have it
+            module.register_state_dict_post_hook(_save_masters)
 
     def gather_hooks(self, state: ExtendedParam) -> GatherHooks:
         """Those of the parameter."""
@@ -99,6 +101,19 @@ class GatherExtensions(Transform):
     def axes(self, state: ExtendedParam, device: torch.device) -> list[tuple[Axis, bool]]:
         """Those of the DTensor's mesh."""
         return [] if state.outer is None else self._parallel.axes(state.outer, device)
+
+
+def _save_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """State dicts have masters as DTensors of plain tensors: files then need no class of the user's to be read, and
+    hold no more than these, while torch writes all memory behind a tensor of another class."""
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if (
+            value is not parameter
+            and _dtensor.is_dtensor(value)
+            and has_gather_hooks(local := _dtensor.local_of(value))
+        ):
+            state_dict[prefix + name] = _dtensor.dtensor(master_of(local), _dtensor.spec_of(value))
 
 
 class _Seen(torch.autograd.Function):

@@ -49,6 +49,21 @@ def has_gather_hooks(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, PRE) or hasattr(tensor, POST)
 
 
+def _master_in(tensor: Any) -> str | None:
+    """The attribute of `tensor`, which is made of others, that is its master."""
+    names = tensor.__tensor_flatten__()[0]
+    alike = (
+        name for name in names if (inner := getattr(tensor, name)).shape == tensor.shape and inner.dtype == tensor.dtype
+    )
+    return next(alike, None)
+
+
+def master_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The master of a tensor with gather hooks."""
+    found: torch.Tensor = getattr(tensor, _master_in(tensor) or "")
+    return found
+
+
 class GatherHooks:
     """The hooks of one parameter. [Note: gather hooks]
 
@@ -101,16 +116,16 @@ class GatherHooks:
                 "sharded. Define __tensor_flatten__ and __tensor_unflatten__, as traceable wrapper subclasses have them"
             ) from None
         inner = {name: getattr(tensor, name) for name in names}
-        masters = [n for n, each in inner.items() if (each.shape, each.dtype) == (tensor.shape, tensor.dtype)]
-        rest = {name: each for name, each in inner.items() if name not in masters[:1]}
-        if not masters or any(each.numel() != 1 for each in rest.values()):
+        master = _master_in(tensor)
+        rest = {name: each for name, each in inner.items() if name != master}
+        if master is None or any(each.numel() != 1 for each in rest.values()):
             found = ", ".join(f"{name} {each.dtype} {tuple(each.shape)}" for name, each in inner.items())
             raise UsageError(
                 f"{self._what} of {tensor.dtype} and shape {tuple(tensor.shape)} is made of {found}; expected one "
                 "tensor of its own dtype and shape, which is sharded and trained, and scalars"
             )
         self._others = rest
-        return masters[0]
+        return master
 
     # -- the tensor at rest ------------------------------------------------------------------------------------------
 

@@ -28,7 +28,16 @@ from torch.distributed.tensor import DTensor
 import flatfsdp
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
-from tests.distributed.fully_shard.test_beside_torchs import WORDS, Case, Net, differences, mesh_of, same, sharded, train
+from tests.distributed.fully_shard.test_beside_torchs import (
+    WORDS,
+    Case,
+    Net,
+    differences,
+    mesh_of,
+    same,
+    sharded,
+    train,
+)
 from tests.distributed.fully_shard.test_copies import saved, step
 from tests.harness import inspect, tensor_parallel
 from tests.harness.gather_hooks import AsBfloat16, AsInt8, Gathered, extend
@@ -268,10 +277,15 @@ def checkpoints(rank: int, world: int, folder: str) -> list[str]:
     batches = torch.randint(0, WORDS, (2, 3, 4), generator=torch.Generator().manual_seed(rank))
     step(model, optimizer, batches[0])
     of_model, of_optimizer = get_state_dict(model, optimizer)
+    found += [
+        f"{k} is saved as {type(v._local_tensor)}"
+        for k, v in of_model.items()
+        if type(v._local_tensor) in (AsBfloat16,)
+    ]
     dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if any(type(each) is not torch.Tensor for each in whole.values()):
-        found.append(f"whole values are {({type(each) for each in whole.values()})}")
+        found.append(f"whole values are { ({type(each) for each in whole.values()}) }")
 
     torch.manual_seed(1)
     other: Any = sharded(extend(Net(), AsBfloat16), flatfsdp, mesh_of(world), case)  # type: ignore[arg-type]
@@ -342,7 +356,10 @@ AT_FIRST: list[tuple[Any, str]] = [
     (gives(3), "returned a int as tensor 0 of 1; expected tensors"),
     (gives(lambda data: data.t()), r"with strides \(1, 3\) as tensor 0 of 1; expected contiguous tensors"),
     (lambda self, mesh: self._data, r"returned Tensor; expected \(the tensors to gather, metadata\)"),
-    (lambda self, mesh: ((self._data[: 1 + mesh.get_local_rank()],), None), "(rank 1 of the shards gathers|and rank 0)"),
+    (
+        lambda self, mesh: ((self._data[: 1 + mesh.get_local_rank()],), None),
+        "(rank 1 of the shards gathers|and rank 0)",
+    ),
     (
         lambda self, mesh: ((self._data,) * (1 + mesh.get_local_rank()), None),
         r"rank 1 of the shards gathers float32\[2, 3\], float32\[2, 3\], and rank 0 float32\[2, 3\]",
