@@ -13,6 +13,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _dtensor
+from ..device.fake_tensors import is_memoryless
 from ..flat.faces import FaceWords, Sums, adoptions, assign_grad
 from ..flat.gather_hooks import GatherHooks
 from ..flat.layout_views import ShardViews
@@ -102,8 +103,9 @@ class _Rows:
         return piece.as_strided(self._shape, self._stride, piece.storage_offset())
 
     def held(self, piece: torch.Tensor) -> torch.Tensor:
-        """`local` as the parameter has it: a tensor of its own class where that is not a plain one."""
-        local = self.local(piece)
+        """`local` as the parameter has it: in a storage of its own, and a tensor of its own class where that is not a
+        plain one."""
+        local = self.local(_apart(piece))
         return local if self.hooks is None else self.hooks.around(local)
 
     def plain(self, value: torch.Tensor) -> torch.Tensor:
@@ -135,6 +137,16 @@ class _Rows:
         )
 
 
+def _apart(piece: torch.Tensor) -> torch.Tensor:
+    """The memory of `piece`, a view of the shard, as a tensor whose storage is these bytes alone. A DTensor has the
+    offset of its local tensor: torch pickles and copies none that has any, and writes all of a storage to a file."""
+    if piece.is_meta or is_memoryless() or not piece.numel():
+        return piece
+    storage, start = piece.untyped_storage(), piece.storage_offset() * piece.itemsize
+    own = storage[start : start + piece.nbytes]
+    return piece.new_empty(0).set_(own, 0, piece.shape, piece.stride())  # type: ignore[call-overload, no-any-return]
+
+
 class RowFace:
     """One `Parameter` that is a DTensor for each leaf: this rank's rows, in memory of the shard. [Note: faces]
 
@@ -159,7 +171,6 @@ class RowFace:
         specs = zip(layout.params, stored, hooks, strict=True)
         self._rows = [_Rows(spec, layout, rank, mesh, one, other) for spec, one, other in specs]
         self._without = [i for i, rows in enumerate(self._rows) if not rows.numel]
-        self._apart = [i for i, rows in enumerate(self._rows) if not rows.numel or rows.hooks is not None]
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._places: list[tuple[ParamRef, int]] = []
         self._specs: dict[torch.dtype, list[Any]] = {}
@@ -190,9 +201,8 @@ class RowFace:
     def _note_memory(self) -> None:
         self._locals = list(map(_LOCAL, self.holders))
         self._local_ids = list(map(id, self._locals))
-        # An operation on a DTensor raises the version of that; what is done to its local tensor raises the shard's,
-        # unless that has memory of its own, or is a tensor around another.
-        self.counters[:] = [*self.holders, *(self._locals[i] for i in self._apart)]
+        # An operation on a DTensor raises the version of that, one on its local tensor the version of this.
+        self.counters[:] = [*self.holders, *self._locals]
 
     def replaced(self) -> list[int]:
         found = list(map(id, map(_LOCAL, self.holders)))

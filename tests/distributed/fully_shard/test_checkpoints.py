@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,28 @@ def from_rank0(rank: int, world: int) -> list[bool]:
 
 def test_whole_values_of_rank_0(pool2: Run) -> None:
     assert pool2(from_rank0, timeout=60) == [[True, True]] * 2
+
+
+def copied(rank: int, world: int) -> list[bool]:
+    """State dicts are copied and written by torch.save, of DTensors with their own memory alone."""
+    model, optimizer = trained(flatfsdp, rank)
+    buffer = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), buffer)
+    buffer.seek(0)
+    written, of_optimizer = torch.load(buffer, weights_only=False)
+    found = []
+    for state in (copy.deepcopy(model.state_dict()), written):
+        found.append(equal([each.full_tensor() for each in state.values()], values(model)))
+    other = sharded(flatfsdp, net(1))
+    others = torch.optim.AdamW(other.parameters(), lr=0.1)
+    other.load_state_dict(written)
+    others.load_state_dict(of_optimizer)
+    storages = [each.to_local().untyped_storage().nbytes() == each.to_local().nbytes for each in other.parameters()]
+    return [*found, equal(values(model, optimizer), values(other, others)), all(storages)]
+
+
+def test_state_dicts_are_copied_and_written(pool2: Run) -> None:
+    assert pool2(copied) == [[True] * 4] * 2
 
 
 def between(rank: int, world: int, folder: str, ours_first: bool) -> bool:
