@@ -229,6 +229,7 @@ class ParamViews:
         shard.
         """
         handle = self.handle
+        put = [(param_ref, param_ref.current) for param_ref in changed]  # before modules hold ours again
         if found := not handle.flat_shows_shard:
             self.adopt_flat()
         if handle.face.is_distributed:
@@ -251,9 +252,8 @@ class ParamViews:
             for i in replaced:
                 self._store(i, handle.leaves[i].detach(), f"the .data of {handle.layout.params[i].name!r}")
                 handle.leaves[i].data = handle.at_rest.views[i]
-        for param_ref in changed:
+        for param_ref, held in put:
             index = next((i for i, leaf in enumerate(handle.leaves) if leaf is param_ref.leaf), None)
-            held = param_ref.current
             if index is None or not isinstance(held, nn.Parameter):
                 continue
             what = f"the parameter now registered as {param_ref.path!r}"
