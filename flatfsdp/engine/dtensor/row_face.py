@@ -144,7 +144,7 @@ def _apart(piece: torch.Tensor) -> torch.Tensor:
         return piece
     storage, start = piece.untyped_storage(), piece.storage_offset() * piece.itemsize
     own = storage[start : start + piece.nbytes]
-    return piece.new_empty(0).set_(own, 0, piece.shape, piece.stride())  # type: ignore[call-overload, no-any-return]
+    return piece.new_empty(0).set_(own, 0, piece.shape, piece.stride())
 
 
 class RowFace:

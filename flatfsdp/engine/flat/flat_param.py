@@ -289,7 +289,7 @@ class FlatParamHandle:
             self._unsharded[dtype] = made
         return made
 
-    def shard_source(self, transport: Transport, dtype: torch.dtype) -> ShardSource:
+    def shard_source(self, transport: Transport, dtype: torch.dtype) -> UnshardSource:
         """The shard as a source in `dtype`, gathered by `transport`."""
         target = self._unsharded.get(dtype) or self._target(dtype)
         source = target.source

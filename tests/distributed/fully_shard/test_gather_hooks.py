@@ -414,7 +414,7 @@ def changes(rank: int, world: int) -> None:
     model: Any = flatfsdp.fully_shard(layer(Growing), reshard_after_forward=True)
     model(torch.ones(1, 3))
     model(torch.ones(1, 3))
-    with pytest.raises(UsageError, match="'weight' .Growing.: its fsdp_pre_all_gather returned int8.*at the first"):
+    with pytest.raises(UsageError, match=r"'weight' .Growing.: its fsdp_pre_all_gather returned int8.*at the first"):
         model(torch.ones(1, 3))
 
 
@@ -423,7 +423,7 @@ def test_sizes_that_change_are_refused(pool2: Run) -> None:
 
 
 def under_a_wrapper(rank: int, world: int) -> None:
-    with pytest.raises(UsageError, match="'weight' is a AsInt8.*flatfsdp.fully_shard"):
+    with pytest.raises(UsageError, match=r"'weight' is a AsInt8.*flatfsdp.fully_shard"):
         flatfsdp.FullyShardedDataParallel(layer(AsInt8))
     F.linear(torch.ones(1, 3), layer(AsInt8).weight)
 
