@@ -45,7 +45,7 @@ from tests.harness.gather_hooks import AsBfloat16, AsInt8, Gathered, extend
 EVEN = nn.Linear(3, 3)
 
 
-def net(kind: Any, case: Case = Case()) -> Net:
+def net(kind: Any, case: Case = ROWS) -> Net:
     torch.manual_seed(0)
     model = Net(tied=case.tied)
     if kind is AsInt8:
