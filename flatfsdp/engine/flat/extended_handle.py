@@ -41,7 +41,8 @@ class OpaqueParam(UnshardedParam):
         buffer = FlatBuffer(0, torch.uint8, self._device, tracker=self._tracker, kind="unsharded")
         super().__init__(buffer.tensor, buffer, handle.layout)
         self._dtype = dtype
-        nothing = torch.full((), torch.nan, dtype=dtype, device=self._device)
+        with torch.inference_mode(False):
+            nothing = torch.full((), torch.nan, dtype=dtype, device=self._device)
         self.views = [nothing.expand(spec.shape) for spec in handle.layout.params]
         self.shown = list(zip(handle.leaves, self.views, strict=True))
         self._hooks = handle.options.gathers
@@ -56,6 +57,9 @@ class OpaqueParam(UnshardedParam):
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
+
+    def addresses(self) -> list[int]:
+        return [self.flat.data_ptr(), *(storage.data_ptr() for storage, _ in self._inner)]
 
     # -- the gather --------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,10 @@ class UnshardedParam:
         """In which modules compute with it."""
         return self.flat.dtype
 
+    def addresses(self) -> list[int]:
+        """Where the memory is that is freed with it."""
+        return [self.flat.data_ptr()]
+
 
 class UnshardSource(Protocol):
     """What fills an unsharded buffer.

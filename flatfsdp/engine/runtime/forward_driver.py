@@ -390,7 +390,7 @@ def _own_output(unit: Unit, output: Any) -> Any:
                 if handle.options.packed:
                     keep_packed(handle, each.param_refs, each.name)
                 if handle.unsharded.buffer is not None:
-                    occupied.add(handle.unsharded.flat.data_ptr())
+                    occupied.update(handle.unsharded.addresses())
     occupied.discard(0)
     if not occupied:
         return output

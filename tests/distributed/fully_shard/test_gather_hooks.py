@@ -7,6 +7,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as theirs
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,6 +31,7 @@ import flatfsdp
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.distributed.fully_shard.test_beside_torchs import (
+    ROWS,
     WORDS,
     Case,
     Net,
@@ -39,10 +42,9 @@ from tests.distributed.fully_shard.test_beside_torchs import (
     train,
 )
 from tests.distributed.fully_shard.test_copies import saved, step
+from tests.distributed.fully_shard.test_features import PROGRAMS, plainly
 from tests.harness import inspect, tensor_parallel
 from tests.harness.gather_hooks import AsBfloat16, AsInt8, Gathered, extend
-
-EVEN = nn.Linear(3, 3)
 
 
 def net(kind: Any, case: Case = ROWS) -> Net:
@@ -218,6 +220,45 @@ def in_any_order(rank: int, world: int) -> list[str]:
 
 def test_any_order_of_passes(pool2: Run) -> None:
     assert not [each for found in pool2(in_any_order) for each in found]
+
+
+def features(rank: int, world: int, program: Callable[[nn.Module, int], None]) -> list[str]:
+    model = net(AsBfloat16, Case(frozen=True))
+    one, two = (sharded(copy.deepcopy(model), flatfsdp, mesh_of(world), ROWS) for _ in range(2))
+    plainly(one, rank)
+    program(two, rank)
+    return differences(one, two)
+
+
+def checkpointed(model: Any, rank: int) -> None:
+    """Forwards of blocks run again in the backward."""
+    for block in model.blocks:
+        block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+    plainly(model, rank)
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, "checkpointed"])
+def test_features(name: str, pool2: Run) -> None:
+    assert pool2(features, PROGRAMS.get(name, checkpointed)) == [[], []]
+
+
+def returned(rank: int, world: int) -> list[bool]:
+    """What a forward returns stays when its parameters are freed."""
+
+    class Returning(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), self.weight.t(), self.weight
+
+    torch.manual_seed(0)
+    model: Any = extend(Returning(4, 4), AsBfloat16)
+    expected = model.weight.detach().to(torch.bfloat16).float()
+    flatfsdp.fully_shard(model, reshard_after_forward=True)
+    _, transposed, weight = model(torch.ones(1, 4))
+    return [torch.equal(transposed.t(), expected), torch.equal(weight, expected)]
+
+
+def test_what_is_returned_stays(pool2: Run) -> None:
+    assert pool2(returned) == [[True, True]] * 2
 
 
 def memory_of_bytes(rank: int, world: int) -> tuple[int, int, int]:
