@@ -3,6 +3,8 @@ DTensors are equal bit by bit."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import flatfsdp
+from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import thorough
-from tests.harness.tensor_parallel import mesh_of, parallelized, seeded, step_one, step_ours
+from tests.harness.tensor_parallel import Net, mesh_of, parallelized, seeded, step_one, step_ours
 
 
 def made(package: Any, shape: tuple[int, ...], *, sequence: bool) -> Any:
@@ -64,6 +67,41 @@ def beside(rank: int, world: int, shape: tuple[int, ...], sequence: bool) -> lis
 @pytest.mark.parametrize("sequence", [True, False])
 def test_two_by_two(pool4: Run, sequence: bool) -> None:
     assert not [line for lines in pool4(beside, (2, 2), sequence) for line in lines]
+
+
+def copied(rank: int, world: int) -> list[str]:
+    """Copies train alike, and so does a model from the meta device that is assigned their values. Pickles are
+    refused."""
+    shape, steps = (2, 2), range(3)
+    mesh = mesh_of(*shape)
+    model = made(flatfsdp, shape, sequence=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    step_ours(model, shape, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    twin, its = copy.deepcopy((model, optimizer))
+    with torch.device("meta"):
+        empty = parallelized(Net(), mesh["tp"], sequence=True)
+    for block in empty.blocks:
+        flatfsdp.fully_shard(block, mesh=mesh["dp"])
+    flatfsdp.fully_shard(empty, mesh=mesh["dp"])
+    empty.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    others = torch.optim.AdamW(empty.parameters(), lr=1e-2, foreach=False)
+    others.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(UsageError, match=r"with DTensors \(.*\) cannot be pickled"):
+        pickle.dumps(model)
+    losses = []
+    for each, one in ((model, optimizer), (twin, its), (empty, others)):
+        losses.append([])
+        for step in steps:
+            losses[-1].append(step_ours(each, shape, step))
+            one.step()
+            one.zero_grad()
+    return [f"{each}, expected {losses[0]}" for each in losses[1:] if each != losses[0]]
+
+
+def test_copies(pool4: Run) -> None:
+    assert not [line for lines in pool4(copied) for line in lines]
 
 
 @pytest.mark.skipif(not thorough.is_thorough(), reason="eight ranks; --thorough")
