@@ -98,10 +98,12 @@ def retire_request(unit: Unit, *, written: bool) -> None:
         UsageError: for what a user put in its place.
     """
     keeps = unit.kept.by_choice or (unit.groups.shard.size == 1 and unit.is_unsharded)
-    if keeps and not unit.shows_shard:
-        stale = any([handle.writes.is_stale for handle in unit.handles])
+    # Leaves that show nothing, as a forward has left them, cannot be written to while a gather is on its way.
+    shown = [views for views in unit.views if views.mode is SHOWS_UNSHARDED]
+    if keeps and shown:
+        stale = any([views.handle.writes.is_stale for views in shown])
         try:
-            for views in unit.views:
+            for views in shown:
                 check_requested(views, unit.name)
         finally:
             if written or stale:

@@ -148,7 +148,7 @@ class Player:
             sharding_strategy=strategy,
             device_mesh=replicas_of_shards() if strategy == "HYBRID_SHARD" else None,
             use_orig_params=self.original,
-            cpu_offload=CPUOffload(offload_params=drawn.random() < 0.15),
+            cpu_offload=CPUOffload(offload_params=drawn.random() < (0.5 if strategy == "NO_SHARD" else 0.15)),
             mixed_precision=MixedPrecision(reduce_dtype=torch.float64) if drawn.random() < 0.2 else None,
             backward_prefetch=drawn.choice(("BACKWARD_PRE", "BACKWARD_MID", "BACKWARD_POST", None)),
             forward_prefetch=drawn.random() < 0.3,
@@ -181,6 +181,9 @@ class Player:
         self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
         self.exposed = False  # parameters may be whole
         self.asked = False  # and be described so, since somebody asked for that
+        # Few operations again and again come to what all of them seldom do.
+        few = random.Random(f"few operations {seed}")
+        self.offered = few.sample(ANYTIME + WHEN_REDUCED, 6) if few.random() < 0.5 else ANYTIME + WHEN_REDUCED
         self.wrong: list[str] = []
         self.nodes: list[Any] = []  # that are held
         self.described = self.describe()
@@ -195,8 +198,8 @@ class Player:
     def play(self) -> list[str]:
         """What was not the same, by operation."""
         for _ in range(LENGTH):
-            operations = ANYTIME if not self.reduced else ANYTIME + WHEN_REDUCED
-            operation = self.drawn.choice(operations)
+            possible = [each for each in self.offered if self.reduced or each not in WHEN_REDUCED]
+            operation = self.drawn.choice(possible or [train])
             operation(self)
             if operation in (drop, show_whole, ask_for_the_inputs_gradient, show_while_computing, keep):
                 self.exposed = True

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import CPUOffload, FullyShardedDataParallel
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, UsageError
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
@@ -325,6 +325,25 @@ def test_unshard_and_reshard_between_iterations() -> None:
         assert all(p.dim() == 1 for p in b.parameters())
         assert live(model) == {"shard"}
         assert "gather:b" in gathers(model)
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_no_backward_came_to_may_be_asked_for_again(strategy: str, offload: bool, waits: bool) -> None:
+    """Its leaves show nothing while it is gathered: nobody can have written to them."""
+    with fake_world(2):
+        model = wrapped(strategy, use_orig_params=True, cpu_offload=CPUOffload(offload))
+        forward(model)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()  # everything is at rest, and a backward may still come
+        for unit in FullyShardedDataParallel.fsdp_modules(model):
+            unit.unshard()
+            unit.reshard()
+            handle = unit.unshard(async_op=True)
+            if waits:
+                handle.wait()
+        forward(model).sum().backward()
+        assert live(model) <= {"shard", "grad_shard", "accumulated"}
 
 
 def replaced(parameter: nn.Parameter) -> None:
