@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -134,7 +134,8 @@ class Net(nn.Module):
 class Player:
     """Plays one program with a sharded model, and on the side with the same model in one process."""
 
-    def __init__(self, rank: int, world: int, seed: int) -> None:
+    def __init__(self, rank: int, world: int, seed: int, operations: Sequence[Callable[[Player], None]] = ()) -> None:
+        """`operations`: what is drawn from, else all, or some."""
         drawn = random.Random(seed)
         self.rank, self.world, self.drawn = rank, world, drawn
         state = drawn.getstate()
@@ -183,7 +184,8 @@ class Player:
         self.asked = False  # and be described so, since somebody asked for that
         # Few operations again and again come to what all of them seldom do.
         few = random.Random(f"few operations {seed}")
-        self.offered = few.sample(ANYTIME + WHEN_REDUCED, 6) if few.random() < 0.5 else ANYTIME + WHEN_REDUCED
+        some = few.sample(ANYTIME + WHEN_REDUCED, 6) if few.random() < 0.5 else ANYTIME + WHEN_REDUCED
+        self.offered = operations or some
         self.wrong: list[str] = []
         self.nodes: list[Any] = []  # that are held
         self.described = self.describe()
@@ -810,7 +812,11 @@ WHEN_REDUCED = [
 SUSPICIONS = ("no optimizer steps on", "ranks clip their gradients")
 
 
-def _play(rank: int, world: int, seed: int) -> list[str]:
+# What leaves parameters whole, or finds them so.
+SHOWING = [drop, show_whole, show_whole, show_while_computing, show_while_computing, step, look, evaluate]
+
+
+def _play(rank: int, world: int, seed: int, operations: Sequence[Callable[[Player], None]] = ()) -> list[str]:
     with (
         warnings.catch_warnings(record=True) as caught,
         # How soon this rank's thread goes on with what is under way while the program computes.
@@ -819,7 +825,7 @@ def _play(rank: int, world: int, seed: int) -> list[str]:
         patch.object(local_clipping, "TOLD", f"clipped in program {seed}"),
     ):
         warnings.simplefilter("always", errors.FlatFSDPWarning)
-        found = Player(rank, world, seed).play()
+        found = Player(rank, world, seed, operations).play()
     said = [str(each.message) for each in caught if str(each.message).startswith(SUSPICIONS)]
     return found + said + local_clipping._found
 
@@ -842,3 +848,13 @@ def _play_by_messages(rank: int, world: int, seed: int) -> list[str]:
 @pytest.mark.parametrize("seed", seeds(2, 100))
 def test_so_they_do_where_ranks_exchange_by_messages(run: Run, seed: int) -> None:
     assert run(world_of(seed), _play_by_messages, seed, timeout=60) == [[]] * world_of(seed)
+
+
+def _play_showing(rank: int, world: int, seed: int) -> list[str]:
+    return _play(rank, world, seed, SHOWING)
+
+
+# 58: what a forward without a backward has left, freed by a user, is on its way again as the next forward begins.
+@pytest.mark.parametrize("seed", sorted({*seeds(4, 100), 58}))
+def test_so_they_do_where_users_show_parameters_again_and_again(run: Run, seed: int) -> None:
+    assert run(world_of(seed), _play_showing, seed, timeout=60) == [[]] * world_of(seed)
