@@ -1,0 +1,43 @@
+"""Settings of Sphinx. `tools/docs` builds the site; a warning is an error there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE / "_extensions"), str(HERE.parent)]
+
+project = "flatfsdp"
+author = "The flatfsdp authors"
+project_copyright = author
+_source = (HERE.parent / "flatfsdp" / "__init__.py").read_text(encoding="utf-8")
+version = release = re.findall(r'^__version__ = "([^"]+)"', _source, flags=re.MULTILINE)[0]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "code_links"]
+exclude_patterns = ["_build", "README.md"]
+nitpicky = False
+default_role = "py:obj"  # `name` in a docstring: a link where the manual documents that name, code elsewhere
+
+# Every heading is a target, and a link to one that is missing is an error.
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence", "deflist", "attrs_block"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "show-inheritance": True}
+python_maximum_signature_line_length = 88
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Example (in a process group of one rank)", "Example")]
+
+html_theme = "furo"
+html_title = f"flatfsdp {release}"
+html_static_path = ["_static"]
+html_show_sphinx = False
+html_copy_source = False
+# The reference is searched by dotted names, and by their last parts.
+html_search_options = {"type": "default"}
