@@ -32,6 +32,7 @@ python_maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True  # an attribute that is also a member is described once
 napoleon_custom_sections = [("Example (in a process group of one rank)", "Example")]
 
 html_theme = "furo"
