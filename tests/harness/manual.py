@@ -1,0 +1,115 @@
+"""The pages of the manual, README among them, as programs: their blocks of code, and what these should print.
+
+A page's blocks of Python are one program, on two ranks; its blocks of output are what rank 0 prints, `...` for what
+differs from run to run. Comments of HTML, which no reader sees, say more:
+
+    <!-- ranks: 4 -->            on so many ranks
+    <!-- continues: PAGE -->     after the blocks of that page, which lies beside it
+    <!-- needs: MODULE, ... -->  where these are installed
+    <!-- setup                   lines of Python before the next block
+    -->
+    <!-- not run: REASON -->     before a block: only its syntax and its names are looked at
+    <!-- run by: TEST -->        before a block: there
+    <!-- thorough -->            before a block of a shell: with --thorough
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import runpy
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from flatfsdp.errors import FlatFSDPWarning
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN = ("python", "sh")  # languages of blocks that run
+_BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>[\w{}-]*)\n(?P<text>.*?)^```$|^<!-- setup\n(?P<setup>.*?)^-->$",
+    flags=re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block, or a comment with lines before the next one (its language is "python")."""
+
+    line: int
+    language: str
+    text: str
+    mark: str  # the comment before it
+
+    @property
+    def runs(self) -> bool:
+        """Whether it belongs to the program of its page."""
+        return not self.mark.startswith(("not run: ", "run by: "))
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(
+            text.count("\n", 0, found.start()) + 1,
+            "python" if found["setup"] else found["language"],
+            found["setup"] or found["text"],
+            found["mark"] or "",
+        )
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+def said(page: Path, what: str) -> list[str]:
+    """What the page's comment `what` lists."""
+    found = re.findall(rf"^<!-- {what}: (.*) -->$", page.read_text(), flags=re.MULTILINE)
+    return [each.strip() for line in found for each in line.split(",")]
+
+
+def program(page: Path) -> str:
+    """The page's blocks of Python, or "" where it has none of its own."""
+    own = [each.text for each in blocks(page) if each.language == "python" and each.runs]
+    before = [program(page.parent / other) for other in said(page, "continues")]
+    return "\n".join([*before, *own]) if own else ""
+
+
+def promised(page: Path) -> str:
+    return "".join(each.text for each in blocks(page) if each.language == "output")
+
+
+def differs(page: Path, printed: str) -> str:
+    """How what rank 0 printed differs from what the page shows; "" if it does not."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    if doctest.OutputChecker().check_output(promised(page), printed, flags):
+        return ""
+    return f"{page.relative_to(ROOT)} promises\n{promised(page)}\nand prints\n{printed}"
+
+
+def run_in_turn(rank: int, world: int, programs: list[str]) -> list[str]:
+    """Run programs that each make and destroy a process group, on this rank, in the folders that they lie in; what
+    each printed."""
+    outputs = []
+    shared = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    for each in programs:
+        os.chdir(Path(each).parent)
+        # Each finds the keys of its own group only: under torchrun it would have a store to itself.
+        join = partial(dist.init_process_group, store=dist.PrefixStore(each, shared), rank=rank, world_size=world)
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            patch.object(dist, "init_process_group", join),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error", FlatFSDPWarning)
+            runpy.run_path(each, run_name="__main__")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        outputs.append(printed.getvalue())
+    return outputs

@@ -1,0 +1,75 @@
+"""Every block of code of the manual runs as it stands, and prints what the page shows below it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.harness import fresh, manual
+from tests.harness.thorough import is_thorough
+
+TIMEOUT = 240  # seconds
+PROGRAMS = [page for page in manual.PAGES if manual.program(page)]
+WORLDS = {page: int(*manual.said(page, "ranks") or [2]) for page in PROGRAMS}
+COMMANDS = [page for page in manual.PAGES if any(each.mark == "thorough" for each in manual.blocks(page))]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(manual.ROOT).as_posix()
+
+
+def lacks(page: Path) -> list[str]:
+    return [module for module in manual.said(page, "needs") if find_spec(module) is None]
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[Path, str]:
+    """What rank 0 printed on each page of the tests that were selected; pages take turns in the same processes."""
+    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    selected = {each["page"] for each in chosen if "page" in each}
+    found: dict[Path, str] = {}
+    for world in sorted(set(WORLDS.values())):
+        pages = [page for page in PROGRAMS if WORLDS[page] == world and page in selected and not lacks(page)]
+        paths = []
+        for page in pages:
+            folder = tmp_path_factory.mktemp(page.stem)
+            paths.append(folder / f"{page.stem}.py")
+            paths[-1].write_text(manual.program(page))
+        if pages:
+            ranks = fresh.run(world, manual.run_in_turn, [*map(str, paths)], timeout=TIMEOUT)
+            trouble = "\n".join(f"{rank.output}\n{rank.error}" for rank in ranks)
+            assert [rank.exit_code for rank in ranks] == [0] * world, trouble
+            found |= dict(zip(pages, ranks[0].result, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=name_of)
+def test_the_blocks_of_a_page_run_from_top_to_bottom(page: Path, printed: dict[Path, str]) -> None:
+    if lacks(page):
+        pytest.skip(f"needs {', '.join(lacks(page))}")
+    assert not manual.differs(page, printed[page])
+
+
+@pytest.mark.skipif(not is_thorough(), reason="starts interpreters")
+@pytest.mark.parametrize("page", COMMANDS, ids=name_of)
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    for file in re.findall(r"[Ss]ave (?:it|this|what follows) as `([\w.]+\.py)`", page.read_text()):
+        (tmp_path / file).write_text(manual.program(page))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(manual.ROOT)}
+    starts = {"python": [], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
+    for block in manual.blocks(page):
+        if block.mark == "thorough":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                first, *arguments = shlex.split(line, comments=True)
+                command = [sys.executable, *starts[first], *arguments]
+                done = subprocess.run(
+                    command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+                )
+                assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
