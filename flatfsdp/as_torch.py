@@ -174,7 +174,7 @@ def _what_trained() -> str:
         "the program ended and has made no FullyShardedDataParallel, and given nothing to fully_shard(), so flatfsdp "
         "had no part in it. "
         f"{trained}Frameworks choose FSDP by settings of their own; what "
-        "Accelerate needs, on a CPU above all, is in README, 'Coming from FSDP1'"
+        "Accelerate needs, on a CPU above all, is in docs/migration/frameworks.md"
     )
 
 
