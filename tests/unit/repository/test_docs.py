@@ -1,4 +1,4 @@
-"""Every public name is documented, in its docstring and in the README, and the examples in docstrings run."""
+"""Every public name is documented in its docstring, and the examples in docstrings run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ import flatfsdp.wrap
 
 PUBLIC_MODULES = (flatfsdp, flatfsdp.wrap, flatfsdp.errors)
 POLICY_PROTOCOL = frozenset({"module", "recurse", "nonwrapped_numel"})  # what every policy takes, explained once
-README = (Path(__file__).resolve().parents[3] / "README.md").read_text()
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
@@ -105,19 +104,6 @@ def test_the_arguments_of_the_wrapper_are_listed_in_order() -> None:
     text = inspect.cleandoc(wrapper.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
     listed = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
     assert listed == [name for name in inspect.signature(wrapper).parameters]
-
-
-def test_the_readme_lists_every_public_name() -> None:
-    own = members(flatfsdp.FullyShardedDataParallel)
-    methods = {name for name, value in own if inspect.isfunction(value) and not hasattr(nn.Module, name)}
-    listed = {*flatfsdp.__all__, *flatfsdp.wrap.__all__, *methods, "forward", "apply", "state_dict"}
-    assert {name for name in listed if not re.search(rf"`(model\.)?{name}\b", README)} == set()
-
-
-def test_the_readme_says_something_on_every_argument_of_fsdp1() -> None:
-    table = README.partition("## Coming from FSDP1")[2].partition("## Coming from FSDP2")[0]
-    named = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| `")))
-    assert sorted(named) == sorted(inspect.signature(flatfsdp.FullyShardedDataParallel).parameters)
 
 
 # --- examples ---------------------------------------------------------------------------------------------------------
