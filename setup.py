@@ -12,6 +12,13 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
+HOME = ""  # where the repository is published; without it there are no URLs
+PLACES = {
+    "Source": "",
+    "Documentation": "tree/main/docs",
+    "Changelog": "blob/main/CHANGELOG.md",
+    "Issues": "issues",
+}
 
 
 def version() -> str:
@@ -36,6 +43,7 @@ setup(
     long_description=long_description(),
     long_description_content_type="text/markdown",
     author="The flatfsdp authors",
+    project_urls={name: f"{HOME}/{path}" for name, path in PLACES.items() if HOME},
     license="BSD-3-Clause",
     packages=find_packages(include=["flatfsdp", "flatfsdp.*"]),
     package_data={"flatfsdp": ["py.typed", "examples/*.txt"]},
@@ -43,10 +51,20 @@ setup(
     install_requires=["torch>=2.11"],
     extras_require={
         "train": ["pydantic>=2.11", "tomli; python_version < '3.11'", "tqdm", "safetensors", "matplotlib"],
+        "hf": ["transformers", "peft", "safetensors"],
+        "docs": ["sphinx", "myst-parser", "furo"],
         "test": ["pytest", "expecttest"],
     },
+    keywords="pytorch distributed training fsdp zero sharding",
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

@@ -388,7 +388,7 @@ def test_so_it_is_where_units_are_called_again_or_tied_under_any_settings(run: R
     assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
 
 
-# A rank whose backward reaches no parameter, where other ranks' backwards do, ends all in an error. [README, Limits]
+# A rank whose backward reaches no parameter, where other ranks' backwards do, ends all in an error. [docs/limits.md]
 @pytest.mark.parametrize("seed", seeds(2, 200))
 def test_so_it_is_under_any_settings_or_ranks_are_told_apart(run: Run, seed: int) -> None:
     how = How.drawn(seed)
@@ -423,7 +423,7 @@ def test_so_it_is_where_several_are_under_any_settings(run: Run, seed: int) -> N
     assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
 
 
-# Not where units run several times before one backward, too: see README, Limits.
+# Not where units run several times before one backward, too: see docs/limits.md.
 @pytest.mark.parametrize("seed", seeds(1, 200))
 def test_so_it_is_where_several_are_called_once_under_any_settings(run: Run, seed: int) -> None:
     how = How.drawn(seed)._replace(siblings=True, corners=False, forwards=1)

@@ -1,24 +1,16 @@
-"""Every example, and the README, runs as it stands and says what it should."""
+"""Every example runs as it stands and prints what it should."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import io
 import os
 import re
-import runpy
-import warnings
-from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
 import flatfsdp.examples
-from flatfsdp.errors import FlatFSDPWarning
-from tests.harness import commands, fresh
+from tests.harness import commands, fresh, manual
 
 FOLDER = Path(flatfsdp.examples.__file__).parent
 ROOT = FOLDER.parents[1]
@@ -36,45 +28,20 @@ def start(*arguments: str) -> str:
     return done.stdout
 
 
-def run_in_turn(rank: int, world: int, programs: list[str]) -> list[str]:
-    """Run programs that each make and destroy a process group, on this rank; what each printed."""
-    outputs = []
-    os.chdir(Path(programs[1]).parent)  # where programs may leave files
-    shared = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    for program in programs:
-        # Each finds the keys of its own group only: under torchrun it would have a store to itself.
-        join = partial(dist.init_process_group, store=dist.PrefixStore(program, shared), rank=rank, world_size=world)
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as printed,
-            patch.object(dist, "init_process_group", join),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("error", FlatFSDPWarning)
-            runpy.run_path(program, run_name="__main__")
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        outputs.append(printed.getvalue())
-    return outputs
-
-
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[str]]:
     """What each of two ranks printed in each program, all run by the same two processes."""
     folder = tmp_path_factory.mktemp("programs")
-    readme, before, again = folder / "readme.py", folder / "before.py", folder / "again.py"
-    again.write_text(RESUME.read_text())
-    readme.write_text("\n".join(blocks("python")))
-    before.write_text(BEFORE.read_text())
-    programs = [*map(str, (LORA, readme, AFTER, before, RESUME, again, PLAIN))]
-    ranks = fresh.run(2, run_in_turn, programs, timeout=TIMEOUT)
+    copies = {folder / "again.py": RESUME, folder / "before.py": BEFORE}
+    copies |= {folder / path.name: path for path in (LORA, AFTER, RESUME, PLAIN)}
+    for copy, original in copies.items():
+        copy.write_text(original.read_text())
+    order = [LORA, AFTER, BEFORE, RESUME, folder / "again.py", PLAIN]
+    places = {original: copy for copy, original in copies.items() if copy.name != "again.py"}
+    programs = [str(places.get(path, path)) for path in order]
+    ranks = fresh.run(2, manual.run_in_turn, programs, timeout=TIMEOUT)
     assert [rank.exit_code for rank in ranks] == [0, 0], "\n".join(f"{rank.output}\n{rank.error}" for rank in ranks)
-    by_program = map(list, zip(*(rank.result for rank in ranks), strict=True))
-    return dict(zip((LORA, ROOT / "README.md", AFTER, BEFORE, RESUME, again, PLAIN), by_program, strict=True))
-
-
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of README.md in `language`."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    return dict(zip(order, map(list, zip(*(rank.result for rank in ranks), strict=True)), strict=True))
 
 
 def losses(text: str) -> list[float]:
@@ -124,16 +91,6 @@ def test_a_second_run_goes_on_where_the_first_ended(printed: dict[Path, list[str
     assert losses(printed[again][0]) < losses(printed[RESUME][0])
 
 
-def test_the_readme_runs_from_top_to_bottom_and_prints_what_it_shows(printed: dict[Path, list[str]]) -> None:
-    shown = [re.subn(r"^step \d: loss \d\.\d{3}\n", "", text, flags=re.M) for text in printed[ROOT / "README.md"]]
-    assert [[text] for text, _ in shown] == [blocks("text")] * 2
-    assert [count for _, count in shown] == [3, 3], "the first program shows what it does"
-
-
-def test_the_first_program_of_the_readme_has_twelve_lines() -> None:
-    assert len([line for line in blocks("python")[0].splitlines() if line]) == 12
-
-
 def test_every_example_is_short_and_tried_here() -> None:
     programs = {path.name for path in FOLDER.iterdir() if path.is_file()} - {"__init__.py"}
     assert programs == {
@@ -143,6 +100,6 @@ def test_every_example_is_short_and_tried_here() -> None:
         "from_fsdp1.py",
         "from_fsdp1.before.txt",
         "resume.py",
-        "own_model.py",  # by the commands of the README, in test_train.py
+        "own_model.py",  # by the commands of the manual, in test_train.py
     }
     assert [name for name in programs if len((FOLDER / name).read_text().splitlines()) >= 60] == []

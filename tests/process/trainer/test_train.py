@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flatfsdp.trainer.callbacks import read_metrics
-from tests.harness import commands
+from tests.harness import commands, manual
 from tests.harness.terminal import run_in_terminal
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -114,16 +114,13 @@ def test_with_torch_alone_it_names_the_extra_and_parts_of_the_trainer_work(tmp_p
     assert (done.returncode, done.stdout, done.stderr) == (2, needs, f"flatfsdp.train: {needs}")
 
 
-def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
+def test_the_commands_of_the_manual_run_as_written(tmp_path: Path) -> None:
     pytest.importorskip("tomllib")
-    section = (ROOT / "README.md").read_text().partition("\n## Train your own model\n")[2].partition("\n## ")[0]
-    (config,) = re.findall(r"^```toml\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
-    (commands,) = re.findall(r"^```sh\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
-    (promised,) = re.findall(r"^```console\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
-    (program,) = re.findall(r"^```py\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    page = {each.language: each.text for each in manual.blocks(ROOT / "docs/how_to/train.md")}
+    config, lines, promised, program = (page[language] for language in ("toml", "sh", "console", "python"))
     (tmp_path / "sums.toml").write_text(config)
     printed = []
-    for command in commands.splitlines():
+    for command in lines.splitlines():
         python, *arguments = command.split()
         assert python == "python"
         done = train(*arguments, folder=tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import flatfsdp
 from flatfsdp.engine.base.aliases import ALIASES
+from tests.harness import manual
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -50,7 +51,7 @@ def test_nothing_here_uses_one() -> None:
     }
     found = [
         f"{path.relative_to(ROOT)}: {name[0]}"
-        for path in {*files, ROOT / "README.md", ROOT / "pyproject.toml"} - own
+        for path in {*files, *manual.PAGES, ROOT / "pyproject.toml"} - own
         for name in re.finditer(rf"\b({old})\b(?![/\w]|\.(?:py|json)\b)", path.read_text())
     ]
     assert found == ["flatfsdp/engine/state/owned_interval.py: flatfsdp.owned"]

@@ -72,6 +72,12 @@ def test_the_metadata(wheel: Path) -> None:
         'tqdm; extra == "train"',
         'safetensors; extra == "train"',
         'matplotlib; extra == "train"',
+        'transformers; extra == "hf"',
+        'peft; extra == "hf"',
+        'safetensors; extra == "hf"',
+        'sphinx; extra == "docs"',
+        'myst-parser; extra == "docs"',
+        'furo; extra == "docs"',
         'pytest; extra == "test"',
         'expecttest; extra == "test"',
     ]
@@ -84,7 +90,7 @@ def test_installing_changes_no_torch(wheel: Path) -> None:
 
 def test_every_requirement_is_pinned_for_the_tools() -> None:
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "tools" / "constraints.txt").read_text(), flags=re.MULTILINE)
-    needed = {*"torch pydantic tqdm safetensors matplotlib pytest expecttest mypy ruff setuptools".split()}
+    needed = {*"torch pydantic tqdm safetensors matplotlib pytest expecttest mypy ruff setuptools sphinx myst-parser furo".split()}
     assert needed <= set(pinned)
 
 
