@@ -18,7 +18,7 @@ version = release = re.findall(r'^__version__ = "([^"]+)"', _source, flags=re.MU
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "code_links"]
 exclude_patterns = ["_build", "README.md"]
 nitpicky = False
-default_role = "py:obj"  # `name` in a docstring: a link where the manual documents that name, code elsewhere
+default_role = "code"  # `name` in a docstring, as in Markdown
 
 # Every heading is a target, and a link to one that is missing is an error.
 myst_heading_anchors = 3
@@ -27,7 +27,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "attrs_block"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 python_maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -38,7 +38,6 @@ napoleon_custom_sections = [("Example (in a process group of one rank)", "Exampl
 html_theme = "furo"
 html_title = f"flatfsdp {release}"
 html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_show_sphinx = False
 html_copy_source = False
-# The reference is searched by dotted names, and by their last parts.
-html_search_options = {"type": "default"}

@@ -1,7 +1,8 @@
 """Makes code in running text a link where the manual documents it.
 
 Pages stay plain Markdown: `FullyShardedDataParallel`, `flatfsdp.join(model)` and `checkpoint.save` are found in the
-reference by their longest part before a bracket. A name that several documented objects end with stays code.
+reference by the part before a bracket. A name that several documented objects end with stays code, and so does that of
+an attribute alone.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class CodeLinks(SphinxPostTransform):
             if target is None:
                 continue
             entry = domain.objects[target]
-            if entry.docname == self.env.docname and not target.startswith("flatfsdp."):
-                continue
+            if entry.objtype in ("attribute", "property") and "." not in name:
+                continue  # rather an argument of that name
             link = nodes.reference("", "", internal=True, reftitle=target)
             link["refuri"] = self.app.builder.get_relative_uri(self.env.docname, entry.docname) + f"#{entry.node_id}"
             node.replace_self(link)

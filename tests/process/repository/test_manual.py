@@ -57,6 +57,33 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(page: Path, printed: dict[P
     assert not manual.differs(page, printed[page])
 
 
+def test_torch_alone_is_enough(tmp_path: Path) -> None:
+    """What the package needs is torch: README's program, checkpoints and exports run without NumPy and the extras."""
+    absent = "numpy", "pydantic", "safetensors", "tqdm", "matplotlib"
+    programs = []
+    for name in ("README.md", "docs/how_to/checkpoints.md", "docs/tutorials/resume.md"):
+        programs.append(tmp_path / f"{Path(name).stem}.py")
+        programs[-1].write_text(manual.program(manual.ROOT / name))
+    program = f"""if True:
+        import runpy, sys
+        sys.modules.update(dict.fromkeys({absent}))
+        import torch
+        for each in {[*map(str, programs)]}:
+            runpy.run_path(each, run_name="__main__")
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("gloo")
+        # A checkpoint of several ranks needs these.
+        from flatfsdp import messages
+        assert messages.gather({{"a": 1}}, torch.distributed.group.WORLD, call="called this") == [{{"a": 1}}]
+    """
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {**os.environ, **alone, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(manual.ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(not is_thorough(), reason="starts interpreters")
 @pytest.mark.parametrize("page", COMMANDS, ids=name_of)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
