@@ -41,3 +41,13 @@ html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 html_show_sphinx = False
 html_copy_source = False
+
+
+def without_notes(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Takes references to notes out of docstrings: they are for readers of the source."""
+    text = re.sub(r"\s*(?:\(\[Note: [^]]+\]\)|\[Note: [^]]+\])", "", "\n".join(lines))
+    lines[:] = text.split("\n")
+
+
+def setup(app: object) -> None:
+    app.connect("autodoc-process-docstring", without_notes, priority=400)  # type: ignore[attr-defined]

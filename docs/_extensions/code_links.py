@@ -40,8 +40,9 @@ class CodeLinks(SphinxPostTransform):
             if target is None:
                 continue
             entry = domain.objects[target]
-            if entry.objtype in ("attribute", "property") and "." not in name:
-                continue  # rather an argument of that name
+            alone = "." not in name and "(" not in node.astext()
+            if alone and (entry.objtype in ("attribute", "property") or (entry.objtype == "method" and "_" not in name)):
+                continue  # rather an argument of that name, or a word
             link = nodes.reference("", "", internal=True, reftitle=target)
             link["refuri"] = self.app.builder.get_relative_uri(self.env.docname, entry.docname) + f"#{entry.node_id}"
             node.replace_self(link)
