@@ -41,8 +41,9 @@ class CodeLinks(SphinxPostTransform):
                 continue
             entry = domain.objects[target]
             alone = "." not in name and "(" not in node.astext()
-            if alone and (entry.objtype in ("attribute", "property") or (entry.objtype == "method" and "_" not in name)):
-                continue  # rather an argument of that name, or a word
+            word = entry.objtype == "method" and "_" not in name
+            if alone and (word or entry.objtype in ("attribute", "property")):
+                continue  # rather an argument of that name
             link = nodes.reference("", "", internal=True, reftitle=target)
             link["refuri"] = self.app.builder.get_relative_uri(self.env.docname, entry.docname) + f"#{entry.node_id}"
             node.replace_self(link)

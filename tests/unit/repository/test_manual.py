@@ -22,7 +22,8 @@ ROOT = manual.ROOT
 README = ROOT / "README.md"
 WHOLE = (flatfsdp.wrap, flatfsdp.comm_hooks, flatfsdp.errors)  # modules of which a page has all
 NAMED = (flatfsdp, flatfsdp.checkpoint, flatfsdp.trainer)  # and those whose names it lists
-QUIET = {"text", "output", "toml", "console", "diff", "{toctree}", "{eval-rst}", "{include}"}  # languages that do not run
+# Languages that do not run.
+QUIET = {"text", "output", "toml", "console", "diff", "{toctree}", "{eval-rst}", "{include}"}
 MARK = re.compile(r"not run: \w.{10,}|run by: tests/[\w/]+\.py|thorough")
 pages = pytest.mark.parametrize("page", manual.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
