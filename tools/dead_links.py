@@ -1,4 +1,4 @@
-"""python tools/dead_links.py FOLDER: links and pictures of a built site that lead nowhere; ends with 1 if there are any.
+"""python tools/dead_links.py FOLDER: links and pictures of a built site that lead nowhere; exit code 1 with any.
 
 Links to other sites are not followed.
 """
