@@ -66,7 +66,7 @@ class OpaqueParam(UnshardedParam):
     def prepare(self, handle: ExtendedHandle, transport: Transport) -> None:
         """Ask the parameters what is gathered of them now. Collective at the first time."""
         given: list[list[torch.Tensor]] = []
-        problem = ""
+        problem: UsageError | None = None
         self._metadata = []
         try:
             for hooks, rows in zip(self._hooks, handle.rows, strict=True):
@@ -76,23 +76,25 @@ class OpaqueParam(UnshardedParam):
         except UsageError as error:
             if self.agreed:
                 raise
-            problem = str(error)
+            problem = error
         if not self.agreed:
             self._agree([described(inputs) for inputs in given], problem, handle, transport)
         self._inputs = []
         for i, (hooks, inputs) in enumerate(zip(self._hooks, given, strict=True)):
             self._inputs += hooks.fit(inputs, self.agreed[i], *_rows_of(handle.layout, i, handle.rank))
 
-    def _agree(self, own: list[list[Input]], problem: str, handle: ExtendedHandle, transport: Transport) -> None:
+    def _agree(
+        self, own: list[list[Input]], problem: UsageError | None, handle: ExtendedHandle, transport: Transport
+    ) -> None:
         """Lay the bytes out as the first rank gives them. Collective; what is wrong on any rank is refused on all."""
-        facts = json.dumps([problem, own])
+        facts = json.dumps([str(problem or ""), own])
         given = [facts] * self._world if is_memoryless() else _exchanged(facts, transport)
         decoded: list[tuple[str, list[list[Input]]]] = []
         for wrong, found in map(json.loads, given):
             decoded.append((wrong, [[Input(tuple(shape), dtype) for shape, dtype in each] for each in found]))
         for rank, (wrong, _) in enumerate(decoded):
             if wrong:
-                raise UsageError(wrong if rank == handle.rank else f"on rank {rank} of the shards: {wrong}")
+                raise problem or UsageError(f"on rank {rank} of the shards: {wrong}")
         first = decoded[0][1]
         for rank, (_, found) in enumerate(decoded):
             for i, hooks in enumerate(self._hooks):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -166,7 +167,7 @@ class GatherHooks:
         arguments = (self._mesh, self._size, self._stride, self._module(), self._policy)
         if rows.device != device:
             rows = rows.to(device, non_blocking=True)
-        with torch.no_grad():
+        with torch.no_grad(), self._naming(PRE):
             found = getattr(rows, PRE)(*arguments[: self._takes])
         if not (isinstance(found, (tuple, list)) and len(found) == 2 and isinstance(found[0], (tuple, list))):
             self._refuse(f"{type(found).__name__}", "(the tensors to gather, metadata)")
@@ -184,6 +185,13 @@ class GatherHooks:
         if not inputs:
             self._refuse("no tensor", "one at least")
         return list(inputs), metadata
+
+    @contextmanager
+    def _naming(self, hook: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a user's hook raises
+            raise UsageError(f"{self._what}: its {hook} raised {type(error).__name__}: {error}") from error
 
     def _refuse(self, found: str, expected: str) -> None:
         raise UsageError(f"{self._what}: its {PRE} returned {found}; expected {expected}")
@@ -218,7 +226,8 @@ class GatherHooks:
             UsageError: it has not the parameter's shape.
         """
         with torch.no_grad(), torch.inference_mode(False):
-            made = getattr(rows, POST)(tuple(gathered), metadata, dtype, out=out)
+            with self._naming(POST):
+                made = getattr(rows, POST)(tuple(gathered), metadata, dtype, out=out)
             if out is not None:
                 return out, []
             if not (isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], torch.Tensor)):

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import flatfsdp
-from flatfsdp.errors import UsageError
+from flatfsdp.errors import AgreementError, UsageError
 from tests.conftest import Run
 from tests.distributed.fully_shard.test_beside_torchs import (
     ROWS,
@@ -95,11 +95,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", [AsBfloat16, AsInt8])
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks(name: str, kind: Any, pool2: Run) -> None:
-    if kind is AsInt8 and CASES[name].tied:
-        pytest.skip("its rows are uneven")
+PAIRS = [*((AsBfloat16, name) for name in CASES), (AsInt8, "reshard"), (AsInt8, "bf16-accumulated")]
+
+
+@pytest.mark.parametrize(("kind", "name"), PAIRS)
+def test_two_ranks(kind: Any, name: str, pool2: Run) -> None:
     assert not [each for found in pool2(beside_torchs, (2,), kind, CASES[name]) for each in found]
 
 
@@ -151,7 +151,7 @@ def uneven(rank: int, world: int) -> list[str]:
     """Rows that no number of ranks divides, some ranks with none, are filled up."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    one = nn.Sequential(nn.Linear(4, 2 * world + 1), nn.Tanh(), nn.Linear(2 * world + 1, 2 * world - 1))
+    one = nn.Sequential(nn.Linear(4, 2 * world + 1), nn.Tanh(), nn.Linear(2 * world + 1, world + 1))
     model: Any = extend(copy.deepcopy(one), AsInt8)
     for layer in (one[0], one[2]):
         nn.utils.parametrize.register_parametrization(layer, "weight", Rounded())
@@ -371,6 +371,11 @@ def gives(*what: Any) -> Callable[..., Any]:
     return lambda self, mesh: (tuple(each(self._data) if callable(each) else each for each in what), None)
 
 
+def fails_on_rank_1(self: Any, mesh: Any) -> Any:
+    assert mesh.get_local_rank() == 0, "no"
+    return (self._data,), None
+
+
 class NoPost(Gathered):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         raise AssertionError
@@ -410,6 +415,7 @@ AT_FIRST: list[tuple[Any, str]] = [
         "(on rank 1 of the shards: parameter 'weight'|returned)",
     ),
 ]
+AT_FIRST.append((fails_on_rank_1, "fsdp_pre_all_gather raised AssertionError: no"))
 POSTS: list[tuple[Any, str]] = [
     (lambda self, outputs, metadata, dtype, *, out=None: outputs[0], "returned Tensor; expected \\(the tensor that"),
     (lambda self, outputs, metadata, dtype, *, out=None: (outputs[1], ()), r"shape \(4, 1\); expected a floating"),
@@ -461,6 +467,16 @@ def changes(rank: int, world: int) -> None:
 
 def test_sizes_that_change_are_refused(pool2: Run) -> None:
     pool2(changes)
+
+
+def other_classes(rank: int, world: int) -> None:
+    model = flatfsdp.fully_shard(layer(AsInt8 if rank else AsBfloat16))
+    with pytest.raises(AgreementError, match=r"gathered as AsBfloat16 says[\s\S]*gathered as AsInt8 says"):
+        model(torch.ones(1, 3))
+
+
+def test_ranks_have_the_same_hooks(pool2: Run) -> None:
+    pool2(other_classes)
 
 
 def under_a_wrapper(rank: int, world: int) -> None:
