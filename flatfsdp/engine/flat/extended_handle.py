@@ -147,10 +147,11 @@ class OpaqueParam(UnshardedParam):
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> None:
         """The memory of `tensors` comes and goes with the buffer's."""
-        known = {self.flat.untyped_storage().data_ptr(), *(storage.data_ptr() for storage, _ in self._inner)}
-        for storage in (each.untyped_storage() for each in tensors if type(each) is torch.Tensor and each.numel()):
-            if storage.data_ptr() not in known:
-                known.add(storage.data_ptr())
+        known = {self.flat.untyped_storage()._cdata, *(storage._cdata for storage, _ in self._inner)}
+        plain = [each for each in tensors if not hasattr(type(each), "__tensor_flatten__") and each.numel()]
+        for storage in map(torch.Tensor.untyped_storage, plain):
+            if storage._cdata not in known:
+                known.add(storage._cdata)
                 self._inner.append((storage, storage.nbytes()))
                 self._tracker.add("unsharded", storage.nbytes())
 

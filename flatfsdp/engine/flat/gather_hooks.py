@@ -65,6 +65,14 @@ def master_of(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def rebuilt(tensor: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
+    """A parameter like `tensor`, made of what `change` makes of those that it is made of."""
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: change(getattr(tensor, name)) for name in names}
+    made = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    return nn.Parameter(made, requires_grad=tensor.requires_grad)
+
+
 class GatherHooks:
     """The hooks of one parameter. [Note: gather hooks]
 

@@ -22,6 +22,7 @@ from ..comm.process_groups import plan_groups
 from ..config.schedule_options import AS_BUILT, Schedule, reshard_choice
 from ..config.strategy import traits
 from ..config.unit_options import UnitOptions
+from ..device.fake_tensors import is_memoryless
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..dtensor.tensor_parallel import TensorParallel
@@ -97,7 +98,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
-        if not front.entries:
+        if not front.entries or is_memoryless():
             materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
         param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params, front)
         if not front.entries:

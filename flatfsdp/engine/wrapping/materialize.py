@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import UsageError
 from ..device.fake_tensors import is_memoryless, stand_in
+from ..flat.gather_hooks import has_gather_hooks, rebuilt
 from ..runtime.unit import Unit
 
 _META = torch.device("meta")
@@ -81,8 +83,12 @@ def _forget_values(modules: Iterable[tuple[str, nn.Module]], device: torch.devic
     """In a dry run nothing has memory, wherever it was, and nothing needs to be initialised."""
     for _, module in modules:
         for _, name, tensor in _held(module):
-            if tensor not in skip:
+            if tensor in skip:
+                continue
+            if not has_gather_hooks(tensor):
                 setattr(module, name, stand_in(tensor, device))
+            elif hasattr(tensor, "__tensor_flatten__"):  # else it is refused
+                setattr(module, name, rebuilt(tensor, partial(stand_in, device=device)))
 
 
 def _held(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
