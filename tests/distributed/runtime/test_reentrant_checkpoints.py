@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ class Block(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
 
-    def forward(self, x: Tensor, use: bool = True) -> Tensor:
+    def forward(self, x: Tensor, use: bool = True, inner: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        x = x if inner is None else inner(x)
         return x + (x @ self.weight).tanh() if use else x + 0.0
 
 
@@ -35,7 +37,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.step = step
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
-        self.first, self.a, self.b, self.c, self.d = (Block() for _ in range(5))
+        self.first, self.a, self.b, self.c, self.d, self.e = (Block() for _ in range(6))
 
     def forward(self, x: Tensor, use: bool) -> Tensor:
         return self.step(self, x.clone().requires_grad_(), use)
@@ -79,14 +81,36 @@ def _nothing_else(net: Net, x: Tensor, use: bool) -> Tensor:
     return x
 
 
-def _train(rank: int, world: int, step: Callable[[Net, Tensor, bool], Tensor]) -> list[str]:
-    """Parameters that differ from those of one process."""
-    model, alone = (
-        FullyShardedDataParallel(
-            Net(step), auto_wrap_policy={Block}, backward_prefetch=None, join_units_below=0, use_orig_params=True
-        ),
-        Net(step),
+def _inside_of_each_other(net: Net, x: Tensor, use: bool) -> Tensor:
+    """Two units are recomputed together, of which a rank's backward comes to one: each gathers ahead what is next."""
+    x = reentrant(net.b, net.e(net.a(net.first(x))))
+
+    def segment(x: Tensor) -> Tensor:
+        inner: list[Tensor] = []
+
+        def keep(x: Tensor) -> Tensor:
+            inner.append(net.d(x))
+            return x + inner[0].detach()
+
+        y: Tensor = net.c(x, True, keep)
+        return y + inner[0].detach() if use else y.detach() + inner[0]
+
+    y: Tensor = reentrant(segment, x)
+    return y
+
+
+def _train(
+    rank: int, world: int, step: Callable[[Net, Tensor, bool], Tensor], prefetch: str | None = None, listed: str = ""
+) -> list[str]:
+    """Parameters that differ from those of one process. `listed`: a unit, and those that it lists to be gathered
+    ahead."""
+    model: Any = FullyShardedDataParallel(
+        Net(step), auto_wrap_policy={Block}, backward_prefetch=prefetch, join_units_below=0, use_orig_params=True
     )
+    alone = Net(step)
+    if listed:
+        first, *others = [getattr(model.module, name) for name in listed]
+        first.set_modules_to_backward_prefetch(others)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, alone)]
     for seed in range(2):
         of_ranks = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * seed + r)) for r in range(world)]
@@ -105,3 +129,10 @@ def test_ranks_that_use_other_units_beside_it_are_not_waited_for(
     step: Callable[[Net, Tensor, bool], Tensor], pool2: Run
 ) -> None:
     assert pool2(_train, step, timeout=20) == [[], []]
+
+
+# Program 161780 of the simulation: ranks gathered in different orders, which the first backwards compare.
+@pytest.mark.parametrize("listed", ["ca", "da"])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID"])
+def test_units_recomputed_together_gather_ahead_in_one_order(prefetch: str, listed: str, pool2: Run) -> None:
+    assert pool2(_train, _inside_of_each_other, prefetch, listed, timeout=20) == [[], []]
