@@ -1,0 +1,156 @@
+"""Runs a program of another framework on ranks of its own, on torch's FSDP2 and under `flatfsdp.as_torch`, and compares
+what it wrote of its end (`tests/process/programs/fsdp2/outcome`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "process" / "programs" / "fsdp2"
+WORDS = 6000  # characters of what a failed program printed
+
+
+class ProgramError(Exception):
+    """A program failed, or took longer than it may."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program and what it is compared with: itself on torch's FSDP2, with the same arguments unless others are given.
+
+    Attributes:
+        arguments: after the folder that the program writes to; ``{theirs}`` is that of the other side.
+        needs: the packages without which it is skipped.
+        bound: by how much numbers and shards may differ at most; 0.0 is bit by bit.
+        parts: the parts of the outcome that are compared, by the beginning of their files' names.
+        runs: the arguments of runs before the compared one, in the same folder.
+    """
+
+    name: str
+    program: str
+    arguments: tuple[str, ...]
+    needs: tuple[str, ...]
+    ranks: int = 2
+    bound: float = 0.0
+    parts: tuple[str, ...] = ("",)
+    runs: tuple[tuple[str, ...], ...] = ()
+    theirs: tuple[str, ...] | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How two outcomes compare.
+
+    Attributes:
+        largest: the largest difference of a number or an element of a shard.
+        problems: what else tells them apart.
+    """
+
+    largest: float
+    compared: int
+    problems: tuple[str, ...]
+    seconds: tuple[float, float]
+
+
+def launch(case: Case, arguments: tuple[str, ...], folder: Path, *, ours: bool, limit: float) -> None:
+    """Run the program of `case` on its ranks, at most `limit` seconds.
+
+    Raises:
+        ProgramError: it failed, or did not end in time; with the end of what it printed.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+    command += ["-m", "flatfsdp.as_torch"] if ours else []
+    command += [str(PROGRAMS / case.program), str(folder), *arguments]
+    log = folder / "printed.txt"
+    with log.open("a") as printed:
+        process = subprocess.Popen(
+            command, env=environment, cwd=folder, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if code != 0:
+        ended = f"still ran after {limit:g} s" if code is None else f"ended with {code}"
+        side = "under flatfsdp.as_torch" if ours else "on torch's FSDP2"
+        raise ProgramError(f"{' '.join(command[-len(arguments) - 2 :])} {side} {ended}:\n{_end_of(log)}")
+
+
+def _end_of(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith("W1")]
+    return "\n".join(lines)[-WORDS:]
+
+
+def run(case: Case, folder: Path, *, limit: float) -> Result:
+    """Run both sides of `case` below `folder`, `limit` seconds each run, and compare.
+
+    Raises:
+        ProgramError: a run failed; torch's side too, which then is no yardstick.
+    """
+    seconds = []
+    folders = folder / "theirs", folder / "ours"
+    for ours, place in enumerate(folders):
+        place.mkdir(parents=True)
+        last = case.theirs if case.theirs is not None and not ours else case.arguments
+        begun = time.monotonic()
+        for arguments in (*case.runs, last):
+            named = tuple(each.format(theirs=folders[0]) for each in arguments)
+            launch(case, named, place, ours=bool(ours), limit=limit)
+        seconds.append(time.monotonic() - begun)
+    return compared(case, *folders, seconds=(seconds[0], seconds[1]))
+
+
+def compared(case: Case, theirs: Path, ours: Path, *, seconds: tuple[float, float]) -> Result:
+    largest, count, problems = 0.0, 0, []
+    for part in case.parts:
+        for rank in range(case.ranks):
+            one, two = (_outcome(place / f"{part}rank{rank}.pt") for place in (theirs, ours))
+            where = f"{part}rank {rank}"
+            if two["fsdp"] != "flatfsdp" or one["fsdp"] != "torch":
+                problems.append(f"{where}: sharded by {one['fsdp']} and {two['fsdp']}")
+            if len(one["values"]) != len(two["values"]):
+                problems.append(f"{where}: {len(one['values'])} and {len(two['values'])} numbers")
+            for a, b in zip(one["values"], two["values"], strict=False):
+                largest, count = max(largest, _apart(torch.tensor(a), torch.tensor(b))), count + 1
+            if [*one["parameters"]] != [*two["parameters"]]:
+                problems.append(f"{where}: parameters {[*one['parameters']]} and {[*two['parameters']]}")
+            for name in one["parameters"].keys() & two["parameters"].keys():
+                a, b = one["parameters"][name], two["parameters"][name]
+                if a["spec"] != b["spec"] or a["local"].shape != b["local"].shape:
+                    problems.append(f"{where}: {name} is {a['spec']} and {b['spec']}")
+                else:
+                    largest, count = max(largest, _apart(a["local"], b["local"])), count + a["local"].numel()
+    return Result(largest, count, tuple(problems), seconds)
+
+
+def _outcome(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path, weights_only=True)
+    return found
+
+
+def _apart(one: torch.Tensor, two: torch.Tensor) -> float:
+    """The largest difference; infinite where one is not finite and the other is."""
+    if not one.numel() or torch.equal(one, two):
+        return 0.0
+    apart = (one.double() - two.double()).abs().max().item()
+    return float("inf") if apart != apart else apart
