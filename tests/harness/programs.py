@@ -97,8 +97,13 @@ def launch(case: Case, arguments: tuple[str, ...], folder: Path, *, ours: bool, 
 
 
 def _end_of(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith("W1")]
-    return "\n".join(lines)[-WORDS:]
+    """The first traceback that a rank printed, not the launcher's; else the end of what was printed."""
+    lines = log.read_text(errors="replace").splitlines()
+    begins = [i for i, line in enumerate(lines) if line.startswith("[rank") and "Traceback" in line]
+    if not begins:
+        return "\n".join(lines)[-WORDS:]
+    mark = lines[begins[0]].partition(":")[0]
+    return "\n".join(line for line in lines[begins[0] :] if line.startswith(mark))[-WORDS:]
 
 
 def run(case: Case, folder: Path, *, limit: float) -> Result:
