@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import runpy
 import sys
 from types import ModuleType, SimpleNamespace
@@ -144,6 +145,8 @@ def main() -> None:
     if not program:
         raise UsageError("python -m flatfsdp.as_torch: expected a script, or -m and a module, and then its arguments")
     sys.argv = arguments[as_module:]
+    if not as_module:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(program[0])))  # as python does; what lies beside it imports
     install()
     before = registry.generation
     run = functools.partial(runpy.run_module, alter_sys=True) if as_module else runpy.run_path

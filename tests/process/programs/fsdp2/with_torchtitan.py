@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchtitan.tools.utils as titan_utils
 from outcome import write
+from torch.distributed._composable.fsdp import FSDPModule
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu  # it takes CUDA where there is no accelerator
@@ -69,8 +70,11 @@ settings = {
 }
 
 
-def loss_of(prediction, labels, tokens):  # type: ignore[no-untyped-def]
-    return cross_entropy_loss(prediction, labels, global_vocab_size=WORDS) / tokens
+TOKENS = BATCH * LENGTH * replicate * shard
+
+
+def loss_of(prediction, labels):  # type: ignore[no-untyped-def]
+    return cross_entropy_loss(prediction, labels, global_vocab_size=WORDS) / TOKENS, {}
 
 
 schedule = None
@@ -90,6 +94,9 @@ for part in parts:
     with torch.no_grad():
         part.init_weights(buffer_device=None)
     part.train()
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # torch's cannot divide by torchtitan's 1.0 on gloo
 optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-2)
 sharded = StateDictOptions()
 
@@ -109,7 +116,6 @@ for _ in range(STEPS):
     for _ in range(2 if "accumulate" in options else 1):
         batch = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=generator)
         inputs, labels, more = batch[:, :-1], batch[:, 1:].contiguous(), {"positions": torch.arange(LENGTH)[None]}
-        tokens = torch.tensor(float(BATCH * LENGTH * replicate * shard))
         if "full-dtensor" in options:
             inputs, labels, more = full_dtensor.parallelize_inputs(dims, inputs, labels, {})
         if schedule is not None:
@@ -118,7 +124,7 @@ for _ in range(STEPS):
             schedule.step(*given, **({"target": labels, "losses": losses} if has_last else {}), return_outputs=False)
             seen.append(float(sum(losses)))
         else:
-            loss = loss_of(parts[0](inputs, **({} if "full-dtensor" in options else more)), labels, tokens)
+            loss, _ = loss_of(parts[0](inputs, **({} if "full-dtensor" in options else more)), labels)
             loss.backward()
             seen.append(float(loss.detach().to_local() if hasattr(loss, "to_local") else loss.detach()))
     norm = dist_utils.clip_grad_norm_(
