@@ -55,4 +55,12 @@ CASES = [
             ("FSDP + TP 2x2", 4, ("fsdp=2", "tp=2")),
         )
     ),
+    *(
+        Case(f"Lightning: ModelParallelStrategy, {name}", "with_lightning.py", arguments, ("lightning",), ranks, parts=("first-", ""))
+        for name, ranks, arguments in (
+            ("sharded checkpoint", 2, ()),
+            ("one file, bf16, accumulated", 2, ("one-file", "bf16", "accumulate")),
+            ("FSDP + TP 2x2", 4, ("tp",)),
+        )
+    ),
 ]  # fmt: skip

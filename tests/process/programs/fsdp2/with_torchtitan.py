@@ -13,11 +13,16 @@ import torch.distributed.checkpoint as dcp
 import torchtitan.tools.utils as titan_utils
 from outcome import write
 from torch.distributed._composable.fsdp import FSDPModule
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu  # it takes CUDA where there is no accelerator
 
+from torchtitan.components.checkpointer.base import ModelWrapper  # noqa: E402
 from torchtitan.components.loss import cross_entropy_loss  # noqa: E402
+from torchtitan.components.optimizer.utils import (  # noqa: E402
+    get_flat_optim_state_dict,
+    init_optim_state,
+    load_flat_optim_state_dict,
+)
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims, full_dtensor  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
@@ -97,17 +102,17 @@ for part in parts:
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # torch's cannot divide by torchtitan's 1.0 on gloo
-optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-2)
-sharded = StateDictOptions()
+named = [(name, parameter) for part in parts for name, parameter in part.named_parameters()]
+optimizer = torch.optim.AdamW(named, lr=1e-2)
+init_optim_state(optimizer)
+wrapped = ModelWrapper(parts)
 
 for option in options:
     if option.startswith("from="):
-        weights, states = get_state_dict(parts[0], optimizer, options=sharded)
-        state = {"model": weights, "optimizer": states}
-        dcp.load(state, checkpoint_id=option[5:])
-        set_state_dict(
-            parts[0], optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=sharded
-        )
+        weights, states = wrapped.state_dict(), get_flat_optim_state_dict(optimizer)
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=option[5:])
+        wrapped.load_state_dict(weights)
+        load_flat_optim_state_dict(optimizer, states)
 
 generator = torch.Generator().manual_seed(100 + dims.get_mesh("batch").get_local_rank())
 seen = []
@@ -134,7 +139,7 @@ for _ in range(STEPS):
     optimizer.step()
 
 if "save" in options:
-    weights, states = get_state_dict(parts[0], optimizer, options=sharded)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/checkpoint")
+    state = {"model": wrapped.state_dict(), "optimizer": get_flat_optim_state_dict(optimizer)}
+    dcp.save(state, checkpoint_id=f"{folder}/checkpoint")
 write(folder, seen, *parts)
 dist.destroy_process_group()
