@@ -291,7 +291,7 @@ class ParamViews:
         handle = self.handle
         if handle.shard.is_meta:
             home = torch.device("cpu") if handle.options.offload else handle.device
-            self.replace_shard(torch.empty_like(handle.shard, device=home))
+            self.replace_shard(torch.zeros_like(handle.shard, device=home))
             self.without_values = frozenset(range(len(handle.leaves)))
         self.without_values -= {index}
         view = handle.at_rest.views[index]

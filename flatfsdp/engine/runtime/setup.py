@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 from ...api import BackwardPrefetch
@@ -23,13 +22,11 @@ from ..comm.process_groups import extent_of, groups_in_words
 from .coalesced_collectives import Coalescer
 from .device_checks import check_hooked, check_placed, check_registered, check_targets
 from .model_facts import axes_of, describe, initial_checksums, names_in, names_of_leaves, unit_entries
-from .module_tree import entries, with_owning_units
+from .module_tree import entries
 from .resources import ModelSettings, Resources
 from .unit import Unit
 from .unit_state import Transports, UnitPlace
 from .user_writes import write_back
-
-_SHARED_REFS = attrgetter("shared_refs")
 
 
 @dataclass(eq=False)
@@ -171,9 +168,6 @@ class Setup:
             UsageError: for changes that cannot be taken over.
         """
         names = functools.partial(names_of_leaves, self.units)
-        units = list(units)
-        if any(map(_SHARED_REFS, units)):
-            units = with_owning_units(units)  # what these adopt their tied references hold as well
         cast = True  # where it is refused midway, too
         try:
             cast = any([write_back(unit, names) for unit in units])

@@ -22,14 +22,12 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
 
     `names`: gives those of all parameters of the model, by id.
 
-    Precondition: that of the units that own parameters of this one is done.
-
     Raises:
         UsageError: for changes that cannot be taken over.
     """
     changed = ParamRef.changed(unit.param_refs)
     if unit.shared_refs:
-        changed += [param_ref for param_ref in ParamRef.changed(unit.shared_refs) if not _follows(unit, param_ref)]
+        changed += ParamRef.changed(unit.shared_refs)
     if changed and _torch.in_functional_call():
         refuse_functional_call(changed, unit.label)
     if changed and unit.shows_shard:
@@ -54,20 +52,6 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
         elif unit.phase is not SUMMONED:  # else the parameters are the user's
             check_exposed(views, unit.name)
     return cast
-
-
-def _follows(unit: Unit, param_ref: ParamRef) -> bool:
-    """Whether a reference of `unit` to another unit's parameter was given what that unit has adopted in its place: they
-    are tied as before. The reference holds that from then on."""
-    for owner in unit.owning_units:
-        for handle in owner.handles:
-            for index, leaf in enumerate(handle.leaves):
-                if leaf is param_ref.leaf and handle.face.is_distributed:
-                    holds = handle.face.holder_of(index) is param_ref.current
-                    if holds:
-                        handle.face.put(param_ref)
-                    return holds
-    return False
 
 
 def _is_stale(unit: Unit, handle: FlatParamHandle) -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatfsdp
 from flatfsdp import FSDPModule, FullyShardedDataParallel, fully_shard
@@ -165,6 +166,18 @@ def test_the_meta_device(how: str) -> None:
     before = [parameter.full_tensor().clone() for parameter in model.parameters()]
     optimizer.step()
     assert not any(torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_parameters_of_tensor_parallelism_are_assigned_in_the_place_of_meta_ones() -> None:
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    model: Any = plain("meta")
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    for name, parameter in [*model.named_parameters()]:
+        value = DTensor.from_local(values()[name], parameter.device_mesh, parameter.placements, run_check=False)
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, nn.Parameter(value))
+    assert torch.equal(model(torch.ones(2, 4)), plain()(torch.ones(2, 4)))
 
 
 def test_what_was_not_loaded_is_named() -> None:

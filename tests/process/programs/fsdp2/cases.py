@@ -50,7 +50,7 @@ CASES = [
         Case(f"transformers: own FSDP, {name}", "with_transformers.py", arguments, TRANSFORMERS, ranks, parts=("", "again-"))
         for name, ranks, arguments in (
             ("2 ranks", 2, ("fsdp=2",)),
-            ("tied, bf16", 2, ("fsdp=2", "tied", "bf16")),
+            ("bf16", 2, ("fsdp=2", "bf16")),
             ("HSDP 2x2", 4, ("fsdp=2", "replicate=2")),
             ("FSDP + TP 2x2", 4, ("fsdp=2", "tp=2")),
         )
