@@ -1,0 +1,98 @@
+"""Runs the programs of tests/process/programs/fsdp2, each on torch's FSDP2 and under `flatfsdp.as_torch`, and writes a
+dated table of how they compare: tools/bench_results/programs.json and .md. `tools/programs` calls it in the right
+environment."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.harness.programs import Case, ProgramError, run
+from tests.process.programs.fsdp2.cases import CASES
+
+RESULTS = Path(__file__).resolve().parent / "bench_results" / "programs"
+PACKAGES = ("torch", "torchtitan", "accelerate", "transformers", "lightning", "torchao")
+
+
+def row_of(case: Case, limit: float) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": case.name, "ranks": case.ranks, "arguments": [case.program, *case.arguments]}
+    row["bound"] = case.bound
+    with tempfile.TemporaryDirectory(prefix="flatfsdp-program-") as folder:
+        try:
+            found = run(case, Path(folder), limit=limit)
+        except ProgramError as error:
+            return row | {"outcome": "failed", "error": str(error)}
+    row |= {"largest": found.largest, "compared": found.compared, "problems": found.problems, "seconds": found.seconds}
+    if found.problems or not found.largest <= case.bound:
+        return row | {"outcome": "differs"}
+    return row | {"outcome": "equal to the bit" if found.largest == 0 else f"within {case.bound:g}"}
+
+
+def facts() -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit.stdout.strip(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    rows = found["rows"]
+    good = sum(row["outcome"] not in ("failed", "differs") for row in rows)
+    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    lines = [
+        "# Programs of other frameworks on flatfsdp",
+        "",
+        f"`tools/programs`, {found['date']}, commit {found['commit']}, Python {found['python']}, {packages}; gloo ranks "
+        f"on one CPU. {good} of {len(rows)} programs end as they do on torch's FSDP2.",
+        "",
+        "Each program runs unmodified, once on torch's FSDP2 and once under `python -m flatfsdp.as_torch`. Compared are "
+        "the losses and gradient norms of every step and, on every rank, each parameter's shard, mesh, placements and "
+        "shape at the end.",
+        "",
+        "| program | ranks | outcome | largest difference | numbers compared |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        largest = f"{row['largest']:.3g}" if math.isfinite(row.get("largest", math.nan)) else "-"
+        lines.append(f"| {row['name']} | {row['ranks']} | {row['outcome']} | {largest} | {row.get('compared', 0):,} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tools/programs", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of names: only these programs run, and nothing is written")
+    parser.add_argument("--limit", type=float, default=180, help="seconds that one run of a program may take")
+    parser.add_argument("--list", action="store_true", help="print the programs")
+    arguments = parser.parse_args()
+    cases = [case for case in CASES if not arguments.names or any(each in case.name for each in arguments.names)]
+    if arguments.list:
+        sys.stdout.write("".join(f"{case.name}\n" for case in cases))
+        return 0
+    found = facts() | {"rows": []}
+    for case in cases:
+        row = row_of(case, arguments.limit)
+        found["rows"].append(row)
+        sys.stdout.write(f"{row['outcome']:16}  {case.name}\n")
+        if row["outcome"] in ("failed", "differs"):
+            sys.stdout.write(f"{row.get('error') or row['problems'] or row['largest']}\n")
+        sys.stdout.flush()
+    if not arguments.names:
+        RESULTS.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        RESULTS.with_suffix(".md").write_text(table(found))
+    return int(any(row["outcome"] in ("failed", "differs") for row in found["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
