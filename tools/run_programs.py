@@ -54,12 +54,12 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         "# Programs of other frameworks on flatfsdp",
         "",
-        f"`tools/programs`, {found['date']}, commit {found['commit']}, Python {found['python']}, {packages}; gloo ranks "
-        f"on one CPU. {good} of {len(rows)} programs end as they do on torch's FSDP2.",
+        f"`tools/programs`, {found['date']}, commit {found['commit']}, Python {found['python']}, {packages}; gloo "
+        f"ranks on one CPU. {good} of {len(rows)} programs end as they do on torch's FSDP2.",
         "",
-        "Each program runs unmodified, once on torch's FSDP2 and once under `python -m flatfsdp.as_torch`. Compared are "
-        "the losses and gradient norms of every step and, on every rank, each parameter's shard, mesh, placements and "
-        "shape at the end.",
+        "Each program runs unmodified, once on torch's FSDP2 and once under `python -m flatfsdp.as_torch`. Compared "
+        "are the losses and gradient norms of every step and, on every rank, each parameter's shard, mesh, placements "
+        "and shape at the end.",
         "",
         "| program | ranks | outcome | largest difference | numbers compared |",
         "|---|---|---|---|---|",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.harness.programs import Case
 
 TITAN, ACCELERATE, TRANSFORMERS = ("torchtitan",), ("accelerate", "transformers"), ("transformers",)
+LIGHTNING = ("lightning",)
+RESUMED, LOADED = ("first-", ""), ("", "again-")
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 
 
@@ -39,7 +41,7 @@ CASES = [
         for kind in (FULL, SHARDED)
     ),
     *(
-        Case(f"transformers: Trainer, {name}", "with_trainer.py", arguments, ACCELERATE, parts=("first-", ""))
+        Case(f"transformers: Trainer, {name}", "with_trainer.py", arguments, ACCELERATE, parts=RESUMED)
         for name, arguments in {
             "sharded checkpoints": (SHARDED,),
             "full checkpoints, tied": (FULL, "tied"),
@@ -47,8 +49,8 @@ CASES = [
         }.items()
     ),
     *(
-        Case(f"transformers: own FSDP, {name}", "with_transformers.py", arguments, TRANSFORMERS, ranks, parts=("", "again-"))
-        for name, ranks, arguments in (
+        Case(f"transformers: own FSDP, {name}", "with_transformers.py", options, TRANSFORMERS, ranks, parts=LOADED)
+        for name, ranks, options in (
             ("2 ranks", 2, ("fsdp=2",)),
             ("bf16", 2, ("fsdp=2", "bf16")),
             ("HSDP 2x2", 4, ("fsdp=2", "replicate=2")),
@@ -56,8 +58,8 @@ CASES = [
         )
     ),
     *(
-        Case(f"Lightning: ModelParallelStrategy, {name}", "with_lightning.py", arguments, ("lightning",), ranks, parts=("first-", ""))
-        for name, ranks, arguments in (
+        Case(f"Lightning: ModelParallelStrategy, {name}", "with_lightning.py", options, LIGHTNING, ranks, parts=RESUMED)
+        for name, ranks, options in (
             ("sharded checkpoint", 2, ()),
             ("one file, bf16, accumulated", 2, ("one-file", "bf16", "accumulate")),
             ("FSDP + TP 2x2", 4, ("tp",)),
