@@ -23,8 +23,6 @@ CASES = [
     titan("FSDP + TP 2x2, sequence parallel", "tp", ranks=4),
     titan("FSDP + TP 2x2, activation checkpointing, bf16", "tp", "ac", "bf16", "no-sp", ranks=4),
     titan("FSDP + PP 2x2, 1F1B", "pp", ranks=4),
-    titan("full DTensors, FSDP + TP 2x2", "tp", "full-dtensor", ranks=4),
-    titan("full DTensors, HSDP 2x2", "hsdp", "full-dtensor", ranks=4),
     Case("accelerate: meta load", "with_accelerate.py", (SHARDED,), ACCELERATE),
     Case("accelerate: bf16, activation checkpointing", "with_accelerate.py", (FULL, "bf16", "ac"), ACCELERATE),
     Case("accelerate: no meta load, units kept", "with_accelerate.py", (FULL, "eager", "keep"), ACCELERATE),
