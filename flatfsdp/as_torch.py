@@ -32,6 +32,7 @@ import torch.distributed.fsdp.api as torchs_api
 import torch.distributed.fsdp.fully_sharded_data_parallel as torchs_wrapper
 import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
 import torch.distributed.fsdp.wrap as torchs_wrap
+import torch.distributed.pipelining.stage as torchs_stage
 from torch import nn
 from torch.nn.utils import clip_grad
 
@@ -60,7 +61,7 @@ _OURS: dict[str, Any] = {
 }
 # torch's own FSDP2 goes on under the names of its innermost files.
 _PUBLIC = (torchs, torchs_api, torchs_wrapper, torchs_scaler, torchs_wrap, torchs_fully_shard, torchs_composable)
-_IN_TORCH = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")  # if imported by then
+_IN_TORCH = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
 
 _torchs_own, _torchs_module = torchs.FullyShardedDataParallel, torchs.FSDPModule
 _MISSING = object()
@@ -82,6 +83,8 @@ def install() -> None:
     fsdp1_mode.active = True
     by_id: dict[int, Any] = {}
     by_id[id(clip_grad.clip_grad_norm_)] = clips_over_ranks(clip_grad.clip_grad_norm_)
+    inputs_first = torchs_stage.stage_backward_input
+    by_id[id(inputs_first)] = _refuses_units(inputs_first)
     for module in _PUBLIC:
         for name, ours in _OURS.items():
             if name in vars(module):
@@ -123,6 +126,25 @@ def _is_to_be_told(module: ModuleType) -> bool:
 def _replace(names: dict[str, Any], name: str, value: Any, *, missing: bool = False) -> None:
     _replaced.append((names, name, _MISSING if missing else names[name]))
     names[name] = value
+
+
+def _refuses_units(inputs_first: Any) -> Any:
+    """`inputs_first`, which computes the gradients of a stage's inputs before those of its `weights`, refuses stages with
+    units: it would hand the latter's to nobody who reduces them, and torch's FSDP2 drops them without a word if it
+    frees parameters after a forward."""
+
+    @functools.wraps(inputs_first)
+    def refuses(outputs: Any, output_grads: Any, inputs: Any, weights: Any) -> Any:
+        weights = [*weights]
+        if any(registry.owner_of(weight) is not None for weight in weights):
+            raise UsageError(
+                "this pipeline schedule computes gradients of a stage's inputs first and those of its parameters later "
+                "(zero bubble, DualPipeV), apart from any backward, so that a stage that is sharded cannot reduce "
+                "them. Use ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
+            )
+        return inputs_first(outputs, output_grads, inputs, iter(weights))
+
+    return refuses
 
 
 class StateOfModule:

@@ -16,7 +16,7 @@ from torch.distributed import pipelining
 from flatfsdp import FSDPModule, as_torch
 from tests.conftest import Run
 
-STAGES = {"ScheduleGPipe": 2, "Schedule1F1B": 2, "ScheduleInterleaved1F1B": 4}
+STAGES = {"ScheduleGPipe": 2, "Schedule1F1B": 2, "ScheduleInterleaved1F1B": 4, "ScheduleLoopedBFS": 4}
 BLOCKS, ROWS, LR = 4, 8, 0.01
 
 

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.distributed.pipelining import stage
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatfsdp
-from flatfsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from flatfsdp import FSDPModule, FullyShardedDataParallel, as_torch, fully_shard
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
 
 SHAPE = (4, 8)
@@ -393,3 +394,19 @@ def test_what_is_gathered_ahead_is_listed_before_the_root_is_known() -> None:
         other(torch.ones(2, 4))
     with pytest.raises(ConfigTypeError, match="modules of fully_shard"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+def test_schedules_that_compute_gradients_of_inputs_first_are_refused() -> None:
+    sharded, alone, x = model_of(), plain(), torch.ones(2, 4, requires_grad=True)
+    as_torch.install()
+    try:
+        with pytest.raises(UsageError, match="zero bubble.*Use ScheduleGPipe, Schedule1F1B"):
+            stage.stage_backward_input([sharded(x).sum()], None, [x], sharded.parameters())
+        (found,), _ = stage.stage_backward_input([alone(x).sum()], None, [x], alone.parameters())
+    finally:
+        as_torch.uninstall()
+    (expected,) = torch.autograd.grad(plain()(x).sum(), x)
+    assert torch.equal(found, expected)
