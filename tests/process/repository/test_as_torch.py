@@ -125,8 +125,10 @@ def printed(program: Path, *arguments: str, as_torch: bool = False) -> str:
 
 
 def test_an_unmodified_program_runs_by_command(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    said = start(tmp_path, "-m", "flatfsdp.as_torch", "program.py", "orig")
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "program.py").write_text(f"import lies_beside\n{PROGRAM}")
+    (tmp_path / "beside" / "lies_beside.py").touch()
+    said = start(tmp_path, "-m", "flatfsdp.as_torch", "beside/program.py", "orig")
     assert "<rank 0 is done>" in said and "<rank 1 is done>" in said
 
 
