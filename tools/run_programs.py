@@ -1,6 +1,6 @@
 """Runs the programs of tests/process/programs/fsdp2, each on torch's FSDP2 and under `flatfsdp.as_torch`, and writes a
-dated table of how they compare: tools/bench_results/programs.json and .md. `tools/programs` calls it in the right
-environment."""
+dated table of how they compare: tools/bench_results/programs.json and .md. Rows of programs that do not run this time
+stay. `tools/programs` calls it in the right environment."""
 
 from __future__ import annotations
 
@@ -37,42 +37,53 @@ def row_of(case: Case, limit: float) -> dict[str, Any]:
     return row | {"outcome": "equal to the bit" if found.largest == 0 else f"within {case.bound:g}"}
 
 
-def facts() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit.stdout.strip(),
-        "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-    }
+def versions() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"Python": platform.python_version(), **packages}
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """The rows that were written before, by their programs."""
+    path = RESULTS.with_suffix(".json")
+    return {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
 
 
 def table(found: dict[str, Any]) -> str:
     rows = found["rows"]
     good = sum(row["outcome"] not in ("failed", "differs") for row in rows)
-    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    packages = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines = [
         "# Programs of other frameworks on flatfsdp",
         "",
-        f"`tools/programs`, {found['date']}, commit {found['commit']}, Python {found['python']}, {packages}; gloo "
-        f"ranks on one CPU. {good} of {len(rows)} programs end as they do on torch's FSDP2.",
+        f"`tools/programs` with {packages}; gloo ranks on one CPU. {good} of {len(rows)} programs end as they do on "
+        "torch's FSDP2.",
         "",
         "Each program runs unmodified, once on torch's FSDP2 and once under `python -m flatfsdp.as_torch`. Compared "
         "are the losses and gradient norms of every step and, on every rank, each parameter's shard, mesh, placements "
         "and shape at the end.",
         "",
-        "| program | ranks | outcome | largest difference | numbers compared |",
-        "|---|---|---|---|---|",
+        "| program | ranks | outcome | largest difference | numbers compared | date | commit |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         largest = f"{row['largest']:.3g}" if math.isfinite(row.get("largest", math.nan)) else "-"
-        lines.append(f"| {row['name']} | {row['ranks']} | {row['outcome']} | {largest} | {row.get('compared', 0):,} |")
+        numbers = f"{row.get('compared', 0):,} | {row['date']} | {row['commit']}"
+        lines.append(f"| {row['name']} | {row['ranks']} | {row['outcome']} | {largest} | {numbers} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/programs", description=__doc__)
-    parser.add_argument("names", nargs="*", help="parts of names: only these programs run, and nothing is written")
+    parser.add_argument("names", nargs="*", help="parts of names: only these programs run")
     parser.add_argument("--limit", type=float, default=180, help="seconds that one run of a program may take")
     parser.add_argument("--list", action="store_true", help="print the programs")
     arguments = parser.parse_args()
@@ -80,18 +91,20 @@ def main() -> int:
     if arguments.list:
         sys.stdout.write("".join(f"{case.name}\n" for case in cases))
         return 0
-    found = facts() | {"rows": []}
+    rows = kept()
+    failed = False
     for case in cases:
-        row = row_of(case, arguments.limit)
-        found["rows"].append(row)
+        row = row_of(case, arguments.limit) | {"date": today(), "commit": commit()}
+        rows[case.name] = row
         sys.stdout.write(f"{row['outcome']:16}  {case.name}\n")
         if row["outcome"] in ("failed", "differs"):
+            failed = True
             sys.stdout.write(f"{row.get('error') or row['problems'] or row['largest']}\n")
         sys.stdout.flush()
-    if not arguments.names:
+        found = {"versions": versions(), "rows": [rows[each.name] for each in CASES if each.name in rows]}
         RESULTS.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         RESULTS.with_suffix(".md").write_text(table(found))
-    return int(any(row["outcome"] in ("failed", "differs") for row in found["rows"]))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,9 @@ CASES = [
             ("FSDP + TP 2x2", 4, ("fsdp=2", "tp=2")),
         )
     ),
+    Case("torchao: float8", "with_torchao.py", ("clip",), ("torchao",)),
+    # torch's gathers nothing in float8 on gloo: its yardstick gathers in full precision, and rounds after that.
+    Case("torchao: float8, gathered in float8", "with_torchao.py", ("gather",), ("torchao",), theirs=()),
     *(
         Case(f"Lightning: ModelParallelStrategy, {name}", "with_lightning.py", options, LIGHTNING, ranks, parts=RESUMED)
         for name, ranks, options in (

@@ -23,7 +23,8 @@ def described(parameter: torch.Tensor) -> dict[str, Any]:
         return {"local": parameter.detach().clone(), "spec": f"{tuple(parameter.shape)}"}
     names = parameter.device_mesh.mesh_dim_names
     spec = f"{tuple(parameter.shape)} {parameter.placements} {names} {parameter.device_mesh.mesh.tolist()}"
-    return {"local": parameter.to_local().detach().clone(), "spec": spec}
+    local = parameter.to_local().detach()
+    return {"local": getattr(local, "_tensor", local).clone(), "spec": spec}  # torchao has the master's in a class
 
 
 def write(folder: str | Path, values: Iterable[float], *modules: nn.Module, also: str = "") -> None:
