@@ -129,9 +129,9 @@ def _replace(names: dict[str, Any], name: str, value: Any, *, missing: bool = Fa
 
 
 def _refuses_units(inputs_first: Any) -> Any:
-    """`inputs_first`, which computes the gradients of a stage's inputs before those of its `weights`, refuses stages with
-    units: it would hand the latter's to nobody who reduces them, and torch's FSDP2 drops them without a word if it
-    frees parameters after a forward."""
+    """`inputs_first`, which computes gradients of a stage's inputs before those of its `weights`, refuses stages with
+    units: it hands the latter's to nobody who reduces them. torch's FSDP2 loses them without a word where it frees
+    parameters after a forward."""
 
     @functools.wraps(inputs_first)
     def refuses(outputs: Any, output_grads: Any, inputs: Any, weights: Any) -> Any:

@@ -403,7 +403,7 @@ def test_schedules_that_compute_gradients_of_inputs_first_are_refused() -> None:
     sharded, alone, x = model_of(), plain(), torch.ones(2, 4, requires_grad=True)
     as_torch.install()
     try:
-        with pytest.raises(UsageError, match="zero bubble.*Use ScheduleGPipe, Schedule1F1B"):
+        with pytest.raises(UsageError, match=r"zero bubble.*Use ScheduleGPipe, Schedule1F1B"):
             stage.stage_backward_input([sharded(x).sum()], None, [x], sharded.parameters())
         (found,), _ = stage.stage_backward_input([alone(x).sum()], None, [x], alone.parameters())
     finally:
