@@ -62,6 +62,12 @@ def mesh_of_both(dp_mesh: Any, other: Any) -> Any:
             'be put together. Make both from init_device_mesh(..., mesh_dim_names=("dp", "tp")), as mesh["dp"] and '
             'mesh["tp"]'
         )
+    if both := [name for name in dp_mesh.mesh_dim_names if name in other.mesh_dim_names]:
+        raise UsageError(
+            f"the meshes of data and tensor parallelism have dimensions {names}: {both[0]!r} is in both. A parameter "
+            'that is a DTensor lies on the dimensions of tensor parallelism alone, such as mesh["tp"]; data '
+            "parallelism splits what it has there"
+        )
     try:
         return _dtensor.concatenated([dp_mesh, other])
     except RuntimeError as error:
