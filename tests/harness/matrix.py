@@ -16,12 +16,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import combinations, islice, product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tests.harness import parity
 from tests.harness.reference import Recipe, Story
+
+C = TypeVar("C")
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -176,20 +178,20 @@ def crossed_cells() -> tuple[Cell, ...]:
 Pair = tuple[tuple[str, Any], tuple[str, Any]]  # two factors' names, each with a level
 
 
-def pairs_of(cell: Cell) -> frozenset[Pair]:
+def pairs_of(cell: Any, factors: Iterable[str] = CROSSED) -> frozenset[Pair]:
     """Every pair of levels that occurs in ``cell``."""
-    return frozenset(combinations(((name, getattr(cell, name)) for name in CROSSED), 2))
+    return frozenset(combinations(((name, getattr(cell, name)) for name in factors), 2))
 
 
-def covering_array(cells: Iterable[Cell]) -> list[Cell]:
+def covering_array(cells: Iterable[C], factors: Iterable[str] = CROSSED) -> list[C]:
     """A few of ``cells`` in which every pair of levels occurs that occurs in any; the same few at every call.
 
     Greedy: always the first of the cells with the most pairs that none before it had.
     """
     bits: dict[Pair, int] = {}
-    remaining = {cell: sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs_of(cell)) for cell in cells}
+    remaining = {cell: sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs_of(cell, factors)) for cell in cells}
     uncovered = (1 << len(bits)) - 1
-    chosen: list[Cell] = []
+    chosen: list[C] = []
     while uncovered:
         best = max(remaining, key=lambda cell: (remaining[cell] & uncovered).bit_count())
         chosen.append(best)

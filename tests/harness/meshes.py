@@ -21,3 +21,9 @@ def shared_mesh(*shape: int) -> DeviceMesh:
 def replicas_of_shards() -> DeviceMesh:
     """The mesh of the hybrid strategies: two replicas. Collective at the first call."""
     return shared_mesh(2, dist.get_world_size() // 2)
+
+
+@lru_cache(maxsize=8)
+def named_mesh(*shape: int) -> DeviceMesh:
+    """One whose axes have names, as `fully_shard` wants it of a hybrid. Collective at the first call."""
+    return dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])

@@ -186,6 +186,27 @@ class Nest(nn.Module):
         return self.second(x + self.shift)
 
 
+class Rows(Nest):
+    """The same without a scalar, which `fully_shard` refuses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gain = nn.Parameter(torch.tensor([0.5]))
+
+
+class Encoding(nn.Module):
+    """An encoder, which is also called by itself, before everything and afterwards."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Feedforward(width, width + 2), Feedforward(width, width + 5))
+        self.shift = nn.Parameter(torch.randn(width))
+        self.head = nn.Linear(width, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x + self.shift))
+
+
 class Chosen(nn.Module):
     """Uses those of its weights that the bits from `first` on in `bits` are set for; with none returns its input."""
 
@@ -266,6 +287,13 @@ def _some_outputs(model: nn.Module, batch: Batch) -> Tensor:
     return loss + aside.float().square().mean() if int(bits) >> 6 else loss
 
 
+def _encoded_apart(model: Any, batch: Batch) -> Tensor:
+    x, target = batch
+    before = model.encoder[0](x).float().square().mean()
+    output = model(x)
+    return F.mse_loss(output.float(), target) + before + model.encoder[1](x).float().square().mean()
+
+
 def _cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     tokens, target = batch
     return F.cross_entropy(model(tokens).float().flatten(0, 1), target.flatten())
@@ -327,6 +355,22 @@ CASES: dict[str, Case] = {
             _chosen,
             frozenset({Chosen, Feedforward}),
             _some_outputs,
+            concatenable=False,
+        ),
+    )
+}
+
+# Under `fully_shard` alone: the wrapper takes no forward of a module inside before its root's.
+OF_FULLY_SHARD: dict[str, Case] = {
+    case.name: case
+    for case in (
+        _vector_case("rows", lambda: Rows(WIDTH), 2, Rows, Feedforward),
+        Case(
+            "encoder",
+            _built(lambda: Encoding(WIDTH, OUT)),
+            _vectors,
+            frozenset({Feedforward}),
+            _encoded_apart,
             concatenable=False,
         ),
     )

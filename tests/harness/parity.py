@@ -85,7 +85,7 @@ class FSDP:
         arguments = dict(options)
         checkpointing = arguments.pop("checkpointing", None)
         if checkpointing == "checkpoints inside units":
-            _checkpoint([module for module in model.modules() if type(module) in recipe.model.units])
+            recompute_forwards([module for module in model.modules() if type(module) in recipe.model.units])
         if isinstance(strategy := arguments.get("sharding_strategy"), str):
             arguments["sharding_strategy"] = package.ShardingStrategy[strategy]
         if "cpu_offload" in arguments:
@@ -104,7 +104,7 @@ class FSDP:
         wrapped: nn.Module = package.FullyShardedDataParallel(model, **arguments)
         if checkpointing in ("checkpoints around units", "reentrant checkpoints"):
             inside = [module for module in wrapped.modules() if type(module) is type(wrapped) and module is not wrapped]
-            _checkpoint(inside, reentrant=checkpointing == "reentrant checkpoints")
+            recompute_forwards(inside, reentrant=checkpointing == "reentrant checkpoints")
         return wrapped
 
     def optimize(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -161,7 +161,7 @@ _stepping: weakref.WeakKeyDictionary[nn.Module, OptimizerInBackward] = weakref.W
 CHECKPOINTING = ("checkpoints inside units", "checkpoints around units", "reentrant checkpoints")
 
 
-def _checkpoint(modules: list[nn.Module], *, reentrant: bool = False) -> None:
+def recompute_forwards(modules: list[nn.Module], *, reentrant: bool = False) -> None:
     """Let the forward of each module be recomputed in the backward."""
     for module in modules:
         module.forward = partial(_recomputed, module.forward, reentrant)  # type: ignore[method-assign]

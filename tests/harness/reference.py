@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness.gradients import Gradients, Together, fill, gradients_of
-from tests.harness.models import CASES, Batch, Case
+from tests.harness.models import CASES, OF_FULLY_SHARD, Batch, Case
 
 Tensors = dict[str, Tensor]
 
@@ -27,7 +27,7 @@ class Recipe:
     """How a model is trained: what both the engine and its reference are told.
 
     Attributes:
-        case: a name in `models.CASES`.
+        case: a name in `models.CASES`, or in `models.OF_FULLY_SHARD`.
         steps: optimizer steps.
         micro: microbatches per step.
         accumulate: with several microbatches, "no_sync" (gradients add up unsharded and are reduced once) or
@@ -61,7 +61,7 @@ class Recipe:
     @property
     def model(self) -> Case:
         """The case by its name."""
-        return CASES[self.case]
+        return (CASES | OF_FULLY_SHARD)[self.case]
 
     def optimize(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """A new optimizer."""

@@ -54,6 +54,12 @@ def local_of(value: Any) -> torch.Tensor:
     return local
 
 
+def local_bytes(value: torch.Tensor) -> int:
+    """Bytes of what this rank has of `value`, which may be a DTensor."""
+    local = local_of(value) if is_dtensor(value) else value
+    return local.numel() * local.element_size()
+
+
 def spec_of(value: Any) -> Any:
     """The DTensorSpec of a DTensor."""
     return value._spec

@@ -8,7 +8,7 @@ calls the units inside where it meets them; what a model declares first is used 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from ...errors import ConfigValueError, UsageError
 from ...fully_sharded_data_parallel import FullyShardedDataParallel
+from ..base._dtensor import local_bytes
 from ..device.fake_tensors import is_memoryless
 from ..features.optimizer_in_backward import OptimizerInBackward
 from ..runtime.model import outermost_model
+from ..runtime.model_facts import steppable_of
 from ..runtime.unit import Unit
 from .summary import UnitSummary, stats, units_in_order
 
@@ -67,7 +69,7 @@ class Plan:
 
 
 def memory_plan(
-    model: FullyShardedDataParallel,
+    model: Any,
     optimizer: torch.optim.Optimizer | OptimizerInBackward | None = None,
     *,
     microbatches: int = 1,
@@ -80,10 +82,11 @@ def memory_plan(
     Not in it is what `detect_nonfinite()` and a gradient scaler send.
 
     Args:
-        model: the outermost wrapper, made inside `dry_run()`.
+        model: the outermost wrapper, or module of `fully_shard`, made inside `dry_run()`.
         optimizer: built on its parameters, or what `optimizer_in_backward` returned.
-        microbatches: backwards of a step; all but the last run under `no_sync()`.
-        max_norm: what the step clips gradients to, by `clip_grad_norm_`.
+        microbatches: backwards of a step; all but the last only accumulate.
+        max_norm: what the step clips gradients to, by the wrapper's `clip_grad_norm_`; what torch's sends for DTensors
+            is not in the plan.
 
     Raises:
         ConfigValueError: `microbatches` below 1.
@@ -110,9 +113,9 @@ def memory_plan(
         for _ in range(SETTLING + 1):
             figures.reset()
             for place in range(microbatches):
-                with model.no_sync() if place < microbatches - 1 else nullcontext():
-                    model(torch.zeros(())).float().backward()
-            if max_norm is not None:
+                model.set_requires_gradient_sync(place == microbatches - 1)
+                model(torch.zeros(())).float().backward()
+            if max_norm is not None and isinstance(model, FullyShardedDataParallel):
                 model.clip_grad_norm_(max_norm)
             comm, at_peak, unsharded, grads = (
                 figures.comm,
@@ -161,7 +164,7 @@ def _used(module: nn.Module, leaves: dict[nn.Module, list[nn.Parameter]]) -> Ite
     yield from leaves.get(module, ())
     for child in module._modules.values():
         if child is not None:
-            yield from [child] if isinstance(child, FullyShardedDataParallel) else _used(child, leaves)
+            yield from [child] if isinstance(child.__dict__.get("_unit"), Unit) else _used(child, leaves)
 
 
 def _stand_in_forward(used: list[nn.Module | nn.Parameter]) -> Callable[[Tensor], Tensor]:
@@ -217,12 +220,13 @@ def _state_of(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     for state in optimizer.state.values() if optimizer is not None else ():
         for name, value in state.items():
             if isinstance(value, Tensor):
-                found[name] = found.get(name, 0) + value.nbytes
+                found[name] = found.get(name, 0) + local_bytes(value)
     return found
 
 
 def _besides(model: nn.Module, units: list[Unit]) -> int:
     """Bytes of buffers and of parameters that no unit owns."""
     owned = {id(each) for unit in units for handle in unit.handles for each in handle.parameters}
+    owned |= {id(each) for unit in units for each in steppable_of(unit)}
     others: list[Any] = [parameter for parameter in model.parameters() if id(parameter) not in owned]
     return sum(tensor.nbytes for tensor in [*model.buffers(), *others])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
+from ..base._dtensor import local_bytes
 from ..comm.early_waits import waits_early
 from ..comm.error_feedback import KIND, residual_numels
 from ..comm.process_groups import extent_of, groups_in_words
@@ -225,7 +226,7 @@ class Stats:
     def bytes_grads(self) -> int:
         """Bytes of the `.grad` of all parameters that units own; 0 after `zero_grad(set_to_none=True)`."""
         grads = [parameter.grad for unit in self._units() for parameter in steppable_of(unit)]
-        return sum(grad.numel() * grad.element_size() for grad in grads if grad is not None)
+        return sum(local_bytes(grad) for grad in grads if grad is not None)
 
     @property
     def bytes_residuals(self) -> int:

@@ -7,12 +7,10 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 import torch.nn.functional as F
 from torch import nn
@@ -21,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import flatfsdp
 from tests.conftest import Run
+from tests.harness.meshes import named_mesh
 
 D, WORDS = 6, 11
 
@@ -137,11 +136,6 @@ def differences(ours: nn.Module, other: nn.Module, case: Case = ROWS) -> list[st
     return found
 
 
-@lru_cache
-def mesh_of(*shape: int) -> DeviceMesh:
-    return dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
 def beside_torchs(rank: int, world: int, shape: tuple[int, ...], case: Case) -> list[str]:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -149,7 +143,7 @@ def beside_torchs(rank: int, world: int, shape: tuple[int, ...], case: Case) -> 
     if case.frozen:
         model.blocks[1].up.weight.requires_grad_(False)
         model.words.requires_grad_(False)
-    mesh = mesh_of(*shape)
+    mesh = named_mesh(*shape)
     one = sharded(copy.deepcopy(model), flatfsdp, mesh, case)
     two = sharded(model, theirs, mesh, case)
     found = differences(one, two)  # nothing was computed
@@ -213,7 +207,7 @@ def chunks(rank: int, world: int, reshard: bool | None) -> list[str]:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model, case, found = Headless(), Case(reshard=reshard), []
-    one, two = sharded(copy.deepcopy(model), flatfsdp, mesh_of(2), case), sharded(model, theirs, mesh_of(2), case)
+    one, two = sharded(copy.deepcopy(model), flatfsdp, named_mesh(2), case), sharded(model, theirs, named_mesh(2), case)
     steps: list[Callable[[], Any]] = []
     for each in (one, two):
         optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
@@ -237,7 +231,7 @@ def test_an_entry_of_a_list_is_called_by_itself(reshard: bool | None, pool2: Run
 
 def exposed(rank: int, world: int) -> list[bool]:
     torch.manual_seed(0)
-    model = sharded(Headless(), flatfsdp, mesh_of(2), Case(reshard=True))
+    model = sharded(Headless(), flatfsdp, named_mesh(2), Case(reshard=True))
     batch = torch.ones(2, 3, dtype=torch.long)
     hidden = model(batch)
     seen = [isinstance(model.norm.weight, DTensor)]  # of the list only the norm ran, and the root's forward has ended
@@ -245,7 +239,7 @@ def exposed(rank: int, world: int) -> list[bool]:
     seen.append(isinstance(model.norm.weight, DTensor))  # it is kept for the backward
     output.sum().backward()
     seen.append(isinstance(model.norm.weight, DTensor))
-    whole = sharded(Net(), flatfsdp, mesh_of(2), Case(reshard=True))
+    whole = sharded(Net(), flatfsdp, named_mesh(2), Case(reshard=True))
     whole(batch)
     return [*seen, isinstance(whole.norm.weight, DTensor)]
 

@@ -14,7 +14,8 @@ from torch import nn
 
 import flatfsdp
 from tests.conftest import Run
-from tests.distributed.fully_shard.test_beside_torchs import WORDS, Case, Net, differences, mesh_of, sharded
+from tests.distributed.fully_shard.test_beside_torchs import WORDS, Case, Net, differences, sharded
+from tests.harness.meshes import named_mesh
 
 
 class WithMethod(Net):
@@ -40,7 +41,7 @@ def saved(model: nn.Module) -> nn.Module:
 
 def copies(rank: int, world: int, how: str, shape: tuple[int, ...]) -> list[str]:
     torch.manual_seed(0)
-    model: Any = sharded(WithMethod(), flatfsdp, mesh_of(*shape), Case())
+    model: Any = sharded(WithMethod(), flatfsdp, named_mesh(*shape), Case())
     flatfsdp.register_fsdp_forward_method(model, "logits")
     batches = torch.randint(0, WORDS, (6, 3, 4), generator=torch.Generator().manual_seed(rank))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -13,7 +13,8 @@ from torch import nn
 
 import flatfsdp
 from tests.conftest import Run
-from tests.distributed.fully_shard.test_beside_torchs import WORDS, Case, Net, differences, mesh_of, sharded
+from tests.distributed.fully_shard.test_beside_torchs import WORDS, Case, Net, differences, sharded
+from tests.harness.meshes import named_mesh
 
 
 def batches(rank: int, count: int = 3) -> list[torch.Tensor]:
@@ -85,7 +86,7 @@ PROGRAMS = {each.__name__: each for each in (joined, looked_at, fused, in_backwa
 def feature(rank: int, world: int, program: Callable[[nn.Module, int], None]) -> list[str]:
     torch.manual_seed(0)
     model = Net()
-    one, two = (sharded(copy.deepcopy(model), flatfsdp, mesh_of(2), Case()) for _ in range(2))
+    one, two = (sharded(copy.deepcopy(model), flatfsdp, named_mesh(2), Case()) for _ in range(2))
     plainly(one, rank)
     program(two, rank)
     return differences(one, two)

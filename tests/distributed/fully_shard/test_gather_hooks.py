@@ -36,7 +36,6 @@ from tests.distributed.fully_shard.test_beside_torchs import (
     Case,
     Net,
     differences,
-    mesh_of,
     same,
     sharded,
     train,
@@ -45,6 +44,7 @@ from tests.distributed.fully_shard.test_copies import saved, step
 from tests.distributed.fully_shard.test_features import PROGRAMS, plainly
 from tests.harness import inspect, tensor_parallel
 from tests.harness.gather_hooks import AsBfloat16, AsInt8, Gathered, extend
+from tests.harness.meshes import named_mesh
 
 
 def net(kind: Any, case: Case = ROWS) -> Net:
@@ -75,7 +75,7 @@ def compared(one: Any, two: Any, case: Case, rank: int, steps: int = 3) -> list[
 
 def beside_torchs(rank: int, world: int, shape: tuple[int, ...], kind: Any, case: Case) -> list[str]:
     warnings.simplefilter("ignore")
-    model, mesh = net(kind, case), mesh_of(*shape)
+    model, mesh = net(kind, case), named_mesh(*shape)
     Gathered.calls.clear()
     one = sharded(copy.deepcopy(model), flatfsdp, mesh, case)
     two = sharded(model, theirs, mesh, case)
@@ -181,7 +181,7 @@ def test_uneven_rows(world: int, run: Run) -> None:
 def portions(rank: int, world: int) -> list[str]:
     """What stays among fewer ranks after a forward is bytes, too."""
     case = Case(micro="ns")
-    one, two = (sharded(net(AsBfloat16), flatfsdp, mesh_of(world), replace(case, reshard=n)) for n in (2, True))
+    one, two = (sharded(net(AsBfloat16), flatfsdp, named_mesh(world), replace(case, reshard=n)) for n in (2, True))
     return compared(one, two, case, rank)
 
 
@@ -192,7 +192,7 @@ def test_fewer_ranks_after_a_forward(pool4: Run) -> None:
 def in_any_order(rank: int, world: int) -> list[str]:
     """Evaluation before training; a graph that is kept; outputs that are parameters; written shards."""
     case, found = Case(reshard=True), []
-    plain, model = (sharded(net(AsBfloat16), flatfsdp, mesh_of(world), case) for _ in range(2))
+    plain, model = (sharded(net(AsBfloat16), flatfsdp, named_mesh(world), case) for _ in range(2))
     batch = torch.arange(8).view(2, 4)
     with torch.inference_mode():
         model(batch)
@@ -224,7 +224,7 @@ def test_any_order_of_passes(pool2: Run) -> None:
 
 def features(rank: int, world: int, program: Callable[[nn.Module, int], None]) -> list[str]:
     model = net(AsBfloat16, Case(frozen=True))
-    one, two = (sharded(copy.deepcopy(model), flatfsdp, mesh_of(world), ROWS) for _ in range(2))
+    one, two = (sharded(copy.deepcopy(model), flatfsdp, named_mesh(world), ROWS) for _ in range(2))
     plainly(one, rank)
     program(two, rank)
     return differences(one, two)
@@ -282,7 +282,7 @@ def test_only_what_hooks_return_is_allocated_and_gathered(pool2: Run) -> None:
 
 
 def copies(rank: int, world: int, how: str) -> list[str]:
-    model: Any = sharded(net(AsBfloat16), flatfsdp, mesh_of(world), Case())
+    model: Any = sharded(net(AsBfloat16), flatfsdp, named_mesh(world), Case())
     batches = torch.randint(0, WORDS, (4, 3, 4), generator=torch.Generator().manual_seed(rank))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step(model, optimizer, batches[0])
@@ -313,7 +313,7 @@ def checkpoints(rank: int, world: int, folder: str) -> list[str]:
     """Whole and sharded state dicts, DCP's files, values that are assigned, a model on the meta device."""
     warnings.simplefilter("ignore")
     case, found = Case(), []
-    model: Any = sharded(net(AsBfloat16), flatfsdp, mesh_of(world), case)
+    model: Any = sharded(net(AsBfloat16), flatfsdp, named_mesh(world), case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batches = torch.randint(0, WORDS, (2, 3, 4), generator=torch.Generator().manual_seed(rank))
     step(model, optimizer, batches[0])
@@ -329,7 +329,7 @@ def checkpoints(rank: int, world: int, folder: str) -> list[str]:
         found.append(f"whole values are { ({type(each) for each in whole.values()}) }")
 
     torch.manual_seed(1)
-    other: Any = sharded(extend(Net(), AsBfloat16), flatfsdp, mesh_of(world), case)  # type: ignore[arg-type]
+    other: Any = sharded(extend(Net(), AsBfloat16), flatfsdp, named_mesh(world), case)  # type: ignore[arg-type]
     others = torch.optim.AdamW(other.parameters(), lr=1e-2)
     step(other, others, batches[1])
     read = dict(zip(("model", "optimizer"), get_state_dict(other, others), strict=True))
@@ -339,9 +339,9 @@ def checkpoints(rank: int, world: int, folder: str) -> list[str]:
 
     with torch.device("meta"):
         empty: Any = extend(Net(), AsBfloat16)
-    assigned = sharded(empty, flatfsdp, mesh_of(world), case)
+    assigned = sharded(empty, flatfsdp, named_mesh(world), case)
     assigned.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    made: Any = sharded(extend(Net(), AsBfloat16), flatfsdp, mesh_of(world), case)  # type: ignore[arg-type]
+    made: Any = sharded(extend(Net(), AsBfloat16), flatfsdp, named_mesh(world), case)  # type: ignore[arg-type]
     set_model_state_dict(
         made,
         whole if rank == 0 else {},

@@ -1,0 +1,130 @@
+"""The random models of the wrapper under `fully_shard`: in units of one module or of lists, of which parts run before
+the root or after it, against the same models in one process."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import flatfsdp
+from flatfsdp import ShardedGradScaler, fuse_optimizer_steps, optimizer_in_backward
+from tests.conftest import Run
+from tests.distributed.runtime.test_random_models import STEPS, WIDTH, How, Nest, Net, _loss
+from tests.harness.front import whole
+from tests.harness.gradients import gradients_of, unlike
+from tests.harness.meshes import named_mesh
+from tests.harness.pool import JobFailed
+from tests.harness.thorough import seeds
+
+LISTED = 0.25  # of units
+
+
+def sharded(net: Net, how: How, drawn: random.Random) -> Any:
+    """`net` in units: nested ones by themselves, the others in lists at times; what is tied stays with the root."""
+    shape = (2, how.world // 2) if how.strategy == "HYBRID_SHARD" else (how.world,)
+    columns = drawn.random() < 0.3
+    settings: dict[str, Any] = {
+        "mesh": named_mesh(*shape),
+        "shard_placement_fn": (lambda parameter: Shard(1)) if columns else None,
+    }
+    ways = [None, True, False] + [how.neighbours] * (how.neighbours is not None)
+    counted: dict[nn.Parameter, int] = {}
+    for unit in net.units:
+        for name in dict(unit.named_parameters(remove_duplicate=False)):
+            counted[unit.get_parameter(name)] = counted.get(unit.get_parameter(name), 0) + 1
+    waiting: list[nn.Module] = []
+    for unit in net.units:
+        if any(counted[parameter] > 1 for parameter in unit.parameters()):
+            continue
+        # Ranks that pass over what is recomputed reentrantly inside a unit wait for each other, and say so.
+        if isinstance(unit, Nest) and (unit.recompute is True or drawn.random() < 0.7):
+            flatfsdp.fully_shard(unit.inner, reshard_after_forward=drawn.choice(ways), **settings)
+        if drawn.random() < LISTED:
+            waiting.append(unit)
+        else:
+            flatfsdp.fully_shard(unit, reshard_after_forward=drawn.choice(ways), **settings)
+    if waiting:
+        flatfsdp.fully_shard(waiting, reshard_after_forward=drawn.choice(ways), **settings)
+    return flatfsdp.fully_shard(net, reshard_after_forward=drawn.choice(ways), **settings)
+
+
+def train(rank: int, world: int, seed: int, how: How) -> list[str]:
+    """What parameters, and gradients where they are kept, are not those of one process that runs all ranks' batches."""
+    drawn = random.Random(f"front {seed}")
+    model, alone = sharded(Net(seed, how), how, drawn), Net(seed, how)
+    optimizer, plain = how.optimizer(model), how.optimizer(alone)
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**10) if how.stepping == "scaled" else None
+    in_backward = how.stepping == "in the backward"
+    if in_backward:
+        optimizer_in_backward(model, optimizer)
+    elif how.stepping == "flat":
+        fuse_optimizer_steps(optimizer)
+    loss = partial(_loss, seed=seed, how=how)
+    encodes = drawn.random() < 0.3 and isinstance(model.units[0], flatfsdp.FSDPModule)  # it runs by itself, too
+    for step in range(STEPS):
+        if how.evaluates:
+            with torch.no_grad():
+                loss(model, 0, step, 0)
+        if encodes:
+            with torch.no_grad():
+                model.units[0](torch.ones(1, WIDTH), "abc")
+        for microbatch in range(how.microbatches):
+            model.set_requires_gradient_sync(microbatch == how.microbatches - 1)
+            scaled = loss(model, rank, step, microbatch)
+            (scaled if scaler is None else scaler.scale(scaled)).backward()
+            for of in range(world):
+                (loss(alone, of, step, microbatch) / world).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        found: list[str] = []
+        if not in_backward:
+            expected = gradients_of(alone)
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    grad = None if parameter.grad is None else parameter.grad.full_tensor()
+                    found += wrong(f"step {step}: gradient of {name}", grad, expected[name])
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif not in_backward:
+            optimizer.step()
+        plain.step()
+        for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            found += wrong(f"step {step}: {name}", whole(parameter), other)
+        if found:
+            return found
+        for each in optimizer, plain:
+            each.zero_grad(how.to_none or in_backward)
+    return []
+
+
+def wrong(what: str, found: torch.Tensor | None, expected: torch.Tensor | None) -> list[str]:
+    words = unlike(found, expected, rtol=1e-3, atol=1e-4)
+    return [f"{what}: {words}"] if words else []
+
+
+def play(run: Run, seed: int, how: How) -> None:
+    try:
+        assert run(how.world, train, seed, how, timeout=60) == [[]] * how.world
+    except JobFailed as error:
+        assert "ended a backward that computed no gradient of a parameter" in str(error)
+
+
+@pytest.mark.parametrize("seed", seeds(6, 300))
+def test_models_train_as_in_one_process(run: Run, seed: int) -> None:
+    play(run, seed, How.drawn(seed))
+
+
+@pytest.mark.parametrize("seed", seeds(4, 300))
+def test_so_they_do_where_units_return_several_tensors(run: Run, seed: int) -> None:
+    play(
+        run,
+        seed,
+        How.drawn(seed)._replace(outputs=True, reentrant=seed % 2 == 0, siblings=seed % 3 == 0, corners=False),
+    )
