@@ -291,6 +291,19 @@ def _tensors_in(nested: Any) -> Iterator[Tensor]:
             yield from _tensors_in(each)
 
 
+def _loss(net: nn.Module, of: int, step: int, microbatch: int, *, seed: int, how: How) -> Tensor:
+    """That of one rank in one microbatch."""
+    differ = how.apart or not how.alike
+    last = how.microbatches > 1 or (how.reentrant and differ)
+    total = torch.zeros(())
+    for forward in range(how.forwards):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(of + 10 * microbatch + 100 * forward))
+        use = 100 * seed + 10 * step + (0 if how.alike else of) + 10**6 * microbatch + 10**7 * forward
+        choice = use + (10**8 * of if how.apart else 0)
+        total = total + _chosen(net(x, use), choice, last=last, sure=differ, sparing=how.sparing)
+    return total / how.microbatches
+
+
 def _train(rank: int, world: int, seed: int, how: How) -> list[str]:
     """What parameters, and gradients where they are kept, are not those of one process that runs all ranks' batches."""
     mesh = replicas_of_shards() if how.strategy == "HYBRID_SHARD" else None
@@ -317,17 +330,7 @@ def _train(rank: int, world: int, seed: int, how: How) -> list[str]:
     elif how.stepping == "flat" and how.original:
         fuse_optimizer_steps(optimizer)
 
-    differ = how.apart or not how.alike
-    last = how.microbatches > 1 or (how.reentrant and differ)
-
-    def loss(net: nn.Module, of: int, step: int, microbatch: int) -> Tensor:
-        total = torch.zeros(())
-        for forward in range(how.forwards):
-            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(of + 10 * microbatch + 100 * forward))
-            use = 100 * seed + 10 * step + (0 if how.alike else of) + 10**6 * microbatch + 10**7 * forward
-            choice = use + (10**8 * of if how.apart else 0)
-            total = total + _chosen(net(x, use), choice, last=last, sure=differ, sparing=how.sparing)
-        return total / how.microbatches
+    loss = partial(_loss, seed=seed, how=how)
 
     def wrong(what: str, found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> list[str]:
         lines = [f"{name}: {unlike(found[name], expected[name], rtol=1e-3, atol=1e-4)}" for name in expected]
