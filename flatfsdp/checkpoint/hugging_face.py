@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ def load_safetensors(
     *,
     strict: bool = True,
     verify: bool = True,
+    names: Callable[[str], str | None] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Load safetensors files into `model`: each rank reads what it owns, straight into its shards.
@@ -157,6 +159,8 @@ def load_safetensors(
         strict: refuse names that are missing in the files, and names there that the model has not. Tied parameters may
             be there under any of their names.
         verify: compare the files with the checksums that `export_safetensors` left, if there are any.
+        names: what a parameter or buffer of the model, by its name there, is called in the files; None for what is
+            left as it is. The same on all ranks; by default both names are the same.
         process_group: the ranks over which the model is spread; None for all.
 
     Raises:
@@ -170,6 +174,8 @@ def load_safetensors(
     def look() -> tuple[dict[str, Entry], list[NamedParam]]:
         there = _entries_at(Path(source))
         params = _params_at_rest(model, "load_safetensors()")
+        if names is not None:
+            params = [found for each in params if (found := _renamed(each, names))]
         wanted = {_name_in(each, there): each.in_place() for each in params}
         known = {name for each in params for name in each.names}
         shapes = {name: entry.shape for name, entry in there.items() if name in wanted or name not in known}
@@ -201,6 +207,12 @@ def _params_at_rest(model: nn.Module, what: str) -> list[NamedParam]:
     units = units_in(model)
     quiesce(units, collective=False, check=lambda unit: check_idle(unit, what))
     return [*named_state(model), *named_buffers(model)]
+
+
+def _renamed(param: NamedParam, names: Callable[[str], str | None]) -> NamedParam | None:
+    """`param` under the names that files have for it; None where they have none."""
+    found = tuple(other for name in param.names if (other := names(name)) is not None)
+    return replace(param, name=found[0], names=found) if found else None
 
 
 def _name_in(param: NamedParam, there: Mapping[str, Entry]) -> str:

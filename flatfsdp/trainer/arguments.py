@@ -55,10 +55,20 @@ NOT_BY_NAME = {
 }
 """Those of torch that settings do not name, each with the reason."""
 
-SCHEDULERS: Mapping[str, Callable[[float], float]] = {
+
+def stay_then_decay(done: float, *, decay: float = 0.2) -> float:
+    """The schedule "wsd" (warmup, stable, decay): 1, and over the last share `decay` linear down to 0.
+
+    Source: MiniCPM, arXiv:2404.06395, section 4.
+    """
+    return min(1.0, (1.0 - done) / decay)
+
+
+SCHEDULERS: Mapping[str, Callable[..., float]] = {
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "wsd": stay_then_decay,
 }
 """Names of schedules: the share of the highest learning rate when a share of the run after the warmup is over."""
 
@@ -137,8 +147,9 @@ OptimizerName = Annotated[
 SchedulerName = Annotated[
     Any, PlainValidator(Name(SCHEDULERS, "a callable (optimizer, steps) -> LRScheduler", callable))
 ]
-Module = Annotated[Any, PlainValidator(Name(thing="a module or a function"))]
-Data = Annotated[Any, PlainValidator(Name(thing="a dataset or a function"))]
+CheckpointPolicy = Annotated[Any, PlainValidator(Name(thing="a function", is_thing=callable))]
+Module = Annotated[Any, PlainValidator(Name(thing="a module or a function", schemes=("hf",)))]
+Data = Annotated[Any, PlainValidator(Name(thing="a dataset or a function", schemes=("text", "jsonl", "hf")))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +169,8 @@ class FSDPArguments(Settings):
     replicas: Count | None = setting(None, "copies of the model in the hybrid strategies; none for one per node")
     units: Units = setting("auto", "which submodules become units: auto, none, a path, a class; or several a,b")
     units_fallback: bool = setting(False, "where units names nothing, take the whole model as one unit")
+    bf16: bool = setting(False, "compute in bf16 and sum gradients in fp32: param_dtype and reduce_dtype in a word")
+    fp16: bool = setting(False, "compute in fp16 with scaled losses and sum gradients in fp32: the same in fp16")
     param_dtype: DType | None = setting(None, "dtype to compute in, such as bf16; none for the parameters' own")
     reduce_dtype: DType | None = setting(
         None, "dtype in which gradients are summed over ranks; none for the one to compute in"
@@ -178,6 +191,16 @@ class FSDPArguments(Settings):
         "flat", "ranks split all parameters of a unit as one, with the least padding, or each of them by whole rows"
     )
     activation_checkpointing: bool = setting(False, "compute the activations of each unit again in the backward")
+    checkpoint_every: Count = setting(1, "with activation_checkpointing: of every so many units one")
+    checkpoint_policy: CheckpointPolicy | None = setting(
+        None,
+        "with activation_checkpointing: which operations are computed again, as a policy_fn of "
+        "torch.utils.checkpoint.create_selective_checkpoint_contexts; none for all",
+    )
+    compile: bool = setting(False, "compile each unit with torch.compile")
+    keep_frozen_unsharded: bool = setting(
+        False, "gather frozen parameters once and keep them whole, for adapters on a model that fits"
+    )
     backward_prefetch: Prefetch | None = setting(
         "backward_pre", "when backward gathers the next unit (none for not before it is reached)"
     )
@@ -191,6 +214,10 @@ class FSDPArguments(Settings):
         return torch.float16 in (self.param_dtype, self.reduce_dtype)
 
     def check_together(self) -> None:
+        self._set_precision()
+        for name in ("checkpoint_every", "checkpoint_policy"):
+            if getattr(self, name) not in (1, None) and not self.activation_checkpointing:
+                self.refuse(name, f"it belongs to {self.called('activation_checkpointing')}")
         if self.replicas is not None and self.strategy not in _HYBRIDS:
             self.refuse(
                 "replicas", f"only {' and '.join(_HYBRIDS)} replicate, and {self.called('strategy')} is {self.strategy}"
@@ -203,6 +230,16 @@ class FSDPArguments(Settings):
             for name in ("reshard_after_forward", "forward_prefetch", "gather_dtype"):
                 if getattr(self, name):
                     self.refuse(name, f"with {self.called('strategy')} no_shard parameters are never gathered")
+
+    def _set_precision(self) -> None:
+        """Put what `bf16` and `fp16` stand for into its fields."""
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            if not getattr(self, name):
+                continue
+            for field, meant in (("param_dtype", dtype), ("reduce_dtype", torch.float32)):
+                if getattr(self, field) not in (None, meant):
+                    self.refuse(name, f"{self.called(field)} is {getattr(self, field)}")
+                object.__setattr__(self, field, meant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,9 +278,15 @@ class TrainingArguments(Settings):
     )
     scheduler: SchedulerName = setting(
         "cosine",
-        "schedule of the learning rate: constant, linear, cosine, or module:function called with optimizer and steps",
+        "schedule of the learning rate: constant, linear, cosine, wsd, or module:function called with optimizer and "
+        "steps",
     )
     warmup: Annotated[NotNegative, Field(lt=1)] = setting(0.0, "share of the run in which the learning rate rises")
+    warmup_steps: Whole = setting(0, "steps in which the learning rate rises, in place of warmup")
+    min_lr: NotNegative = setting(0.0, "learning rate at which the schedule ends")
+    decay: Annotated[Positive, Field(le=1)] = setting(
+        0.2, "with the schedule wsd: share of the run after the warmup, at its end, in which the learning rate falls"
+    )
     clip: Positive | None = setting(None, "largest norm of the gradients over all ranks")
     fused_loss: bool = setting(False, "compute head and loss in chunks, so that the logits are never whole in memory")
     seed: Whole = setting(0, "seed of weights, order of samples and dropout")
@@ -300,8 +343,14 @@ class TrainingArguments(Settings):
             if name in self.optimizer_options:
                 other = "the model's" if name == "params" else f"set by {self.called(name)}"
                 self.refuse("optimizer_options", f"{name!r} is {other}")
-        if self.warmup and not (isinstance(self.scheduler, str) and self.scheduler in SCHEDULERS):
-            self.refuse("warmup", f"{self.called('scheduler')} {self.scheduler!r} sets all learning rates itself")
+        if not (isinstance(self.scheduler, str) and self.scheduler in SCHEDULERS):
+            for name in ("warmup", "warmup_steps", "min_lr"):
+                if getattr(self, name):
+                    self.refuse(name, f"{self.called('scheduler')} {self.scheduler!r} sets all learning rates itself")
+        if self.warmup and self.warmup_steps:
+            self.refuse("warmup_steps", f"{self.called('warmup')} is {self.warmup}")
+        if self.min_lr > self.lr:
+            self.refuse("min_lr", f"{self.called('lr')}, the highest, is {self.lr}")
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from flatfsdp.errors import ConfigValueError, did_you_mean, refuse_value
 from flatfsdp.trainer.arguments import Task
+from flatfsdp.trainer.call_options import check_all_taken, takes
+from flatfsdp.trainer.hub.pretrained import PREFIX, Pretrained
+from flatfsdp.trainer.hub.text_data import SOURCES, TextData
 from flatfsdp.trainer.settings import REFERENCE
 
 _MADE = ("model", "train_data", "eval_data", "objective", "tokenizer")
@@ -29,9 +31,24 @@ def make(task: Task, name: str) -> Any:
         ConfigValueError: as `resolve`. What the function raises comes as it is.
     """
     found = resolve(getattr(task, name), argument=name)
+    if name == "tokenizer" and found is None:
+        model = resolve(task.model, argument="model")
+        return model.tokenizer if isinstance(model, Pretrained) else None
+    if isinstance(found, Pretrained):
+        return found.make()
+    if isinstance(found, TextData):
+        return found.make(make(task, "tokenizer"))
     if not _is_function(found):
         return found
     return found(**{name: value for name, value in task.options.items() if takes(found, name)})
+
+
+def collate_for(task: Task) -> Any:
+    """What makes microbatches: the task's, that of text by name, or None for torch's."""
+    data = resolve(task.train_data, argument="train_data")
+    if task.collate is None and isinstance(data, TextData):
+        return data.collate(make(task, "tokenizer"))
+    return resolve(task.collate, argument="collate")
 
 
 def check_options(task: Task) -> None:
@@ -56,6 +73,10 @@ def resolve(reference: Any, *, argument: str) -> Any:
     """
     if not isinstance(reference, str):
         return reference
+    if argument == "model" and reference.startswith(PREFIX):
+        return Pretrained(reference.removeprefix(PREFIX))
+    if argument.endswith("_data") and reference.partition(":")[0] in SOURCES:
+        return TextData(reference)
     if not REFERENCE.fullmatch(reference):
         refuse_value(argument, reference, "'package.module:name'")
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -79,30 +100,6 @@ def resolve(reference: Any, *, argument: str) -> Any:
             raise ConfigValueError(f"{argument}: {owner} has no {name!r}. {hint}") from None
         why = f"{type(error).__name__}: {error}"
         raise ConfigValueError(f"{argument}: importing {reference!r} failed: {why}") from error
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether `function` can be given an argument `name` by its name; True where that cannot be known."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # a function of an extension
-        return True
-    if name in parameters:
-        return parameters[name].kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-
-
-def check_all_taken(options: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]], *, argument: str) -> None:
-    """Refuse options that none of `functions`, by their names in messages, takes.
-
-    Raises:
-        ConfigValueError: the first such option, with the nearest name.
-    """
-    for option in options:
-        if not any(takes(function, option) for function in functions.values()):
-            known = {name: None for function in functions.values() for name in inspect.signature(function).parameters}
-            hint = did_you_mean(option, known) or f"Accepted: {', '.join(known) or 'none'}."
-            raise ConfigValueError(f"{argument}: {' and '.join(functions) or 'nothing'} takes no {option!r}. {hint}")
 
 
 def _is_function(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import flatfsdp
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, few, shown, warn
-from flatfsdp.trainer.arguments import OPTIMIZERS, SCHEDULERS, TrainingArguments
-from flatfsdp.trainer.instantiate import check_all_taken, resolve, takes
+from flatfsdp.trainer.arguments import OPTIMIZERS, SCHEDULERS, TrainingArguments, stay_then_decay
+from flatfsdp.trainer.call_options import check_all_taken, takes
+from flatfsdp.trainer.instantiate import resolve
 
 
 def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
@@ -136,6 +138,8 @@ class WarmupDecayLR(LambdaLR):
         optimizer: whose param groups get their own learning rates times the factor.
         schedule: the factor of the learning rate when a share (0 to 1) of what comes after the warmup is over.
         warmup: share of the run in which the factor rises to 1; from 0 to below 1.
+        warmup_steps: steps in which it does; in place of the share.
+        least: the factor at which the schedule ends.
         steps: how many there will be; None where it is not known.
 
     Attributes:
@@ -144,22 +148,34 @@ class WarmupDecayLR(LambdaLR):
     """
 
     def __init__(
-        self, optimizer: Optimizer, schedule: Callable[[float], float], *, warmup: float = 0.0, steps: int | None = None
+        self,
+        optimizer: Optimizer,
+        schedule: Callable[[float], float],
+        *,
+        warmup: float = 0.0,
+        warmup_steps: int = 0,
+        least: float = 0.0,
+        steps: int | None = None,
     ) -> None:
         self.done = 0.0
         self._schedule = schedule
-        self._warmup = warmup
+        self._warmup, self._warmup_steps = warmup, warmup_steps
+        self._least = least
         self.steps = steps
         super().__init__(optimizer, self.factor)
 
     def factor(self, step: int) -> float:
         """The share of the highest learning rates after so many steps."""
+        # From the first step on something: a learning rate of 0 would be a step for nothing.
+        if step < self._warmup_steps:
+            return (step + 1) / (self._warmup_steps + 1)
         done = min(1.0, max(self.done, step / self.steps if self.steps else 0.0))
-        if done < self._warmup:
-            # From the first step on something: a learning rate of 0 would be a step for nothing.
+        warmup = self._warmup_steps / self.steps if self._warmup_steps and self.steps else self._warmup
+        if done < warmup:
             first = 1.0 / self.steps if self.steps else 1e-3
-            return (done + first) / (self._warmup + first)
-        return self._schedule((done - self._warmup) / (1.0 - self._warmup))
+            return (done + first) / (warmup + first)
+        left = self._schedule((done - warmup) / (1.0 - warmup)) if warmup < 1.0 else 0.0
+        return self._least + (1.0 - self._least) * left
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
         """The learning rates that the param groups have."""
@@ -199,7 +215,16 @@ def make_scheduler(optimizer: Optimizer, arguments: TrainingArguments, steps: in
     """
     found = _function(arguments, "scheduler", SCHEDULERS)
     if found in SCHEDULERS.values():
-        return WarmupDecayLR(optimizer, found, warmup=arguments.warmup, steps=steps)
+        if found is stay_then_decay:
+            found = partial(stay_then_decay, decay=arguments.decay)
+        return WarmupDecayLR(
+            optimizer,
+            found,
+            warmup=arguments.warmup,
+            warmup_steps=arguments.warmup_steps,
+            least=arguments.min_lr / arguments.lr,
+            steps=steps,
+        )
     if steps is None:
         raise ConfigValueError(
             f"scheduler: {shown(found)} is to be called with the number of steps, and this run has none: it is limited "

@@ -150,21 +150,27 @@ Text = Annotated[str, Field(min_length=1)]
 class Name:
     """One of some names, in any case, with `-` for `_` if need be, or a member of an enum by its name.
 
-    With `thing` also what is to be imported or called: "package.module:name", or from Python the thing itself.
+    With `thing` also what is to be imported or called: "package.module:name", or from Python the thing itself; and with
+    `schemes` what begins with one of them and a colon.
     """
 
     names: Iterable[str] = ()
     thing: str = ""
     is_thing: Callable[[Any], bool] = lambda value: True
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    schemes: tuple[str, ...] = ()
 
     def __call__(self, value: Any) -> Any:
         value = value.name if isinstance(value, Enum) else value
         things = ["'package.module:name'", f"or from Python {self.thing}"] if self.thing else []
+        things = [*(f"'{scheme}:...'" for scheme in self.schemes), *things]
         accepted = f"Accepted: {'' if things else 'one of '}{', '.join([*self.names, *things])}."
         if not isinstance(value, str):
             if value is None or not self.thing or not self.is_thing(value):
                 raise ConfigTypeError(accepted)
+            return value
+        scheme, colon, rest = value.partition(":")
+        if scheme in self.schemes and colon and rest:
             return value
         found = value.lower().replace("-", "_").strip("_")
         if found not in self.names and not (self.thing and REFERENCE.fullmatch(value)):

@@ -25,7 +25,9 @@ from flatfsdp.trainer.callbacks import Callback, ProgressBar
 from flatfsdp.trainer.data_loading import Loader
 from flatfsdp.trainer.fused_loss import fused
 from flatfsdp.trainer.gradients import add_gradients
-from flatfsdp.trainer.instantiate import check_options, make, resolve
+from flatfsdp.trainer.hub.adapters import export_adapter, is_adapted
+from flatfsdp.trainer.hub.pretrained import Pretrained
+from flatfsdp.trainer.instantiate import check_options, collate_for, make, resolve
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.loop import Loop
 from flatfsdp.trainer.memory_estimate import activations_counted
@@ -82,12 +84,13 @@ class Trainer(Run):
             # A model that was made elsewhere has whatever values each rank drew for it.
             synced = dataclasses.replace(fsdp, sync_module_states=fsdp.sync_module_states or plain is task.model)
             model = shard(plain, synced, device=world.device)
+            pretrained = resolve(task.model, argument="model")
             objective = make(task, "objective") or objective_for(plain)
             if training.fused_loss:
                 objective = fused(objective, model)
             optimizer = make_optimizer(model, training)
             scaler = ShardedGradScaler(world.device.type, enabled=fsdp.scales_losses)
-            collate, eval_data = resolve(task.collate, argument="collate"), make(task, "eval_data")
+            collate, eval_data = collate_for(task), make(task, "eval_data")
             loader = _loader(task, training, collate=collate, weigh=objective.weight)
             scheduler = make_scheduler(optimizer, training, planned_steps(training, loader))
             progress = Progress()
@@ -100,6 +103,8 @@ class Trainer(Run):
                 scheduler=scheduler, loader=loader, eval_data=eval_data, collate=collate, manager=_manager(training),
                 components=components, files=files, progress=progress,
             )  # fmt: skip
+            if isinstance(pretrained, Pretrained) and not self._finds_checkpoint():
+                pretrained.load_into(model)
             seed_all(training.seed + 1 + world.rank)  # dropout differs between ranks
 
     def train(self) -> TrainingResult:
@@ -166,6 +171,10 @@ class Trainer(Run):
             self.scheduler.follow(steps=self.planned_steps(), done=self.time_over)
         self.checkpoint, self.saved_at = path, self.progress.step
 
+    def _finds_checkpoint(self) -> bool:
+        asked = self.training.resume
+        return asked is not None and (asked != "latest" or self.manager.find(asked) is not None)
+
     def _say_from_where(self) -> None:
         if not self.world.leads or self.training.resume is None:
             return
@@ -190,12 +199,16 @@ class Trainer(Run):
 
     def export(self, folder: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> None:
         """Write the model, with its configuration and tokenizer where it has them, as a folder that `from_pretrained`
-        of transformers loads; floating-point values as `dtype`.
+        of transformers loads; floating-point values as `dtype`. Of a model with adapters of PEFT the adapters alone, as
+        its `save_pretrained` writes them.
 
         Raises:
             CheckpointError: on every rank: it could not be written; there is something, and without `overwrite`, or it
                 is no export.
         """
+        if is_adapted(self.model):
+            export_adapter(self.model, Path(folder), ranks=self.ranks, dtype=dtype, overwrite=overwrite)
+            return
         checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite, files=self.files)
 
     def _check_folder(self) -> None:

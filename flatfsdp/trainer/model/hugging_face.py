@@ -24,7 +24,9 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 
-def build_pretrained(pretrained: str | os.PathLike[str] | Any, *, device: str = "cpu") -> nn.Module:
+def build_pretrained(
+    pretrained: str | os.PathLike[str] | Any, *, device: str = "cpu", config: Any = None, kind: Any = None
+) -> nn.Module:
     """The model that a folder's `config.json` describes, without its weights, in fp32 and in training mode.
 
     Shard it, then `flatfsdp.checkpoint.load_safetensors(model, folder)`: no rank holds more than its own at any time if
@@ -33,6 +35,8 @@ def build_pretrained(pretrained: str | os.PathLike[str] | Any, *, device: str = 
     Args:
         pretrained: the folder, or a config of transformers.
         device: "cpu", where weights are random; or "meta", where they have no memory until the model is sharded.
+        config: in place of the folder's.
+        kind: a class of transformers' auto models, for a config that names no architecture; None for causal ones.
 
     Raises:
         ConfigValueError: there is no `config.json`, another device, or a transformers before version 5 for "meta".
@@ -52,10 +56,13 @@ def build_pretrained(pretrained: str | os.PathLike[str] | Any, *, device: str = 
         refuse_value(
             "build_pretrained: pretrained", str(folder), f"a folder with {CONFIG}, or a config of transformers"
         )
-    config = pretrained if folder is None else transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    kind = getattr(transformers, next(iter(getattr(config, "architectures", None) or ()), ""), None)
+    if config is None:
+        config = (
+            pretrained if folder is None else transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        )
+    named = getattr(transformers, next(iter(getattr(config, "architectures", None) or ()), ""), None)
     with torch.device(device):
-        model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
+        model = named(config) if named is not None else (kind or transformers.AutoModelForCausalLM).from_config(config)
     if folder is not None and (folder / GENERATION_CONFIG).is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     trained: nn.Module = model.train()

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import refuse_value
 from flatfsdp.trainer.arguments import STRATEGIES, FSDPArguments
+from flatfsdp.trainer.instantiate import resolve
 from flatfsdp.trainer.model.hugging_face import initializer_of
 from flatfsdp.trainer.model.units import policy_for
 from flatfsdp.trainer.process_group import warn_for_all
@@ -75,8 +76,14 @@ def shard(
         reshard_after_forward=arguments.reshard_after_forward,
         layout=arguments.layout,
     )
-    if arguments.activation_checkpointing and not recompute_units(sharded):
-        warn_for_all("activation_checkpointing: without effect, as units name no module to compute again")
+    if arguments.activation_checkpointing:
+        chosen = resolve(arguments.checkpoint_policy, argument="checkpoint_policy")
+        if not recompute_units(sharded, every=arguments.checkpoint_every, policy=chosen):
+            warn_for_all("activation_checkpointing: without effect, as units name no module to compute again")
+    if arguments.compile:
+        compile_units(sharded)
+    if arguments.keep_frozen_unsharded:
+        sharded.keep_frozen_unsharded()
     return sharded
 
 
@@ -100,28 +107,48 @@ def _check_can_recompute(model: nn.Module, policy: Any) -> None:
         refuse_value("activation_checkpointing", True, "False for a model that checkpoints activations", hint=hint)
 
 
-def recompute_units(model: nn.Module) -> int:
-    """Let each unit inside `model` but the outermost compute its activations again; returns how many those are.
-
-    The outermost unit would have to keep everything that it computes again at once. Batch norms, which are units of
-    their own under mixed precision, keep nothing that would be worth it.
-    """
+def units_inside(model: nn.Module) -> list[nn.Module]:
+    """The modules of the units inside `model` but the outermost, in the order of `modules()`; without batch norms,
+    which are units of their own under mixed precision."""
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
     inside = [each.module for each in wrappers if isinstance(each, FullyShardedDataParallel) and each is not model]
-    meant = [module for module in inside if not _is_batch_norm(module)]
+    return [module for module in inside if not _is_batch_norm(module)]
+
+
+def recompute_units(model: nn.Module, *, every: int = 1, policy: Any = None) -> int:
+    """Let of each `every` units inside `model` the first compute its activations again; returns how many those are.
+
+    The outermost unit would have to keep everything that it computes again at once.
+
+    Args:
+        every: 1 for all of them.
+        policy: which operations run again, as `recompute` takes it; None for all.
+    """
+    meant = units_inside(model)[::every]
     for module in meant:
-        recompute(module)
+        recompute(module, policy)
     return len(meant)
 
 
-def recompute(module: nn.Module) -> None:
+def compile_units(model: nn.Module) -> None:
+    """Compile each unit inside `model` in place, or all of a model that is one unit: gathering stays outside of what is
+    compiled, and blocks that look the same share their code."""
+    for module in units_inside(model) or [each for each in model.children()]:
+        module.compile()
+
+
+def recompute(module: nn.Module, policy: Any = None) -> None:
     """Let the forwards of `module` with gradients keep their inputs only, and run again in the backward.
 
     What runs again draws the same random numbers, and what it writes to buffers, such as running statistics, is
     dropped. Copies and pickles of the module have it, too. Once, however often it is called.
+
+    Args:
+        policy: which operations keep what they computed: `policy_fn` of
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts`; None for none of them.
     """
     if not is_recomputed(module):
-        module.forward = _RecomputedForward(module, module.__dict__.get("forward"))
+        module.forward = _RecomputedForward(module, module.__dict__.get("forward"), policy)
 
 
 def is_recomputed(module: nn.Module) -> bool:
@@ -132,9 +159,10 @@ def is_recomputed(module: nn.Module) -> bool:
 class _RecomputedForward:
     """The forward of a module, to which it does not hold on: a circle would keep the memory of a deleted model."""
 
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, policy: Any = None) -> None:
         self._module = weakref.ref(module)
         self._own = own
+        self._policy = policy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -142,12 +170,13 @@ class _RecomputedForward:
         forward = self._own or MethodType(type(module).forward, module)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        contexts = partial(_first_and_again, buffers) if (buffers := _buffers_of(module)) else noop_context_fn
+        buffers = _buffers_of(module)
+        contexts = partial(_first_and_again, buffers, self._policy) if buffers or self._policy else noop_context_fn
         # Keywords are bound, lest they be taken for those of checkpoint().
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _RecomputedForward, (self._module(), self._own)
+        return _RecomputedForward, (self._module(), self._own, self._policy)
 
 
 # A buffer, and the dtype in which the first run read it: the unit may have cast it for that run only.
@@ -160,8 +189,17 @@ def _buffers_of(module: nn.Module) -> _Buffers:
     ]
 
 
-def _first_and_again(buffers: _Buffers) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _copies_of(buffers)
+def _first_and_again(buffers: _Buffers, policy: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    if policy is None:
+        return nullcontext(), _copies_of(buffers)
+    first, again = create_selective_checkpoint_contexts(policy)
+    return first, _both(_copies_of(buffers), again)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 @contextmanager

@@ -1,0 +1,151 @@
+"""LoRA through PEFT: adapters on a frozen model, and a folder that `PeftModel.from_pretrained` loads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError, few
+from flatfsdp.trainer.call_options import check_all_taken
+from flatfsdp.trainer.hub.cache import library
+from flatfsdp.trainer.process_group import TrainerRanks
+from flatfsdp.trainer.settings import PlainValidator, options
+
+ADAPTER = "adapter_config.json"
+
+_SHORT = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
+
+
+def lora_options(value: Any) -> dict[str, Any]:
+    """A table of LoRA's options: of a mapping, of `key=value` texts, or of one text with commas between them."""
+    texts = value if isinstance(value, list) else [value]
+    split = [part for each in texts for part in (re.split(r",(?=\w+=)", each) if isinstance(each, str) else [each])]
+    found = options(split)
+    targets = found.get("targets")
+    if isinstance(targets, str) and targets != "all-linear":
+        found["targets"] = targets.split(",")
+    for name in ("rank", "alpha"):
+        number = found.get(name, 1)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ConfigTypeError(f"Accepted for {name}: a whole number from 1; found {number!r}.")
+    return found
+
+
+LoraOptions = Annotated[dict[str, Any], PlainValidator(lora_options)]
+
+
+def add_lora(model: nn.Module, given: Mapping[str, Any], *, wanted_by: str, classifies: bool) -> nn.Module:
+    """`model` inside a `PeftModel`, its own parameters frozen; on the meta device its adapters have their values.
+
+    Args:
+        given: rank (8), alpha (twice the rank), dropout, targets (what PEFT knows of the model, or "all-linear"), and
+            other arguments of PEFT's `LoraConfig` by their names there.
+
+    Raises:
+        ConfigValueError: PEFT is missing, does not take an option, or finds nothing to adapt.
+    """
+    peft = library("peft", wanted_by=f"{wanted_by}, lora")
+    chosen = {_SHORT.get(name, name): value for name, value in {"rank": 8, **given}.items()}
+    check_all_taken(chosen, {"peft.LoraConfig": peft.LoraConfig}, argument="lora")
+    chosen.setdefault("lora_alpha", 2 * chosen["r"])
+    kind = "SEQ_CLS" if classifies else "CAUSAL_LM"
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **chosen))
+    except (TypeError, ValueError) as error:
+        raise ConfigValueError(f"lora: PEFT refuses {dict(given)}: {error}") from error
+    for layer in adapted.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            _give_values(layer)
+    return adapted
+
+
+def _give_values(layer: Any) -> None:
+    """PEFT's own first values: made with the model they have none where that is on the meta device."""
+    parts = [layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B]
+    if any(parameter.is_meta for part in parts for parameter in part.parameters()):
+        for part in parts:
+            part.to_empty(device="cpu")
+        for name in layer.active_adapters:
+            layer.reset_lora_parameters(name, init_lora_weights=True)
+
+
+def name_in_base(name: str) -> str | None:
+    """What a parameter of a `PeftModel` is called in the model that it adapts; None for what that has not."""
+    inside = name.removeprefix("base_model.model.")
+    if ".lora_" in inside or ".modules_to_save." in inside:
+        return None
+    return inside.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether `model`, sharded or not, is one of PEFT's."""
+    inside = model.module if isinstance(model, FullyShardedDataParallel) else model
+    return hasattr(inside, "peft_config")
+
+
+def export_adapter(
+    model: FullyShardedDataParallel,
+    folder: Path,
+    *,
+    ranks: TrainerRanks,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write the adapters of `model` as `PeftModel.save_pretrained` does, by rank 0. Collective.
+
+    Units are gathered one after the other, so that no rank holds more than one of them whole.
+
+    Args:
+        dtype: of what is written; None for its own.
+        overwrite: replace an adapter that is there.
+
+    Raises:
+        CheckpointError: on every rank: the folder holds something, or cannot be written to.
+    """
+    doing = f"exporting to {folder}"
+    leads = ranks.rank == 0
+
+    def look() -> None:
+        there = sorted(each.name for each in folder.iterdir()) if leads and folder.is_dir() else []
+        if there and not (overwrite and ADAPTER in there):
+            hint = "overwrite=True replaces it" if ADAPTER in there else "choose another folder"
+            raise CheckpointError(f"{folder} holds {few(there)}: {hint}")
+
+    ranks.collective_call(doing, look)
+    found: dict[str, Tensor] = {}
+    for path, wrapper in _wrappers(model, ""):
+        with FullyShardedDataParallel.summon_full_params(wrapper, recurse=False, writeback=False):
+            for name, parameter in _own_parameters(wrapper.module, path):
+                if leads and name_in_base(name) is None:
+                    found[name] = parameter.detach().to("cpu", dtype, copy=True)
+
+    def write() -> None:
+        inside: Any = model.module
+        if leads:
+            inside.save_pretrained(folder, state_dict=found)
+
+    ranks.collective_call(doing, write)
+
+
+def _wrappers(module: nn.Module, path: str) -> Iterator[tuple[str, FullyShardedDataParallel]]:
+    """The wrappers at and below `module`, by their paths without those of wrappers."""
+    if isinstance(module, FullyShardedDataParallel):
+        yield path, module
+        module = module.module
+    for name, child in module.named_children():
+        yield from _wrappers(child, f"{path}.{name}" if path else name)
+
+
+def _own_parameters(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters at and below `module` that are in no wrapper there, by their names in the model."""
+    for name, parameter in module.named_parameters(path, recurse=False):
+        yield name, parameter
+    for name, child in module.named_children():
+        if not isinstance(child, FullyShardedDataParallel):
+            yield from _own_parameters(child, f"{path}.{name}" if path else name)

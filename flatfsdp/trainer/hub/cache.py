@@ -1,0 +1,51 @@
+"""From a name to a folder on this machine, and from a library to a line that names its extra."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from flatfsdp.errors import ConfigValueError
+
+_EXTRAS = {"transformers": "hf", "peft": "hf", "datasets": "hf", "huggingface_hub": "hf", "bitsandbytes": "hf"}
+
+
+def library(name: str, *, wanted_by: str) -> Any:
+    """The library `name`.
+
+    Raises:
+        ConfigValueError: it is not installed; the line has the command that installs it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get(name)
+        install = f"pip install 'flatfsdp[{extra}]'" if extra else f"pip install {name}"
+        raise ConfigValueError(f"{wanted_by}: needs {error.name}, which is not installed: {install}") from error
+
+
+def folder_of(name: str, *, kind: str = "model") -> Path:
+    """The folder that `name` means: a folder of this machine, or a repository of the Hugging Face Hub in its cache,
+    where it is downloaded to if it is not there (`HF_HUB_OFFLINE=1`: never).
+
+    Raises:
+        ConfigValueError: there is no such folder, and the Hub has none, or cannot be reached.
+    """
+    path = Path(os.path.expanduser(name))
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ConfigValueError(f"hf:{name}: there is no folder {str(path)!r}")
+    hub = library("huggingface_hub", wanted_by=f"hf:{name}")
+    for local in (True, False):  # what is in the cache needs no network, and no time
+        try:
+            return Path(hub.snapshot_download(name, repo_type=kind, local_files_only=local))
+        except Exception as error:  # of the network, of names, of rights: many kinds
+            reason = error
+    why = str(reason).strip().partition("\n")[0]
+    raise ConfigValueError(
+        f"hf:{name}: there is no folder of that name here, and the Hugging Face Hub gave none: "
+        f"{type(reason).__name__}: {why}"
+    ) from reason

@@ -1,0 +1,68 @@
+"""Conversations as a tokenizer's chat template writes them, with the loss on the answers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flatfsdp.errors import ConfigValueError
+
+IGNORED = -100  # the label of a token that does not count
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokens of a record, and of each its label; or one label for all, a class."""
+
+    tokens: Sequence[int]
+    labels: Sequence[int] | int
+
+    def sample(self, longest: int) -> dict[str, Any]:
+        """As a sample of at most `longest` tokens."""
+        labels = self.labels if isinstance(self.labels, int) else torch.tensor(self.labels[:longest])
+        return {"input_ids": torch.tensor(self.tokens[:longest]), "labels": labels}
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Each token with its label."""
+        if isinstance(self.labels, int):
+            raise ConfigValueError("packing: samples that have a class cannot be joined")
+        return list(zip(self.tokens, self.labels, strict=True))
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, where: str) -> Encoded:
+    """The tokens of a conversation, and labels where the assistant speaks, the end of its turn included.
+
+    A template that marks what the assistant generates is asked. Of others the tokens up to each answer, with the
+    prompt to generate it, have to be the beginning of those up to its end.
+
+    Raises:
+        ConfigValueError: there is no chat template, or one that writes earlier turns in another way later on.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigValueError(f"{where}: records are conversations, and the tokenizer has no chat template")
+    if "generation %}" in str(tokenizer.chat_template):
+        made = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+        tokens, counts = made["input_ids"], made["assistant_masks"]
+        return Encoded(tokens, [token if count else IGNORED for token, count in zip(tokens, counts, strict=True)])
+    tokens = _written(tokenizer, messages)
+    labels = [IGNORED] * len(tokens)
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        start = _written(tokenizer, messages[:place], add_generation_prompt=True)
+        end = _written(tokenizer, messages[: place + 1])
+        if tokens[: len(start)] != start or tokens[: len(end)] != end:
+            raise ConfigValueError(
+                f"{where}: the chat template writes the turns before an answer in another way once more follow, so its "
+                "place cannot be found. Use a template with {% generation %} marks, or records of prompt and completion"
+            )
+        labels[len(start) : len(end)] = tokens[len(start) : len(end)]
+    return Encoded(tokens, labels)
+
+
+def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    found: list[int] = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    return found

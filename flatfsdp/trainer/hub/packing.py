@@ -1,0 +1,90 @@
+"""Tokens of all records end to end, in a file that the ranks of a machine map and later runs find again.
+
+The first process that needs the file writes it, under a lock; the others wait for that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatfsdp.errors import ConfigValueError
+from flatfsdp.trainer.hub.records import Records
+
+FOLDER = "FLATFSDP_CACHE"  # the environment variable that names it; by default below the user's cache
+
+
+class PackedWindows:
+    """Sample i is the i-th window of `length` tokens; those at the end that fill none are left out.
+
+    Args:
+        pairs: int32, (2, tokens): tokens, and their labels.
+    """
+
+    def __init__(self, pairs: Tensor, length: int) -> None:
+        self._pairs, self._length = pairs, length
+
+    def __len__(self) -> int:
+        return self._pairs.shape[1] // self._length
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        if not 0 <= number < len(self):
+            raise IndexError(f"window {number} of {len(self)}")
+        window = self._pairs[:, number * self._length :][:, : self._length].long()
+        return {"input_ids": window[0], "labels": window[1]}
+
+
+def packed_on_disk(records: Records, encode: Any, length: int) -> PackedWindows:
+    """Windows over the tokens of all `records`, which `encode` makes.
+
+    Raises:
+        ConfigValueError: all of them together fill no window; the folder cannot be written to.
+    """
+    folder = Path(os.environ.get(FOLDER) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "flatfsdp"))
+    path = folder.expanduser() / "tokens" / f"{_key(records, encode)}.i32"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _write(path, records, encode)
+    except OSError as error:
+        raise ConfigValueError(
+            f"packing: tokens are kept in {path.parent}, which cannot be written to: {error.strerror}. Set {FOLDER} to "
+            "another folder"
+        ) from None
+    count = path.stat().st_size // 8
+    if count < length:
+        raise ConfigValueError(f"{records.name}: its {count} tokens do not fill one sample of {length}")
+    pairs = torch.from_file(str(path), shared=False, size=2 * count, dtype=torch.int32)
+    return PackedWindows(pairs.view(2, count), length)
+
+
+def _write(path: Path, records: Records, encode: Callable[[Any], Any]) -> None:
+    tokens, labels = array("i"), array("i")
+    for record in records:
+        for token, label in encode(record).pairs():
+            tokens.append(token)
+            labels.append(label)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    with fresh.open("wb") as file:
+        tokens.tofile(file)
+        labels.tofile(file)
+    os.replace(fresh, path)
+
+
+def _key(records: Records, encode: Any) -> str:
+    tokenizer = encode.tokenizer
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    words = fast.to_str() if fast is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    parts = [records.identity, words, str(getattr(tokenizer, "chat_template", "")), encode.column]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
