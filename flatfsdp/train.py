@@ -1,6 +1,7 @@
 """`python -m flatfsdp.train`: train under FSDP on this machine, or in torchrun's world.
 
-With `--model` and `--train-data` a model of your own, without them a transformer over bytes.
+With `--model` and `--train-data` a model of your own, or one of transformers by name; without them a transformer over
+bytes.
 
 Exit codes: 0 when trained, 1 when a rank failed, 2 for a wrong option, 128 + its number when a signal ended the run.
 """
@@ -30,18 +31,21 @@ except ModuleNotFoundError as error:
 from flatfsdp.trainer.arguments import Data, FSDPArguments, Module, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import METRICS, Callback, LossPlot, MetricsLog, Summary
 from flatfsdp.trainer.demo.options import DEFAULTS, DemoOptions
+from flatfsdp.trainer.hub.by_name import changed_flag, with_options
+from flatfsdp.trainer.hub.pretrained import ModelOptions
+from flatfsdp.trainer.hub.text_data import DataOptions
 from flatfsdp.trainer.instantiate import check_options, make
 from flatfsdp.trainer.launch import Placement, RankContext, run, under_launcher
 from flatfsdp.trainer.memory_estimate import forecast, on_meta
 from flatfsdp.trainer.preemption import in_words
-from flatfsdp.trainer.settings import Count, FilePath, Name, Parser, flag_of
+from flatfsdp.trainer.settings import Count, FilePath, Name, Parser
 from flatfsdp.trainer.terminal import print_line, sizes_in_words
 from flatfsdp.trainer.trainer import Trainer
 
 PROGRAM = "python -m flatfsdp.train"
 DESCRIPTION = (
-    "Train under FullyShardedDataParallel: a model of your own, or a byte-level transformer that shows what it "
-    "learned. Started plainly it spawns its own ranks on this machine; under torchrun it joins that world."
+    "Train under FullyShardedDataParallel: a model of your own, one of transformers (--model hf:NAME), or a byte-level "
+    "transformer that shows what it learned. Started plainly it spawns its own ranks on this machine; under torchrun it joins that world."
 )
 
 
@@ -69,13 +73,17 @@ class Command(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask(Task):
-    """A model and data of your own, each as "module:name" of the thing itself or of a function that makes it.
+    """A model and data of your own, each as "module:name" of the thing itself or of a function that makes it, or by name.
 
     Without a model the demonstration's is trained.
     """
 
-    model: Module | None = setting(None, "the module, or a function that makes it")
-    train_data: Data | None = setting(None, "the dataset to train on, or a function that makes it")
+    model: Module | None = setting(
+        None, "the module, or a function that makes it; or hf:NAME, a folder or a name of transformers"
+    )
+    train_data: Data | None = setting(
+        None, "the dataset to train on, or a function that makes it; or text:PATH, jsonl:FILE, hf:DATASET"
+    )
 
     def check_together(self) -> None:
         if (self.model is None) != (self.train_data is None):
@@ -223,6 +231,8 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
     groups: dict[str, Settings] = {
         "command": Command(),
         "task": OwnTask(),
+        "model": ModelOptions(),
+        "data": DataOptions(),
         "training": TrainingArguments(),
         "fsdp": FSDPArguments(),
         "demo": DemoOptions(),
@@ -233,8 +243,9 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
     if shows:  # the demonstration, which has other defaults
         parser = Parser(program, description=DESCRIPTION, groups={**groups, "training": DEFAULTS})
         given = parser.read(arguments)
-    command, task, training, fsdp, demo = (given[name] for name in groups)
+    command, task, model, data, training, fsdp, demo = (given[name] for name in groups)
     try:
+        task = with_options(task, model, data)
         if not shows and (flag := changed_flag(demo)):
             raise ConfigValueError(f"{flag} belongs to the demonstration, and --model is given")
         if shows and (flag := changed_flag(task)):
@@ -251,19 +262,13 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
         if command.dry_run and (code := code_named_by(own, training, fsdp)):
             print(f"imported and called now, on this machine, with your rights: {'; '.join(code)}\n", flush=True)
         check_options(own)
-        if shows and training.resume is None:
+        if training.resume is None and command.export is None and not command.dry_run:
             training = dataclasses.replace(training, output=unused(training.output))
         if not command.dry_run:
             make_folder(training.output)  # now, not when the time to train has been spent
     except ConfigValueError as error:
         parser.error(str(error))
     return Job(command, own, training, fsdp, demo if shows else None, placement, program, tuple(arguments))
-
-
-def changed_flag(group: Settings) -> str:
-    """The flag of the first field that has not its default; "" where there is none."""
-    given, default = vars(group), vars(type(group)())
-    return next((flag_of(name) for name in default if given[name] != default[name]), "")
 
 
 def code_named_by(*tables: Settings) -> list[str]:

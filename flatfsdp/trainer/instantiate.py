@@ -58,6 +58,8 @@ def check_options(task: Task) -> None:
         ConfigValueError: with the first of them.
     """
     found = {name: resolve(getattr(task, name), argument=name) for name in _MADE}
+    if isinstance(model := found["model"], Pretrained):
+        _ = model.folder  # looked for, and downloaded, before anything is started
     functions = {name: each for name, each in found.items() if _is_function(each)}
     check_all_taken(task.options, functions, argument="options")
 

@@ -207,7 +207,9 @@ class Trainer(Run):
                 is no export.
         """
         if is_adapted(self.model):
-            export_adapter(self.model, Path(folder), ranks=self.ranks, dtype=dtype, overwrite=overwrite)
+            export_adapter(
+                self.model, Path(folder), files=self.files, ranks=self.ranks, dtype=dtype, overwrite=overwrite
+            )
             return
         checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite, files=self.files)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,6 +94,7 @@ def export_adapter(
     folder: Path,
     *,
     ranks: TrainerRanks,
+    files: Callable[[Path], None] | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> None:
@@ -102,6 +103,7 @@ def export_adapter(
     Units are gathered one after the other, so that no rank holds more than one of them whole.
 
     Args:
+        files: puts small files beside, such as the tokenizer's.
         dtype: of what is written; None for its own.
         overwrite: replace an adapter that is there.
 
@@ -129,6 +131,8 @@ def export_adapter(
         inside: Any = model.module
         if leads:
             inside.save_pretrained(folder, state_dict=found)
+            if files is not None:
+                files(folder)
 
     ranks.collective_call(doing, write)
 
