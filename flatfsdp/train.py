@@ -28,9 +28,10 @@ except ModuleNotFoundError as error:
         raise
     print(f"flatfsdp.train: {error}", file=sys.stderr)
     sys.exit(2)
-from flatfsdp.trainer.arguments import Data, FSDPArguments, Module, Task, TrainingArguments, check_run
+from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import METRICS, Callback, LossPlot, MetricsLog, Summary
 from flatfsdp.trainer.demo.options import DEFAULTS, DemoOptions
+from flatfsdp.trainer.fields import Data, Module
 from flatfsdp.trainer.hub.by_name import changed_flag, with_options
 from flatfsdp.trainer.hub.pretrained import ModelOptions
 from flatfsdp.trainer.hub.text_data import DataOptions
@@ -41,11 +42,13 @@ from flatfsdp.trainer.preemption import in_words
 from flatfsdp.trainer.settings import Count, FilePath, Name, Parser
 from flatfsdp.trainer.terminal import print_line, sizes_in_words
 from flatfsdp.trainer.trainer import Trainer
+from flatfsdp.trainer.watching.configuration import Configuration
 
 PROGRAM = "python -m flatfsdp.train"
 DESCRIPTION = (
     "Train under FullyShardedDataParallel: a model of your own, one of transformers (--model hf:NAME), or a byte-level "
-    "transformer that shows what it learned. Started plainly it spawns its own ranks on this machine; under torchrun it joins that world."
+    "transformer that shows what it learned. Started plainly it spawns its own ranks on this machine; under torchrun "
+    "it joins that world."
 )
 
 
@@ -73,7 +76,7 @@ class Command(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask(Task):
-    """A model and data of your own, each as "module:name" of the thing itself or of a function that makes it, or by name.
+    """A model and data of your own, each by name, or as "module:name" of the thing itself or of what makes it.
 
     Without a model the demonstration's is trained.
     """
@@ -103,6 +106,7 @@ class Job:
     placement: Placement
     program: str
     given: tuple[str, ...]  # the command line
+    settings: Mapping[str, Settings]  # what it and its file came to
 
     def __call__(self, world: RankContext) -> int:
         """Run; returns the exit code."""
@@ -153,7 +157,7 @@ class Job:
 
     def callbacks(self) -> tuple[Callback, ...]:
         """What a run from the command line has besides a bar."""
-        chosen: list[Callback] = [MetricsLog(self.training.log_every)]
+        chosen: list[Callback] = [Configuration(self.settings), MetricsLog(self.training.log_every)]
         if self.training.plot:
             chosen.append(LossPlot())
         return (*chosen, *(self.demo.callbacks() if self.demo is not None else ()), Summary())
@@ -268,7 +272,9 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
             make_folder(training.output)  # now, not when the time to train has been spent
     except ConfigValueError as error:
         parser.error(str(error))
-    return Job(command, own, training, fsdp, demo if shows else None, placement, program, tuple(arguments))
+    run = dataclasses.replace(training, resume=None, output=given["training"].output, ranks=placement.ranks)
+    settings = {**given, "command": Command(), "training": run}
+    return Job(command, own, training, fsdp, demo if shows else None, placement, program, tuple(arguments), settings)
 
 
 def code_named_by(*tables: Settings) -> list[str]:

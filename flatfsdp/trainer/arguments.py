@@ -8,15 +8,30 @@ is accepted, and the nearest name. Values are in one normal form afterwards: nam
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 
-from flatfsdp import BackwardPrefetch, ShardingStrategy
-from flatfsdp.errors import ConfigTypeError, ConfigValueError
+from flatfsdp import ShardingStrategy
+from flatfsdp.trainer.fields import (
+    Bits,
+    CheckpointPolicy,
+    Data,
+    DataMode,
+    DType,
+    Extremum,
+    Layout,
+    Module,
+    Named,
+    PackedDType,
+    Prefetch,
+    Resume,
+    SaveFormat,
+    Steps,
+    Units,
+)
 from flatfsdp.trainer.settings import (
     Count,
     Field,
@@ -30,7 +45,6 @@ from flatfsdp.trainer.settings import (
     Text,
     Whole,
     dataclass,
-    path,
     setting,
 )
 
@@ -72,84 +86,13 @@ SCHEDULERS: Mapping[str, Callable[..., float]] = {
 }
 """Names of schedules: the share of the highest learning rate when a share of the run after the warmup is over."""
 
-DTYPES = {
-    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
-    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
-    **dict.fromkeys(("float32", "fp32", "float", "single"), torch.float32),
-    **dict.fromkeys(("float64", "fp64", "double"), torch.float64),
-}
-"""The names of dtypes in settings."""
-
-PACKED_DTYPES = {"int8": torch.int8, **dict.fromkeys(("fp8", "float8_e4m3fn"), torch.float8_e4m3fn)}
-"""The names of dtypes in which parameters travel."""
-
-_DTYPE_NAME, _PACKED_DTYPE_NAME = Name(tuple(DTYPES)), Name(tuple(PACKED_DTYPES))
-
-
-def _dtype(value: Any) -> torch.dtype:
-    return _named(value, DTYPES, _DTYPE_NAME)
-
-
-def _packed_dtype(value: Any) -> torch.dtype:
-    return _named(value, PACKED_DTYPES, _PACKED_DTYPE_NAME)
-
-
-def _named(value: Any, dtypes: Mapping[str, torch.dtype], name: Name) -> torch.dtype:
-    if isinstance(value, torch.dtype) and value in dtypes.values():
-        return value
-    return dtypes[name(value.lower().removeprefix("torch.") if isinstance(value, str) else value)]
-
-
-def _bits(value: Any) -> int:
-    bits = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if isinstance(bits, bool) or bits not in (8, 4):
-        raise ConfigValueError("Accepted: 8 or 4.")
-    return int(bits)
-
-
-def _units(value: Any) -> Any:
-    accepted = (
-        "Accepted: 'auto', 'none', the dotted path of a container of layers or of a module, the name of a class, "
-        "a list of paths and classes, or from Python an auto_wrap_policy."
-    )
-    if isinstance(value, str) and "," in value:
-        value = value.split(",")
-    if isinstance(value, (list, tuple)) and any(isinstance(each, str) for each in value):
-        for each in value:
-            if not isinstance(each, str) or not re.fullmatch(r"\w+(\.\w+)*", each) or each in ("auto", "none"):
-                raise ConfigValueError(f"{each!r} is not one of several. {accepted}")
-        return tuple(value)
-    if value is None or isinstance(value, (bool, int, float, Mapping)) or value in ([], ()):
-        raise ConfigTypeError(accepted)
-    if isinstance(value, str) and not re.fullmatch(r"\w+(\.\w+)*", value):
-        raise ConfigValueError(accepted)
-    return value
-
-
-def _resume(value: Any) -> str | Path:
-    return value if value in ("latest", "best") else path(value)
-
-
-DType = Annotated[torch.dtype | str, PlainValidator(_dtype)]
-PackedDType = Annotated[torch.dtype | str, PlainValidator(_packed_dtype)]
-Bits = Annotated[int, PlainValidator(_bits)]
-Units = Annotated[Any, PlainValidator(_units)]
 Strategy = Annotated[str, PlainValidator(Name(tuple(STRATEGIES)))]
-Layout = Annotated[Literal["flat", "rows"], PlainValidator(Name(("flat", "rows")))]
-Prefetch = Annotated[str, PlainValidator(Name(tuple(member.name.lower() for member in BackwardPrefetch)))]
-DataMode = Annotated[str, PlainValidator(Name(("sharded", "dispatch")))]
-SaveFormat = Annotated[str, PlainValidator(Name(("safetensors", "torch")))]
-Extremum = Annotated[str, PlainValidator(Name(("min", "max")))]
-Resume = Annotated[str | Path, PlainValidator(_resume)]
 OptimizerName = Annotated[
     Any, PlainValidator(Name(OPTIMIZERS, "a callable (params, **options) -> Optimizer", callable, NOT_BY_NAME))
 ]
 SchedulerName = Annotated[
     Any, PlainValidator(Name(SCHEDULERS, "a callable (optimizer, steps) -> LRScheduler", callable))
 ]
-CheckpointPolicy = Annotated[Any, PlainValidator(Name(thing="a function", is_thing=callable))]
-Module = Annotated[Any, PlainValidator(Name(thing="a module or a function", schemes=("hf",)))]
-Data = Annotated[Any, PlainValidator(Name(thing="a dataset or a function", schemes=("text", "jsonl", "hf")))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +255,18 @@ class TrainingArguments(Settings):
 
     log_every: Count = setting(1, "log metrics after every so many steps")
     progress: bool = setting(True, "show a progress bar")
+    callbacks: Named = setting(
+        (),
+        "what watches the run besides: tensorboard, wandb, early_stop, loss_plot or module:function, with options "
+        "as wandb:project=mine,mode=offline; in a file also as tables with a name",
+    )
+    early_stop: Count | None = setting(None, "end when best_by has not improved for so many evaluations in a row")
+    profile: Steps | None = setting(None, "write a trace of these steps, as 10..12, into the output folder")
+    peak_tflops: Positive | None = setting(
+        None,
+        "what a device computes at most, in 10^12 operations per second, for the utilization in metrics; none "
+        "for what is known of it",
+    )
     plot: bool = setting(False, "draw the losses as a picture in the output folder")
     device: Text = setting("auto", "cpu, cuda or another accelerator; auto takes an accelerator where there is one")
     ranks: Count | None = setting(None, "processes to start; none for one per accelerator, 2 on CPU")
@@ -335,6 +290,8 @@ class TrainingArguments(Settings):
             self.refuse(
                 "keep_best", f"{self.best_by} is known of evaluated checkpoints only: set {self.called('eval_every')}"
             )
+        if self.early_stop is not None and self.eval_every is None:
+            self.refuse("early_stop", f"nothing is evaluated meanwhile: set {self.called('eval_every')}")
         if self.eval_batches is not None and self.eval_every is None and not self.eval_at_end:
             self.refuse(
                 "eval_batches", f"nothing is evaluated: set {self.called('eval_every')} or {self.called('eval_at_end')}"
@@ -376,6 +333,9 @@ class Task(Settings):
     tokenizer: Annotated[Any, PlainValidator(Name(thing="a tokenizer, a processor or a function"))] | None = setting(
         None, "saved beside the model"
     )
+    metrics: Annotated[Any, PlainValidator(Name(thing="a function", is_thing=callable))] | None = setting(
+        None, "more metrics of evaluations: of logits and a batch, by name sums over what the objective weighs"
+    )
     options: Options = setting({}, "arguments of these functions, by name")
 
 
@@ -391,3 +351,5 @@ def check_run(training: TrainingArguments, task: Task, fsdp: FSDPArguments) -> N
         for name in ("eval_every", "eval_batches"):
             if getattr(training, name) is not None:
                 training.refuse(name, "there is nothing to evaluate on: the task has no eval_data")
+    if training.fused_loss and task.metrics is not None:
+        training.refuse("fused_loss", "metrics are computed of logits, which are never whole then")

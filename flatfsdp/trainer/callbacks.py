@@ -46,6 +46,9 @@ class Callback:
     def on_begin(self, trainer: Run) -> None:
         """Before the first step, after a checkpoint was loaded."""
 
+    def on_step_begin(self, trainer: Run, step: int) -> None:
+        """Before a step of that number, from 1 on, is computed."""
+
     def on_step(self, trainer: Run, report: StepReport) -> None:
         """After a step, when its numbers have arrived: often during the next one."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -66,6 +66,7 @@ class _FusedCausalLM:
     objective: CausalLM
     head: ref[nn.Linear]
     rows: int | None
+    has_perplexity: ClassVar[bool] = True
 
     def weight(self, batch: Any) -> int:
         return self.objective.weight(batch)

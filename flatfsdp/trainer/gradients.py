@@ -7,18 +7,20 @@ so gradients are those of that mean without being scaled afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, collective_region
 from flatfsdp.trainer.data_loading import Microbatch, Step
 from flatfsdp.trainer.launch import RankContext
-from flatfsdp.trainer.objectives import Objective, evaluating
+from flatfsdp.trainer.objectives import Objective, evaluating, logits_of
 from flatfsdp.trainer.preemption import StopRequest
 
 
@@ -75,6 +77,10 @@ def on_device(inputs: Any, device: torch.device) -> Any:
     return inputs.to(device) if callable(getattr(inputs, "to", None)) else inputs
 
 
+# Of logits and a batch, by name sums over what the objective weighs.
+Metrics = Callable[[Tensor, Any], Mapping[str, Any]]
+
+
 def evaluate(
     model: FullyShardedDataParallel,
     batches: Iterable[Microbatch],
@@ -82,27 +88,72 @@ def evaluate(
     *,
     world: RankContext,
     stop: StopRequest,
+    metrics: Metrics | None = None,
 ) -> tuple[dict[str, float], int]:
     """Mean loss over the tokens of all ranks' `batches`, equally many on each, and the number of these tokens.
 
     Collective; the same on all ranks. Its modules are left in the modes, training or not, that they were in.
 
+    Args:
+        metrics: more sums, whose means over the tokens are reported by their names; besides those that the objective
+            has as a method of that name. The same names for each batch.
+
     Returns:
-        The two, and 0; or nothing, and who asked some rank to stop meanwhile ([Note: stopping]).
+        The metrics, and 0; or nothing, and who asked some rank to stop meanwhile ([Note: stopping]).
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+    functions = [each for each in (getattr(objective, "metrics", None), metrics) if each is not None]
+    sums: dict[str, Tensor] = {}
+
+    def add(name: str, value: Any) -> None:
+        total = sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=world.device))
+        total += value if isinstance(value, Tensor) else float(value)
+
     asked: Callable[[], int] | None = None
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad(), _last_output(model) as last:
         for microbatch in batches:
             if asked is not None and (stopped_by := asked()):
                 return {}, stopped_by
             asked = _asked_by_anyone(stop, world)
-            sums[0] += loss_of(microbatch, objective, model, world)
-            sums[1] += weight_of(microbatch, objective)
+            add("loss", loss_of(microbatch, objective, model, world))
+            add("tokens", weight_of(microbatch, objective))
+            if functions:
+                logits, inputs = logits_of(last.output), on_device(microbatch.inputs, world.device)
+                for name, value in (pair for function in functions for pair in function(logits, inputs).items()):
+                    add(name, value if microbatch.ids else value * 0)  # a stand-in counts for nothing
+            last.output = None
+    return _means(sums, objective, world), 0
+
+
+@dataclass
+class _LastOutput:
+    """What the model returned last."""
+
+    output: Any = None
+
+
+@contextmanager
+def _last_output(model: nn.Module) -> Iterator[_LastOutput]:
+    last = _LastOutput()
+    hook = model.register_forward_hook(lambda module, inputs, output: setattr(last, "output", output))
+    try:
+        yield last
+    finally:
+        hook.remove()
+
+
+def _means(sums: Mapping[str, Tensor], objective: Objective, world: RankContext) -> dict[str, float]:
+    """The sums over all ranks, divided by the tokens. Collective."""
+    names = sorted({"loss", "tokens", *sums})
+    whole = torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64, device=world.device)) for name in names])
     with collective_region():
-        dist.all_reduce(sums)
-    loss, weight = sums.tolist()
-    return {"eval_loss": loss / max(weight, 1.0), "eval_tokens": int(weight)}, 0
+        dist.all_reduce(whole)
+    found = dict(zip(names, whole.tolist(), strict=True))
+    tokens = found.pop("tokens")
+    loss = found.pop("loss") / max(tokens, 1.0)
+    metrics = {"eval_loss": loss, "eval_tokens": int(tokens)}
+    if getattr(objective, "has_perplexity", False):
+        metrics["eval_perplexity"] = math.exp(min(loss, 700.0))  # of larger ones there is no float
+    return metrics | {f"eval_{name}": value / max(tokens, 1.0) for name, value in found.items()}
 
 
 def _asked_by_anyone(stop: StopRequest, world: RankContext) -> Callable[[], int]:

@@ -22,6 +22,7 @@ from flatfsdp.trainer.optimizers import WarmupDecayLR
 from flatfsdp.trainer.preemption import in_words
 from flatfsdp.trainer.process_group import LocalFailure
 from flatfsdp.trainer.run import MemoryFootprint, Run, StepReport, TrainingResult
+from flatfsdp.trainer.utilization import peak_tflops
 
 SETTLING_STEPS = 2  # these also agree on layouts and order; what a step holds and sends shows the one after them
 
@@ -41,6 +42,7 @@ class Loop:
         self._started = time.monotonic()
         self.taken = 0
         self._stats = flatfsdp.stats(trainer.model)
+        self._peak = peak_tflops(trainer.world.device, trainer.training.peak_tflops)
         self._footprint = MemoryFootprint()
         self._communication: dict[str, tuple[int, int]] = {}
         self._losses: list[float] = []  # of the first step, and of the last
@@ -60,6 +62,8 @@ class Loop:
             step = trainer.loader.next_step(self._failure)
             if step is None:
                 break
+            failure = trainer.attempt_callbacks("on_step_begin", progress.step + 1)
+            self._failure = self._failure or failure
             taken = self._take(step)
             if arrive is not None:
                 arrive()
@@ -164,6 +168,8 @@ class Loop:
         progress.tokens += metrics.weight
         self._losses = [*self._losses[:1], loss]
         if number % trainer.training.log_every == 0:
+            speed = self._speed()
+            tflops = speed * trainer.flops_per_token / trainer.world.size / 1e12
             report = StepReport(
                 step=number,
                 loss=loss,
@@ -172,7 +178,9 @@ class Loop:
                 lr=lr,
                 grad_norm=grad_norm,
                 seconds=progress.seconds,
-                tokens_per_second=self._speed(),
+                tokens_per_second=speed,
+                tflops=tflops,
+                utilization=None if self._peak is None else tflops / self._peak,
                 peak_bytes=most,
                 done=self._done(number),
                 footprint=footprint,

@@ -11,20 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp.errors import UsageError
-from flatfsdp.trainer.model.hugging_face import is_causal, without_cache
+from flatfsdp.trainer.model.hugging_face import classifies, is_causal, without_cache
 
 IGNORED = -100
 
 
 class Objective(Protocol):
-    """What a trainer asks of an objective."""
+    """What a trainer asks of an objective.
+
+    One may also have `metrics(logits, batch)`: by name sums over what it weighs, whose means evaluations report.
+    """
 
     def weight(self, batch: Any) -> int:
         """How many tokens, samples, ... the loss of this batch sums over; no forward is needed for it."""
@@ -47,6 +50,7 @@ class CausalLM:
     """
 
     ignore_index: int = IGNORED
+    has_perplexity: ClassVar[bool] = True  # evaluations report the exponential of its mean
 
     def weight(self, batch: Any) -> int:
         """The number of tokens that have a target."""
@@ -58,6 +62,10 @@ class CausalLM:
         check_fit(logits, targets, model)
         flat = logits.float().flatten(0, -2)
         return F.cross_entropy(flat, targets.to(flat.device).flatten(), ignore_index=self.ignore_index, reduction="sum")
+
+    def metrics(self, logits: Tensor, batch: Any) -> dict[str, Tensor]:
+        """Sums that evaluations report the means of: "accuracy", tokens whose target is the likeliest one."""
+        return {"accuracy": (logits.argmax(-1) == self.targets(batch).to(logits.device)).sum()}
 
     def targets(self, batch: Any) -> Tensor:
         """For each position of the logits its target, or `ignore_index`; int64 of the shape of the tokens."""
@@ -93,6 +101,10 @@ class Classification:
         logits = logits_of(call(model, batch)).float()
         labels = self._labels(batch).to(logits.device)
         return F.cross_entropy(logits, labels, ignore_index=self.ignore_index, reduction="sum")
+
+    def metrics(self, logits: Tensor, batch: Any) -> dict[str, Tensor]:
+        """Sums that evaluations report the means of: "accuracy", labels that are the likeliest class."""
+        return {"accuracy": (logits.argmax(1) == self._labels(batch).to(logits.device)).sum()}
 
     def _labels(self, batch: Any) -> Tensor:
         labels: Tensor = batch["labels"] if isinstance(batch, Mapping) else _pair(batch, "Classification")[1]
@@ -163,8 +175,11 @@ def check_fit(logits: Tensor, targets: Tensor, model: nn.Module) -> None:
 
 
 def objective_for(model: nn.Module) -> Objective:
-    """What `model` is trained for by default: its own loss; `CausalLM` for such a model of transformers."""
-    return CausalLM() if is_causal(model) else FromOutput()
+    """What `model` is trained for by default: its own loss; of transformers `CausalLM` for such a model, and
+    `Classification` for one of sequences into several classes."""
+    if is_causal(model):
+        return CausalLM()
+    return Classification() if classifies(model) else FromOutput()
 
 
 def call(model: nn.Module, batch: Any, *, labels: bool = False) -> Any:

@@ -23,6 +23,7 @@ from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
 from flatfsdp.trainer.data_loading import Loader, evaluation
 from flatfsdp.trainer.data_loading.sample_reader import Collate
 from flatfsdp.trainer.gradients import evaluate
+from flatfsdp.trainer.instantiate import resolve
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.objectives import Objective
 from flatfsdp.trainer.preemption import ASKED, StopRequest
@@ -71,6 +72,8 @@ class StepReport:
         grad_norm: over all ranks, before clipping; None without clipping.
         seconds: of training until this step, by rank 0's clock, those before the run was resumed included.
         tokens_per_second: since the run was started or resumed.
+        tflops: of a rank in that time, in 10^12 operations per second, by `utilization.flops_per_token`.
+        utilization: its share of what the device computes at most; None where that is not known.
         peak_bytes: of the rank that has held most: by the device's allocator, or of a CPU the process' largest resident
             set.
         done: the share of the run that is over, 0 to 1.
@@ -86,6 +89,8 @@ class StepReport:
     grad_norm: float | None
     seconds: float
     tokens_per_second: float
+    tflops: float
+    utilization: float | None
     peak_bytes: int
     done: float
     footprint: MemoryFootprint
@@ -94,7 +99,7 @@ class StepReport:
     def row(self) -> dict[str, Any]:
         """What a log has of it."""
         rounded = {"seconds": round(self.seconds, 3), "tokens_per_second": round(self.tokens_per_second, 1)}
-        left_out = ("done", "footprint", "ids", *(("grad_norm",) if self.grad_norm is None else ()))
+        left_out = ("done", "footprint", "ids", *(name for name, value in vars(self).items() if value is None))
         return {name: value for name, value in (vars(self) | rounded).items() if name not in left_out}
 
 
@@ -167,7 +172,8 @@ class Run:
         callbacks: in the order in which they are called.
         world: where this rank stands.
         output: the run's folder: checkpoints `step-...`, and what callbacks write.
-        parameters: elements of the model's parameters, as it was before it was sharded.
+        parameters: elements of the model's parameters, as it was before it was sharded; flops_per_token: what it
+            computes with them (`utilization`).
         model: the wrapper; optimizer: on its parameters; scheduler: of its learning rates.
         scaler: of losses, where gradients are fp16; objective: whose loss is trained on; loader: of the samples.
         eval_data, collate: what is evaluated on, None for nothing; what makes microbatches, None for torch's.
@@ -190,6 +196,7 @@ class Run:
     world: RankContext
     output: Path
     parameters: int
+    flops_per_token: int
     model: FullyShardedDataParallel
     objective: Objective
     optimizer: Optimizer
@@ -254,7 +261,14 @@ class Run:
             mode=training.data_mode,
             workers=training.workers,
         )
-        metrics, stopped_by = evaluate(self.model, batches, self.objective, world=self.world, stop=self.stop)
+        metrics, stopped_by = evaluate(
+            self.model,
+            batches,
+            self.objective,
+            world=self.world,
+            stop=self.stop,
+            metrics=resolve(self.task.metrics, argument="metrics"),
+        )
         if metrics:
             self.metrics, self.progress.evaluated = metrics, self.progress.step
             self.saved_at = -1  # a checkpoint of this step is without the metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean, shown
 
@@ -31,6 +32,8 @@ except ModuleNotFoundError as error:
         f"the trainer needs {error.name}, which its extra installs: pip install 'flatfsdp[train]'", name=error.name
     ) from error
 
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # What stands before the name of a field in messages, and the name: `FSDPArguments.` `replicas` in a program,
 # `train.toml: ` `fsdp.replicas` from a file, `argument ` `--replicas` on a command line. Who reads these sets it.
@@ -186,6 +189,20 @@ def path(value: Any) -> Path:
     return Path(value)
 
 
+_SEVERAL: dict[Callable[..., Any], str] = {}  # functions that check a list of words, and what the help calls one
+
+
+def of_several(word: str) -> Callable[[_Function], _Function]:
+    """Mark the function of a `PlainValidator`: on a command line it gets all words behind the flag, as a list."""
+
+    def mark(function: _Function) -> _Function:
+        _SEVERAL[function] = word
+        return function
+
+    return mark
+
+
+@of_several("KEY=VALUE")
 def options(value: Any) -> dict[str, Any]:
     """Names and values, also of a list of tables and texts (`key=value`, JSON objects), each over those before."""
     found: dict[str, Any] = {}
@@ -317,8 +334,8 @@ def _form(parts: Sequence[Any]) -> dict[str, Any]:
     """How argparse reads a field of such types."""
     if bool in parts and int not in parts:
         return {"action": argparse.BooleanOptionalAction}
-    if options in parts:
-        return {"action": "extend", "nargs": "+", "metavar": "KEY=VALUE"}
+    if several := next((_SEVERAL[part] for part in parts if inspect.isfunction(part) and part in _SEVERAL), ""):
+        return {"action": "extend", "nargs": "+", "metavar": several}
     return {"metavar": next((_WORDS[each] for each in parts if each in _WORDS), "VALUE")}
 
 
@@ -328,6 +345,6 @@ def _help(given: Any, name: str, parts: Sequence[Any]) -> str:
     names = [each for part in parts if isinstance(part, Name) for each in part.names]
     if not all(each in meaning for each in names):
         meaning += f": {', '.join(names)}"
-    if default not in (None, False, {}):
+    if default not in (None, False, {}, ()):
         meaning += " (the default)" if default is True else f" (default: {default})"
     return meaning.replace("%", "%%")

@@ -40,6 +40,8 @@ from flatfsdp.trainer.run import Progress, Run, TrainingResult, planned_steps
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component, rng_component, stateful_component
 from flatfsdp.trainer.terminal import print_line
+from flatfsdp.trainer.utilization import flops_per_token
+from flatfsdp.trainer.watching.named import callbacks_of
 
 _NO_END = "a dataset of unknown length does not show how much of the run is over: set steps or minutes"
 
@@ -55,7 +57,7 @@ class Trainer(Run):
         task: model, data and what belongs to them.
         training, fsdp: how to train and how to shard.
         callbacks: called in this order; as many, of the same kinds, on every rank. A `ProgressBar` comes before them,
-            unless there is one, or `training.progress` is off.
+            unless there is one, or `training.progress` is off; those that `training` names come before them, too.
 
     Raises:
         ConfigValueError, ConfigTypeError: settings that contradict one another, or this machine.
@@ -71,6 +73,7 @@ class Trainer(Run):
     ) -> None:
         training = TrainingArguments() if training is None else training
         fsdp = FSDPArguments() if fsdp is None else fsdp
+        callbacks = (*callbacks_of(training), *callbacks)
         shows = training.progress and not any(isinstance(each, ProgressBar) for each in callbacks)
         callbacks = (ProgressBar(), *callbacks) if shows else tuple(callbacks)
         world = RankContext.join(training.device)
@@ -80,6 +83,7 @@ class Trainer(Run):
             seed_all(training.seed)  # the same weights on all ranks, whatever draws them
             plain = make(task, "model")
             parameters = sum(parameter.numel() for parameter in plain.parameters())
+            flops = flops_per_token(plain.parameters())
             files = files_of(plain, make(task, "tokenizer"))
             # A model that was made elsewhere has whatever values each rank drew for it.
             synced = dataclasses.replace(fsdp, sync_module_states=fsdp.sync_module_states or plain is task.model)
@@ -99,7 +103,7 @@ class Trainer(Run):
             components += _optional_components(scaler, callbacks, training.seed)
             super().__init__(
                 task=task, training=training, fsdp=fsdp, callbacks=callbacks, world=world, output=training.output,
-                parameters=parameters, model=model, objective=objective, optimizer=optimizer, scaler=scaler,
+                parameters=parameters, flops_per_token=flops, model=model, objective=objective, optimizer=optimizer, scaler=scaler,
                 scheduler=scheduler, loader=loader, eval_data=eval_data, collate=collate, manager=_manager(training),
                 components=components, files=files, progress=progress,
             )  # fmt: skip

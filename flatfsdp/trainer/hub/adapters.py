@@ -15,13 +15,14 @@ from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError, 
 from flatfsdp.trainer.call_options import check_all_taken
 from flatfsdp.trainer.hub.cache import library
 from flatfsdp.trainer.process_group import TrainerRanks
-from flatfsdp.trainer.settings import PlainValidator, options
+from flatfsdp.trainer.settings import PlainValidator, of_several, options
 
 ADAPTER = "adapter_config.json"
 
 _SHORT = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
 
 
+@of_several("KEY=VALUE")
 def lora_options(value: Any) -> dict[str, Any]:
     """A table of LoRA's options: of a mapping, of `key=value` texts, or of one text with commas between them."""
     texts = value if isinstance(value, list) else [value]

@@ -154,6 +154,15 @@ def is_causal(model: nn.Module) -> bool:
     return _can_be_saved(inside) and (named or getattr(inside, "loss_type", None) == "ForCausalLM")
 
 
+def classifies(model: nn.Module) -> bool:
+    """Whether `model` is one of transformers that sorts sequences into more than one class."""
+    inside = plain(model)
+    config = getattr(inside, "config", None)
+    named = type(inside).__name__.endswith("ForSequenceClassification")
+    several = getattr(config, "num_labels", 1) > 1
+    return named and several and getattr(config, "problem_type", None) in (None, "single_label_classification")
+
+
 def takes_input_ids(model: nn.Module) -> bool:
     """Whether the tokens of `model` have the name that transformers gives them."""
     return "input_ids" in inspect.signature(plain(model).forward).parameters

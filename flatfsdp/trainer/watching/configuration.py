@@ -1,0 +1,56 @@
+"""The settings that a run came to, in its folder: a file that another run can be started from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatfsdp.trainer.callbacks import Callback, keep_earlier
+from flatfsdp.trainer.run import Run
+from flatfsdp.trainer.settings import Settings
+
+CONFIGURATION = "config.json"
+
+
+class Configuration(Callback):
+    """Writes `config.json` into the run's folder when it begins, by rank 0: `--config OUTPUT/config.json` starts the
+    same run anew.
+
+    Args:
+        groups: the settings, by the name of their table; what has its default is left out.
+    """
+
+    def __init__(self, groups: Mapping[str, Settings]) -> None:
+        self._tables = {name: table for name, group in groups.items() if (table := _changed(group))}
+
+    def on_begin(self, trainer: Run) -> None:
+        if trainer.world.leads:
+            keep_earlier(trainer, CONFIGURATION)
+            path = trainer.output / CONFIGURATION
+            path.write_text(json.dumps(self._tables, indent=1) + "\n", encoding="utf-8")
+            trainer.written["settings"] = path
+
+
+def _changed(group: Settings) -> dict[str, Any]:
+    default = vars(type(group)())
+    return {name: _plain(value) for name, value in vars(group).items() if value != default[name]}
+
+
+def _plain(value: Any) -> Any:
+    """`value` as the settings read it from a file; None is written "none"."""
+    if value is None:
+        return "none"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,44 @@
+"""Callbacks that settings name, with their options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from flatfsdp.errors import ConfigTypeError, ConfigValueError
+from flatfsdp.trainer.arguments import TrainingArguments
+from flatfsdp.trainer.call_options import check_all_taken
+from flatfsdp.trainer.callbacks import Callback, EarlyStop, LossPlot
+from flatfsdp.trainer.instantiate import resolve
+from flatfsdp.trainer.watching.profile import Profile
+from flatfsdp.trainer.watching.trackers import TensorBoard, WeightsAndBiases
+
+CALLBACKS: Mapping[str, Callable[..., Callback]] = {
+    "early_stop": EarlyStop,
+    "loss_plot": LossPlot,
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+"""Callbacks by name; any other is "package.module:name", a class or a function that makes one."""
+
+
+def callbacks_of(training: TrainingArguments) -> Iterator[Callback]:
+    """Those that the settings `callbacks`, `early_stop` and `profile` name.
+
+    Raises:
+        ConfigValueError: there is none of that name, or it does not take an option.
+        ConfigTypeError: what a function makes is no callback.
+    """
+    for name, options in training.callbacks:
+        factory = CALLBACKS[name] if name in CALLBACKS else resolve(name, argument="callbacks")
+        check_all_taken(options, {f"callback {name}": factory}, argument="callbacks")
+        try:
+            made = factory(**options)
+        except TypeError as error:
+            raise ConfigValueError(f"callbacks: {name} refuses {dict(options)}: {error}") from error
+        if not isinstance(made, Callback):
+            raise ConfigTypeError(f"callbacks: {name} made a {type(made).__name__}. Accepted: a Callback.")
+        yield made
+    if training.early_stop is not None:
+        yield EarlyStop(training.early_stop, by=training.best_by, mode=training.best_mode)
+    if training.profile is not None:
+        yield Profile(*training.profile)
