@@ -272,8 +272,8 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
             make_folder(training.output)  # now, not when the time to train has been spent
     except ConfigValueError as error:
         parser.error(str(error))
-    run = dataclasses.replace(training, resume=None, output=given["training"].output, ranks=placement.ranks)
-    settings = {**given, "command": Command(), "training": run}
+    anew = dataclasses.replace(training, resume=None, output=given["training"].output, ranks=placement.ranks)
+    settings = {**given, "command": Command(), "training": anew}
     return Job(command, own, training, fsdp, demo if shows else None, placement, program, tuple(arguments), settings)
 
 

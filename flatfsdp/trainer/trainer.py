@@ -103,9 +103,9 @@ class Trainer(Run):
             components += _optional_components(scaler, callbacks, training.seed)
             super().__init__(
                 task=task, training=training, fsdp=fsdp, callbacks=callbacks, world=world, output=training.output,
-                parameters=parameters, flops_per_token=flops, model=model, objective=objective, optimizer=optimizer, scaler=scaler,
-                scheduler=scheduler, loader=loader, eval_data=eval_data, collate=collate, manager=_manager(training),
-                components=components, files=files, progress=progress,
+                parameters=parameters, flops_per_token=flops, model=model, objective=objective, optimizer=optimizer,
+                scaler=scaler, scheduler=scheduler, loader=loader, eval_data=eval_data, collate=collate,
+                manager=_manager(training), components=components, files=files, progress=progress,
             )  # fmt: skip
             if isinstance(pretrained, Pretrained) and not self._finds_checkpoint():
                 pretrained.load_into(model)

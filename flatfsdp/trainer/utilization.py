@@ -18,7 +18,7 @@ _PEAKS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "V100": 12
 
 
 def flops_per_token(parameters: Iterable[nn.Parameter]) -> int:
-    """Operations of a forward and a backward for one token: 6 for each parameter that is trained, 4 for a frozen one."""
+    """Operations of a forward and a backward for one token: 6 for each trained parameter, 4 for a frozen one."""
     return sum((6 if each.requires_grad else 4) * each.numel() for each in parameters)
 
 
