@@ -203,6 +203,7 @@ def test_what_this_run_was_given_counts_after_a_load() -> None:
         ("constant", [1.0, 1.0, 1.0, 1.0]),
         ("linear", [1.0, 0.75, 0.5, 0.25]),
         ("cosine", [1.0, 0.853553, 0.5, 0.146447]),
+        ("wsd", [1.0, 1.0, 1.0, 1.0]),
     ],
 )
 def test_courses(name: str, expected: list[float]) -> None:
@@ -212,6 +213,18 @@ def test_courses(name: str, expected: list[float]) -> None:
 def test_the_warmup_rises_to_the_highest_rate_and_no_step_is_for_nothing() -> None:
     found = rates(*plain(10, scheduler="linear", warmup=0.4, lr=1), 11)
     assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0.0])
+
+
+def test_a_rate_that_stays_then_decays_to_the_least() -> None:
+    found = rates(*plain(10, scheduler="wsd", decay=0.5, lr=1, min_lr=0.2), 11)
+    assert found == pytest.approx([1, 1, 1, 1, 1, 1, 0.84, 0.68, 0.52, 0.36, 0.2])
+
+
+def test_a_warmup_in_steps() -> None:
+    found = rates(*plain(8, scheduler="linear", warmup_steps=3, lr=1), 9)
+    assert found == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+    assert rates(*plain(2, scheduler="linear", warmup_steps=4, lr=1), 2) == pytest.approx([0.2, 0.4])
+    assert rates(*plain(None, scheduler="linear", warmup_steps=1, lr=1), 2) == pytest.approx([0.5, 1.0])
 
 
 def test_a_run_limited_by_the_clock_follows_the_share_that_it_is_told() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from flatfsdp import FullyShardedDataParallel, ShardingStrategy, stats, summary
 from flatfsdp.errors import ConfigValueError, FlatFSDPWarning, UsageError
@@ -56,8 +57,36 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"strategy": "no_shard"},
     "one unit": {"units": "none"},
     "computed again": {"activation_checkpointing": True, "forward_prefetch": True},
+    "every second computed again": {"activation_checkpointing": True, "checkpoint_every": 2},
+    "but for products computed again": {
+        "activation_checkpointing": True,
+        "checkpoint_policy": "tests.distributed.trainer.test_sharding:keep_products",
+    },
     "on the host": {"cpu_offload": True, "sync_module_states": True},
 }
+
+
+def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy that keeps what matrix products gave."""
+    kept = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_what_a_policy_keeps_is_not_computed_again(pool2: Run) -> None:
+    (every, kept, half), _ = pool2(products)
+    assert kept < half < every
+
+
+def products(rank: int, world: int) -> list[int]:
+    """How many matrix products a step makes: with all blocks computed again, with products kept, with half of them."""
+    counts = []
+    policy = "tests.distributed.trainer.test_sharding:keep_products"
+    for given in ({}, {"checkpoint_policy": policy}, {"checkpoint_every": 2}):
+        model = shard(stack(), arguments(activation_checkpointing=True, **given), device=CPU)
+        with torch.profiler.profile() as profile:
+            model(torch.randn(5, 6)).sum().backward()
+        counts.append(sum(each.count for each in profile.key_averages() if each.key in ("aten::mm", "aten::addmm")))
+    return counts
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -57,7 +57,7 @@ def a_trainer(tmp_path: Path, *, step: int = 0, rank: int = 0) -> Any:
 def a_report(step: int, *, done: float = 0.0) -> StepReport:
     return StepReport(
         step=step, loss=2.0, tokens=10, total_tokens=10 * step, lr=0.1, grad_norm=None, seconds=0.5 * step,
-        tokens_per_second=12345.6, peak_bytes=1000, done=done,
+        tokens_per_second=12345.6, tflops=0.5, utilization=None, peak_bytes=1000, done=done,
         footprint=MemoryFootprint(parameters=1024, gradients=2048, optimizer=4096, in_flight=512), ids=(1, 2),
     )  # fmt: skip
 
@@ -228,7 +228,7 @@ def test_a_run_that_goes_on_has_each_step_once_in_its_log(tmp_path: Path) -> Non
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[3] == {
         "step": 4, "loss": 2.0, "tokens": 10, "total_tokens": 40, "lr": 0.1, "seconds": 2.0,
-        "tokens_per_second": 12345.6, "peak_bytes": 1000,
+        "tokens_per_second": 12345.6, "tflops": 0.5, "peak_bytes": 1000,
     }  # fmt: skip
 
 

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from flatfsdp import ShardingStrategy
-from flatfsdp.errors import FlatFSDPError
-from flatfsdp.trainer.arguments import DTYPES, FSDPArguments, Task, TrainingArguments, check_run
-from flatfsdp.trainer.instantiate import check_all_taken, make, resolve
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError
+from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
+from flatfsdp.trainer.call_options import check_all_taken
+from flatfsdp.trainer.fields import DTYPES
+from flatfsdp.trainer.instantiate import make, resolve
 from flatfsdp.trainer.settings import (
     Count,
     FilePath,
@@ -183,11 +185,11 @@ def test_values_have_one_normal_form() -> None:
         (lambda: TrainingArguments(scheduler="a.b:c", warmup=0.1), "scheduler 'a.b:c' sets all learning rates itself"),
         (
             lambda: Task(None, "a:b"),
-            "Task.model: got None (NoneType). Accepted: 'package.module:name', or from Python ",
+            "Task.model: got None (NoneType). Accepted: 'hf:...', 'package.module:name', or from Python ",
         ),
         (
             lambda: Task("my model", "a:b"),
-            "Task.model: got 'my model'. Accepted: 'package.module:name', or from Python",
+            "Task.model: got 'my model'. Accepted: 'hf:...', 'package.module:name', or from Python",
         ),
         (lambda: Task("a:b", "a:b", collate=[1]), "Task.collate: got [1] (list). Accepted: 'package.module:name', or"),
     ],
@@ -302,14 +304,17 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         scheduler="constant", warmup=0.1, clip=2.0, fused_loss=True, seed=7, eval_every=5, eval_at_end=False,
         eval_batches=2, save_every=4, save_at_end=False, save_async=False, save_format="torch", save_on_each_node=True,
         keep_last=1, keep_best=3, best_by="eval_accuracy", best_mode="max", resume="latest", log_every=9,
-        progress=False, plot=True, device="cpu", ranks=4, detect_nonfinite=True,
+        progress=False, plot=True, device="cpu", ranks=4, detect_nonfinite=True, min_lr=0.01,
+        decay=0.5, early_stop=2, callbacks=[{"name": "wandb", "project": "p"}, "tensorboard"], profile="2..3",
+        peak_tflops=1.5,
     )  # fmt: skip
     fsdp = FSDPArguments(
         strategy="hybrid_shard", reshard_after_forward=2, replicas=2, units=("a.b", "C"), units_fallback=True,
         param_dtype="bf16", reduce_dtype="fp32", buffer_dtype="double", gather_dtype="fp8", reduce_bits=4,
         reduce_error_feedback=True, cpu_offload=True, use_orig_params=False, layout="rows",
         activation_checkpointing=True, backward_prefetch=None, forward_prefetch=True, limit_all_gathers=False,
-        sync_module_states=True,
+        sync_module_states=True, checkpoint_every=2, checkpoint_policy="a.b:c", compile=True,
+        keep_frozen_unsharded=True,
     )  # fmt: skip
     line = (
         "--output o --steps 3 --epochs 2 --minutes 0.5 --batch 2 --global-batch 6 --data-mode dispatch --no-shuffle "
@@ -317,20 +322,62 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         "constant --warmup 0.1 --clip 2 --fused-loss --seed 7 --eval-every 5 --no-eval-at-end --eval-batches 2 "
         "--save-every 4 --no-save-at-end --no-save-async --save-format torch --save-on-each-node --keep-last 1 "
         "--keep-best 3 --best-by eval_accuracy --best-mode max --resume latest --log-every 9 --no-progress --plot "
-        "--device cpu --ranks 4 --detect-nonfinite --strategy hybrid-shard --reshard-after-forward 2 --replicas 2 "
+        "--min-lr 0.01 --decay 0.5 --early-stop 2 --callbacks wandb:project=p --callbacks tensorboard --profile "
+        "steps=2..3 --peak-tflops 1.5 --device cpu --ranks 4 --detect-nonfinite --strategy hybrid-shard "
+        "--reshard-after-forward 2 --replicas 2 "
         "--units a.b,C --units-fallback --param-dtype bf16 --reduce-dtype fp32 --buffer-dtype double "
         "--gather-dtype fp8 --reduce-bits 4 --reduce-error-feedback --cpu-offload --no-use-orig-params --layout rows "
         "--activation-checkpointing --backward-prefetch none --forward-prefetch --no-limit-all-gathers "
-        "--sync-module-states"
+        "--sync-module-states --checkpoint-every 2 --checkpoint-policy a.b:c --compile --keep-frozen-unsharded"
     )
     assert read(*line.split()) == {"training": training, "fsdp": fsdp}
     for given, default in ((training, TrainingArguments()), (fsdp, FSDPArguments())):
         same = {each.name for each in fields(given) if getattr(given, each.name) == getattr(default, each.name)}
-        assert same <= {"accumulate", "optimizer_in_backward"}  # which other flags of this line exclude
+        assert same <= {
+            "accumulate",
+            "optimizer_in_backward",
+            "warmup_steps",
+            "bf16",
+            "fp16",
+        }  # which other flags of this line exclude
     assert read("--accumulate", "3", "--optimizer-in-backward")["training"] == TrainingArguments(
         accumulate=3, optimizer_in_backward=True
     )
     assert read("--reshard-after-forward", "false")["fsdp"].reshard_after_forward is False
+
+
+def test_a_word_for_a_precision_stands_in_its_fields() -> None:
+    half = FSDPArguments(bf16=True)
+    assert (half.param_dtype, half.reduce_dtype, half.scales_losses) == (torch.bfloat16, torch.float32, False)
+    assert FSDPArguments(fp16=True).scales_losses
+    with pytest.raises(ConfigValueError, match=r"fp16: got True, but param_dtype is torch\.bfloat16"):
+        FSDPArguments(bf16=True, fp16=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"warmup": 0.1, "warmup_steps": 3}, "warmup_steps: got 3, but warmup is 0.1"),
+        ({"lr": 0.1, "min_lr": 0.2}, "min_lr: got 0.2, but lr, the highest, is 0.1"),
+        ({"early_stop": 2}, "early_stop: got 2, but nothing is evaluated meanwhile: set eval_every"),
+        ({"profile": "5..4"}, "profile: got '5..4'. Accepted: steps as 10..12, from 1 on."),
+        ({"callbacks": [3]}, "callbacks: got [3] (list). Accepted: names as wandb:project=mine"),
+    ],
+)
+def test_habits_that_contradict(given: dict[str, Any], said: str) -> None:
+    with pytest.raises((ConfigTypeError, ConfigValueError)) as raised:
+        TrainingArguments(**given)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["wandb:project=p,mode=offline", [{"name": "wandb", "project": "p", "mode": "offline"}]],
+    ids=["text", "table"],
+)
+def test_callbacks_are_named_with_their_options(given: Any) -> None:
+    assert TrainingArguments(callbacks=given).callbacks == (("wandb", {"project": "p", "mode": "offline"}),)
+    assert TrainingArguments(callbacks=["a.b:C", "tensorboard"]).callbacks == (("a.b:C", {}), ("tensorboard", {}))
 
 
 @pytest.fixture

@@ -1,0 +1,211 @@
+"""Models of transformers by name, LoRA on them, and text: trained on 2 ranks, resumed on 3, exported, loaded by the
+libraries themselves. Skipped where these are missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.errors import CheckpointError, ConfigValueError, FlatFSDPWarning
+from flatfsdp.trainer import FSDPArguments, Task, Trainer, TrainingArguments
+from flatfsdp.trainer.hub.pretrained import Pretrained
+from flatfsdp.trainer.hub.text_data import TextData
+from flatfsdp.trainer.objectives import CausalLM, Classification
+from tests.conftest import Run
+from tests.harness.tiny_hub import write_llama
+
+LENGTH = 48
+LORA = {"rank": 4, "targets": ["q_proj", "down_proj"]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model, its tokenizer, and conversations."""
+    pytest.importorskip("transformers", minversion="5")
+    with (tmp_path / "chat.jsonl").open("w") as file:
+        for number in range(12):
+            turns = [("user", f"what is {number}?"), ("assistant", f"{number} is a number")]
+            record = {"messages": [{"role": role, "content": text} for role, text in turns]}
+            file.write(f"{json.dumps(record)}\n")
+    write_llama(tmp_path / "llama")
+    return tmp_path
+
+
+def trainer_of(folder: Path, steps: int, model: dict[str, Any], **training: Any) -> Trainer:
+    chat = TextData(f"jsonl:{folder / 'chat.jsonl'}", sequence_length=LENGTH)
+    task = Task(model=Pretrained(str(folder / "llama"), **model), train_data=chat, eval_data=chat)
+    given = TrainingArguments(
+        output=folder / "run", steps=steps, lr=0.01, progress=False, global_batch=6, batch=1, **training
+    )
+    return Trainer(task, given, FSDPArguments(keep_frozen_unsharded="lora" in model))
+
+
+def quietly(rank: int, world: int, work: Any, folder: str, *given: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the libraries warn of is not ours to judge
+        warnings.simplefilter("error", FlatFSDPWarning)
+        warnings.filterwarnings("ignore", ".*keeps them.*", FlatFSDPWarning)
+        return work(Path(folder), *given)
+
+
+def first_logits(folder: Path, model: dict[str, Any]) -> Tensor:
+    """Before any step."""
+    trainer = trainer_of(folder, 1, model)
+    with torch.no_grad():
+        logits: Tensor = trainer.model.eval()(input_ids=torch.arange(3, 13)[None]).logits
+    return logits
+
+
+def run(folder: Path, steps: int, model: dict[str, Any], resume: str | None) -> dict[str, Any]:
+    trainer = trainer_of(folder, steps, model, resume=resume)
+    result = trainer.train()
+    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    return {"losses": result.losses, "trained": trained, **result.evaluation}
+
+
+def export(folder: Path, model: dict[str, Any]) -> list[str]:
+    trainer = trainer_of(folder, 1, model, resume="latest")
+    trainer.resume()
+    trainer.export(folder / "export")
+    found = []
+    for overwrite in (False, True):
+        try:
+            trainer.export(folder / "export", overwrite=overwrite)
+            found.append("written")
+        except CheckpointError as error:
+            found.append("refused" if "overwrite" in str(error) else str(error))
+    return found
+
+
+def alone(folder: Path, model: Any) -> tuple[float, int]:
+    """The mean loss of `model` over the conversations, by one process."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "export")
+    data = TextData(f"jsonl:{folder / 'chat.jsonl'}", sequence_length=LENGTH)
+    rows, collate, objective = data.make(tokenizer), data.collate(tokenizer), CausalLM()
+    batches = [collate([rows[number]]) for number in range(len(rows))]
+    with torch.no_grad():
+        total = sum(float(objective.loss(model.eval(), batch)) for batch in batches)
+    weight = sum(objective.weight(batch) for batch in batches)
+    return total / weight, weight
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about PEFT
+@pytest.mark.parametrize("model", [{}, {"lora": LORA}], ids=["all", "lora"])
+def test_trained_on_two_resumed_on_three_exported(model: dict[str, Any], folder: Path, pool2: Run, pool3: Run) -> None:
+    from transformers import AutoModelForCausalLM
+
+    if model:
+        peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(folder / "llama").eval()
+    with torch.no_grad():
+        expected = base(input_ids=torch.arange(3, 13)[None]).logits
+    for logits in pool2(quietly, first_logits, str(folder), model, timeout=120):
+        assert torch.equal(logits, expected)  # each rank has read its own; adapters begin as nothing
+    first, _ = pool2(quietly, run, str(folder), 4, model, None, timeout=120)
+    whole = sum(parameter.numel() for parameter in base.parameters())
+    assert (first["trained"] < whole / 10) if model else True
+    second, *_ = pool3(quietly, run, str(folder), 7, model, "latest", timeout=120)
+    assert second["eval_loss"] < first["eval_loss"] < first["losses"][0]
+    refused = pool2(quietly, export, str(folder), model, timeout=120)
+    assert refused == [["refused", "written"]] * 2
+    kind = peft.PeftModel.from_pretrained(base, folder / "export") if model else None
+    loaded = kind or AutoModelForCausalLM.from_pretrained(folder / "export")
+    loss, weight = alone(folder, loaded)
+    assert weight == second["eval_tokens"]
+    assert loss == pytest.approx(second["eval_loss"], rel=1e-5)
+
+
+def classified(folder: Path) -> tuple[str, dict[str, float]]:
+    data = TextData(f"jsonl:{folder / 'labels.jsonl'}")
+    task = Task(model=Pretrained(str(folder / "llama"), labels=2), train_data=data, eval_data=data)
+    trainer = Trainer(task, TrainingArguments(output=folder / "c", steps=20, lr=0.02, batch=2, progress=False))
+    return type(trainer.objective).__name__, dict(trainer.train().evaluation)
+
+
+def test_a_classifier_gets_a_head_and_its_accuracy(folder: Path, pool2: Run) -> None:
+    records = [{"text": "ab"[number % 2] * 4, "label": number % 2} for number in range(8)]
+    (folder / "labels.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    for objective, evaluation in pool2(quietly, classified, str(folder), timeout=120):
+        assert objective == Classification.__name__
+        assert evaluation["eval_accuracy"] == 1.0
+        assert "eval_perplexity" not in evaluation
+
+
+def streamed(folder: Path, resume: str | None, steps: int) -> tuple[float, ...]:
+    data = TextData(f"hf:{folder / 'data'}", streaming=True, sequence_length=8)
+    task = Task(model=Pretrained(str(folder / "llama")), train_data=data)
+    given = TrainingArguments(
+        output=folder / "s", steps=steps, global_batch=6, batch=1, progress=False, shuffle=False, resume=resume,
+        scheduler="constant",
+    )  # fmt: skip
+    return Trainer(task, given).train().losses
+
+
+def test_a_stream_is_gone_on_with_on_another_number_of_ranks(folder: Path, pool2: Run, pool3: Run) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": [chr(97 + n % 26) * (n % 11) for n in range(200)]}).save_to_disk(
+        folder / "data"
+    )
+    whole, _ = pool2(quietly, streamed, str(folder), None, 4, timeout=120)
+    for path in (folder / "s").glob("*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    pool2(quietly, streamed, str(folder), None, 2, timeout=120)
+    second, *_ = pool3(quietly, streamed, str(folder), "latest", 4, timeout=120)
+    assert second[-1] == pytest.approx(whole[-1], rel=1e-4)
+
+
+def watched(folder: Path) -> None:
+    chat = TextData(f"jsonl:{folder / 'chat.jsonl'}", sequence_length=LENGTH)
+    task = Task(model=Pretrained(str(folder / "llama")), train_data=chat, eval_data=chat)
+    names = ["tensorboard", "wandb:project=p,mode=offline"]
+    given = TrainingArguments(output=folder / "w", steps=3, batch=1, progress=False, callbacks=names, profile="2")
+    Trainer(task, given).train()
+
+
+def test_tensorboard_and_weights_and_biases_have_the_numbers(folder: Path, pool2: Run) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("wandb")
+    pool2(quietly, watched, str(folder), timeout=120)
+    events = accumulator.EventAccumulator(str(folder / "w" / "tensorboard")).Reload()
+    assert [each.step for each in events.Scalars("train/loss")] == [1, 2, 3]
+    assert {"eval/loss", "eval/perplexity", "eval/accuracy", "train/lr"} <= set(events.Tags()["scalars"])
+    assert list((folder / "w" / "wandb").glob("offline-run-*/run-*.wandb"))
+    for rank in (0, 1):
+        trace = json.loads((folder / "w" / f"trace-rank{rank}.json").read_text())
+        assert any("aten::" in str(each.get("name")) for each in trace["traceEvents"])
+
+
+def names_in_units(folder: Path) -> list[str]:
+    return [str(each) for each in FullyShardedDataParallel.fsdp_modules(trainer_of(folder, 1, {}).model)]
+
+
+def test_its_layers_become_units(folder: Path, pool2: Run) -> None:
+    assert [len(found) for found in pool2(quietly, names_in_units, str(folder), timeout=60)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("none/at/all", {}, "hf:none/at/all: there is no folder"),
+        ("./none", {}, "hf:./none: there is no folder"),
+        ("", {}, "has no config.json"),
+        ("llama", {"lora": {"rank": 2, "targets": "nothing_like_it"}}, "lora: PEFT refuses"),
+        ("llama", {"lora": {"ranks": 2}}, "takes no 'ranks'"),
+    ],
+)
+def test_what_cannot_be_made_is_named(name: str, options: dict[str, Any], said: str, folder: Path) -> None:
+    if options:
+        pytest.importorskip("peft")
+    given = name if name.startswith((".", "none")) else str(folder / name)
+    with pytest.raises(ConfigValueError, match=said):
+        Pretrained(given, **options).make()

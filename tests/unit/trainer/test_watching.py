@@ -1,0 +1,74 @@
+"""Callbacks by name, settings that start the same run again, what a token costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatfsdp.errors import ConfigTypeError, ConfigValueError
+from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
+from flatfsdp.trainer.callbacks import EarlyStop, LossPlot
+from flatfsdp.trainer.settings import Parser
+from flatfsdp.trainer.utilization import flops_per_token, peak_tflops
+from flatfsdp.trainer.watching.configuration import CONFIGURATION, Configuration
+from flatfsdp.trainer.watching.named import callbacks_of
+from flatfsdp.trainer.watching.profile import Profile
+from flatfsdp.trainer.watching.trackers import TensorBoard, WeightsAndBiases
+
+
+def kinds(**given: Any) -> list[type]:
+    return [type(each) for each in callbacks_of(TrainingArguments(**given))]
+
+
+def test_callbacks_come_from_their_names() -> None:
+    names = ["tensorboard", "wandb:mode=offline", "loss_plot", "flatfsdp.trainer.callbacks:EarlyStop:patience=4"]
+    assert kinds(callbacks=names) == [TensorBoard, WeightsAndBiases, LossPlot, EarlyStop]
+    assert kinds(early_stop=2, eval_every=1, profile="1..2") == [EarlyStop, Profile]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("early_stop:patient=3", ConfigValueError, "takes no 'patient'. Did you mean 'patience'"),
+        ("wandb:mode=often", ConfigValueError, "got mode='often'"),
+        ("json:loads", ConfigValueError, "refuses {}"),
+        ("collections:OrderedDict", ConfigTypeError, "made a OrderedDict. Accepted: a Callback."),
+        ("flatfsdp.nothing:Here", ConfigValueError, "there is no module"),
+    ],
+)
+def test_callbacks_that_there_are_not(name: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        kinds(callbacks=[name])
+
+
+def test_the_settings_of_a_run_start_it_again(tmp_path: Path) -> None:
+    groups = {
+        "training": TrainingArguments(
+            output=tmp_path, steps=3, callbacks="wandb:project=p", profile="2..3", optimizer_options={"betas": [0.9]}
+        ),
+        "fsdp": FSDPArguments(bf16=True, units=("a", "B"), backward_prefetch=None, strategy="hybrid_shard", replicas=2),
+    }  # fmt: skip
+    trainer: Any = SimpleNamespace(
+        world=SimpleNamespace(leads=True), output=tmp_path, written={}, begins=True, aside=None
+    )
+    Configuration(groups).on_begin(trainer)
+    path = tmp_path / CONFIGURATION
+    assert trainer.written == {"settings": path}
+    assert "lr" not in json.loads(path.read_text())["training"]  # a default
+    empty = {"training": TrainingArguments(), "fsdp": FSDPArguments()}
+    assert Parser("p", groups=empty).read(["--config", str(path)]) == groups
+
+
+def test_frozen_parameters_have_no_gradients_to_compute() -> None:
+    model = nn.Linear(4, 3)
+    assert flops_per_token(model.parameters()) == 6 * 15
+    model.weight.requires_grad_(False)
+    assert flops_per_token(model.parameters()) == 4 * 12 + 6 * 3
+    assert peak_tflops(torch.device("cpu"), None) is None
+    assert peak_tflops(torch.device("cpu"), 2.5) == 2.5
