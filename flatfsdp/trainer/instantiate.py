@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import pkgutil
-import re
-import sys
-from pathlib import Path
 from typing import Any
 
-from flatfsdp.errors import ConfigValueError, did_you_mean, refuse_value
 from flatfsdp.trainer.arguments import Task
 from flatfsdp.trainer.call_options import check_all_taken, takes
 from flatfsdp.trainer.hub.pretrained import PREFIX, Pretrained
 from flatfsdp.trainer.hub.text_data import SOURCES, TextData
-from flatfsdp.trainer.settings import REFERENCE
 
 _MADE = ("model", "train_data", "eval_data", "objective", "tokenizer")
 
@@ -30,9 +23,9 @@ def make(task: Task, name: str) -> Any:
     Raises:
         ConfigValueError: as `resolve`. What the function raises comes as it is.
     """
-    found = resolve(getattr(task, name), argument=name)
+    found = named(task, name)
     if name == "tokenizer" and found is None:
-        model = resolve(task.model, argument="model")
+        model = named(task, "model")
         return model.tokenizer if isinstance(model, Pretrained) else None
     if isinstance(found, Pretrained):
         return found.make()
@@ -45,7 +38,7 @@ def make(task: Task, name: str) -> Any:
 
 def collate_for(task: Task) -> Any:
     """What makes microbatches: the task's, that of text by name, or None for torch's."""
-    data = resolve(task.train_data, argument="train_data")
+    data = named(task, "train_data")
     if task.collate is None and isinstance(data, TextData):
         return data.collate(make(task, "tokenizer"))
     return resolve(task.collate, argument="collate")
@@ -57,51 +50,22 @@ def check_options(task: Task) -> None:
     Raises:
         ConfigValueError: with the first of them.
     """
-    found = {name: resolve(getattr(task, name), argument=name) for name in _MADE}
+    found = {name: named(task, name) for name in _MADE}
     if isinstance(model := found["model"], Pretrained):
         _ = model.folder  # looked for, and downloaded, before anything is started
     functions = {name: each for name, each in found.items() if _is_function(each)}
     check_all_taken(task.options, functions, argument="options")
 
 
-def resolve(reference: Any, *, argument: str) -> Any:
-    """The object that a text of the form `REFERENCE` names; what is no text is returned as it is.
-
-    Modules of the current directory can be imported, as by `python -m`.
-
-    Raises:
-        ConfigValueError: there is no such module or name, with the nearest one; the import failed, with the exception
-            as its cause. Begins with `argument`.
-    """
-    if not isinstance(reference, str):
-        return reference
-    if argument == "model" and reference.startswith(PREFIX):
-        return Pretrained(reference.removeprefix(PREFIX))
-    if argument.endswith("_data") and reference.partition(":")[0] in SOURCES:
-        return TextData(reference)
-    if not REFERENCE.fullmatch(reference):
-        refuse_value(argument, reference, "'package.module:name'")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return pkgutil.resolve_name(reference)
-    except ModuleNotFoundError as error:
-        name = error.name or ""
-        if not re.match(rf"{re.escape(name)}\b", reference):  # a module that the named one imports
-            raise ConfigValueError(f"{argument}: importing {reference!r} failed: {error}") from error
-        here = [path.stem for path in Path.cwd().glob("*.py")] if "." not in name else []
-        hint = f"looked in {os.getcwd()} and where Python looks. {did_you_mean(name, here)}"
-        raise ConfigValueError(f"{argument}: there is no module {name!r}; {hint}".rstrip()) from None
-    except Exception as error:
-        trace = error.__traceback__
-        if isinstance(error, AttributeError) and trace and trace.tb_next and not trace.tb_next.tb_next:
-            # Of the module or the class, not of code that the import runs.
-            name, owner = error.name or "", getattr(error.obj, "__name__", "the object")
-            there = [each for each in dir(error.obj) if each.isidentifier() and not each.startswith("_")]
-            hint = did_you_mean(name, there) or f"There are {', '.join(there) or 'no public names'}."
-            raise ConfigValueError(f"{argument}: {owner} has no {name!r}. {hint}") from None
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigValueError(f"{argument}: importing {reference!r} failed: {why}") from error
+def named(task: Task, name: str) -> Any:
+    """What the field `name` of `task` is or names: the thing itself, what makes it, or what it is called elsewhere."""
+    value = getattr(task, name)
+    if isinstance(value, str):
+        if name == "model" and value.startswith(PREFIX):
+            return Pretrained(value.removeprefix(PREFIX))
+        if name.endswith("_data") and value.partition(":")[0] in SOURCES:
+            return TextData(value)
+    return resolve(value, argument=name)
 
 
 def _is_function(value: Any) -> bool:

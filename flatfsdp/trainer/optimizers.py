@@ -16,7 +16,7 @@ import flatfsdp
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, few, shown, warn
 from flatfsdp.trainer.arguments import OPTIMIZERS, SCHEDULERS, TrainingArguments, stay_then_decay
 from flatfsdp.trainer.call_options import check_all_taken, takes
-from flatfsdp.trainer.instantiate import resolve
+from flatfsdp.trainer.references import resolve
 
 
 def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:

@@ -23,11 +23,11 @@ from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
 from flatfsdp.trainer.data_loading import Loader, evaluation
 from flatfsdp.trainer.data_loading.sample_reader import Collate
 from flatfsdp.trainer.gradients import evaluate
-from flatfsdp.trainer.instantiate import resolve
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.objectives import Objective
 from flatfsdp.trainer.preemption import ASKED, StopRequest
 from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
+from flatfsdp.trainer.references import resolve
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component
 from flatfsdp.trainer.terminal import sizes_in_words

@@ -27,7 +27,7 @@ from flatfsdp.trainer.fused_loss import fused
 from flatfsdp.trainer.gradients import add_gradients
 from flatfsdp.trainer.hub.adapters import export_adapter, is_adapted
 from flatfsdp.trainer.hub.pretrained import Pretrained
-from flatfsdp.trainer.instantiate import check_options, collate_for, make, resolve
+from flatfsdp.trainer.instantiate import check_options, collate_for, make, named
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.loop import Loop
 from flatfsdp.trainer.memory_estimate import activations_counted
@@ -88,7 +88,7 @@ class Trainer(Run):
             # A model that was made elsewhere has whatever values each rank drew for it.
             synced = dataclasses.replace(fsdp, sync_module_states=fsdp.sync_module_states or plain is task.model)
             model = shard(plain, synced, device=world.device)
-            pretrained = resolve(task.model, argument="model")
+            pretrained = named(task, "model")
             objective = make(task, "objective") or objective_for(plain)
             if training.fused_loss:
                 objective = fused(objective, model)

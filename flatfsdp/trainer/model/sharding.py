@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import refuse_value
 from flatfsdp.trainer.arguments import STRATEGIES, FSDPArguments
-from flatfsdp.trainer.instantiate import resolve
 from flatfsdp.trainer.model.hugging_face import initializer_of
 from flatfsdp.trainer.model.units import policy_for
 from flatfsdp.trainer.process_group import warn_for_all
+from flatfsdp.trainer.references import resolve
 
 
 def shard(

@@ -8,7 +8,7 @@ from flatfsdp.errors import ConfigTypeError, ConfigValueError
 from flatfsdp.trainer.arguments import TrainingArguments
 from flatfsdp.trainer.call_options import check_all_taken
 from flatfsdp.trainer.callbacks import Callback, EarlyStop, LossPlot
-from flatfsdp.trainer.instantiate import resolve
+from flatfsdp.trainer.references import resolve
 from flatfsdp.trainer.watching.profile import Profile
 from flatfsdp.trainer.watching.trackers import TensorBoard, WeightsAndBiases
 

@@ -344,14 +344,16 @@ def test_the_reader_sees_through_aliases() -> None:
 # Its parts (a folder is one), each importing from earlier rows and its own.
 TRAINER_ROWS = (
     "process_group settings preemption terminal randomness",
+    "call_options references fields",
     "arguments launch",
+    "optimizers model data_loading utilization",
+    "hub",
     "instantiate",
-    "optimizers model",
-    "objectives fused_loss data_loading state memory_estimate",
+    "objectives fused_loss state memory_estimate",
     "gradients",
     "run",
     "callbacks",
-    "loop",
+    "loop watching",
     "trainer",
     "demo __init__",
 )

@@ -20,7 +20,8 @@ from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.call_options import check_all_taken
 from flatfsdp.trainer.fields import DTYPES
-from flatfsdp.trainer.instantiate import make, resolve
+from flatfsdp.trainer.instantiate import make
+from flatfsdp.trainer.references import resolve
 from flatfsdp.trainer.settings import (
     Count,
     FilePath,
