@@ -10,6 +10,7 @@ from flatfsdp.trainer.arguments import Task
 from flatfsdp.trainer.call_options import check_all_taken, takes
 from flatfsdp.trainer.hub.pretrained import PREFIX, Pretrained
 from flatfsdp.trainer.hub.text_data import SOURCES, TextData
+from flatfsdp.trainer.references import resolve
 
 _MADE = ("model", "train_data", "eval_data", "objective", "tokenizer")
 
