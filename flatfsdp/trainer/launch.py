@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 from flatfsdp import retain_host_memory
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.preemption import handled_by, in_words, is_first, meant_by
+from flatfsdp.trainer.rendezvous import store_of_this_start
 from flatfsdp.trainer.terminal import print_line
 
 RANKS_ON_CPU = 2
@@ -274,13 +275,14 @@ def _init(context: RankContext, store: dist.Store | None = None) -> None:
         retain_host_memory()
     else:
         torch.get_device_module(device).set_device(device)
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device.type),
-        store=store if under_launcher() else dist.HashStore(),
-        rank=context.rank,
-        world_size=context.size,
-        device_id=None if device.type == "cpu" else device,
-    )
+    with nullcontext(store) if store is not None else store_of_this_start() as own:
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device.type),
+            store=own if under_launcher() else dist.HashStore(),
+            rank=context.rank,
+            world_size=context.size,
+            device_id=None if device.type == "cpu" else device,
+        )
 
 
 def _device_count(device_type: str) -> int:

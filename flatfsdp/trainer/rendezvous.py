@@ -1,0 +1,79 @@
+"""A store of its own for each start of the ranks under torchrun.
+
+torchrun starts ranks again, after a failure or with more or fewer nodes, in front of the same store, in which stands
+what the ones before have left: addresses that nobody listens at, and what the watchdog reported of processes that are
+gone. Nothing in the environment distinguishes one start from the next on all nodes. So rank 0 draws a name, and each
+rank asks for it with a number of its own: an answer to that number cannot be an old one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from flatfsdp.errors import UsageError
+
+PATIENCE = timedelta(minutes=30)  # as that of torch's process groups
+_PAUSE = 0.05  # seconds between two looks
+
+
+@contextmanager
+def store_of_this_start() -> Iterator[dist.Store | None]:
+    """The store to make the process group with, inside; None where torchrun keeps none.
+
+    Raises:
+        UsageError: rank 0 has not come.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        yield None
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agents = dist.TCPStore(address, port, is_master=False, timeout=PATIENCE)
+    common = dist.PrefixStore("flatfsdp-starts", agents)
+    if rank:
+        yield dist.PrefixStore(f"flatfsdp-start-{_asked(common, rank)}", agents)
+        return
+    name, over = uuid.uuid4().hex, threading.Event()
+    answering = threading.Thread(target=_answer, args=(common.clone(), world, name, over), daemon=True)
+    answering.start()
+    try:
+        yield dist.PrefixStore(f"flatfsdp-start-{name}", agents)
+    finally:
+        over.set()
+        answering.join()
+
+
+def _asked(store: dist.Store, rank: int) -> str:
+    number = uuid.uuid4().hex
+    store.set(f"question/{rank}", number)
+    deadline = time.monotonic() + PATIENCE.total_seconds()
+    while time.monotonic() < deadline:
+        said, _, name = _read(store, f"answer/{rank}").partition(" ")
+        if said == number:
+            return name
+        time.sleep(_PAUSE)
+    raise UsageError(f"rank 0 has not started within {PATIENCE.total_seconds() / 60:g} minutes; see what it printed")
+
+
+def _answer(store: dist.Store, world: int, name: str, over: threading.Event) -> None:
+    """Answer the ranks until the process group is there: a question may be one of a start before, and come anew."""
+    answered: dict[int, str] = {}
+    while not over.wait(_PAUSE):
+        for rank in range(1, world):
+            number = _read(store, f"question/{rank}")
+            if number and answered.get(rank) != number:
+                store.set(f"answer/{rank}", f"{number} {name}")
+                answered[rank] = number
+
+
+def _read(store: dist.Store, key: str) -> str:
+    """What stands there; "" for nothing."""
+    return store.get(key).decode() if store.check([key]) else ""

@@ -1,0 +1,110 @@
+"""torchrun starts ranks again when one was killed: the run goes on from its last checkpoint, with as many or fewer."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from flatfsdp.trainer.callbacks import read_metrics
+from tests.harness.thorough import is_thorough
+from tests.process.trainer.test_train import environment
+
+STEPS, EVERY = 120, 10
+JOB = (
+    "-m flatfsdp.train --device cpu --steps {} --minutes 5 --save-every {} --resume latest --output run --sample 0 "
+    "--no-progress --no-plot --layers 1 --width 32 --heads 2 --context 16 --batch 2 --eval-batches 2 --seed 1"
+)
+
+
+@contextmanager
+def agent(folder: Path, name: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """torchrun with the job, in a session of its own; all of it is over in the end."""
+    job = JOB.format(STEPS, EVERY).split()
+    command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.2", *options, *job]
+    with (folder / name).open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill an agent and the ranks that it has started, which are in sessions of their own."""
+    with suppress(OSError):
+        for pid in (*children(process.pid), process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    process.wait(10)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` has started."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for(folder: Path, checkpoints: int) -> int:
+    """Wait for so many checkpoints; the step of the last."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        there = sorted(int(path.name.removeprefix("step-")) for path in (folder / "run").glob("step-????????"))
+        if there and there[-1] >= checkpoints * EVERY:
+            return there[-1]
+        time.sleep(0.05)
+    raise AssertionError(f"no checkpoint {checkpoints} in time")
+
+
+def wait_for_port(port: int) -> None:
+    """Wait until somebody listens there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.05)
+
+
+def check(folder: Path, log: str, *, killed_after: int) -> None:
+    """Every step is in the log once, and no more was lost than what came after the last checkpoint."""
+    said = (folder / log).read_text()
+    rows = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    resumed = re.findall(r"resume: from run/step-(\d{8})", said)
+    assert resumed, said[-2000:]
+    assert int(resumed[-1]) >= killed_after
+
+
+def test_a_rank_that_is_killed_costs_the_steps_since_the_last_save(tmp_path: Path) -> None:
+    with agent(tmp_path, "log", "--standalone", "--nproc-per-node=2", "--max-restarts=3") as process:
+        saved = wait_for(tmp_path, 2)
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        assert process.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
+    check(tmp_path, "log", killed_after=saved)
+
+
+@pytest.mark.skipif(not is_thorough(), reason="takes half a minute: --thorough")
+def test_a_node_that_is_lost_leaves_fewer_ranks(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=1")
+    place = (f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=join_timeout=30,last_call_timeout=2")
+    with ExitStack() as agents:
+        first = agents.enter_context(agent(tmp_path, "first", *world, *place))
+        wait_for_port(port)  # the first of them keeps the store
+        second = agents.enter_context(agent(tmp_path, "second", *world, *place))
+        saved = wait_for(tmp_path, 2)
+        _end(second)
+        assert first.wait(200) == 0, (tmp_path / "first").read_text()[-3000:]
+    check(tmp_path, "first", killed_after=saved)
+    assert "1 on cpu" in (tmp_path / "first").read_text()
