@@ -51,7 +51,7 @@ setup(
     install_requires=["torch>=2.11"],
     extras_require={
         "train": ["pydantic>=2.11", "tomli; python_version < '3.11'", "tqdm", "safetensors", "matplotlib"],
-        "hf": ["transformers", "peft", "safetensors"],
+        "hf": ["transformers", "peft", "datasets", "safetensors"],
         "docs": ["sphinx", "myst-parser", "furo"],
         "test": ["pytest", "expecttest"],
     },

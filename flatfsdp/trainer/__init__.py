@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .arguments import FSDPArguments, Task, TrainingArguments
+    from .hub.pretrained import Pretrained
+    from .hub.text_data import TextData
     from .objectives import CausalLM, Classification, FromOutput, Objective
     from .trainer import Trainer
 
@@ -19,7 +21,9 @@ __all__ = [
     "FSDPArguments",
     "FromOutput",
     "Objective",
+    "Pretrained",
     "Task",
+    "TextData",
     "Trainer",
     "TrainingArguments",
 ]
@@ -27,6 +31,8 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("CausalLM", "Classification", "FromOutput", "Objective"), ".objectives"),
     **dict.fromkeys(("FSDPArguments", "Task", "TrainingArguments"), ".arguments"),
+    "Pretrained": ".hub.pretrained",
+    "TextData": ".hub.text_data",
     "Trainer": ".trainer",
 }
 
