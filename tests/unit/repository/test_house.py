@@ -28,9 +28,9 @@ FUNCTIONS = {}
 LINES = {
     "engine": (23_715, 4_145, 1_350, 2_060, 5_046),
     "core": (11_350, 1_202, 454, 2_009, 2_471),
-    "checkpoint": (4_103, 886, 0, 106, 21),
-    "trainer": (7_300, 324, -818, 35, 5),
-    "all": (36_122, 5_661, -163, 2_201, 5_072),
+    "checkpoint": (4_103, 886, 0, 106, 33),
+    "trainer": (7_300, 324, -818, 35, 1_644),
+    "all": (36_122, 5_661, -163, 2_201, 6_734),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
