@@ -67,9 +67,9 @@ def table(found: dict[str, Any]) -> str:
         f"`tools/programs` with {packages}; gloo ranks on one CPU. {good} of {len(rows)} programs end as they do on "
         "torch's FSDP2.",
         "",
-        "Each program is one file that uses the released framework as it is, and runs once on torch's FSDP2 and once under `python -m flatfsdp.as_torch`. Compared "
-        "are the losses and gradient norms of every step and, on every rank, each parameter's shard, mesh, placements "
-        "and shape at the end. Where torch's FSDP2 cannot (gathers in float8 on gloo), its program gathers in full "
+        "Each program is one file that uses the released framework as it is, and runs once on torch's FSDP2 and once "
+        "under `python -m flatfsdp.as_torch`. Compared are the losses and gradient norms of every step "
+        "and, on every rank, each parameter's shard, mesh, placements and shape at the end. Where torch's FSDP2 cannot (gathers in float8 on gloo), its program gathers in full "
         "precision. Commits are those of the day, before later rebases.",
         "",
         "| program | ranks | outcome | largest difference | numbers compared | date | commit |",
