@@ -70,7 +70,8 @@ def table(found: dict[str, Any]) -> str:
         "Each program is one file that uses the released framework as it is, and runs once on torch's FSDP2 and once "
         "under `python -m flatfsdp.as_torch`. Compared are the losses and gradient norms of every step "
         "and, on every rank, each parameter's shard, mesh, placements and shape at the end. Where torch's FSDP2 "
-        "cannot (gathers in float8 on gloo), its program gathers in full precision. Commits are those of the day, before later rebases.",
+        "cannot (gathers in float8 on gloo), its program gathers in full precision. Commits are those "
+        "of the day, before later rebases.",
         "",
         "| program | ranks | outcome | largest difference | numbers compared | date | commit |",
         "|---|---|---|---|---|---|---|",
