@@ -74,6 +74,7 @@ def test_the_metadata(wheel: Path) -> None:
         'matplotlib; extra == "train"',
         'transformers; extra == "hf"',
         'peft; extra == "hf"',
+        'datasets; extra == "hf"',
         'safetensors; extra == "hf"',
         'sphinx; extra == "docs"',
         'myst-parser; extra == "docs"',
