@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -37,7 +38,7 @@ def store_of_this_start() -> Iterator[dist.Store | None]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agents = dist.TCPStore(address, port, is_master=False, timeout=PATIENCE)
-    common = dist.PrefixStore("flatfsdp-starts", agents)
+    common: Any = dist.PrefixStore("flatfsdp-starts", agents)
     if rank:
         yield dist.PrefixStore(f"flatfsdp-start-{_asked(common, rank)}", agents)
         return

@@ -199,5 +199,7 @@ class TextCollate:
         labels = [sample.get("labels") for sample in samples]
         if not isinstance(labels[0], int):
             return self.pad(samples)
-        rest = [{name: value for name, value in sample.items() if name != "labels"} for sample in samples]
+        rest: list[Mapping[str, Any]] = [
+            {name: value for name, value in sample.items() if name != "labels"} for sample in samples
+        ]
         return self.pad(rest) | {"labels": torch.tensor(labels)}

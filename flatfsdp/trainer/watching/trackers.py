@@ -54,7 +54,7 @@ class TensorBoard(_Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         path = trainer.output / self._folder
-        self._writer = SummaryWriter(str(path), purge_step=trainer.progress.step + 1)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(path), purge_step=trainer.progress.step + 1)
         trainer.written["tensorboard"] = path
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
