@@ -14,6 +14,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's numbers, from malloc.h
 _BLOCK = 1 << 30
 _FREE = 2**31 - 1
 
+_retains = False
+
 
 def retain_host_memory() -> bool:
     """Let this process keep the host memory that it frees, for what it allocates next.
@@ -30,7 +32,14 @@ def retain_host_memory() -> bool:
         >>> import flatfsdp
         >>> kept = flatfsdp.retain_host_memory()
     """
+    global _retains
+    _retains = True
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_MMAP_THRESHOLD, _BLOCK)) and bool(mallopt(_TRIM_THRESHOLD, _FREE))
+
+
+def retains_host_memory() -> bool:
+    """Whether `retain_host_memory` was called."""
+    return _retains

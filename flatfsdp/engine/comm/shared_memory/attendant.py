@@ -3,7 +3,7 @@
 [Note: attendant] A rank works on its exchanges where it waits ([Note: progress]). One that does not come to a wait (its
 batch is larger, it caught an exception, it writes a file) would keep its peers from what it has issued, which gloo's
 threads would have brought to its end. So what nobody has worked on for `PERIOD` is worked on here. In a usual step that
-is nothing: the thread looks, and sleeps again.
+is nothing: the thread looks, and sleeps again. What has had no work for `REST` it brings to rest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 PERIOD = 0.005  # seconds
+REST = 0.2  # seconds
 
 
 class Attended(Protocol):
@@ -31,6 +32,9 @@ class Attended(Protocol):
 
     def progress(self) -> bool:
         """Do what can be done now."""
+
+    def rest(self) -> bool:
+        """There was nothing under way for long: let go of what is for work alone. False to be called again."""
 
 
 class Attendant:
@@ -59,7 +63,12 @@ class Attendant:
         self._wanted, self._lock, self._thread = threading.Event(), threading.Lock(), None
 
     def _run(self) -> None:
-        while self._wanted.wait():
+        is_at_rest = False
+        while True:
+            if not self._wanted.wait(None if is_at_rest else REST):
+                is_at_rest = all([each.rest() for each in self._attended()])
+                continue
+            is_at_rest = False
             time.sleep(PERIOD)
             if not self._work():
                 self._wanted.clear()

@@ -99,6 +99,10 @@ class ChunkStream(Generic[T]):
         """Whether a chunk is yet to be posted or taken."""
         return bool(self._to_take)
 
+    def is_drained(self, taken_by_peers: Sequence[int]) -> bool:
+        """Whether nothing is under way, and peers, who have taken so many chunks, read nothing more of the outbox."""
+        return not self._to_take and min(taken_by_peers) >= self.posted
+
     def to_post(self, taken_by_peers: Sequence[int]) -> Chunk[T] | None:
         """The chunk to be written now, if there is one: peers have taken so many chunks."""
         if not self._to_post:

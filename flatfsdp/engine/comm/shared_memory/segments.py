@@ -1,8 +1,9 @@
 """Memory that other processes map: files without a name (`memfd_create(2)`), which end with the last who maps them.
 
 [Note: segments] A segment's pages are taken when it is made, and it is sealed against another size: no process that
-maps it can be ended (SIGBUS) by what another does. A child that is forked does not get the memory, and never unmaps
-what it has not got: other memory of its own may lie there.
+maps it can be ended (SIGBUS) by what another does. Pages that were given back are zeros for who reads them, and are
+taken again before anything is written. A child that is forked does not get the memory, and never unmaps what it has not
+got: other memory of its own may lie there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of fcntl.h
 _ADD_SEALS = 1033
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of mman.h, which Linux has from 5.14 on
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
@@ -34,6 +36,24 @@ class Segment:
         self.memory.madvise(mmap.MADV_DONTFORK)
         _mapped.add(self.memory)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def give_pages_back(self, start: int) -> bool:
+        """Give the system what lies from the byte `start` on, for all who map it; False where it could not be taken
+        again safely, and stays."""
+        try:
+            self.take_pages(start)  # only what can be is given
+            self.memory.madvise(mmap.MADV_REMOVE, start)
+        except OSError:
+            return False
+        return True
+
+    def take_pages(self, start: int) -> None:
+        """Have memory from the byte `start` on.
+
+        Raises:
+            OSError: there is not so much memory, or the system cannot tell.
+        """
+        self.memory.madvise(_POPULATE_WRITE, start)
 
 
 def create(size: int) -> int:
