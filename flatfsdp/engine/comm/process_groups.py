@@ -25,6 +25,7 @@ from ..base.per_group import for_group, forget_after
 from ..device.streams import accelerator, accelerator_count
 from ..watchdog.regions import expecting
 from .axes import Axis, ProcessGroups
+from .shared_memory.groups import only_reduces
 
 # The plans in use: units over the same groups share one, and a group of many ranks is asked for them once.
 _plans: weakref.WeakValueDictionary[tuple[object, ...], ProcessGroups] = weakref.WeakValueDictionary()
@@ -112,6 +113,7 @@ def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> P
     if strategy in HYBRIDS:
         shard_group, replicate_group = given
         across = _axis(replicate_group, device)
+        only_reduces(replicate_group)
         axes = _axis(shard_group, device), _axis(_for_reductions(shard_group), device), across
     elif strategy is ShardingStrategy.NO_SHARD:
         axes = alone, alone, _axis(_for_reductions(given), device)
@@ -143,6 +145,7 @@ def _for_reductions(process_group: Any) -> Any:
     def make() -> Any:
         made = new_group(ranks, "wraps a module", like=process_group)
         forget_after(process_group, made)  # memory that its ranks share, for one
+        only_reduces(made)
         return made
 
     return for_group(process_group, "reductions", make, usable=_exists)

@@ -31,7 +31,7 @@ from .comm_stats import CommStats
 from .pieces import Row, copy_apart, rows_of
 from .process_group_transport import ProcessGroupTransport, as_bytes, real
 from .shared_memory.collectives import SharedMemoryExchange, SimulatedSharedMemory
-from .shared_memory.groups import of_group, would_share
+from .shared_memory.groups import capacity_of, of_group, would_share
 from .tensor_lists import TensorList
 
 
@@ -127,7 +127,7 @@ class DeterministicGloo(ProcessGroupTransport):
         group = self.group.process_group
         if is_memoryless():
             return (
-                SimulatedSharedMemory(group, tracker=self.tracker, comm_stats=self.comm_stats)
+                SimulatedSharedMemory(group, capacity_of(group), tracker=self.tracker, comm_stats=self.comm_stats)
                 if would_share(group)
                 else None
             )

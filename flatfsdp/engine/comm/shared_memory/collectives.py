@@ -17,7 +17,7 @@ from ...device.streams import PendingWork
 from ..comm_stats import CommStats
 from ..pieces import Row, copy_apart
 from .chunks import longest_chunk
-from .exchange import CAPACITY, SharedMemory, SharedWork
+from .exchange import SharedMemory, SharedWork
 from .operations import Operation
 
 LARGE = 1024 * 1024  # bytes that a rank sends of a reduction which is waited for early
@@ -79,8 +79,9 @@ class SharedMemoryExchange:
 class SimulatedSharedMemory(SharedMemoryExchange):
     """What it holds, without exchanges. [Note: dry run]"""
 
-    def __init__(self, process_group: Any, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
-        self._rank, self._world = process_group.rank(), process_group.size()
+    def __init__(self, process_group: Any, capacity: int, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
+        """`capacity`: bytes of an outbox."""
+        self._rank, self._world, self._capacity = process_group.rank(), process_group.size(), capacity
         self._tracker = tracker
         self._comm_stats = comm_stats
 
@@ -95,7 +96,7 @@ class SimulatedSharedMemory(SharedMemoryExchange):
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         self._comm_stats.issued += 1
-        return PendingWork(finish=_hold_scratch(tensor, self._rank, self._world, CAPACITY, self._tracker))
+        return PendingWork(finish=_hold_scratch(tensor, self._rank, self._world, self._capacity, self._tracker))
 
 
 def _is_large(rows: Sequence[Row]) -> bool:

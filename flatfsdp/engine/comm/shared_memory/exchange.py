@@ -173,7 +173,13 @@ class SharedMemory:
 
     def _take_pages(self) -> None:
         if not self._has_pages:
-            self._segment.take_pages(CONTROL)
+            try:
+                self._segment.take_pages(CONTROL)
+            except OSError as error:
+                raise dist.DistBackendError(
+                    f"shared memory of {self._name}: no memory for the {self.capacity / 2**20:g} MiB in which rank "
+                    f"{self.rank} of the group sends: {error}"
+                ) from error
             self._has_pages = True
 
     def _end(self, error: BaseException) -> None:
