@@ -438,6 +438,11 @@ def memory_of(transport: Any) -> Memory:
     return Memory(transport.tracker)
 
 
+def outbox_rests(exchange: Any) -> bool:
+    """Whether the outbox of an `exchange` through shared memory gives its pages back at once, or has."""
+    return bool(exchange._shared.rest())
+
+
 # --- agreement --------------------------------------------------------------------------------------------------------
 
 

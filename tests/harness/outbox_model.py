@@ -36,6 +36,7 @@ class Scope:
         others_go_on: and wait for nothing, but for the first.
         tags: `exchange.TAGS`.
         apart: no two loads are one step.
+        rests: ranks give the pages of their outboxes back whenever they may.
         barriers, in_order: or the processor does what x86 does not.
     """
 
@@ -48,6 +49,7 @@ class Scope:
     with_bells: bool = False
     others_go_on: bool = False
     apart: bool = False
+    rests: bool = False
     barriers: bool = True
     in_order: bool = True
 
@@ -113,6 +115,18 @@ class Step:
         return range(chunk.place // ALIGNMENT, (chunk.place + chunk.size) // ALIGNMENT)
 
 
+class Pages:
+    """Of an outbox: what is given back is zeros."""
+
+    def __init__(self, outbox: Words, room: int) -> None:
+        self._outbox, self._room = outbox, room
+
+    def give_pages_back(self, start: int) -> bool:
+        for cell in range(self._room):
+            self._outbox[cell] = 0
+        return False  # and may be given back again
+
+
 class System:
     """Sleeping and waking, as the kernel does it."""
 
@@ -166,6 +180,8 @@ class Rank:
             return
         # Once a chunk is through, its loop comes to the same as another call: what it heard before is forgotten.
         shared._their_words = Round(shared._their_words, lambda: stream.posted + stream.taken > moves, begin_anew)
+        if self._scope.rests:
+            shared.rest()
         shared.progress()
         begin_anew()
 
@@ -203,7 +219,7 @@ class Rank:
         vars(shared).update(_name="of the model", rank=rank, _global_rank=rank, _stream=stream, _lock=threading.RLock())
         vars(shared).update(_words=words[rank], _their_words=[words[each] for each in peers], _bells=bell_of)
         theirs = [outboxes[each] if each != rank else None for each in range(scope.world)]
-        vars(shared).update(_outbox=outboxes[rank], _outboxes=theirs)
+        vars(shared).update(_outbox=outboxes[rank], _outboxes=theirs, _segment=Pages(outboxes[rank], scope.room))
         vars(shared).update(_end=lambda error: None)  # a process that pauses raises, and begins anew with another
         vars(shared).update(_peers=[type("Peer", (), {"rank": each}) for each in peers])
         return shared

@@ -62,6 +62,7 @@ def watch_pages(rank: int, setting: Setting, steps: int) -> dict[str, Any]:
         found["live held"] = counter.live()
         dist.barrier()
         sampler.end()
+        dist.barrier()  # until nobody looks any more, all processes stay
     return {**found, "process_cpu": time.process_time(), **sampler.found}
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import reduce
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,11 +26,14 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.comm.pieces import Row, rows_of
+from flatfsdp.engine.comm.shared_memory import attendant
 from flatfsdp.engine.comm.shared_memory.attendant import Attendant
 from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
 from flatfsdp.engine.comm.shared_memory.collectives import SharedMemoryExchange
 from flatfsdp.engine.comm.shared_memory.groups import by_messages, connect, shares
 from flatfsdp.engine.comm.shared_memory.operations import Sum
+from flatfsdp.engine.comm.shared_memory.segments import Segment
+from flatfsdp.engine.device import malloc
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import PendingWork
 from tests.conftest import Run
@@ -163,7 +167,8 @@ def at_random(rank: int, world: int, seed: int) -> list[str]:
     draw, own = random.Random(seed), random.Random(seed * 10 + rank)
     capacity = draw.choice([1024, TINY, 10_000])
     ways, found = [exchange(capacity), exchange(capacity)], []
-    with delayed(own, draw.choice([0.05, 0.3])):
+    rest = patch.object(attendant, "REST", own.choice([0.0002, attendant.REST]))
+    with rest, delayed(own, draw.choice([0.05, 0.3])):
         for _ in range(3):
             waits = []
             for number in range(draw.randint(1, 15)):
@@ -323,6 +328,54 @@ def test_what_was_interrupted_is_not_added_up_again(pool2: Run) -> None:
     assert found == [2.0, 3.0]  # rank 0's piece as it was, this rank's with both
     assert "rank 1 of the group was interrupted in the middle of an exchange, which cannot go on, by Keyboard" in told
     assert "rank 1 of the group was interrupted in the middle of an exchange, and rank 0 waits for it" in peer_told
+
+
+def shared_bytes() -> int:
+    """What this process has of memory that processes share, each page counted once over all of them."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:"))
+
+
+def rests(rank: int, world: int, retains: bool) -> tuple[bool, list[str]]:
+    """Whether the pages of an outbox are gone some time after an exchange; and what was wrong with the next."""
+    way, size = exchange(8 * 1024 * 1024), 2 * 1024 * 1024
+    with patch.object(malloc, "_retains", retains):
+        found = wrong([issue(way, "gather", rank, world, size, torch.float32)])
+        dist.barrier()
+        limit = time.monotonic() + (4 * attendant.REST if retains else 20)
+        while (held := shared_bytes()) > 1024 * 1024 and time.monotonic() < limit:
+            time.sleep(0.02)
+        dist.barrier()
+        found += wrong([issue(way, kind, rank, world, 1001, torch.float32) for kind in KINDS])
+    return held > 1024 * 1024, found
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_an_outbox_takes_no_memory_while_nothing_is_exchanged(retains: bool, pool2: Run) -> None:
+    """Unless the process keeps what it frees."""
+    assert pool2(rests, retains) == [(retains, [])] * 2
+
+
+def without_memory(rank: int, world: int) -> str:
+    """The last rank's outbox is at rest, and finds no memory when it is to be used again."""
+    way, told = exchange(), "nothing"
+    assert wrong([issue(way, "gather", rank, world, 17, torch.float32)]) == []
+    dist.barrier()
+    assert inspect.outbox_rests(way)
+    failing = patch.object(Segment, "take_pages", side_effect=OSError(12, "Cannot allocate memory"))
+    with failing if rank == world - 1 else nullcontext():
+        try:
+            wrong([issue(way, "gather", rank, world, 17, torch.float32)])
+        except dist.DistError as error:
+            told = str(error)
+    dist.barrier()
+    return told
+
+
+def test_a_rank_without_memory_for_its_outbox_ends_the_exchange_in_words(pool2: Run) -> None:
+    peer, own = pool2(without_memory, timeout=10)
+    assert "no memory for the 0.00195312 MiB in which rank 1 of the group sends: [Errno 12] Cannot" in own
+    assert "rank 1 of the group was interrupted in the middle of an exchange, and rank 0 waits for it" in peer
 
 
 def waits_elsewhere(rank: int, world: int, mode: str) -> list[str]:

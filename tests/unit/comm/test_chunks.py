@@ -43,6 +43,8 @@ class Rank:
         return True
 
     def post(self, peers: list[Rank], capacity: int) -> bool:
+        drained = self.stream.is_drained([len(peer.taken) for peer in peers])
+        assert drained == (all(self.posted == peer.taken for peer in (self, *peers)) and not self.stream.has_work)
         chunk = self.stream.to_post([len(peer.taken) for peer in peers])
         if chunk is None:
             return False

@@ -24,6 +24,7 @@ FEW = {
     "what the one before brought": Scope(2, ((2, False), DEPENDENT, ONE)),
     "a small window": Scope(2, (ONE,) * 3, room=4, in_flight=1, tags=2),
     "three ranks, one place": Scope(3, (ONE, DEPENDENT), room=1),
+    "outboxes at rest": Scope(2, (ONE,) * 2, rests=True),
     "ranks that sleep": Scope(2, (ONE,), with_bells=True),
 }
 MANY = {
@@ -32,6 +33,7 @@ MANY = {
     "three ranks, two places": Scope(3, (ONE,) * 3),
     "three ranks, each load by itself": Scope(3, (ONE,) * 2, room=1, apart=True),
     "three ranks, what the one before brought": Scope(3, (ONE, DEPENDENT, ONE)),
+    "three ranks' outboxes at rest": Scope(3, (ONE,), rests=True),
     "ranks that sleep for two": Scope(2, (ONE,) * 2, with_bells=True),
     "two wake a third": Scope(3, (ONE,), with_bells=True, others_go_on=True),
 }
@@ -64,6 +66,11 @@ class WaitsForWhatItHasPosted(ChunkStream[Any]):
         return super().to_take(posted_by_peers) if self.posted > self.taken + 1 else None
 
 
+class RestsWithoutAsking(ChunkStream[Any]):
+    def is_drained(self, taken_by_peers: Sequence[int]) -> bool:
+        return super().is_drained([1000] * len(taken_by_peers))
+
+
 @pytest.mark.parametrize(
     ("scope", "kind", "found"),
     [
@@ -71,11 +78,21 @@ class WaitsForWhatItHasPosted(ChunkStream[Any]):
         (Scope(3, (ONE,)), AsksOnePeer, "has what is of chunk -1|a tag of another"),
         (Scope(3, (ONE,) * 2, room=1), HearsOnePeer, "has what is of chunk 1|a tag of another"),
         (Scope(2, (ONE,) * 2, room=1), WaitsForWhatItHasPosted, "never come to an end"),
+        (Scope(2, (ONE,) * 2, rests=True), RestsWithoutAsking, "has what is of chunk -1"),
         (Scope(2, (ONE,), in_order=False), ChunkStream, "has what is of chunk -1|a tag of another"),
         (Scope(2, (ONE,) * 3, room=4, tags=1), ChunkStream, "a tag of another"),
         (Scope(2, (ONE,), with_bells=True, barriers=False), ChunkStream, "never come to an end"),
     ],
-    ids=["posts without asking", "asks one", "hears one", "waits", "stores in any order", "few tags", "no barriers"],
+    ids=[
+        "posts without asking",
+        "asks one",
+        "hears one",
+        "waits",
+        "rests",
+        "stores in any order",
+        "few tags",
+        "no barriers",
+    ],
 )
 def test_the_model_finds_faults(scope: Scope, kind: type[ChunkStream[Any]], found: str) -> None:
     """Of the protocol; of a processor that does not make stores visible in order; of a bell without its barriers, by

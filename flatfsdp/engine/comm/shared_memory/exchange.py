@@ -4,8 +4,9 @@
 waits for one. There it does so for all groups of this process, so that ranks that wait for different collectives bring
 each other's to an end. Where it neither issues nor waits for long, a thread does. [Note: attendant]
 
-[Note: at rest] While nothing is under way for long (`attendant.REST`) an outbox's pages are the system's; the next chunk
-takes them again, which costs less than a hundredth of that time. Who keeps freed memory for good keeps these, too.
+[Note: at rest] What has had nothing under way for `attendant.REST` gives the pages of its outbox back, and takes them
+again for the next chunk: together less than a hundredth of that time. Where the process keeps the memory that it frees,
+it keeps these pages, too.
 """
 
 from __future__ import annotations

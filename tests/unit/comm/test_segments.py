@@ -1,0 +1,56 @@
+"""Segments by themselves: their pages, and what cannot happen to those who map them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+
+from flatfsdp.engine.comm.shared_memory import segments
+from flatfsdp.engine.comm.shared_memory.segments import Segment, create, is_sealed
+
+PAGE, SIZE = 4096, 64 * 1024
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    made = create(SIZE)
+    yield made
+    os.close(made)
+
+
+def taken(descriptor: int) -> int:
+    """Bytes of memory that the segment has."""
+    return 512 * os.fstat(descriptor).st_blocks
+
+
+def test_pages_that_are_given_back_are_zeros_until_they_are_taken_again(descriptor: int) -> None:
+    own, peers = Segment(descriptor, SIZE), Segment(descriptor, SIZE)
+    own.bytes.fill_(7)
+    assert own.give_pages_back(PAGE)
+    assert taken(descriptor) == PAGE
+    assert is_sealed(descriptor, SIZE)
+    own.take_pages(PAGE)
+    assert taken(descriptor) == SIZE
+    assert peers.bytes[:PAGE].eq(7).all()
+    assert peers.bytes[PAGE:].eq(0).all()
+    own.bytes.fill_(8)
+    assert peers.bytes.eq(8).all()
+
+
+def test_a_peer_may_read_what_was_given_back(descriptor: int) -> None:
+    own, peers = Segment(descriptor, SIZE), Segment(descriptor, SIZE)
+    assert own.give_pages_back(PAGE)
+    assert peers.bytes.eq(0).all()
+
+
+def test_a_system_that_cannot_tell_whether_there_is_memory_keeps_the_pages(descriptor: int) -> None:
+    """As Linux before 5.14."""
+    own = Segment(descriptor, SIZE)
+    own.bytes.fill_(7)
+    with patch.object(segments, "_POPULATE_WRITE", 9999):
+        assert not own.give_pages_back(PAGE)
+    assert taken(descriptor) == SIZE
+    assert own.bytes.eq(7).all()
