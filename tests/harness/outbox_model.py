@@ -36,7 +36,7 @@ class Scope:
         others_go_on: and wait for nothing, but for the first.
         tags: `exchange.TAGS`.
         apart: no two loads are one step.
-        rests: ranks give the pages of their outboxes back whenever they may.
+        rests: ranks give the pages of their outboxes back at the end.
         barriers, in_order: or the processor does what x86 does not.
     """
 
@@ -124,7 +124,7 @@ class Pages:
     def give_pages_back(self, start: int) -> bool:
         for cell in range(self._room):
             self._outbox[cell] = 0
-        return False  # and may be given back again
+        return True
 
 
 class System:
@@ -161,6 +161,8 @@ class Rank:
     def run(self, local: Hashable, replay: Replay) -> None:
         stream = _copied(self._streams[local])
         if not stream.has_work:
+            if self._scope.rests and not self._shared(stream, replay).rest():
+                replay.ask(Request("again", local=local))
             return
         self._last.done = False
         shared = self._shared(stream, replay)
@@ -180,8 +182,6 @@ class Rank:
             return
         # Once a chunk is through, its loop comes to the same as another call: what it heard before is forgotten.
         shared._their_words = Round(shared._their_words, lambda: stream.posted + stream.taken > moves, begin_anew)
-        if self._scope.rests:
-            shared.rest()
         shared.progress()
         begin_anew()
 
@@ -220,6 +220,7 @@ class Rank:
         vars(shared).update(_words=words[rank], _their_words=[words[each] for each in peers], _bells=bell_of)
         theirs = [outboxes[each] if each != rank else None for each in range(scope.world)]
         vars(shared).update(_outbox=outboxes[rank], _outboxes=theirs, _segment=Pages(outboxes[rank], scope.room))
+        vars(shared).update(_is_awake=True)
         vars(shared).update(_end=lambda error: None)  # a process that pauses raises, and begins anew with another
         vars(shared).update(_peers=[type("Peer", (), {"rank": each}) for each in peers])
         return shared

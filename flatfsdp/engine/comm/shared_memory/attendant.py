@@ -63,17 +63,22 @@ class Attendant:
         self._wanted, self._lock, self._thread = threading.Event(), threading.Lock(), None
 
     def _run(self) -> None:
-        is_at_rest = False
+        are_at_rest = False
         while True:
-            if not self._wanted.wait(None if is_at_rest else REST):
-                is_at_rest = all([each.rest() for each in self._attended()])
+            is_wanted = self._wanted.wait(None if are_at_rest else REST)
+            are_at_rest = self._rest() and not is_wanted
+            if not is_wanted:
                 continue
-            is_at_rest = False
             time.sleep(PERIOD)
             if not self._work():
                 self._wanted.clear()
                 if self._work():  # issued since
                     self._wanted.set()
+
+    def _rest(self) -> bool:
+        """Bring to rest what was left alone for long; whether nothing is left to do."""
+        idle = [each for each in self._attended() if not each.has_work]
+        return all([time.monotonic() - each.worked_at > REST and each.rest() for each in idle])
 
     def _work(self) -> bool:
         """Work on what was left alone; whether anything is under way."""

@@ -53,7 +53,8 @@ class SharedMemory:
     """The outboxes of one process group, and what passes through them on this rank."""
 
     _in_a_chunk = False  # between its beginning and when it was counted
-    _has_pages = True  # its outbox
+    _is_awake = False  # the attendant looks whether it is left alone
+    _gave_pages_back = False
     _broken = ""  # by what
     _lost = ""  # whom, in words
 
@@ -144,7 +145,8 @@ class SharedMemory:
         stream, words = self._stream, self._their_words
         if (chunk := stream.to_post([each[_TAKEN] for each in words])) is not None:
             self._in_a_chunk = True
-            self._take_pages()
+            if not self._is_awake:
+                self._wake()
             chunk.operation.post(chunk, self._outbox)
             self._words[_FIRST_TAG + chunk.number % TAGS] = chunk.operation.tag
             stream.was_posted()
@@ -165,15 +167,16 @@ class SharedMemory:
         """Give the outbox's pages back, if nobody needs what is in it; whether there is no more to do. [Note: at
         rest]"""
         with self._lock:
-            if not self._has_pages or self._broken or self._lost or retains_host_memory():
+            if not self._is_awake or self._broken or self._lost or retains_host_memory():
                 return True
             if not self._stream.is_drained([each[_TAKEN] for each in self._their_words]):
                 return False
-            self._has_pages = not self._segment.give_pages_back(CONTROL)
+            self._gave_pages_back = self._segment.give_pages_back(CONTROL)
+            self._is_awake = False
             return True
 
-    def _take_pages(self) -> None:
-        if not self._has_pages:
+    def _wake(self) -> None:
+        if self._gave_pages_back:
             try:
                 self._segment.take_pages(CONTROL)
             except OSError as error:
@@ -181,7 +184,8 @@ class SharedMemory:
                     f"shared memory of {self._name}: no memory for the {self.capacity / 2**20:g} MiB in which rank "
                     f"{self.rank} of the group sends: {error}"
                 ) from error
-            self._has_pages = True
+        self._is_awake = True
+        _attendant.ask()
 
     def _end(self, error: BaseException) -> None:
         """An `error` passes through: if that is in the middle of a chunk, no exchange goes on."""
