@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from unittest.mock import patch
@@ -54,3 +55,21 @@ def test_a_system_that_cannot_tell_whether_there_is_memory_keeps_the_pages(descr
         assert not own.give_pages_back(PAGE)
     assert taken(descriptor) == SIZE
     assert own.bytes.eq(7).all()
+
+
+def test_nobody_who_has_a_segment_gives_it_another_size(descriptor: int) -> None:
+    """Or whoever maps it would be ended by a signal."""
+    for size in (0, PAGE, 2 * SIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, 0)  # nor another seal
+    assert is_sealed(descriptor, SIZE)
+    assert not is_sealed(descriptor, SIZE - 1)
+
+
+def test_what_is_not_sealed_is_not_taken_for_it() -> None:
+    made = os.memfd_create("other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(made, SIZE)
+    assert not is_sealed(made, SIZE)
+    os.close(made)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import sys
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,6 +40,20 @@ def test_a_choice_is_a_bool() -> None:
     with pytest.raises(ConfigTypeError, match="share_host_memory: early_waits"):
         flatfsdp.share_host_memory(False, early_waits=0)
     assert would_share(Pair()) == (flatfsdp.share_host_memory(None) == "")  # what is refused changes nothing
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "reason"),
+    [
+        (platform, "machine", lambda: "aarch64", "it needs an x86-64 processor, this is aarch64"),
+        (sys, "platform", "darwin", "it needs Linux, this is darwin"),
+    ],
+)
+def test_other_processors_and_systems_leave_everything_to_gloo(owner: Any, name: str, value: Any, reason: str) -> None:
+    """Processors that make stores visible in another order than x86-64's among them."""
+    with patch.object(owner, name, value):
+        assert flatfsdp.share_host_memory(None) == reason
+        assert not would_share(Pair())
 
 
 @pytest.mark.parametrize(
