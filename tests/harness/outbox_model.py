@@ -220,7 +220,7 @@ class Rank:
         vars(shared).update(_words=words[rank], _their_words=[words[each] for each in peers], _bells=bell_of)
         theirs = [outboxes[each] if each != rank else None for each in range(scope.world)]
         vars(shared).update(_outbox=outboxes[rank], _outboxes=theirs, _segment=Pages(outboxes[rank], scope.room))
-        vars(shared).update(_is_awake=True)
+        vars(shared).update(_held=scope.room * ALIGNMENT)
         vars(shared).update(_end=lambda error: None)  # a process that pauses raises, and begins anew with another
         vars(shared).update(_peers=[type("Peer", (), {"rank": each}) for each in peers])
         return shared

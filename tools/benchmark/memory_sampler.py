@@ -20,14 +20,15 @@ _PAGE = resource.getpagesize()
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-def pss(pid: int) -> tuple[int, int]:
-    """The PSS of a process in bytes, and how much of it is shared memory."""
-    sizes = {"Pss": 0, "Pss_Shmem": 0}
+def pss(pid: int) -> dict[str, int]:
+    """The PSS of a process in bytes; of that shared memory, and what is of no file (the rest is mostly code)."""
+    sizes = {"Pss": 0, "Pss_Shmem": 0, "Pss_Anon": 0}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name in sizes:
             sizes[name] = 1024 * int(rest.split()[0])
-    return sizes["Pss"], sizes["Pss_Shmem"]
+    shared = sizes["Pss_Shmem"]
+    return {"pss": sizes["Pss"], "pss shared": shared, "pss of no file": shared + sizes["Pss_Anon"]}
 
 
 def charge_file() -> Path | None:
@@ -58,9 +59,9 @@ def socket_buffers() -> int:
 def sample(pids: Sequence[int], charged: Path | None) -> dict[str, int]:
     """All processes together, now."""
     sizes = [pss(pid) for pid in pids]
-    found = {"pss": sum(whole for whole, _ in sizes), "pss shared": sum(shared for _, shared in sizes)}
+    found = {name: sum(each[name] for each in sizes) for name in sizes[0]}
     found["sockets"] = socket_buffers()
-    found["pss and sockets"] = found["pss"] + found["sockets"]
+    found["of no file, and sockets"] = found["pss of no file"] + found["sockets"]
     return found if charged is None else {**found, "charge": int(charged.read_text())}
 
 

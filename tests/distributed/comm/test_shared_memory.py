@@ -374,7 +374,7 @@ def without_memory(rank: int, world: int) -> str:
 
 def test_a_rank_without_memory_for_its_outbox_ends_the_exchange_in_words(pool2: Run) -> None:
     peer, own = pool2(without_memory, timeout=10)
-    assert "no memory for the 0.00195312 MiB in which rank 1 of the group sends: [Errno 12] Cannot" in own
+    assert "no memory for the 2048 bytes in which rank 1 of the group sends: [Errno 12] Cannot" in own
     assert "rank 1 of the group was interrupted in the middle of an exchange, and rank 0 waits for it" in peer
 
 

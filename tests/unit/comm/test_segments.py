@@ -33,8 +33,8 @@ def test_pages_that_are_given_back_are_zeros_until_they_are_taken_again(descript
     assert own.give_pages_back(PAGE)
     assert taken(descriptor) == PAGE
     assert is_sealed(descriptor, SIZE)
-    own.take_pages(PAGE)
-    assert taken(descriptor) == SIZE
+    own.take_pages(PAGE, 2 * PAGE + 1)
+    assert taken(descriptor) == 3 * PAGE
     assert peers.bytes[:PAGE].eq(7).all()
     assert peers.bytes[PAGE:].eq(0).all()
     own.bytes.fill_(8)

@@ -4,9 +4,9 @@
 waits for one. There it does so for all groups of this process, so that ranks that wait for different collectives bring
 each other's to an end. Where it neither issues nor waits for long, a thread does. [Note: attendant]
 
-[Note: at rest] What has had nothing under way for `attendant.REST` gives the pages of its outbox back, and takes them
-again for the next chunk: together less than a hundredth of that time. Where the process keeps the memory that it frees,
-it keeps these pages, too.
+[Note: at rest] An outbox has pages as far as chunks have reached in it. What has had nothing under way for
+`attendant.REST` gives them back, and takes them again for the next chunks: together less than a hundredth of that time.
+Where the process keeps the memory that it frees, it keeps these, too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .segments import Segment
 
 CAPACITY = 4 * 1024 * 1024  # bytes of an outbox
 CONTROL = 4096  # bytes before an outbox, for counters and tags
+_PAGES = 256 * 1024  # bytes that get pages at once
 # Indices of 64-bit words; what changes often lies in a line of its own.
 _POSTED, _TAKEN, _BROKEN, _FIRST_TAG = 0, ALIGNMENT // 8, ALIGNMENT // 8 + 1, 2 * ALIGNMENT // 8
 _LOOKS = 10  # at the counters, before this rank sleeps: some 10 us
@@ -53,8 +54,6 @@ class SharedMemory:
     """The outboxes of one process group, and what passes through them on this rank."""
 
     _in_a_chunk = False  # between its beginning and when it was counted
-    _is_awake = False  # the attendant looks whether it is left alone
-    _gave_pages_back = False
     _broken = ""  # by what
     _lost = ""  # whom, in words
 
@@ -66,6 +65,7 @@ class SharedMemory:
         self._global_rank = dist.get_rank()
         self._peers = peers
         mine, self._segment = _Outbox(own), own
+        self._held = 0 if own.give_pages_back(CONTROL) else self.capacity  # bytes of it that have pages
         self._words, self._outbox = mine.words, mine.bytes
         theirs = {peer.rank: _Outbox(peer.segments[0]) for peer in peers}
         self._bells = [Bell(peer.segments[1]) for peer in peers]
@@ -145,8 +145,8 @@ class SharedMemory:
         stream, words = self._stream, self._their_words
         if (chunk := stream.to_post([each[_TAKEN] for each in words])) is not None:
             self._in_a_chunk = True
-            if not self._is_awake:
-                self._wake()
+            if chunk.place + chunk.size > self._held:
+                self._hold(chunk.place + chunk.size)
             chunk.operation.post(chunk, self._outbox)
             self._words[_FIRST_TAG + chunk.number % TAGS] = chunk.operation.tag
             stream.was_posted()
@@ -167,24 +167,25 @@ class SharedMemory:
         """Give the outbox's pages back, if nobody needs what is in it; whether there is no more to do. [Note: at
         rest]"""
         with self._lock:
-            if not self._is_awake or self._broken or self._lost or retains_host_memory():
+            if not self._held or self._broken or self._lost or retains_host_memory():
                 return True
             if not self._stream.is_drained([each[_TAKEN] for each in self._their_words]):
                 return False
-            self._gave_pages_back = self._segment.give_pages_back(CONTROL)
-            self._is_awake = False
+            if self._segment.give_pages_back(CONTROL):
+                self._held = 0
             return True
 
-    def _wake(self) -> None:
-        if self._gave_pages_back:
-            try:
-                self._segment.take_pages(CONTROL)
-            except OSError as error:
-                raise dist.DistBackendError(
-                    f"shared memory of {self._name}: no memory for the {self.capacity / 2**20:g} MiB in which rank "
-                    f"{self.rank} of the group sends: {error}"
-                ) from error
-        self._is_awake = True
+    def _hold(self, size: int) -> None:
+        """Have pages for the first `size` bytes of the outbox; the attendant looks whether it is left alone."""
+        held = min(-(-size // _PAGES) * _PAGES, self.capacity)
+        try:
+            self._segment.take_pages(CONTROL, CONTROL + held)
+        except OSError as error:
+            raise dist.DistBackendError(
+                f"shared memory of {self._name}: no memory for the {held} bytes in which rank {self.rank} of the group "
+                f"sends: {error}"
+            ) from error
+        self._held = held
         _attendant.ask()
 
     def _end(self, error: BaseException) -> None:

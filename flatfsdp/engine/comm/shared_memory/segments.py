@@ -41,19 +41,19 @@ class Segment:
         """Give the system what lies from the byte `start` on, for all who map it; False where it could not be taken
         again safely, and stays."""
         try:
-            self.take_pages(start)  # only what can be is given
+            self.take_pages(start, len(self.memory))  # only what can be is given
             self.memory.madvise(mmap.MADV_REMOVE, start)
         except OSError:
             return False
         return True
 
-    def take_pages(self, start: int) -> None:
-        """Have memory from the byte `start` on.
+    def take_pages(self, start: int, end: int) -> None:
+        """Have memory between the bytes `start` and `end`.
 
         Raises:
             OSError: there is not so much memory, or the system cannot tell.
         """
-        self.memory.madvise(_POPULATE_WRITE, start)
+        self.memory.madvise(_POPULATE_WRITE, start, end - start)
 
 
 def create(size: int) -> int:
