@@ -84,6 +84,8 @@ def main() -> int:
         print("tools/bench: profiles are taken by py-spy, which is not there: pip install py-spy", file=sys.stderr)
         return 2
     draws = not (given.profile or given.exchange)
+    if given.shared_memory == "memory":
+        memory.return_at_once()
     if given.device == "cpu" and draws and not memory.preload():
         print("no C compiler (cc): the table has no bytes of live tensors", file=sys.stderr)
     command = f"tools/bench {shlex.join(sys.argv[1:])}".strip()
