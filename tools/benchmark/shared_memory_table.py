@@ -109,7 +109,7 @@ def _pages(cells: Sequence[Cell], title: str) -> list[str]:
         "over all of them. *Charge*: that of the job's control group. Both less what they were before the model was",
         "made, at the most of many looks during steps, and at rest behind them. Live tensors and the engine's ledger",
         "are exact; outboxes are in PSS and charge alone. *Of no file*: of the PSS, without code; beside it with",
-        "what sockets buffer, which is the system's: a control group of version 2 is charged for that, too. What tensors",
+        "what sockets buffer, which is the system's: a control group of version 2 is charged for it, too. What tensors",
         "take goes back to the system as soon as they let go of it, or what glibc keeps would be most of a difference.",
         "",
     ]
