@@ -93,7 +93,7 @@ class Setting:
             stack.enter_context(patch.object(grads, "SMALL_BYTES", 0))
         if self.doubled:
             stack.enter_context(doubled(DelayedTransport))
-            stack.enter_context(patch.object(attendant, "PERIOD", 0.0001))
+            stack.enter_context(patch.multiple(attendant, PERIOD=0.0001, REST=0.0002))
             stack.enter_context(poison())
         return stack
 

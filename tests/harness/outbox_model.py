@@ -120,6 +120,7 @@ class Pages:
 
     def __init__(self, outbox: Words, room: int) -> None:
         self._outbox, self._room = outbox, room
+        self.held = 2**20  # bytes
 
     def give_pages_back(self, start: int) -> bool:
         for cell in range(self._room):
@@ -220,7 +221,6 @@ class Rank:
         vars(shared).update(_words=words[rank], _their_words=[words[each] for each in peers], _bells=bell_of)
         theirs = [outboxes[each] if each != rank else None for each in range(scope.world)]
         vars(shared).update(_outbox=outboxes[rank], _outboxes=theirs, _segment=Pages(outboxes[rank], scope.room))
-        vars(shared).update(_held=scope.room * ALIGNMENT)
         vars(shared).update(_end=lambda error: None)  # a process that pauses raises, and begins anew with another
         vars(shared).update(_peers=[type("Peer", (), {"rank": each}) for each in peers])
         return shared
@@ -244,6 +244,7 @@ def explore(scope: Scope, kind: type[ChunkStream[Any]] = ChunkStream) -> int:
         patch.object(chunks, "IN_FLIGHT", scope.in_flight),
         patch.object(exchange, "TAGS", scope.tags),
         patch.object(exchange, "_LOOKS", 1),
+        patch.object(exchange, "retains_host_memory", lambda: False),
     ):
         ranks = [Rank(scope, rank, kind) for rank in range(scope.world)]
         model = Interleavings(

@@ -821,6 +821,7 @@ def _play(rank: int, world: int, seed: int, operations: Sequence[Callable[[Playe
         warnings.catch_warnings(record=True) as caught,
         # How soon this rank's thread goes on with what is under way while the program computes.
         patch.object(attendant, "PERIOD", random.Random(f"period {seed} {rank}").choice((0.0001, attendant.PERIOD))),
+        patch.object(attendant, "REST", random.Random(f"rest {seed} {rank}").choice((0.0001, attendant.REST))),
         patch.object(errors, "_warned", set()),
         patch.object(local_clipping, "TOLD", f"clipped in program {seed}"),
     ):

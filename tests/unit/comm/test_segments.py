@@ -33,8 +33,11 @@ def test_pages_that_are_given_back_are_zeros_until_they_are_taken_again(descript
     assert own.give_pages_back(PAGE)
     assert taken(descriptor) == PAGE
     assert is_sealed(descriptor, SIZE)
-    own.take_pages(PAGE, 2 * PAGE + 1)
-    assert taken(descriptor) == 3 * PAGE
+    with patch.object(segments, "_PAGES", 2 * PAGE):
+        own.take_pages(2 * PAGE + 1)
+    assert (taken(descriptor), own.held) == (4 * PAGE, 4 * PAGE)
+    own.take_pages(SIZE)
+    assert (taken(descriptor), own.held) == (SIZE, SIZE)
     assert peers.bytes[:PAGE].eq(7).all()
     assert peers.bytes[PAGE:].eq(0).all()
     own.bytes.fill_(8)

@@ -35,7 +35,6 @@ from .segments import Segment
 
 CAPACITY = 4 * 1024 * 1024  # bytes of an outbox
 CONTROL = 4096  # bytes before an outbox, for counters and tags
-_PAGES = 256 * 1024  # bytes that get pages at once
 # Indices of 64-bit words; what changes often lies in a line of its own.
 _POSTED, _TAKEN, _BROKEN, _FIRST_TAG = 0, ALIGNMENT // 8, ALIGNMENT // 8 + 1, 2 * ALIGNMENT // 8
 _LOOKS = 10  # at the counters, before this rank sleeps: some 10 us
@@ -65,7 +64,7 @@ class SharedMemory:
         self._global_rank = dist.get_rank()
         self._peers = peers
         mine, self._segment = _Outbox(own), own
-        self._held = 0 if own.give_pages_back(CONTROL) else self.capacity  # bytes of it that have pages
+        own.give_pages_back(CONTROL)
         self._words, self._outbox = mine.words, mine.bytes
         theirs = {peer.rank: _Outbox(peer.segments[0]) for peer in peers}
         self._bells = [Bell(peer.segments[1]) for peer in peers]
@@ -145,8 +144,8 @@ class SharedMemory:
         stream, words = self._stream, self._their_words
         if (chunk := stream.to_post([each[_TAKEN] for each in words])) is not None:
             self._in_a_chunk = True
-            if chunk.place + chunk.size > self._held:
-                self._hold(chunk.place + chunk.size)
+            if (end := CONTROL + chunk.place + chunk.size) > self._segment.held:
+                self._take_pages(end)
             chunk.operation.post(chunk, self._outbox)
             self._words[_FIRST_TAG + chunk.number % TAGS] = chunk.operation.tag
             stream.was_posted()
@@ -167,25 +166,22 @@ class SharedMemory:
         """Give the outbox's pages back, if nobody needs what is in it; whether there is no more to do. [Note: at
         rest]"""
         with self._lock:
-            if not self._held or self._broken or self._lost or retains_host_memory():
+            if self._segment.held == CONTROL or self._broken or self._lost or retains_host_memory():
                 return True
             if not self._stream.is_drained([each[_TAKEN] for each in self._their_words]):
                 return False
-            if self._segment.give_pages_back(CONTROL):
-                self._held = 0
+            self._segment.give_pages_back(CONTROL)
             return True
 
-    def _hold(self, size: int) -> None:
-        """Have pages for the first `size` bytes of the outbox; the attendant looks whether it is left alone."""
-        held = min(-(-size // _PAGES) * _PAGES, self.capacity)
+    def _take_pages(self, end: int) -> None:
+        """Up to that byte of the segment. The attendant looks from now on whether the outbox is left alone."""
         try:
-            self._segment.take_pages(CONTROL, CONTROL + held)
+            self._segment.take_pages(end)
         except OSError as error:
             raise dist.DistBackendError(
-                f"shared memory of {self._name}: no memory for the {held} bytes in which rank {self.rank} of the group "
-                f"sends: {error}"
+                f"shared memory of {self._name}: no memory for the {self.capacity} bytes in which rank {self.rank} of "
+                f"the group sends: {error}"
             ) from error
-        self._held = held
         _attendant.ask()
 
     def _end(self, error: BaseException) -> None:

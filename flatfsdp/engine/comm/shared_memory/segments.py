@@ -18,6 +18,7 @@ import torch
 
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of fcntl.h
 _ADD_SEALS = 1033
+_PAGES = 256 * 1024  # bytes that get pages at once
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of mman.h, which Linux has from 5.14 on
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
@@ -28,6 +29,7 @@ class Segment:
     Attributes:
         bytes: a view of it, shape (size,), dtype uint8. As long as a view of that lives the memory is mapped.
         memory: the same for Python.
+        held: so many bytes, from the first on, have pages for sure.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -36,24 +38,29 @@ class Segment:
         self.memory.madvise(mmap.MADV_DONTFORK)
         _mapped.add(self.memory)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.held = size
 
     def give_pages_back(self, start: int) -> bool:
         """Give the system what lies from the byte `start` on, for all who map it; False where it could not be taken
         again safely, and stays."""
         try:
-            self.take_pages(start, len(self.memory))  # only what can be is given
+            self.memory.madvise(_POPULATE_WRITE, start)  # only what can be is given
             self.memory.madvise(mmap.MADV_REMOVE, start)
         except OSError:
             return False
+        self.held = start
         return True
 
-    def take_pages(self, start: int, end: int) -> None:
-        """Have memory between the bytes `start` and `end`.
+    def take_pages(self, end: int) -> None:
+        """Have pages up to the byte `end`, at least.
 
         Raises:
             OSError: there is not so much memory, or the system cannot tell.
         """
+        end = min(-(-end // _PAGES) * _PAGES, len(self.memory))
+        start = self.held // mmap.PAGESIZE * mmap.PAGESIZE
         self.memory.madvise(_POPULATE_WRITE, start, end - start)
+        self.held = end
 
 
 def create(size: int) -> int:
