@@ -113,6 +113,12 @@ HYBRID = tuple(
     for orig in (True, False)
 )
 
+# The same of these: both strategies, and both of everything else.
+HYBRID_HALVES = HYBRID[::3], HYBRID[1:3]
+OFFLOADED = tuple(
+    Setting(s, orig, offload=True) for s, orig in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True))
+)
+
 
 def differences(
     rank: int,

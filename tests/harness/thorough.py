@@ -1,4 +1,5 @@
-"""How much of what is random is played: a little in every run, all of it with ``pytest --thorough``.
+"""How much is played of what is random, and how many combinations of settings: some in every run, all with
+``pytest --thorough``.
 
 ``--seed N`` begins elsewhere, so that two thorough runs see different programs; the header of the run names it.
 """
@@ -25,7 +26,7 @@ _extent = _Extent()
 
 
 def options(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="play all random models, programs, files and faults")
+    parser.addoption("--thorough", action="store_true", help="play all random models, programs, faults and settings")
     parser.addoption("--seed", type=int, default=0, help="the first seed that --thorough plays beside the usual ones")
 
 
@@ -49,6 +50,11 @@ def seeds(few: int, many: int) -> list[int]:
         return usual
     start = max(few, _extent.first)
     return usual + list(range(start, start + many - few))
+
+
+def some(cases: Sequence[A], of: int, first: int = 0) -> Sequence[A]:
+    """One in every `of` cases, from `first` on; with --thorough all."""
+    return cases if _extent.thorough else cases[first % of :: of]
 
 
 def spread(worlds: Sequence[A], cases: Iterable[B]) -> list[tuple[A, B]]:

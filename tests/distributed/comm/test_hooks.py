@@ -35,7 +35,7 @@ from tests.harness.corners import (
 )
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
-from tests.harness.thorough import is_thorough
+from tests.harness.thorough import is_thorough, some
 
 REPLICATED = (Setting("NO_SHARD", True), Setting("NO_SHARD", False, doubled=True))
 SHARDED = tuple(setting for setting in (*ALL, Setting(offload=True)) if setting.strategy != "NO_SHARD")
@@ -111,7 +111,8 @@ def spare(world: int, pairs: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("world", "hook", "bound"), [(w, *each) for w in UNDER for each in spare(w, OWN)], ids=name_of)
 def test_our_hooks(hook: Any, bound: float, world: int, run: Run) -> None:
-    assert not joined(run(world, trained, hook, comm_hooks.DefaultState, UNDER[world], bound, "s"))
+    under = some(UNDER[world], 2, OWN.index((hook, bound)))
+    assert not joined(run(world, trained, hook, comm_hooks.DefaultState, under, bound, "s"))
 
 
 @pytest.mark.parametrize(
@@ -120,15 +121,18 @@ def test_our_hooks(hook: Any, bound: float, world: int, run: Run) -> None:
 def test_torchs_hooks(hook: Any, bound: float, under: tuple[Setting, ...], world: int, run: Run) -> None:
     if world > 2:
         under = HYBRID[:2] if world == 4 and under is not REPLICATED else under[-2:]
+    elif "compress" in hook.__name__:
+        under = some(under, 2, hook is torchs.bf16_compress_hook)
     state = torchs.LowPrecisionState if "compress" in hook.__name__ else torchs.DefaultState
     assert not joined(run(world, trained, hook, state, under, bound, "s"))
 
 
 @pytest.mark.parametrize("micros", ["nns", "sns", "ss", "pps", "nps"])
 def test_accumulation(micros: str, pool2: Run, pool4: Run) -> None:
-    pair = comm_hooks.reduce_scatter_hook, comm_hooks.DefaultState
-    assert not joined(pool2(trained, *pair, (*SHARDED[:2], *REPLICATED), EXACT, micros))
-    if is_thorough() or micros in ("pps", "nps"):
+    pair, hybrid = (comm_hooks.reduce_scatter_hook, comm_hooks.DefaultState), micros in ("pps", "nps")
+    if is_thorough() or not hybrid:
+        assert not joined(pool2(trained, *pair, (*SHARDED[:2], *REPLICATED), EXACT, micros))
+    if is_thorough() or hybrid:
         assert not joined(pool4(trained, *pair, HYBRID[:2], EXACT, micros))
 
 
@@ -178,7 +182,7 @@ def kept_and_asynchronous(rank: int, world: int, under: tuple[Setting, ...]) -> 
 
 
 def test_a_hook_may_return_a_work_and_keep_what_it_is_given(pool2: Run, pool4: Run) -> None:
-    assert not joined(pool2(kept_and_asynchronous, (*SHARDED, *REPLICATED)))
+    assert not joined(pool2(kept_and_asynchronous, some((*SHARDED, *REPLICATED), 2)))
     assert not joined(pool4(kept_and_asynchronous, HYBRID[:2]))
 
 
@@ -314,8 +318,8 @@ def failing(rank: int, world: int, late: bool, under: tuple[Setting, ...]) -> li
 @pytest.mark.filterwarnings("ignore::flatfsdp.errors.FlatFSDPWarning")
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_in_which_a_hook_failed_was_not(late: bool, pool2: Run, pool4: Run) -> None:
-    assert not joined(pool2(failing, late, (*SHARDED, *REPLICATED)))
-    assert not joined(pool4(failing, late, HYBRID[:2]))
+    assert not joined(pool2(failing, late, some((*SHARDED, *REPLICATED), 2, late)))
+    assert not joined(pool4(failing, late, some(HYBRID[:2], 2, late)))
 
 
 def registering(rank: int, world: int, strategy: str, hooks: tuple[Any, Any], after: int) -> str:

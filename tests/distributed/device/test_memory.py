@@ -58,14 +58,14 @@ MODEL = DEPTH * BLOCK + ROOT
 
 
 def peaks(rank: int, world: int, options: dict[str, Any], micro: int) -> dict[int, dict[str, int]]:
-    """The most bytes of each kind, and of all, in steps 2 and 50; every step ends with shards only."""
+    """The most bytes of each kind, and of all, in steps 2 and 8; every step ends with shards only."""
     torch.manual_seed(0)
     policy = wrap.ModuleWrapPolicy({Block})
     model = FullyShardedDataParallel(Tower(), auto_wrap_policy=policy, join_units_below=0, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ledger = inspect.memory(model)
     found = {}
-    for step in range(51):
+    for step in range(9):
         ledger.reset_peaks()
         for place in range(micro):
             tokens = torch.randint(16, (2, 3), generator=torch.Generator().manual_seed(step * 8 + rank))
@@ -76,7 +76,7 @@ def peaks(rank: int, world: int, options: dict[str, Any], micro: int) -> dict[in
                 model(tokens).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step in (2, 50):
+        if step in (2, 8):
             found[step] = {kind: ledger.peak(kind) for kind in KINDS} | {"all": ledger.peak_total}
         live = Counter({kind: count for kind, count in ledger.live.items() if count})
         assert live == {"shard": ledger.peak("shard")}, live
@@ -189,7 +189,7 @@ def test_bytes_in_flight_are_a_stated_sum(
     pool2: Run, options: dict[str, Any], micro: int, elements: dict[str, int]
 ) -> None:
     for found in pool2(peaks, options, micro):
-        assert found[2] == found[50]
+        assert found[2] == found[8]
         assert found[2] == {kind: 4 * count for kind, count in elements.items()}
 
 
@@ -205,7 +205,7 @@ def test_messages_take_memory_besides(pool2: Run, strategy: str, exchanged: int)
     elements = next(expected for these, micro, expected in IN_FLIGHT if (these, micro) == (options, 1))
     at_end = ROOT if strategy == "NO_SHARD" else 0  # of which the reduction takes nothing, then
     for found in pool2(peaks_by_messages, options):
-        assert found[2] == found[50]
+        assert found[2] == found[8]
         changed = {"exchange": exchanged, "all": elements["all"] + exchanged - at_end}
         assert found[2] == {kind: 4 * count for kind, count in (elements | changed).items()}
 
@@ -227,7 +227,7 @@ def test_what_goes_on_in_waits_alone_holds_no_gradients_for_longer(pool2: Run) -
         "all": MODEL // 2 + ROOT + 2 * BLOCK + 3 * BLOCK // 2,
     }
     for found in pool2(peaks_of_large, {"sharding_strategy": "FULL_SHARD"}):
-        assert found[2] == found[50]
+        assert found[2] == found[8]
         assert found[2] == {kind: 4 * count for kind, count in elements.items()}
 
 

@@ -19,6 +19,7 @@ from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.corners import (
     ALL,
+    HALVES,
     HYBRID,
     Net,
     Setting,
@@ -31,6 +32,7 @@ from tests.harness.corners import (
     seeded,
 )
 from tests.harness.models import WIDTH, Feedforward
+from tests.harness.thorough import is_thorough
 
 summon = FullyShardedDataParallel.summon_full_params
 
@@ -211,10 +213,10 @@ def test_clip_without_gradients(pool2: Run) -> None:
 # --- whole parameters -------------------------------------------------------------------------------------------------
 
 
-def summoned(rank: int, world: int, with_grads: bool) -> list[str]:
+def summoned(rank: int, world: int, with_grads: bool, under: tuple[Setting, ...]) -> list[str]:
     """Every combination: what is seen inside, and what is kept of what was written there."""
     lines: list[str] = []
-    for setting in ALL:
+    for setting in under:
         with setting.doubles():
             model = setting.wrap(seeded(Net), (Feedforward,))
             train(model, rank)
@@ -262,7 +264,7 @@ def _summoned(
 
 @pytest.mark.parametrize("with_grads", [False, True])
 def test_summon_in_all_combinations(with_grads: bool, pool2: Run) -> None:
-    assert not joined(pool2(summoned, with_grads, timeout=60))
+    assert not joined(pool2(summoned, with_grads, ALL if is_thorough() else HALVES[with_grads], timeout=60))
 
 
 def misplaced(rank: int, world: int) -> dict[str, str]:

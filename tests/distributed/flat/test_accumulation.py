@@ -20,6 +20,7 @@ from tests.harness.corners import (
     ALL,
     HALVES,
     HYBRID,
+    OFFLOADED,
     Net,
     Setting,
     at_rest,
@@ -31,10 +32,6 @@ from tests.harness.corners import (
     unsynced,
 )
 from tests.harness.models import Feedforward
-
-OFFLOADED = tuple(
-    Setting(s, orig, offload=True) for s, orig in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True))
-)
 
 
 def one(model: Any, rank: int, step: int, micro: int, *, sync: bool) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tests.harness.corners import Net, Setting, data, differences, joined, loss_
 from tests.harness.matrix import hostile_world
 from tests.harness.models import Feedforward
 from tests.harness.reference import Recipe
+from tests.harness.thorough import some, spread
 
 PAIRS = (
     Setting(orig=True, doubled=True, nearby=2),
@@ -38,30 +39,30 @@ def corner(rank: int, world: int, name: str) -> list[str]:
     return differences(rank, world, it.build, it.program, units=it.units, under=PAIRS, steps=it.steps, bound=it.bound)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a_forward_without_gradients_before_the_backward",
-        "a_module_that_calls_itself",
-        "a_unit_several_times_in_a_forward",
-        "backward_that_is_differentiated_again",
-        "checkpoint_around_two_units_not_reentrant",
-        "checkpoint_inside_a_unit_around_a_unit_reentrant",
-        "frozen_middle",
-        "outputs_that_are_views",
-        "parameters_unused_on_alternate_ranks",
-        "retained_graph_twice",
-        "two_forwards_two_backwards_crossed",
-        "units_that_no_rank_reaches",
-    ],
+CHOSEN = (
+    "a_forward_without_gradients_before_the_backward",
+    "a_module_that_calls_itself",
+    "a_unit_several_times_in_a_forward",
+    "backward_that_is_differentiated_again",
+    "checkpoint_around_two_units_not_reentrant",
+    "checkpoint_inside_a_unit_around_a_unit_reentrant",
+    "frozen_middle",
+    "outputs_that_are_views",
+    "parameters_unused_on_alternate_ranks",
+    "retained_graph_twice",
+    "two_forwards_two_backwards_crossed",
+    "units_that_no_rank_reaches",
 )
+
+
+@pytest.mark.parametrize("name", some(CHOSEN, 2))
 def test_corners(name: str, pool4: Run) -> None:
     like_one_process(pool4(corner, name, timeout=60))
 
 
-@pytest.mark.parametrize(("world", "nearby"), [(4, 2), (6, 2), (6, 3)])
-@pytest.mark.parametrize("case", ["tied", "dtypes"])
-def test_models(case: str, world: int, nearby: int) -> None:
+@pytest.mark.parametrize(("ranks", "case"), spread([(4, 2), (6, 2), (6, 3)], ["tied", "dtypes", "nested"]))
+def test_models(case: str, ranks: tuple[int, int]) -> None:
+    world, nearby = ranks
     parity.check(world, Recipe(case, steps=2), reshard_after_forward=nearby, use_orig_params=world == 6)
 
 

@@ -39,8 +39,9 @@ def trained(rank: int, world: int, shape: tuple[int, ...], steps: int, options: 
     return lines
 
 
-@pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize(
+    ("orig", "sequence"), thorough.some([(True, True), (True, False), (False, False), (False, True)], 2)
+)
 def test_training_is_that_of_one_process(pool4: Run, orig: bool, sequence: bool) -> None:
     options = {"use_orig_params": orig, "sequence": sequence}
     assert not [line for lines in pool4(trained, (2, 2), 3, options) for line in lines]
@@ -140,14 +141,15 @@ def recomputed() -> nn.Module:
     return net
 
 
-def under_settings(rank: int, world: int, names: list[str]) -> list[str]:
+def under_settings(rank: int, world: int, names: list[str], turns: tuple[bool, ...]) -> list[str]:
     """Two steps under each of some settings, against one process."""
     shape, lines = (2, 2), []
-    for name in names:
+    for number, name in enumerate(names):
         options = dict(SETTINGS[name])
         accumulates = options.pop("accumulates", False)
         options["build"] = {"unlike": unlike, "checkpoints": recomputed}.get(options.get("build", ""), Net)
-        for orig in (True, False):
+        for turn in turns:
+            orig = turn == (number % 2 == 0)
             model, one = sharded(shape, use_orig_params=orig, **options), seeded()
             optimizers = [torch.optim.SGD(each.parameters(), lr=0.2) for each in (model, one)]
             for step in range(2):
@@ -171,7 +173,8 @@ def norm_of(one: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("names", [list(SETTINGS)[:4], list(SETTINGS)[4:]], ids=" ".join)
 def test_settings_train_alike(pool4: Run, names: list[str]) -> None:
-    assert not [line for lines in pool4(under_settings, names) for line in lines]
+    """With original parameters and without in turn, or both."""
+    assert not [line for lines in pool4(under_settings, names, thorough.some((True, False), 2)) for line in lines]
 
 
 def in_low_precision(rank: int, world: int) -> list[str]:

@@ -17,6 +17,7 @@ from tests.harness.corners import (
     ALL,
     HALVES,
     HYBRID,
+    OFFLOADED,
     Net,
     Setting,
     data,
@@ -25,10 +26,6 @@ from tests.harness.corners import (
     loss_of,
     seeded,
     unsynced,
-)
-
-OFFLOADED = tuple(
-    Setting(s, orig, offload=True) for s, orig in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True))
 )
 
 

@@ -14,7 +14,19 @@ from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import AgreementError
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
-from tests.harness.corners import ALL, HALVES, HYBRID, Net, Setting, data, differences, joined, loss_of, seeded
+from tests.harness.corners import (
+    ALL,
+    HALVES,
+    HYBRID,
+    HYBRID_HALVES,
+    Net,
+    Setting,
+    data,
+    differences,
+    joined,
+    loss_of,
+    seeded,
+)
 from tests.harness.models import Feedforward
 
 
@@ -47,12 +59,20 @@ def accumulated(rank: int, world: int, keep: bool, sync: str, parts: bool, under
     return differences(rank, world, Net, program, under=under, steps=3, bound=2e-6)
 
 
-@pytest.mark.parametrize("parts", [False, True], ids=["all", "parts"])
-@pytest.mark.parametrize("keep", [False, True], ids=["", "kept"])
-@pytest.mark.parametrize("sync", ["nns", "sns", "ss"])
-def test_accumulation(keep: bool, sync: str, parts: bool, pool2: Run) -> None:
-    half = HALVES[(keep + parts + len(sync)) % 2]
-    assert not joined(pool2(accumulated, keep, sync, parts, half, timeout=40))
+# Any two of these, and of the halves.
+@pytest.mark.parametrize(
+    ("sync", "keep", "parts", "half"),
+    [
+        ("nns", False, False, 0),
+        ("nns", True, True, 1),
+        ("sns", False, True, 0),
+        ("sns", True, False, 1),
+        ("ss", False, True, 1),
+        ("ss", True, False, 0),
+    ],
+)
+def test_accumulation(sync: str, keep: bool, parts: bool, half: int, pool2: Run) -> None:
+    assert not joined(pool2(accumulated, keep, sync, parts, HALVES[half], timeout=40))
 
 
 def test_accumulation_under_hybrids(pool4: Run) -> None:
@@ -73,9 +93,9 @@ def partial_sums(rank: int, world: int, of: str, under: tuple[Setting, ...]) -> 
     return differences(rank, world, Net, partial(add_up_shards, of=of), under=under, bound=2e-6)
 
 
-@pytest.mark.parametrize("of", ["pps", "nps", "pns", "sps"])
-def test_partial_sums_of_hybrids(of: str, pool4: Run) -> None:
-    assert not joined(pool4(partial_sums, of, HYBRID, timeout=40))
+@pytest.mark.parametrize(("number", "of"), list(enumerate(["pps", "nps", "pns", "sps"])))
+def test_partial_sums_of_hybrids(number: int, of: str, pool4: Run) -> None:
+    assert not joined(pool4(partial_sums, of, HYBRID_HALVES[number % 2], timeout=40))
 
 
 def test_partial_sums_of_one_axis(pool2: Run) -> None:
@@ -164,7 +184,7 @@ def evaluations(rank: int, world: int, root: bool, under: tuple[Setting, ...]) -
 
 @pytest.mark.parametrize("root", [False, True])
 def test_evaluations_between_steps(root: bool, pool2: Run) -> None:
-    assert not joined(pool2(evaluations, root, ALL, timeout=40))
+    assert not joined(pool2(evaluations, root, HALVES[root], timeout=40))
 
 
 def tiny() -> nn.Module:
@@ -317,7 +337,7 @@ def requests(rank: int, world: int, wait: bool, under: tuple[Setting, ...]) -> l
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_requests(wait: bool, pool2: Run) -> None:
-    assert not joined(pool2(requests, wait, ALL, timeout=40))
+    assert not joined(pool2(requests, wait, HALVES[wait], timeout=40))
 
 
 def asked_before_the_step(rank: int, world: int, orig: bool, wait: bool) -> list[torch.Tensor]:

@@ -33,6 +33,7 @@ from tests.harness.corners import (
     unsynced,
 )
 from tests.harness.models import WIDTH
+from tests.harness.thorough import is_thorough
 
 
 class Bang(Exception):
@@ -233,9 +234,9 @@ def test_a_failed_backward_drops_the_window_and_says_so(pool2: Run) -> None:
     assert all("dropped" in text for text in said) and len(said) == 2 * len(ALL)  # on one rank each time
 
 
-def memory_after(rank: int, world: int, place: str) -> list[str]:
+def memory_after(rank: int, world: int, place: str, under: tuple[Setting, ...]) -> list[str]:
     lines = []
-    for setting in ALL:
+    for setting in under:
         with setting.doubles():
             model = setting.wrap(seeded(build), (Trapped,))
             run(model, data(rank, 0))
@@ -248,9 +249,11 @@ def memory_after(rank: int, world: int, place: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("place", ["forward of a unit", "between units", "backward inside a unit"])
-def test_a_failed_step_holds_no_memory(place: str, pool2: Run) -> None:
-    assert not joined(pool2(memory_after, place, timeout=40))
+@pytest.mark.parametrize(
+    ("place", "half"), [("forward of a unit", 0), ("between units", 1), ("backward inside a unit", 0)]
+)
+def test_a_failed_step_holds_no_memory(place: str, half: int, pool2: Run) -> None:
+    assert not joined(pool2(memory_after, place, HALVES[half], timeout=40))
 
 
 def next_thing(rank: int, world: int, place: str) -> list[str]:
@@ -276,8 +279,9 @@ def test_clipping_and_summoning_after_a_failure(place: str, pool2: Run) -> None:
     assert not joined(pool2(next_thing, place, timeout=40))
 
 
-def saved_after(rank: int, world: int, place: str) -> list[str]:
-    """An emergency checkpoint, and what else asks for a model between steps."""
+def saved_after(rank: int, world: int, place: str, turn: int, thorough: bool) -> list[str]:
+    """An emergency checkpoint, and what else asks for a model between steps. Each is asked for under a setting of three
+    in turn, or under all of them."""
     lines = []
     asked: dict[str, Callable[[FullyShardedDataParallel], Any]] = {
         "state_dict": lambda model: list(model.state_dict().values()),
@@ -287,8 +291,9 @@ def saved_after(rank: int, world: int, place: str) -> list[str]:
         "deepcopy": lambda model: [each.clone() for each in copy.deepcopy(model).parameters()],
         "reshard": lambda model: model.reshard(),
     }
-    for setting in (Setting("FULL_SHARD", True), Setting("SHARD_GRAD_OP", False, True), Setting("NO_SHARD", True)):
-        for name, ask in asked.items():
+    settings = Setting("FULL_SHARD", True), Setting("SHARD_GRAD_OP", False, True), Setting("NO_SHARD", True)
+    for number, (name, ask) in enumerate(asked.items()):
+        for setting in settings if thorough else [settings[(number + turn) % 3]]:
             with setting.doubles():
                 model, other = (setting.wrap(seeded(build), (Trapped,)) for _ in range(2))
                 for each in (model, other):
@@ -305,6 +310,8 @@ def local_state(model: FullyShardedDataParallel) -> list[Tensor]:
         return [each.local for each in model.state_dict().values() if isinstance(each, OwnedInterval)]
 
 
-@pytest.mark.parametrize("place", ["between units", "backward between units", "backward inside a unit"])
-def test_saving_and_copying_after_a_failure(place: str, pool2: Run) -> None:
-    assert not joined(pool2(saved_after, place, timeout=40))
+@pytest.mark.parametrize(
+    ("turn", "place"), list(enumerate(["between units", "backward between units", "backward inside a unit"]))
+)
+def test_saving_and_copying_after_a_failure(turn: int, place: str, pool2: Run) -> None:
+    assert not joined(pool2(saved_after, place, turn, is_thorough(), timeout=40))

@@ -18,13 +18,26 @@ from flatfsdp.engine.flat import deferred_grad as awaited
 from tests.conftest import Run
 from tests.distributed.runtime.test_controls import microbatch, say
 from tests.harness import inspect
-from tests.harness.corners import ALL, HYBRID, Net, Setting, data, differences, full_gradients, joined, loss_of, seeded
+from tests.harness.corners import (
+    HALVES,
+    HYBRID,
+    Net,
+    Setting,
+    data,
+    differences,
+    full_gradients,
+    joined,
+    loss_of,
+    seeded,
+)
+from tests.harness.thorough import is_thorough
 
 LINGER = tuple(
     Setting(strategy, orig, doubled=True, large=orig)
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
     for orig in (True, False)
 )
+LINGER_HALVES = LINGER[::3], LINGER[1:3]  # both of everything in each
 
 
 def accumulate(model: Any, rank: int, step: int, *, sync: str) -> list[Tensor]:
@@ -42,9 +55,9 @@ def accumulated(rank: int, world: int, sync: str, under: tuple[Setting, ...]) ->
     return differences(rank, world, Net, program, under=under, steps=3, bound=2e-6)
 
 
-@pytest.mark.parametrize("sync", ["sss", "sns"])
-def test_accumulation(sync: str, pool2: Run) -> None:
-    assert not joined(pool2(accumulated, sync, ALL, timeout=40))
+@pytest.mark.parametrize(("sync", "under"), [("sss", HALVES[0]), ("sns", HALVES[1])])
+def test_accumulation(sync: str, under: tuple[Setting, ...], pool2: Run) -> None:
+    assert not joined(pool2(accumulated, sync, under, timeout=40))
 
 
 def test_accumulation_under_hybrids(pool4: Run) -> None:
@@ -217,23 +230,22 @@ def seen_with(between: Callable[[Any], Any], setting: Setting, rank: int, *, las
     return found
 
 
-def seen(rank: int, world: int, names: list[str]) -> list[str]:
+def seen(rank: int, world: int, between: Callable[[Any], Any], under: tuple[Setting, ...]) -> list[str]:
     lines = []
-    by_name = {each.__name__: each for each in BETWEEN}
-    for name in names:
-        for setting in LINGER:
-            one, other = (seen_with(by_name[name], setting, rank, last=last) for last in (True, False))
-            for key, expected in one.items():
-                try:
-                    torch.testing.assert_close(other[key], expected, rtol=0, atol=0)
-                except AssertionError as error:
-                    lines.append(f"{name}, {setting}, rank {rank}, {key}: {error}")
+    for setting in under:
+        one, other = (seen_with(between, setting, rank, last=last) for last in (True, False))
+        for key, expected in one.items():
+            try:
+                torch.testing.assert_close(other[key], expected, rtol=0, atol=0)
+            except AssertionError as error:
+                lines.append(f"{setting}, rank {rank}, {key}: {error}")
     return lines
 
 
-@pytest.mark.parametrize("between", BETWEEN)
-def test_what_comes_between(between: Callable[[Any], Any], pool2: Run) -> None:
-    assert not joined(pool2(seen, [between.__name__], timeout=40))
+@pytest.mark.parametrize(("number", "between"), list(enumerate(BETWEEN)))
+def test_what_comes_between(number: int, between: Callable[[Any], Any], pool2: Run) -> None:
+    under = LINGER if is_thorough() else LINGER_HALVES[number % 2]
+    assert not joined(pool2(seen, between, under, timeout=40))
 
 
 def saved_and_loaded(rank: int, folder: str, *, last: bool) -> list[list[Tensor]]:

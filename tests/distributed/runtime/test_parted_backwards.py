@@ -18,6 +18,7 @@ from flatfsdp.engine.runtime.coalesced_collectives import apart
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.gradients import averaged_over_ranks, copied, unlike
+from tests.harness.thorough import some
 
 WIDTH = 6
 
@@ -121,9 +122,19 @@ def last_ones_left_out(
     return _same(_gradients(model), _expected(nets))
 
 
-@pytest.mark.parametrize("recompute", [None, "in place", "reentrant"])
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID", None])
-@pytest.mark.parametrize("counts", [[0, 4], [0, 5], [3, 5]])
+PREFETCHES = ("BACKWARD_PRE", "BACKWARD_MID", None)
+
+
+# Any two of these.
+@pytest.mark.parametrize(
+    ("recompute", "prefetch", "counts"),
+    [
+        (recompute, prefetch, counts)
+        for i, recompute in enumerate((None, "in place", "reentrant"))
+        for k, counts in enumerate(([0, 4], [0, 5], [3, 5]))
+        for prefetch in some(PREFETCHES, 3, i + k)
+    ],
+)
 def test_a_backward_that_begins_behind_units_of_the_other_ranks(
     pool2: Run, recompute: str | None, prefetch: str | None, counts: list[int]
 ) -> None:
@@ -527,7 +538,8 @@ def used_on_one_rank(rank: int, world: int, without: str, prefetch: str | None, 
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None])
 @pytest.mark.parametrize("without", ["scales", "units"])
 def test_what_one_rank_alone_uses(pool2: Run, without: str, prefetch: str | None, hooked: bool) -> None:
-    for joined in (False, True):
+    turn = (without == "units") + hooked + ("BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None).index(prefetch)
+    for joined in some((False, True), 2, turn):
         assert all(pool2(used_on_one_rank, without, prefetch, hooked, joined, timeout=20))
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel
 from tests.conftest import Run
+from tests.harness.thorough import some
 
 WIDTH = 4
 
@@ -51,10 +52,21 @@ class Net(nn.Module):
         return x
 
 
-def _train(rank: int, world: int, calls: list[list[str]], recomputed: str, reentrant: bool, strategy: str) -> list[str]:
+WAYS = [*itertools.product((True, False), ("", "synced", "no_sync"))]  # use_orig_params, and how to accumulate
+
+
+def _train(
+    rank: int,
+    world: int,
+    calls: list[list[str]],
+    recomputed: str,
+    reentrant: bool,
+    strategy: str,
+    ways: list[tuple[bool, str]],
+) -> list[str]:
     """What differs from one process that runs all ranks' batches, of which each rank makes the calls of its own."""
     wrong = []
-    for original, accumulate in itertools.product((True, False), ("", "synced", "no_sync")):
+    for original, accumulate in ways:
         model, alone = (Net(calls[rank], recomputed, reentrant) for _ in range(2))
         model = FullyShardedDataParallel(
             model, auto_wrap_policy={Leaf}, sharding_strategy=strategy, use_orig_params=original
@@ -87,11 +99,14 @@ CALLS = [
 ]
 
 
+# In which of all ways, goes round: each occurs with each of everything else.
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("recomputed", ["02", "0", "2", "012"])
-def test_recomputed_units_that_share_a_parameter(recomputed: str, reentrant: bool, pool2: Run) -> None:
-    for calls, strategy in zip(CALLS, itertools.cycle(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))):
-        assert pool2(_train, [calls, calls], recomputed, reentrant, strategy) == [[], []]
+@pytest.mark.parametrize(("turn", "recomputed"), list(enumerate(["02", "0", "2", "012"])))
+def test_recomputed_units_that_share_a_parameter(turn: int, recomputed: str, reentrant: bool, pool2: Run) -> None:
+    strategies = itertools.cycle(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+    for number, (calls, strategy) in enumerate(zip(CALLS, strategies, strict=False)):
+        ways = some(WAYS, 6, number + 2 * turn + reentrant)
+        assert pool2(_train, [calls, calls], recomputed, reentrant, strategy, ways) == [[], []]
 
 
 DIFFERENT = [
@@ -102,10 +117,11 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize("recomputed", ["02", "2", "012"])
-def test_where_ranks_use_different_ones(recomputed: str, pool2: Run) -> None:
-    for calls, strategy in zip(DIFFERENT, itertools.cycle(("FULL_SHARD", "SHARD_GRAD_OP"))):
-        assert pool2(_train, list(calls), recomputed, True, strategy) == [[], []]
+@pytest.mark.parametrize(("turn", "recomputed"), list(enumerate(["02", "2", "012"])))
+def test_where_ranks_use_different_ones(turn: int, recomputed: str, pool2: Run) -> None:
+    for number, (calls, strategy) in enumerate(zip(DIFFERENT, itertools.cycle(("FULL_SHARD", "SHARD_GRAD_OP")))):
+        ways = some(WAYS, 3, number // 2 + turn)
+        assert pool2(_train, list(calls), recomputed, True, strategy, ways) == [[], []]
 
 
 class Behind(nn.Module):

@@ -227,7 +227,7 @@ def small(rank: int, world: int) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("world", [2, 3, 4] if is_thorough() else [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4] if is_thorough() else [4])
 def test_8_shards_of_one_and_no_element(world: int, run: Run) -> None:
     assert not joined(run(world, small, timeout=40))
 

@@ -25,6 +25,7 @@ from flatfsdp import (
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.tensor_parallel import Net, mesh_of, parallelized, seeded, sharded, step_one, step_ours
+from tests.harness.thorough import some
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 
@@ -88,7 +89,7 @@ def whole_values(rank: int, world: int, shape: tuple[int, ...], options: dict[st
     return lines
 
 
-@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("orig", some([True, False], 2))
 def test_whole_state_dicts_are_those_of_one_process(pool4: Run, orig: bool) -> None:
     assert not [line for lines in pool4(whole_values, (2, 2), {"use_orig_params": orig}) for line in lines]
 
@@ -118,7 +119,7 @@ def moved(rank: int, world: int, folder: str, options: dict[str, Any]) -> list[s
     return lines + unlike(whole["model"], {name: values[name] for name in whole["model"]}, "whole")
 
 
-@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("orig", some([True, False], 2, 1))
 def test_sharded_state_dicts_are_read_by_any_number_of_ranks(pool4: Run, tmp_path: Path, orig: bool) -> None:
     options = {"use_orig_params": orig}
     assert not [line for lines in pool4(moved, str(tmp_path), options) for line in lines]

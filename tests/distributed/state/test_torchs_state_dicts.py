@@ -21,6 +21,7 @@ from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
 from tests.harness.corners import Setting, joined
 from tests.harness.models import CASES
+from tests.harness.thorough import spread
 
 as_type = FullyShardedDataParallel.state_dict_type
 # FSDP1 flattens one dtype and one trainability per unit, and knows neither channels_last nor scalars.
@@ -79,8 +80,7 @@ def exchanged(rank: int, world: int, name: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "name"), spread([3, 2], NAMES))
 def test_state_dicts_are_exchanged_with_torchs_fsdp1(run: Run, world: int, name: str) -> None:
     assert not joined(run(world, exchanged, name))
 

@@ -21,7 +21,9 @@ from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.corners import (
     ALL,
-    HYBRID,
+    HALVES,
+    HYBRID_HALVES,
+    OFFLOADED,
     Setting,
     data,
     differences,
@@ -32,6 +34,7 @@ from tests.harness.corners import (
     seeded,
 )
 from tests.harness.models import WIDTH, Feedforward
+from tests.harness.thorough import is_thorough
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
@@ -237,19 +240,20 @@ def trains(rank: int, world: int, name: str, under: tuple[Setting, ...]) -> list
     return differences(rank, world, build, program, units=units, under=under, bound=2e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_trains(name: str, pool2: Run) -> None:
-    assert not joined(pool2(trains, name, (*ALL, Setting(offload=True))))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)))
+def test_trains(number: int, name: str, pool2: Run) -> None:
+    under = (*ALL, Setting(offload=True)) if is_thorough() else (*HALVES[number % 2], *OFFLOADED[: number % 2])
+    assert not joined(pool2(trains, name, under))
 
 
 @pytest.mark.parametrize("name", ["Odd", "TiedUnitAndUnit", "Recurrent"])
 def test_trains_on_three_ranks(name: str, pool3: Run) -> None:
-    assert not joined(pool3(trains, name, ALL))
+    assert not joined(pool3(trains, name, HALVES[name == "Odd"]))
 
 
 @pytest.mark.parametrize("name", ["TiedUnitAndRoot", "SharedModule"])
 def test_trains_on_a_mesh(name: str, pool4: Run) -> None:
-    assert not joined(pool4(trains, name, HYBRID))
+    assert not joined(pool4(trains, name, HYBRID_HALVES[name == "SharedModule"]))
 
 
 class Padded(nn.Module):
