@@ -4,7 +4,7 @@ seconds, which only models with DTensors pay."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,10 +54,28 @@ def local_of(value: Any) -> torch.Tensor:
     return local
 
 
+<<<<<<< HEAD
 def local_bytes(value: torch.Tensor) -> int:
     """Bytes of what this rank has of `value`, which may be a DTensor."""
     local = local_of(value) if is_dtensor(value) else value
     return local.numel() * local.element_size()
+=======
+def locals_of(values: Iterable[Any]) -> list[Any]:
+    """What this rank has of each DTensor among `values`; of whatever is none, itself."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return list(values)
+    kind = module.DTensor
+    return [value._local_tensor if isinstance(value, kind) else value for value in values]
+
+
+def are_split_alike(one: Any, other: Any) -> bool:
+    """Whether two DTensors are of one shape, and split over one mesh in the same way."""
+    if not (is_dtensor(one) and is_dtensor(other)):
+        return False
+    split, as_this = one._spec, other._spec
+    return (split.shape, split.mesh, split.placements) == (as_this.shape, as_this.mesh, as_this.placements)
+>>>>>>> 06c67a9 (wip: fused steps take row DTensors)
 
 
 def spec_of(value: Any) -> Any:

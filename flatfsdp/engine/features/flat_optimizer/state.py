@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from ....errors import UsageError
+from ...base import _dtensor
 from ...flat.faces import assign_grad
+from ...flat.flat_param import FlatParamHandle
 from ...layout.layout import Span
 
 State = dict[str, Any]  # of one parameter
@@ -38,24 +40,43 @@ class PublishedState:
 Pieces = dict[int, dict[str, PublishedState]]  # by id of the parameter and name of the state
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FusableParam:
+    """A parameter that may be part of a run: it lies in a shard, on `span`, and has a gradient."""
+
+    parameter: nn.Parameter
+    group: int
+    handle: FlatParamHandle
+    index: int
+    span: Span
+    grad: torch.Tensor
+    state: State
+
+
 class FusedRun:
     """Some parameters as one.
 
     Attributes:
         parameter: a flat view of the shard, padding between the members included.
-        members: at least two, in the order in which they lie; starts: the first element of each.
+        members: those that lie there, in order, and then such as have no elements on this rank.
+        spread: whether they are DTensors; lying: how many lie there; starts: the first element of each.
         group: the number of their param group.
         state: what the optimizer keeps of `parameter`.
     """
 
-    def __init__(self, shard: torch.Tensor, members: Sequence[nn.Parameter], spans: Sequence[Span], group: int) -> None:
-        """`members` lie in `shard` on `spans`, one after the other."""
+    def __init__(self, found: Sequence[FusableParam]) -> None:
+        """`found` lie in the shard one after the other; those without elements come last."""
+        handle, spans = found[0].handle, [each.span for each in found]
+        self.lying = sum(not span.is_empty for span in spans)
         start = spans[0].start
-        self.parameter = nn.Parameter(shard.narrow(0, start, spans[-1].stop - start))
-        self.members = list(members)
-        self.starts = [span.start - start for span in spans]
-        self.group = group
+        numel = spans[self.lying - 1].stop - start if self.lying else 0
+        self.parameter = nn.Parameter(handle.shard.narrow(0, start, numel))
+        self.members = [each.parameter for each in found]
+        self.starts = [span.start - start if number < self.lying else 0 for number, span in enumerate(spans)]
+        self.group = found[0].group
         self.state: State = {}
+        self._face, self._spans, self._indices = handle.face, spans, [each.index for each in found]
+        self.spread = handle.face.is_distributed
         self._published: State = {}
 
     def is_shaped(self, value: Any) -> bool:
@@ -63,16 +84,17 @@ class FusedRun:
         return isinstance(value, torch.Tensor) and value.shape == self.parameter.shape
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The members' places in `flat`, in the members' shapes."""
-        return [
-            flat.as_strided(each.shape, each.stride(), flat.storage_offset() + start)
-            for each, start in zip(self.members, self.starts, strict=True)
-        ]
+        """The members' places in `flat`, as the members have their states."""
+        places = zip(self.members, self._indices, self._spans, self.starts, strict=True)
+        if self.spread:
+            like = self._face.like_holder
+            return [like((index,), flat.narrow(0, start, span.numel)) for _, index, span, start in places]
+        offset = flat.storage_offset()
+        return [flat.as_strided(each.shape, each.stride(), offset + start) for each, _, _, start in places]
 
     def show_gradient(self) -> None:
         """Show the flat gradient, in which those of the members lie."""
-        grad = self.members[0].grad
-        assert grad is not None
+        grad = self._face.local_of(self.members[0].grad)
         assign_grad(self.parameter, grad.as_strided(self.parameter.shape, (1,), grad.storage_offset()))
 
     def adopt(self, states: States, pieces: Pieces) -> None:
@@ -93,15 +115,15 @@ class FusedRun:
         first = found[0]
         if first is None:
             return None
-        for piece, start in zip(found, self.starts, strict=True):
+        for piece, start in zip(found[: self.lying], self.starts, strict=False):
             if piece is None or piece.flat is not first.flat or piece.start != first.start + start:
                 return None
         return first.flat.narrow(0, first.start, self.parameter.numel())
 
     def _gathered(self, name: str, states: States, pieces: Pieces) -> torch.Tensor:
-        values = [states[each][name] for each in self.members]
+        values = _dtensor.locals_of(states[each][name] for each in self.members)
         flat = values[0].new_zeros(self.parameter.shape)
-        for view, value in zip(self.views_of(flat), values, strict=True):
+        for view, value in zip(_dtensor.locals_of(self.views_of(flat)), values, strict=True):
             view.copy_(value)
         del values, value
         self._show(name, flat, states, pieces)

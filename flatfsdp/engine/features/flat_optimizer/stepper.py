@@ -17,7 +17,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import attrgetter, is_, itemgetter, sub
 from types import NoneType
@@ -26,28 +25,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base import _dtensor
 from ...flat.flat_param import FlatParamHandle
 from ...layout.layout import Span
 from ...layout.runs import ParamInShard, find_runs
 from ...runtime import param_registry as registry
 from ...state.optim.optimizer_clone import clone_over
-from .state import PLAIN, FusedRun, Pieces, State, States, StepCounts, is_number
+from .state import PLAIN, FusableParam, FusedRun, Pieces, State, States, StepCounts, is_number
 
 _GRAD, _DTYPE, _PARAMS = attrgetter("grad"), attrgetter("dtype"), itemgetter("params")
 _POINTER, _OFFSET = torch.Tensor.data_ptr, torch.Tensor.storage_offset
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FusableParam:
-    """A parameter that may be part of a run: it lies in a shard, on `span`, and has a gradient."""
-
-    parameter: nn.Parameter
-    group: int
-    handle: FlatParamHandle
-    index: int
-    span: Span
-    grad: torch.Tensor
-    state: State
 
 
 class _Placement:
@@ -56,10 +43,12 @@ class _Placement:
     def __init__(self, runs: Sequence[FusedRun], single: Sequence[nn.Parameter]) -> None:
         """`single`: parameters in no run, which may come to lie in one."""
         self.members = [each for run in runs for each in run.members]
+        self._lying = [each for run in runs for each in run.members[: run.lying]]
+        self._beside = [each for run in runs for each in run.members[run.lying :]]  # without elements here
         self._single = single
-        starts = accumulate((len(run.members) for run in runs), initial=0)
-        self._firsts = [start for run, start in zip(runs, starts, strict=False) for _ in run.members]
-        self._folded = [index for index, each in enumerate(self.members) if each.dim() > 1]
+        starts = accumulate((run.lying for run in runs), initial=0)
+        self._firsts = [start for run, start in zip(runs, starts, strict=False) for _ in range(run.lying)]
+        self._folded = [index for index, each in enumerate(self._lying) if each.dim() > 1]
         self._numbers = self._now()
 
     def holds(self) -> bool:
@@ -70,7 +59,7 @@ class _Placement:
             return False
 
     def _now(self) -> tuple[list[Any], ...]:
-        grads = list(map(_GRAD, self.members))
+        grads = _dtensor.locals_of(map(_GRAD, self._lying))
         offsets = list(map(_OFFSET, grads))
         memory = list(map(_POINTER, grads))  # another one after each backward, but one tensor's for all of a run
         return (
@@ -78,9 +67,10 @@ class _Placement:
             list(map(_DTYPE, grads)),
             [grads[index].stride() for index in self._folded],
             list(map(sub, memory, map(memory.__getitem__, self._firsts))),
-            list(map(_POINTER, self.members)),
-            list(map(_POINTER, self._single)),
-            list(map(_OFFSET, map(_GRAD, self._single))),
+            list(map(_POINTER, _dtensor.locals_of(self._lying))),
+            list(map(_POINTER, _dtensor.locals_of(self._single))),
+            list(map(_OFFSET, _dtensor.locals_of(map(_GRAD, self._single)))),
+            list(map(_DTYPE, map(_GRAD, self._beside))),
         )
 
 
@@ -88,7 +78,7 @@ class RunPlan:
     """The runs of an optimizer, and all that they were found by.
 
     Attributes:
-        runs: each of two members or more.
+        runs: each of two members or more, or of DTensors.
         alone: by param group, the parameters with a gradient that step by themselves, and those of no model of ours.
     """
 
@@ -104,15 +94,7 @@ class RunPlan:
             if known := pieces.get(id(each)):  # what is not in its state any more was replaced
                 state = states.get(each, {})
                 pieces[id(each)] = {name: piece for name, piece in known.items() if state.get(name) is piece.view}
-        self.runs: list[FusedRun] = []
-        single: list[nn.Parameter] = []  # of our models, in no run
-        for found in _runs_of(candidates, across_padding=self._across):
-            if len(found) > 1:
-                members, spans = [each.parameter for each in found], [each.span for each in found]
-                self.runs.append(FusedRun(found[0].handle.shard, members, spans, found[0].group))
-            else:
-                self.alone[found[0].group].append(found[0].parameter)
-                single.append(found[0].parameter)
+        self.runs, single = _divided(_runs_of(candidates, across_padding=self._across), self.alone)
         for run in self.runs:
             run.adopt(states, pieces)
         self._placement = _Placement(self.runs, single)
@@ -239,11 +221,12 @@ def _sorted_out(
         alone.append([])
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
-            if unit is None or registry.handle_of_holder(unit, parameter) is not None:
+            if unit is not None and id(parameter) not in places:
+                fusable = (each for each in unit.handles if not each.face.is_flat)
+                places |= {id(holder): (each, i) for each in fusable for i, holder in enumerate(each.face.holders)}
+            if unit is None or id(parameter) not in places:
                 alone[-1].append(parameter)
                 continue
-            if id(parameter) not in places:
-                places |= {id(leaf): (each, i) for each in unit.handles for i, leaf in enumerate(each.leaves)}
             if parameter.grad is None:
                 absent.append(parameter)
                 continue
@@ -254,26 +237,63 @@ def _sorted_out(
     return candidates, absent, alone
 
 
-def _runs_of(candidates: Sequence[FusableParam], *, across_padding: bool) -> Iterator[list[FusableParam]]:
-    """`candidates` by run; those that are in no run by themselves."""
+Kind = tuple[Any, ...] | None
+
+
+def _runs_of(candidates: Sequence[FusableParam], *, across_padding: bool) -> Iterator[tuple[list[FusableParam], Kind]]:
+    """`candidates` by run, with what those of a run have in common; those that are in no run by themselves."""
     numbers = _numbers(each.state for each in candidates)
     by_handle: dict[FlatParamHandle, dict[int, FusableParam]] = {}
     for each in candidates:
         members = by_handle.setdefault(each.handle, {})
         if each.index in members:  # listed twice, and to be stepped on twice
-            yield [each]
+            yield [each], None
         else:
             members[each.index] = each
     for handle, members in by_handle.items():
         spans = _spans(handle)
         kinds = [_kind(members[index], numbers) if index in members else None for index in range(len(spans))]
         places = [ParamInShard(span, kind) for span, kind in zip(spans, kinds, strict=True)]
+        # Without elements here; DTensors have gradients all the same.
+        empty: dict[Any, list[FusableParam]] = {}
+        for index, each in members.items():
+            if spans[index].is_empty:
+                empty.setdefault(kinds[index] or index, []).append(each)
         # Where each parameter has pieces of its own, those of the first ranks are full: no rank steps over more.
         between = handle.layout.align - 1 if len(handle.layout.segments) == 1 else handle.layout.shard_numel
         for run in find_runs(places, padding=between if across_padding else 0):
             if run[0] in members:
-                yield [members[index] for index in run]
-        yield from ([each] for index, each in members.items() if spans[index].is_empty)
+                kind = kinds[run[0]]
+                yield [*(members[index] for index in run), *empty.pop((*kind[:2], None) if kind else None, ())], kind
+        yield from ((found, None if isinstance(kind, int) else kind) for kind, found in empty.items())
+
+
+def _divided(
+    found: Iterable[tuple[list[FusableParam], Kind]], alone: list[list[nn.Parameter]]
+) -> tuple[list[FusedRun], list[nn.Parameter]]:
+    """The runs, and the parameters that are in none, which come to those of their group that step `alone`.
+
+    torch steps on no list of DTensors and other tensors: a group has DTensors, or runs of such.
+    """
+    runs, single = list[FusedRun](), list[nn.Parameter]()
+    spread = list[tuple[list[FusableParam], Kind]]()
+    for members, kind in found:
+        if members[0].handle.face.is_distributed:
+            spread.append((members, kind))
+        elif len(members) > 1:
+            runs.append(FusedRun(members))
+        else:
+            single.append(members[0].parameter)
+            alone[members[0].group].append(members[0].parameter)
+    mixed = {members[0].group for members, kind in spread if kind is None}
+    mixed |= {number for number, group in enumerate(alone) if any(map(_dtensor.is_dtensor, group))}
+    for members, _ in spread:
+        if members[0].group not in mixed:
+            runs.append(FusedRun(members))
+        else:
+            single += [each.parameter for each in members]
+            alone[members[0].group] += [each.parameter for each in members]
+    return runs, single
 
 
 def _numbers(states: Iterable[State]) -> dict[int, float]:
@@ -290,15 +310,20 @@ def _numbers(states: Iterable[State]) -> dict[int, float]:
     }
 
 
-def _kind(candidate: FusableParam, numbers: Mapping[int, float]) -> Any:
-    """What members of one run have in common; None for a parameter that is in none."""
-    parameter, grad, handle = candidate.parameter, candidate.grad, candidate.handle
-    place = handle.at_rest.views[candidate.index]
-    if type(grad) is not torch.Tensor or not parameter.dim() or grad.stride() != place.stride():
+def _kind(candidate: FusableParam, numbers: Mapping[int, float]) -> Kind:
+    """What members of one run have in common: param group, states, and where their gradients lie (None of those that
+    have no elements here). None for a parameter that is in none."""
+    parameter, span, place = candidate.parameter, candidate.span, candidate.handle.at_rest.views[candidate.index]
+    own, grad = _part_of(parameter, parameter), _part_of(candidate.grad, parameter)
+    if own is None or grad is None or not own.dim() or grad.stride() != own.stride():
         return None  # a state of a 0-dim parameter may be one for each element, or one for all
-    if parameter.data_ptr() != place.data_ptr() or parameter.shape != place.shape:  # not the shard's: replaced
+    lies = None
+    if not span.is_empty:
+        if own.data_ptr() != place.data_ptr() or own.numel() != place.numel():  # not the shard's: replaced
+            return None
+        lies = grad.untyped_storage().data_ptr(), grad.storage_offset() - span.start, grad.dtype
+    elif not candidate.handle.face.is_distributed:
         return None
-    lies = grad.untyped_storage().data_ptr(), grad.storage_offset() - candidate.span.start, grad.dtype
     facts = []
     for name, value in candidate.state.items():
         fact: Any
@@ -306,11 +331,20 @@ def _kind(candidate: FusableParam, numbers: Mapping[int, float]) -> Any:
             fact = type(value), value
             if not isinstance(value, PLAIN):
                 return None
-        elif type(value) is not torch.Tensor or value.layout is not torch.strided:
-            return None
         else:
-            fact = value.dtype, value.device, numbers.get(id(value))
-            if value.dim() and value.shape != parameter.shape:
+            part = value if is_number(value) else _part_of(value, parameter)
+            if type(part) is not torch.Tensor or (part.dim() and part.shape != own.shape):
                 return None
+            fact = part.dtype, part.device, numbers.get(id(value))
         facts.append((name, fact))
-    return candidate.group, lies, tuple(facts)
+    return candidate.group, tuple(facts), lies
+
+
+def _part_of(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor | None:
+    """What this rank has of `value`, strided, if it is split as `parameter` is, and of no class that is not known."""
+    if _dtensor.is_dtensor(parameter):
+        part: Any = _dtensor.local_of(value) if _dtensor.are_split_alike(value, parameter) else None
+    else:
+        part = value
+    known = value is parameter or type(part) is torch.Tensor
+    return part if known and part is not None and part.layout is torch.strided else None
