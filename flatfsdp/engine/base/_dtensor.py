@@ -54,12 +54,12 @@ def local_of(value: Any) -> torch.Tensor:
     return local
 
 
-<<<<<<< HEAD
 def local_bytes(value: torch.Tensor) -> int:
     """Bytes of what this rank has of `value`, which may be a DTensor."""
     local = local_of(value) if is_dtensor(value) else value
     return local.numel() * local.element_size()
-=======
+
+
 def locals_of(values: Iterable[Any]) -> list[Any]:
     """What this rank has of each DTensor among `values`; of whatever is none, itself."""
     module: Any = sys.modules.get("torch.distributed.tensor")
@@ -75,7 +75,6 @@ def are_split_alike(one: Any, other: Any) -> bool:
         return False
     split, as_this = one._spec, other._spec
     return (split.shape, split.mesh, split.placements) == (as_this.shape, as_this.mesh, as_this.placements)
->>>>>>> 06c67a9 (wip: fused steps take row DTensors)
 
 
 def spec_of(value: Any) -> Any:
