@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
@@ -44,10 +45,20 @@ class Block(nn.Module):
 SIZES = ((7,), (5, 9), (1,), (64,), (3, 3), (33,), (8, 2), (2,), (16,), (31,))
 
 
+def local(value: Any) -> Any:
+    """What this rank has of `value`, which may be a DTensor."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def facts(value: Tensor) -> tuple[Any, ...]:
+    split = (value.device_mesh, value.placements) if isinstance(value, DTensor) else ()
+    return type(value), value.shape, value.stride(), value.dtype, *split
+
+
 class Twin:
     """A model and its optimizer, and the same without `fuse_optimizer_steps`, with which it is compared after each.
 
-    The parameters whose numbers are in `low` are in bfloat16.
+    The parameters whose numbers are in `low` are in bfloat16. `front`: under `fully_shard`, as DTensors.
     """
 
     def __init__(
@@ -59,6 +70,7 @@ class Twin:
         elementwise: bool = False,
         dtype: torch.dtype = torch.float32,
         low: tuple[int, ...] = (),
+        front: bool = False,
         **options: Any,
     ) -> None:
         self.models: list[Any] = []
@@ -69,9 +81,14 @@ class Twin:
             for block in model:
                 for number in low:
                     block.parts[number].data = block.parts[number].data.bfloat16()
-            wrapped = FullyShardedDataParallel(
-                model, auto_wrap_policy={Block}, use_orig_params=True, device_id=torch.device("cpu")
-            )
+            wrapped: Any = model
+            if front:
+                for block in [*model, model]:
+                    flatfsdp.fully_shard(block)
+            else:
+                wrapped = FullyShardedDataParallel(
+                    model, auto_wrap_policy={Block}, use_orig_params=True, device_id=torch.device("cpu")
+                )
             self.models.append(wrapped)
             self.optimizers.append(make(wrapped.parameters(), **options))
         self.steps = flatfsdp.fuse_optimizer_steps(self.optimizers[0], elementwise=elementwise)
@@ -84,7 +101,7 @@ class Twin:
 
     def parameters(self) -> list[list[nn.Parameter]]:
         """Of both, those that have elements here."""
-        return [[p for p in model.parameters() if p.numel()] for model in self.models]
+        return [[p for p in model.parameters() if isinstance(p, DTensor) or p.numel()] for model in self.models]
 
     def gradients(self) -> None:
         """A backward, and the same gradients for both."""
@@ -94,7 +111,8 @@ class Twin:
             model(torch.ones(2, dtype=next(model.parameters()).dtype)).sum().backward()
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.copy_(torch.randn(parameter.shape, generator=numbers))
+                    grad = local(parameter.grad)
+                    grad.copy_(torch.randn(grad.shape, generator=numbers))
 
     def step(self, count: int = 1, *, change: Callable[[Any, list[nn.Parameter]], object] | None = None) -> None:
         """Train and compare. `change(optimizer, parameters)` is made to both before the step."""
@@ -111,19 +129,15 @@ class Twin:
     def compare(self) -> None:
         """Parameters, states and groups are equal, bit for bit."""
         for one, other in zip(*self.parameters(), strict=True):
-            assert torch.equal(one, other)
+            assert torch.equal(local(one), local(other))
             states = [o.state.get(p, {}) for o, p in zip(self.optimizers, (one, other), strict=True)]
             assert [*states[0]] == [*states[1]]
             for name, value in states[0].items():
                 expected = states[1][name]
                 assert type(value) is type(expected)
                 if isinstance(value, Tensor):
-                    assert (value.shape, value.stride(), value.dtype) == (
-                        expected.shape,
-                        expected.stride(),
-                        expected.dtype,
-                    )
-                    assert torch.equal(value, expected), name
+                    assert facts(value) == facts(expected)
+                    assert torch.equal(local(value), local(expected)), name
                 else:
                     assert value == expected
         saved, expected = (optimizer.state_dict() for optimizer in self.optimizers)
@@ -166,11 +180,26 @@ def test_numbers_and_states_are_those_of_single_steps(kind: Any, options: dict[s
             assert twin.planned == 1 and 2 <= twin.steps.runs < twin.steps.members
 
 
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.Adagrad])
-def test_a_fused_optimizer_steps_flat(kind: Any) -> None:
+# torch knows no Rprop, and no fused SGD and Adagrad, of DTensors: beside what is stepped flat there is nothing.
+OF_DTENSORS = [each for each in KINDS if each[0] is not optim.Rprop]
+
+
+@pytest.mark.parametrize(("kind", "options"), OF_DTENSORS, ids=lambda value: getattr(value, "__name__", ""))
+def test_numbers_and_states_of_dtensors_are_those_of_single_steps(kind: Any, options: dict[str, Any]) -> None:
+    with fake_world(3, rank=2):  # which has nothing of some
+        twin = Twin(kind, **options, front=True)
+        twin.step(4)
+        assert twin.planned == 1 and twin.steps.members == 20
+        assert twin.steps.runs == 2 or options.get("eps") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "front"), [(optim.AdamW, True), *((kind, False) for kind in (optim.AdamW, optim.SGD, optim.Adagrad))]
+)
+def test_a_fused_optimizer_steps_flat(kind: Any, front: bool) -> None:
     sizes = ((64,), (4, 64), (128,))  # whole vectors: what torch computes after them is rounded in another way
     with fake_world(1):
-        twin = Twin(kind, sizes=sizes, lr=0.1, fused=True)
+        twin = Twin(kind, sizes=sizes, lr=0.1, fused=True, front=front)
         twin.step(4)
         assert (twin.steps.runs, twin.steps.members) == (2, 6)
 
@@ -240,6 +269,10 @@ def reload(optimizer: Any, parameters: Any) -> None:
     torch.save(optimizer.state_dict(), buffer)
     buffer.seek(0)
     optimizer.load_state_dict(torch.load(buffer))
+
+
+def reload_copies(optimizer: Any, parameters: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def count_on(optimizer: Any, parameters: Any) -> None:
@@ -330,6 +363,64 @@ def test_what_was_changed_is_noticed(change: Any) -> None:
         assert twin.planned == 1 + (change not in SEEN_AT_ONCE) - (change is own_data)
         twin.step(3)
         twin.step(change=change)
+
+
+def own_dtensor_gradients(optimizer: Any, parameters: Any) -> None:
+    for each in parameters[:3]:
+        each.grad = each.grad.clone()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        reload_copies,
+        count_on,
+        drop_state,
+        drop_gradient,
+        own_dtensor_gradients,
+        edit_moment,
+        another_group,
+        new_settings,
+    ],
+    ids=lambda each: each.__name__,
+)
+def test_what_was_changed_of_dtensors_is_noticed(change: Any, rank: int) -> None:
+    with fake_world(3, rank=rank):
+        twin = Twin(front=True)
+        twin.step(2)
+        twin.step(change=change)
+        assert twin.planned == 1 + (change not in SEEN_AT_ONCE)
+        twin.step(3)
+        assert twin.steps.members == 20 and twin.steps.runs >= 2
+        twin.step(change=change)
+
+
+def test_dtensors_beside_others_of_their_group_step_by_themselves() -> None:
+    """torch's lists have no place for both."""
+    with fake_world(3):
+        mesh = torch.distributed.init_device_mesh("cpu", (3,))
+        others = iter([nn.Parameter(DTensor.from_local(torch.ones(2), mesh)) for _ in range(2)])
+        twin = Twin(lambda parameters: optim.AdamW([*parameters, next(others)], foreach=True), front=True)
+
+        def train_it(optimizer: Any, parameters: Any) -> None:
+            other = optimizer.param_groups[0]["params"][-1]
+            other.grad = torch.ones_like(other)
+
+        twin.step(2, change=train_it)
+        assert twin.steps.runs == 0
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_frozen_dtensors_have_no_gradient_and_are_not_stepped_on(rank: int) -> None:
+    with fake_world(3, rank=rank):
+        twin = Twin(front=True)
+        for step in range(4):
+            for model in twin.models:
+                for number, parameter in enumerate(model.parameters()):
+                    parameter.requires_grad_(step % 2 != 1 or number % 3 != 0)
+            twin.step()
+            assert step != 1 or twin.steps.members == 13
 
 
 def test_parameters_that_were_stepped_less_often_step_by_themselves_until_they_have_caught_up() -> None:
@@ -517,11 +608,12 @@ def test_what_cannot_step_flat_is_refused() -> None:
 # --- cost -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_takes_few_calls_for_each_parameter() -> None:
+@pytest.mark.parametrize("front", [False, True])
+def test_a_step_takes_few_calls_for_each_parameter(front: bool) -> None:
     calls = {}
     with fake_world(2):
         for count in (50, 100):
-            twin = Twin(blocks=2, sizes=((8,),) * count)
+            twin = Twin(blocks=2, sizes=((8,),) * count, front=front)
             twin.step(2)
             twin.gradients()
             calls[count] = [calls_of(optimizer.step) for optimizer in twin.optimizers]
