@@ -138,6 +138,17 @@ def _fsdp2(model: nn.Module, place: Place) -> nn.Module:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
+def _front(model: nn.Module, place: Place) -> nn.Module:
+    mixed = flatfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed if place.bf16 else flatfsdp.MixedPrecisionPolicy()
+    mesh = place.mesh or dist.device_mesh.init_device_mesh(place.device.type, (dist.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, place.unit):
+            reshard = place.strategy != "SHARD_GRAD_OP"
+            flatfsdp.fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return flatfsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
 def _ddp(model: nn.Module, place: Place) -> nn.Module:
     return DistributedDataParallel(model)
 
@@ -155,6 +166,10 @@ ENGINES = {
     "flatfsdp-lean": Engine("flatfsdp, BACKWARD_MID", _flat(False, backward_prefetch="BACKWARD_MID")),
     "flatfsdp-kept": Engine("flatfsdp, retain_host_memory()", _flat_keeping_memory),
     "flatfsdp-gloo": Engine("flatfsdp, share_host_memory(False)", _flat_by_messages),
+    "flatfsdp-front": Engine("flatfsdp fully_shard", _front, lacks=("NO_SHARD",)),
+    "flatfsdp-front-flat": Engine(
+        "flatfsdp fully_shard, fuse_optimizer_steps()", _front, _adamw_stepping_flat, lacks=("NO_SHARD",)
+    ),
     "fsdp1": Engine("FSDP1", _fsdp1(False)),
     "fsdp1-orig": Engine("FSDP1, use_orig_params", _fsdp1(True)),
     "fsdp2": Engine("FSDP2", _fsdp2, lacks=("NO_SHARD",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,12 +113,18 @@ def concatenated(meshes: Sequence[Any]) -> Any:
 
 
 def dtensor(local: torch.Tensor, spec: Any) -> Any:
-    """A DTensor around `local`, which it holds itself; autograd knows nothing of it."""
-    from torch.distributed.tensor import DTensor
+    """A DTensor around `local`, which it holds itself; autograd knows nothing of it.
 
-    return DTensor(local, spec, requires_grad=False)
+    Without `__init__`, which is for `torch.export`. Made around a tensor that begins its storage: with an
+    offset of its own a DTensor seems to have memory, and `copy.deepcopy` looks for that.
+    """
+    kind = dtensor_type()
+    made = kind.__new__(kind, local.new_empty(0), spec, requires_grad=False)
+    made._local_tensor = local
+    return made
 
 
+@cache
 def dtensor_type() -> Any:
     """The class of DTensors."""
     from torch.distributed.tensor import DTensor

@@ -174,7 +174,6 @@ class RowFace:
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._places: list[tuple[ParamRef, int]] = []
         self._specs: dict[torch.dtype, list[Any]] = {}
-        self._make = _dtensor.dtensor_type()
         self.holders: list[nn.Parameter] = []
         self.counters: list[torch.Tensor] = []
 
@@ -189,11 +188,11 @@ class RowFace:
             for i, (rows, view) in enumerate(zip(self._rows, at_rest.views, strict=True)):
                 local, spec = rows.held(view), rows.spec(shard.dtype)
                 if i == len(self.holders):
-                    made = self._make(local, spec, requires_grad=False)
+                    made = _dtensor.dtensor(local, spec)
                     self.holders.append(nn.Parameter(made, requires_grad=self._leaves[i].requires_grad))
                 holder = self.holders[i]
                 if holder.dtype != shard.dtype or holder.device != shard.device:
-                    made = nn.Parameter(self._make(local, spec, requires_grad=False), holder.requires_grad)
+                    made = nn.Parameter(_dtensor.dtensor(local, spec), holder.requires_grad)
                     torch.utils.swap_tensors(holder, made)  # the object stays, which optimizers hold
                 _dtensor.set_local(holder, local, spec)
         self._note_memory()
@@ -277,7 +276,7 @@ class RowFace:
     def like_holder(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
         (index,) = indices
         rows = self._rows[index]
-        made: torch.Tensor = self._make(rows.local(piece), rows.spec(piece.dtype), requires_grad=False)
+        made: torch.Tensor = _dtensor.dtensor(rows.local(piece), rows.spec(piece.dtype))
         return made
 
     def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
@@ -303,9 +302,9 @@ class RowFace:
                 self._rows[i].check(grad, "the .grad")
                 sums.append((_dtensor.local_of(grad), local))
             elif fits:
-                holder.grad = self._make(local, specs[i], requires_grad=False)
+                holder.grad = _dtensor.dtensor(local, specs[i])
             else:
-                assign_grad(holder, self._make(local, specs[i], requires_grad=False))
+                assign_grad(holder, _dtensor.dtensor(local, specs[i]))
         return sums
 
     def _specs_in(self, dtype: torch.dtype) -> list[Any]:
