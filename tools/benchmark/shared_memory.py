@@ -62,8 +62,9 @@ def _of_gpt(strategy: str, ranks: int, *engines: str, **options: Any) -> Compari
     return Comparison(MODELS["gpt"], strategy, ranks, engines, **options)
 
 
-_ALL = ("flatfsdp", "flatfsdp-orig-flat", "flatfsdp-kept", "flatfsdp-gloo", "fsdp1", "fsdp2", "ddp", "floor", EXCHANGE)
-_MORE = ("flatfsdp", "flatfsdp-kept", "fsdp1", "fsdp2", "ddp")
+_FRONTS = ("flatfsdp", "flatfsdp-front", "flatfsdp-front-flat")
+_ALL = (*_FRONTS, "flatfsdp-orig-flat", "flatfsdp-kept", "flatfsdp-gloo", "fsdp1", "fsdp2", "ddp", "floor", EXCHANGE)
+_MORE = (*_FRONTS, "flatfsdp-kept", "fsdp1", "fsdp2", "ddp")
 _PAGES = ("flatfsdp", "flatfsdp-gloo", "flatfsdp-kept", "fsdp1", "fsdp2", "ddp")
 # By name, how often at most, and what.
 PARTS: dict[str, tuple[int, tuple[Comparison, ...]]] = {

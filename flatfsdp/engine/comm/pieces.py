@@ -68,9 +68,9 @@ def rows_of(tensors: Sequence[torch.Tensor], world: int) -> list[Row]:
 def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Fill each target from its source, which lies elsewhere, and may have another dtype or be on another device."""
     if len(targets) == 1:
-        targets[0].copy_(sources[0], non_blocking=_is_ordered(targets[0]))
+        targets[0].copy_(sources[0], non_blocking=is_ordered(targets[0]))
     elif targets:
-        _torch.foreach_copy_(targets, sources, non_blocking=_is_ordered(targets[0]))
+        _torch.foreach_copy_(targets, sources, non_blocking=is_ordered(targets[0]))
 
 
 def copy_apart(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -79,7 +79,7 @@ def copy_apart(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
     copy([target for target, _ in apart], [source for _, source in apart])
 
 
-def _is_ordered(target: torch.Tensor) -> bool:
+def is_ordered(target: torch.Tensor) -> bool:
     """Whether what reads it is in order behind a copy that the host does not wait for."""
     return target.device.type != "cpu"
 

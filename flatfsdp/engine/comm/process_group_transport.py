@@ -112,8 +112,11 @@ class ProcessGroupTransport:
         listed = self.lists.of(outputs)
         if not listed.numel:
             return DONE
-        with stream.running():
+        if stream.is_callers:
             gathered = listed.to_gather(shards)
+        else:
+            with stream.running():
+                gathered = listed.to_gather(shards)
         self.comm_stats.staged += listed.staged
         arriving = self._gather_each(*gathered, stream)
         return self._followed(arriving, stream, listed.finish_gather, *outputs) if listed.staged else arriving
@@ -129,8 +132,11 @@ class ProcessGroupTransport:
         listed = self.lists.of(fulls)
         if not listed.numel:
             return DONE
-        with stream.running():
+        if stream.is_callers:
             reduced = listed.to_reduce(output)
+        else:
+            with stream.running():
+                reduced = listed.to_reduce(output)
         self.comm_stats.staged += listed.staged
         arriving = self._reduce_each(*reduced, stream)
         if not listed.staged:
@@ -141,12 +147,16 @@ class ProcessGroupTransport:
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
         """`all_gather_base` of each."""
+        if len(outputs) == 1:
+            return self.all_gather_base(outputs[0], shards[0], stream)
         return _all_of([self.all_gather_base(*each, stream) for each in zip(outputs, shards, strict=True)])
 
     def _reduce_each(
         self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
         """`reduce_scatter_base` of each."""
+        if len(outputs) == 1:
+            return self.reduce_scatter_base(outputs[0], fulls[0], stream)
         return _all_of([self.reduce_scatter_base(*each, stream) for each in zip(outputs, fulls, strict=True)])
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
@@ -229,7 +239,7 @@ class Several:
 
 
 def _all_of(works: Sequence[PendingWork]) -> PendingWork:
-    return works[0] if len(works) == 1 else PendingWork(work=Several(works))
+    return PendingWork(work=Several(works))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from ..base import _torch
 from ..device.memory import FlatBuffer, MemoryTracker
 from .axes import Axis
-from .pieces import Row, copy, rows_of
+from .pieces import Row, copy, is_ordered, rows_of
 
 SMALL = 64 * 1024  # bytes of an unsharded tensor
 KNOWN = 256  # lists of a transport
@@ -62,7 +63,29 @@ class StagingBuffer:
     def free(self) -> None:
         """Give all memory back."""
         self.memory.free()
-        self.sums.free()
+        if self.sums.allocated:
+            self.sums.free()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gather:
+    """How certain shards are gathered.
+
+    Attributes:
+        shards: these, which live as long; given: their ids.
+        outputs, sources: what is gathered, and of what.
+        cast, casts: the places of those that are cast first, and these; small: those that are staged.
+        ordered: whether what reads a copy is in order behind it.
+    """
+
+    shards: list[torch.Tensor]
+    given: list[int]
+    outputs: list[torch.Tensor]
+    sources: list[torch.Tensor]
+    cast: list[torch.Tensor]
+    casts: list[torch.Tensor]
+    small: list[torch.Tensor]
+    ordered: bool
 
 
 class TensorList:
@@ -83,9 +106,11 @@ class TensorList:
         forget: Callable[[object], None],
     ) -> None:
         """`fewest`: so many small ones, at least, are staged. `forget` is called when one of the tensors is gone."""
-        self._given = [weakref.ref(tensor, forget) for tensor in tensors]
+        self._kept = [weakref.ref(tensor, forget) for tensor in tensors]
+        self._given = list(map(id, tensors))  # of those that live, or this is forgotten
         self._tensors = [tensor.data for tensor in tensors]  # views of these keep none of the caller's alive
         self._group, self._tracker = group, tracker
+        self._plan: _Gather | None = None
         self.device = tensors[0].device
         self.nbytes, self.numel = sum(each.nbytes for each in tensors), sum(each.numel() for each in tensors)
         small = [index for index, tensor in enumerate(tensors) if tensor.nbytes <= SMALL]
@@ -95,10 +120,8 @@ class TensorList:
 
     def serves(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether it was made for these very `tensors`, and its staging buffer is not in use."""
-        in_use = "staging" in vars(self) and self.staging.memory.allocated
-        if in_use or len(tensors) != len(self._given):
-            return False
-        if any(given() is not tensor for given, tensor in zip(self._given, tensors, strict=True)):
+        in_use = self.staged and "staging" in vars(self) and self.staging.memory.allocated
+        if in_use or list(map(id, tensors)) != self._given:
             return False
         return self._tensors[0].data_ptr() == tensors[0].data_ptr()  # or somebody gave them other memory
 
@@ -117,17 +140,34 @@ class TensorList:
 
         `finish_gather` follows when they were.
         """
-        own = self.rows[self._group.rank].pieces
-        outputs = [self._tensors[index] for index in self._large]
-        cast = [index for index in self._large if _differs(own[index], shards[index])]
-        copy([own[index] for index in cast], [shards[index] for index in cast])
-        sources = [own[index] if index in cast else shards[index] for index in self._large]
+        plan = self._plan
+        if plan is None or list(map(id, shards)) != plan.given:
+            plan = self._plan = self._planned(shards)
+        if plan.casts:
+            copy(plan.cast, plan.casts)
         if self._small:
             self.staging.memory.allocate()
-            copy(self.staging.own_pieces, [shards[index] for index in self._small])
+            _torch.foreach_copy_(self.staging.own_pieces, plan.small, non_blocking=plan.ordered)
+        return plan.outputs, plan.sources
+
+    def _planned(self, shards: Sequence[torch.Tensor]) -> _Gather:
+        own = self.rows[self._group.rank].pieces
+        cast = [index for index in self._large if _differs(own[index], shards[index])]
+        outputs = [self._tensors[index] for index in self._large]
+        sources = [own[index] if index in cast else shards[index] for index in self._large]
+        if self._small:
             outputs.append(self.staging.memory.tensor)
             sources.append(self.staging.own)
-        return outputs, sources
+        return _Gather(
+            list(shards),
+            list(map(id, shards)),
+            outputs,
+            sources,
+            [own[index] for index in cast],
+            [shards[index] for index in cast],
+            [shards[index] for index in self._small],
+            is_ordered(self._tensors[0]),
+        )
 
     def finish_gather(self) -> None:
         """What was staged comes to its place."""
@@ -137,14 +177,16 @@ class TensorList:
 
     def to_reduce(self, output: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Outputs that are to be filled, and with the sums of what. `finish_reduction` follows when they were."""
-        results = output.split(self.rows[0].sizes)
-        outputs, fulls = [results[index] for index in self._large], [self._tensors[index] for index in self._large]
         if self._small:
             self.staging.memory.allocate()
             self.staging.pack()
-            if self._large:
-                self.staging.sums.allocate()
-            outputs.append(self.staging.sums.tensor if self._large else output)
+            if not self._large:
+                return [output], [self.staging.memory.tensor]
+            self.staging.sums.allocate()
+        results = output.split(self.rows[0].sizes)
+        outputs, fulls = [results[index] for index in self._large], [self._tensors[index] for index in self._large]
+        if self._small:
+            outputs.append(self.staging.sums.tensor)
             fulls.append(self.staging.memory.tensor)
         return outputs, fulls
 
