@@ -282,14 +282,10 @@ def accumulate_hooks(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[
     return [hooks for hooks in every if hooks is not None and len(hooks) > 1]
 
 
-def hooks_on(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]] | None:
-    """The live dictionary of post-accumulate hooks of `tensor`; None where there never was one."""
-    return _HOOKS(tensor)
-
-
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether `register_hook` was called on `tensor`, and not undone."""
-    return bool(tensor._backward_hooks)
+# The live dictionary of post-accumulate hooks of a tensor; None where there never was one.
+hooks_on: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None] = _HOOKS
+# What `register_hook` put on a tensor, and did not undo: nothing, or something that is true.
+has_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def in_functional_call() -> bool:

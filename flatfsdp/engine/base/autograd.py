@@ -98,12 +98,15 @@ def run_user_hooks(leaves: Sequence[torch.Tensor]) -> None:
             run_deferred(hooks, leaf)
 
 
-def run_hooks(parameter: torch.Tensor) -> None:
-    """Run users' post-accumulate hooks of a flat parameter, into which autograd accumulates nothing."""
-    registry = _torch.hooks_on(parameter)
-    if registry and parameter.grad is not None:
-        for hook in tuple(registry.values()):
-            hook(parameter)
+def run_hooks(parameters: Sequence[torch.Tensor]) -> None:
+    """Run users' post-accumulate hooks of `parameters`, into which autograd accumulates nothing."""
+    registries = list(map(_torch.hooks_on, parameters))
+    if not any(registries):
+        return
+    for parameter, registry in zip(parameters, registries, strict=True):
+        if registry and parameter.grad is not None:
+            for hook in tuple(registry.values()):
+                hook(parameter)
 
 
 def user_hooked(parameters: Iterable[torch.Tensor]) -> list[int]:

@@ -292,7 +292,8 @@ class RowFace:
         pieces = [(i, piece) for i, piece in self._at_rest.pieces_of(total) if self._rows[i].numel]
         # Without rows, too: what is computed with a gradient is computed by all ranks.
         pieces += [(i, total) for i in self._without]
-        specs, fits = self._specs_in(total.dtype), total.dtype == self.holders[0].dtype
+        specs = self._specs.get(total.dtype) or self._specs_in(total.dtype)
+        fits = total.dtype == self.holders[0].dtype
         sums: Sums = []
         for i, piece in pieces:
             if i not in trained:
@@ -308,9 +309,7 @@ class RowFace:
         return sums
 
     def _specs_in(self, dtype: torch.dtype) -> list[Any]:
-        made = self._specs.get(dtype)
-        if made is None:
-            made = self._specs[dtype] = [rows.spec(dtype) for rows in self._rows]
+        made = self._specs[dtype] = [rows.spec(dtype) for rows in self._rows]
         return made
 
     def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:

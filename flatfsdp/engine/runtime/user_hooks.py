@@ -53,7 +53,6 @@ def run_user_hooks(unit: Unit, complete: Collection[FlatParamHandle]) -> None:
         if handle not in complete:
             continue
         if not handle.face.holds_leaves:
-            for holder in handle.face.holders:
-                hooks.run_hooks(holder)
+            hooks.run_hooks(handle.face.holders)
         elif hooks.are_more_than_ours(unit.leaves.hooked[kind].values()):
             hooks.run_user_hooks(handle.leaves)

@@ -96,6 +96,48 @@ def test_a_unit_of_two_tensors_takes_few_calls_in_a_step() -> None:
     assert of_a_unit <= MOST_OF_TWO_TENSORS, of_a_unit
 
 
+# Of a unit of four tensors in a step, beside its optimizer's: flat, in rows, and as DTensors.
+MOST_OF_FRONTS = {"flat": 281, "rows": 328, "fully_shard": 336}
+MOST_OF_A_FUSED_STEP = 326  # of fully_shard, the optimizer's calls included
+
+
+def calls_under(front: str, blocks: int, *, fused: bool = False) -> int:
+    net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Block() for _ in range(blocks)])
+    if front == "fully_shard":
+        for module in [*net[1:], net]:
+            flatfsdp.fully_shard(module)
+    elif front != "none":
+        kind: Any = front
+        net = FullyShardedDataParallel(net, auto_wrap_policy={Block}, use_orig_params=True, layout=kind)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    if fused:
+        flatfsdp.fuse_optimizer_steps(optimizer)
+
+    def step() -> None:
+        net(torch.ones(2, WIDTH)).sum().backward()
+        if fused:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(6):
+        step()
+    return calls_of(step)
+
+
+def of_a_unit(front: str, **how: bool) -> float:
+    with fake_world(2):
+        _, few, many = (calls_under(front, blocks, **how) for blocks in (1, FEW, MANY))
+        _, plainly, plainly_many = (calls_under("none", blocks) for blocks in (1, FEW, MANY))
+    return (many - few - plainly_many + plainly) / (MANY - FEW)
+
+
+def test_rows_and_dtensors_take_at_most_a_quarter_more_calls() -> None:
+    found = {front: of_a_unit(front) for front in MOST_OF_FRONTS}
+    assert all(found[front] <= most for front, most in MOST_OF_FRONTS.items()), found
+    assert max(found.values()) <= 1.25 * found["flat"], found
+    assert (fused := of_a_unit("fully_shard", fused=True)) <= MOST_OF_A_FUSED_STEP, fused
+
+
 ENGINE = Path(flatfsdp.__file__).parent / "engine"
 # What serves features only: how many calls a step takes there while all of them are off, however many units there are.
 OFF = {
