@@ -216,10 +216,12 @@ class ProcessGroupTransport:
             wait_for(start(self._in_order))
             return PendingWork(device=self.device, event=stream.mark(), keep=keep)
 
-    def _followed(self, arriving: Work, stream: Stream, finish: Callable[[], None], *keep: torch.Tensor) -> PendingWork:
+    def _followed(
+        self, arriving: PendingWork, stream: Stream, finish: Callable[[], None], *keep: torch.Tensor
+    ) -> PendingWork:
         """What arrives, and then `finish`: where the stream is the caller's, when it is waited for."""
         if stream.is_callers:
-            return PendingWork(work=arriving, keep=keep, finish=finish)
+            return arriving.followed_by(finish, *keep)
         with stream.running():
             arriving.wait()
             finish()

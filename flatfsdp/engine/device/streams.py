@@ -190,6 +190,13 @@ class PendingWork:
         self.advances_in_waits = advances_in_waits
         self.done = False
 
+    def followed_by(self, finish: Callable[[], None], *keep: torch.Tensor) -> PendingWork:
+        """This work and, when it is waited for, `finish`, which uses the tensors `keep`. In its place from now on."""
+        if self.done or self._finish is not None:
+            return PendingWork(work=self, keep=keep, finish=finish)
+        self._finish, self._keep = finish, (*self._keep, *keep)
+        return self
+
     def wait(self) -> None:
         """Order the caller after the work; collective only in the sense that the peers must have issued theirs."""
         if self.done:

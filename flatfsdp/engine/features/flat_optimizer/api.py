@@ -126,19 +126,21 @@ class FusedSteps:
 def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> FusedSteps:
     """Let `optimizer.step()` take the parameters of a shard together: some long tensors in place of many short ones.
 
-    For `use_orig_params=True` and `fully_shard`. An optimizer computes for microseconds on a small parameter, and takes tens of them to
-    begin: with thousands of parameters that is most of its time. After this call parameters that lie one after the
-    other in a unit's shard, are in one param group and were stepped equally often are one tensor while it steps. Flat
-    parameters (`use_orig_params=False`) are that already: they, and parameters of no wrapped model, step as they are.
+    For `use_orig_params=True` and `fully_shard`. An optimizer computes for microseconds on a small parameter, and takes
+    tens of them to begin: with thousands of parameters that is most of its time. After this call parameters that lie
+    one after the other in a unit's shard, are in one param group and were stepped equally often are one tensor while it
+    steps. Flat parameters (`use_orig_params=False`) are that already: they, and parameters of no model of ours, step as
+    they are.
 
     Nothing else changes. `optimizer` is the same object; its param groups list the same parameters, its state has an
     entry for each of them, of the same shapes, in the same memory: state dicts, checkpoints, schedulers, gradient
-    scalers, clipping and hooks work as before. Of DTensors states are DTensors, split as their parameters are; such a
-    param group is taken together where all of it is of `fully_shard`, since torch steps on no list of DTensors and
-    other tensors. It may be called before the first step or later, before or after a
+    scalers, clipping and hooks work as before. It may be called before the first step or later, before or after a
     checkpoint is loaded. Where something was changed (groups, gradients that are None, states that were loaded or
     replaced), the next step finds it. A step with a closure goes parameter by parameter. With `optimizer_in_backward`
     the parameters of each unit are taken together.
+
+    States of DTensors are DTensors, split as these are. Those in a param group with other DTensors step one by one:
+    torch steps on no list of DTensors and plain tensors.
 
     Numbers are the same, bit for bit, in float32 and float64, with `foreach` or without. In bfloat16 and float16 (of
     the parameters themselves, not of `MixedPrecision`) and with `fused=True` on a CPU the last elements of a parameter,
