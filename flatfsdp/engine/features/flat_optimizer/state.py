@@ -94,7 +94,9 @@ class FusedRun:
 
     def show_gradient(self) -> None:
         """Show the flat gradient, in which those of the members lie."""
-        grad = self._face.local_of(self.members[0].grad)
+        shown = self.members[0].grad
+        assert shown is not None
+        grad = self._face.local_of(shown)
         assign_grad(self.parameter, grad.as_strided(self.parameter.shape, (1,), grad.storage_offset()))
 
     def adopt(self, states: States, pieces: Pieces) -> None:
