@@ -36,6 +36,8 @@ class OpaqueParam(UnshardedParam):
         agreed: for each parameter what each rank gives of it; empty before the first gather.
     """
 
+    has_inner = True
+
     def __init__(self, handle: ExtendedHandle, dtype: torch.dtype) -> None:
         self._device, self._tracker, self._world = handle.device, handle.tracker, handle.layout.world
         buffer = FlatBuffer(0, torch.uint8, self._device, tracker=self._tracker, kind="unsharded")
@@ -58,8 +60,8 @@ class OpaqueParam(UnshardedParam):
     def dtype(self) -> torch.dtype:
         return self._dtype
 
-    def addresses(self) -> list[int]:
-        return [self.flat.data_ptr(), *(storage.data_ptr() for storage, _ in self._inner)]
+    def inner_addresses(self) -> list[int]:
+        return [storage.data_ptr() for storage, _ in self._inner]
 
     # -- the gather --------------------------------------------------------------------------------------------------
 

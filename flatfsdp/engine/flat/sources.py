@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -52,7 +52,10 @@ class UnshardedParam:
         segments: what of it is gathered, since it first had memory. [Note: pieces]
         views: the parameters as N-D views of it, once it was filled; shown: each leaf with its view.
         source: the shard as what fills it; filled_from: what did last.
+        has_inner: whether memory besides that of `flat` is freed with it (`inner_addresses`).
     """
+
+    has_inner: ClassVar[bool] = False
 
     flat: torch.Tensor
     buffer: FlatBuffer | None
@@ -68,9 +71,9 @@ class UnshardedParam:
         """In which modules compute with it."""
         return self.flat.dtype
 
-    def addresses(self) -> list[int]:
-        """Where the memory is that is freed with it."""
-        return [self.flat.data_ptr()]
+    def inner_addresses(self) -> list[int]:
+        """Where memory is besides that of `flat` that is freed with it."""
+        return []
 
 
 class UnshardSource(Protocol):

@@ -229,7 +229,8 @@ class ParamViews:
         shard.
         """
         handle = self.handle
-        put = [(param_ref, param_ref.current) for param_ref in changed]  # before modules hold ours again
+        # Before modules hold ours again.
+        put = [(param_ref, param_ref.current) for param_ref in changed] if changed else []
         if found := not handle.flat_shows_shard:
             self.adopt_flat()
         if handle.face.is_distributed:

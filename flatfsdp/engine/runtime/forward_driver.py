@@ -390,7 +390,9 @@ def _own_output(unit: Unit, output: Any) -> Any:
                 if handle.options.packed:
                     keep_packed(handle, each.param_refs, each.name)
                 if handle.unsharded.buffer is not None:
-                    occupied.update(handle.unsharded.addresses())
+                    occupied.add(handle.unsharded.flat.data_ptr())
+                    if handle.unsharded.has_inner:
+                        occupied.update(handle.unsharded.inner_addresses())
     occupied.discard(0)
     if not occupied:
         return output
