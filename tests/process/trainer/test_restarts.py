@@ -85,6 +85,7 @@ def check(folder: Path, log: str, *, killed_after: int) -> None:
     assert int(resumed[-1]) >= killed_after
 
 
+@pytest.mark.skipif(not is_thorough(), reason="takes half a minute: --thorough")
 def test_a_rank_that_is_killed_costs_the_steps_since_the_last_save(tmp_path: Path) -> None:
     with agent(tmp_path, "log", "--standalone", "--nproc-per-node=2", "--max-restarts=3") as process:
         saved = wait_for(tmp_path, 2)

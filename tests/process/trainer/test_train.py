@@ -85,7 +85,9 @@ def test_under_torchrun_it_joins_the_world(text: Path, tmp_path: Path) -> None:
     assert found["steps"].startswith("4 of ")
     # What SHARD_GRAD_OP gathered for the first microbatch it keeps for the second.
     assert re.search(r"all_gather.* in 1 call", found["per step"])
-    assert sorted(path.name for path in (tmp_path / "train-out").iterdir()) == ["metrics.jsonl", "step-00000004"]
+    assert sorted(path.name for path in (tmp_path / "train-out").iterdir()) == [
+        "config.json", "metrics.jsonl", "step-00000004",
+    ]  # fmt: skip
 
 
 def test_a_wrong_option_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
