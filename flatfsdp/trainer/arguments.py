@@ -227,8 +227,10 @@ class TrainingArguments(Settings):
     warmup: Annotated[NotNegative, Field(lt=1)] = setting(0.0, "share of the run in which the learning rate rises")
     warmup_steps: Whole = setting(0, "steps in which the learning rate rises, in place of warmup")
     min_lr: NotNegative = setting(0.0, "learning rate at which the schedule ends")
-    decay: Annotated[Positive, Field(le=1)] = setting(
-        0.2, "with the schedule wsd: share of the run after the warmup, at its end, in which the learning rate falls"
+    decay: Annotated[Positive, Field(le=1)] | None = setting(
+        None,
+        "with the schedule wsd: share of the run after the warmup, at its end, in which the learning rate falls; none "
+        "for 0.2",
     )
     clip: Positive | None = setting(None, "largest norm of the gradients over all ranks")
     fused_loss: bool = setting(False, "compute head and loss in chunks, so that the logits are never whole in memory")
@@ -306,6 +308,9 @@ class TrainingArguments(Settings):
                     self.refuse(name, f"{self.called('scheduler')} {self.scheduler!r} sets all learning rates itself")
         if self.warmup and self.warmup_steps:
             self.refuse("warmup_steps", f"{self.called('warmup')} is {self.warmup}")
+        for name, useless in (("decay", self.scheduler != "wsd"), ("min_lr", self.scheduler == "constant")):
+            if useless and getattr(self, name):
+                self.refuse(name, f"{self.called('scheduler')} {self.scheduler!r} makes no use of it")
         if self.min_lr > self.lr:
             self.refuse("min_lr", f"{self.called('lr')}, the highest, is {self.lr}")
 

@@ -215,7 +215,7 @@ def make_scheduler(optimizer: Optimizer, arguments: TrainingArguments, steps: in
     """
     found = _function(arguments, "scheduler", SCHEDULERS)
     if found in SCHEDULERS.values():
-        if found is stay_then_decay:
+        if found is stay_then_decay and arguments.decay is not None:
             found = partial(stay_then_decay, decay=arguments.decay)
         return WarmupDecayLR(
             optimizer,

@@ -299,7 +299,8 @@ class Parser(argparse.ArgumentParser):
         try:
             for name in (each for each in fields if each in flags):
                 given = flags[name]  # of a table each key counts over the same one below
-                values[name] = [values[name], *given] if isinstance(given, list) else from_text(cls, name, given)
+                before = [] if values[name] is None else [values[name]]
+                values[name] = [*before, *given] if isinstance(given, list) else from_text(cls, name, given)
             return cls(**values)
         finally:
             spelling.reset(token)

@@ -27,7 +27,11 @@ def with_options(task: Task, model: ModelOptions, data: DataOptions) -> Task:
         value = getattr(task, field)
         if isinstance(value, str) and value.partition(":")[0] in SOURCES:
             changes[field] = TextData(value, split=split, **vars(data))
-    if not (changes.keys() & {"train_data", "eval_data"}) and (flag := changed_flag(data)):
+    texts = [each for field, each in changes.items() if field != "model"]
+    for name in ("train_split", "eval_split"):
+        if texts and not any(each.name.startswith(PREFIX) for each in texts) and flag_of(name) in changed_flags(data):
+            raise ConfigValueError(f"{flag_of(name)} belongs to a dataset of the library: {PREFIX}NAME")
+    if not texts and (flag := changed_flag(data)):
         raise ConfigValueError(
             f"{flag} belongs to text by name: --train-data {' or '.join(f'{s}:...' for s in SOURCES)}"
         )
@@ -36,5 +40,10 @@ def with_options(task: Task, model: ModelOptions, data: DataOptions) -> Task:
 
 def changed_flag(group: Settings) -> str:
     """The flag of the first field that has not its default; "" where there is none."""
+    return next(iter(changed_flags(group)), "")
+
+
+def changed_flags(group: Settings) -> list[str]:
+    """The flags of the fields that have not their defaults."""
     given, default = vars(group), vars(type(group)())
-    return next((flag_of(name) for name in default if given[name] != default[name]), "")
+    return [flag_of(name) for name in default if given[name] != default[name]]

@@ -133,7 +133,7 @@ def recompute_units(model: nn.Module, *, every: int = 1, policy: Any = None) -> 
 def compile_units(model: nn.Module) -> None:
     """Compile each unit inside `model` in place, or all of a model that is one unit: gathering stays outside of what is
     compiled, and blocks that look the same share their code."""
-    for module in units_inside(model) or [each for each in model.children()]:
+    for module in units_inside(model) or model.children():
         module.compile()
 
 

@@ -302,7 +302,7 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
     training = TrainingArguments(
         output=Path("o"), steps=3, epochs=2, minutes=0.5, batch=2, global_batch=6, data_mode="dispatch", shuffle=False,
         workers=1, drop_last=True, optimizer="a.b:c", lr=0.1, weight_decay=0.0, optimizer_options={"x": 1, "y": "z"},
-        scheduler="constant", warmup=0.1, clip=2.0, fused_loss=True, seed=7, eval_every=5, eval_at_end=False,
+        scheduler="wsd", warmup=0.1, clip=2.0, fused_loss=True, seed=7, eval_every=5, eval_at_end=False,
         eval_batches=2, save_every=4, save_at_end=False, save_async=False, save_format="torch", save_on_each_node=True,
         keep_last=1, keep_best=3, best_by="eval_accuracy", best_mode="max", resume="latest", log_every=9,
         progress=False, plot=True, device="cpu", ranks=4, detect_nonfinite=True, min_lr=0.01,
@@ -320,7 +320,7 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
     line = (
         "--output o --steps 3 --epochs 2 --minutes 0.5 --batch 2 --global-batch 6 --data-mode dispatch --no-shuffle "
         "--workers 1 --drop-last --optimizer a.b:c --lr 0.1 --weight-decay 0 --optimizer-options x=1 y=z --scheduler "
-        "constant --warmup 0.1 --clip 2 --fused-loss --seed 7 --eval-every 5 --no-eval-at-end --eval-batches 2 "
+        "wsd --warmup 0.1 --clip 2 --fused-loss --seed 7 --eval-every 5 --no-eval-at-end --eval-batches 2 "
         "--save-every 4 --no-save-at-end --no-save-async --save-format torch --save-on-each-node --keep-last 1 "
         "--keep-best 3 --best-by eval_accuracy --best-mode max --resume latest --log-every 9 --no-progress --plot "
         "--min-lr 0.01 --decay 0.5 --early-stop 2 --callbacks wandb:project=p --callbacks tensorboard --profile "
@@ -360,6 +360,8 @@ def test_a_word_for_a_precision_stands_in_its_fields() -> None:
     [
         ({"warmup": 0.1, "warmup_steps": 3}, "warmup_steps: got 3, but warmup is 0.1"),
         ({"lr": 0.1, "min_lr": 0.2}, "min_lr: got 0.2, but lr, the highest, is 0.1"),
+        ({"scheduler": "constant", "min_lr": 1e-4}, "min_lr: got 0.0001, but scheduler 'constant' makes no use of it"),
+        ({"decay": 0.1}, "decay: got 0.1, but scheduler 'cosine' makes no use of it"),
         ({"early_stop": 2}, "early_stop: got 2, but nothing is evaluated meanwhile: set eval_every"),
         ({"profile": "5..4"}, "profile: got '5..4'. Accepted: steps as 10..12, from 1 on."),
         ({"callbacks": [3]}, "callbacks: got [3] (list). Accepted: names as wandb:project=mine"),

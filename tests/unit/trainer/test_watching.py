@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
-from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
+from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
 from flatfsdp.trainer.callbacks import EarlyStop, LossPlot
+from flatfsdp.trainer.hub.by_name import with_options
+from flatfsdp.trainer.hub.pretrained import ModelOptions
+from flatfsdp.trainer.hub.text_data import DataOptions
 from flatfsdp.trainer.settings import Parser
 from flatfsdp.trainer.utilization import flops_per_token, peak_tflops
 from flatfsdp.trainer.watching.configuration import CONFIGURATION, Configuration
@@ -63,6 +66,31 @@ def test_the_settings_of_a_run_start_it_again(tmp_path: Path) -> None:
     assert "lr" not in json.loads(path.read_text())["training"]  # a default
     empty = {"training": TrainingArguments(), "fsdp": FSDPArguments()}
     assert Parser("p", groups=empty).read(["--config", str(path)]) == groups
+
+
+def test_adapters_and_text_on_the_command_line() -> None:
+    groups = {"model": ModelOptions(), "data": DataOptions()}
+    given = Parser("p", groups=groups).read(["--lora", "rank=4,targets=q_proj,v_proj", "alpha=8", "--column", "body"])
+    assert given["model"].lora == {"rank": 4, "targets": ["q_proj", "v_proj"], "alpha": 8}
+    task = Task(model="hf:some/name", train_data="jsonl:a", eval_data="hf:b:c")
+    made = with_options(task, given["model"], given["data"])
+    assert (made.model.name, made.model.options) == ("some/name", given["model"])
+    assert [(each.name, each.split, each.options.column) for each in (made.train_data, made.eval_data)] == [
+        ("jsonl:a", "train", "body"), ("hf:b:c", "validation", "body"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "data", "said"),
+    [
+        (("a:b", "a:b"), {"from_scratch": True}, {}, "--from-scratch belongs to a model of transformers"),
+        (("a:b", "a:b"), {}, {"column": "body"}, "--column belongs to text by name"),
+        (("a:b", "jsonl:a"), {}, {"train_split": "x"}, "--train-split belongs to a dataset of the library"),
+    ],
+)
+def test_options_that_nothing_takes(task: Any, model: Any, data: Any, said: str) -> None:
+    with pytest.raises(ConfigValueError, match=said):
+        with_options(Task(*task), ModelOptions(**model), DataOptions(**data))
 
 
 def test_frozen_parameters_have_no_gradients_to_compute() -> None:
