@@ -39,6 +39,7 @@ from flatfsdp.trainer.instantiate import check_options, make
 from flatfsdp.trainer.launch import Placement, RankContext, run, under_launcher
 from flatfsdp.trainer.memory_estimate import forecast, on_meta
 from flatfsdp.trainer.preemption import in_words
+from flatfsdp.trainer.process_group import TrainerRanks
 from flatfsdp.trainer.settings import Count, FilePath, Name, Parser
 from flatfsdp.trainer.terminal import print_line, sizes_in_words
 from flatfsdp.trainer.trainer import Trainer
@@ -110,7 +111,10 @@ class Job:
 
     def __call__(self, world: RankContext) -> int:
         """Run; returns the exit code."""
-        trainer = Trainer(self.task, self.training, self.fsdp, callbacks=self.callbacks())
+        # Nodes with disks of their own may have found other folders in use.
+        output = Path(TrainerRanks().values(str(self.training.output))[0])
+        training = dataclasses.replace(self.training, output=output)
+        trainer = Trainer(self.task, training, self.fsdp, callbacks=self.callbacks())
         if self.command.measure:
             kept = trainer.measure()
             if world.leads:

@@ -298,8 +298,7 @@ class Parser(argparse.ArgumentParser):
         token = spelling.set(spelled)
         try:
             for name in (each for each in fields if each in flags):
-                given = flags[name]  # of a table each key counts over the same one below
-                before = [] if values[name] is None else [values[name]]
+                given, before = flags[name], filter(None, [values[name]])  # each key counts over the same one below
                 values[name] = [*before, *given] if isinstance(given, list) else from_text(cls, name, given)
             return cls(**values)
         finally:
