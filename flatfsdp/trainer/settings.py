@@ -298,7 +298,7 @@ class Parser(argparse.ArgumentParser):
         token = spelling.set(spelled)
         try:
             for name in (each for each in fields if each in flags):
-                given, before = flags[name], filter(None, [values[name]])  # each key counts over the same one below
+                given, before = flags[name], [values[name]] * (values[name] is not None)  # a key counts over it below
                 values[name] = [*before, *given] if isinstance(given, list) else from_text(cls, name, given)
             return cls(**values)
         finally:
