@@ -14,7 +14,7 @@ from torch import nn
 from ...errors import UsageError
 from ..base import _dtensor
 from ..device.fake_tensors import is_memoryless
-from ..flat.faces import FaceWords, Sums, adoptions, assign_grad
+from ..flat.faces import Face, FaceWords, Sums, adoptions, assign_grad
 from ..flat.gather_hooks import GatherHooks
 from ..flat.layout_views import ShardViews
 from ..flat.param_refs import ParamRef
@@ -147,7 +147,7 @@ def _apart(piece: torch.Tensor) -> torch.Tensor:
     return piece.new_empty(0).set_(own, 0, piece.shape, piece.stride())
 
 
-class RowFace:
+class RowFace(Face):
     """One `Parameter` that is a DTensor for each leaf: this rank's rows, in memory of the shard. [Note: faces]
 
     Holders are made once. What a user puts in the place of one (`load_state_dict(assign=True)`, `swap_tensors`) is a
@@ -176,9 +176,6 @@ class RowFace:
         self._specs: dict[torch.dtype, list[Any]] = {}
         self.holders: list[nn.Parameter] = []
         self.counters: list[torch.Tensor] = []
-
-    def holder_of(self, index: int) -> nn.Parameter:
-        return self.holders[index]
 
     # -- the shard ---------------------------------------------------------------------------------------------------
 
@@ -233,9 +230,6 @@ class RowFace:
                 adoptions.count += 1
             _dtensor.set_local(held, rows.held(view), rows.spec(view.dtype))
             self._note_memory()
-
-    def show_flat(self, flat: torch.Tensor) -> None:
-        pass
 
     # -- modules -----------------------------------------------------------------------------------------------------
 
@@ -311,7 +305,3 @@ class RowFace:
     def _specs_in(self, dtype: torch.dtype) -> list[Any]:
         made = self._specs[dtype] = [rows.spec(dtype) for rows in self._rows]
         return made
-
-    def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
-        rows = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
-        return [(holder, share, (i,)) for i, (holder, share) in rows if holder.requires_grad]

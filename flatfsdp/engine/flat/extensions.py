@@ -26,11 +26,9 @@ class FlatParamExtensions(Protocol):
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
         """(what to store of a parameter, a state that says how to undo it); a state of None leaves it as it is."""
-        ...
 
     def post_unflatten_transform(self, tensor: torch.Tensor, state: Any) -> torch.Tensor:
         """What modules compute with, differentiably from the unsharded stored `tensor`."""
-        ...
 
 
 _extensions: FlatParamExtensions | None = None

@@ -54,7 +54,8 @@ class Face(Protocol):
     """What the parameters of one handle look like at rest. [Note: faces]
 
     A face keeps the leaves and the views of the shard, and never the handle: nothing that it has keeps a deleted model
-    alive. Every index is that of a leaf, in layout order. No method communicates.
+    alive. Every index is that of a leaf, in layout order. No method communicates. What has a body here is right for
+    holders that are plain tensors in memory of the shard, one for each leaf.
 
     Attributes:
         holders: what modules list and optimizers step on, the same objects for as long as the handle lives, unless a
@@ -76,30 +77,28 @@ class Face(Protocol):
     holds_leaves: bool
     is_flat: bool
     by_parameter: bool
-    is_distributed: bool
+    is_distributed: bool = False
     counters: list[torch.Tensor]
+    _at_rest: ShardViews
 
     def holder_of(self, index: int) -> nn.Parameter:
         """What an optimizer steps on in order to step on that leaf."""
-        ...
+        return self.holders[index]
 
     def put(self, param_ref: ParamRef) -> None:
         """Let a module hold what it holds at rest, in the place `param_ref` of a leaf; `compute` and `rest` reach that
         place from now on."""
-        ...
 
     def compute(self) -> None:
         """Let modules hold the leaves, which are about to be unsharded. Called of distributed holders only."""
-        ...
 
     def rest(self) -> None:
         """End of `compute`. Called of distributed holders only."""
-        ...
 
     def replaced(self) -> list[int]:
         """The leaves whose holders do not show their place in the shard, though they should: the user put something
         in the place of their memory. Called of distributed holders only, at rest."""
-        ...
+        return []
 
     def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
         """What `held`, which a user put in the place of a holder, has for the shard: of the shape that
@@ -108,45 +107,41 @@ class Face(Protocol):
         Raises:
             UsageError: it lies on other ranks, or is split in another way.
         """
-        ...
+        return held.detach()
 
     def adopt(self, index: int, held: nn.Parameter) -> None:
         """`held` is what a user put in the place of a holder, its value is in the shard: show the shard in it from now
         on, if it can be a holder; that is `holder_of(index)` then."""
-        ...
 
     def local_of(self, value: torch.Tensor) -> torch.Tensor:
         """What this rank has of a holder, of its `.grad`, or of a state that an optimizer made like one."""
-        ...
+        return value
 
     def like_holder(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
         """`piece`, laid out as the shard has these leaves, as it can be the `.grad` of their holder, or a state that an
         optimizer keeps of it. A view."""
-        ...
+        return piece
 
     def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """What this rank has of a leaf's part of `value` (see `like_holder`, whose inverse this is where holders have
         one leaf each); `value` itself where it is not like the holder."""
-        ...
+        return value
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         """`shard` is the handle's from now on (also at first), of a dtype and on a device that may be new; `at_rest`
         are its views. Holders have no `.grad`, and show it when this returns."""
-        ...
 
     def show_flat(self, flat: torch.Tensor) -> None:
         """Let the flat parameter show `flat`, 1-D and of any length, if that is what modules list. The shard ends
         it."""
-        ...
+        return
 
     def follow_requires_grad(self) -> None:
         """Give the leaves the `requires_grad` that users have set on holders. Not called where these are the leaves."""
-        ...
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         """What is the `.grad` of each leaf's place in the shard; [] where there is none of any. Of the shape that
         `ShardViews.views_of` gives."""
-        ...
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
         """Make `total`, of shape (shard_numel,), the `.grad` of the holders of `trained` leaves; where one has a
@@ -155,12 +150,12 @@ class Face(Protocol):
         `taken`: what was taken from the `.grad` of leaves before the backward, which is shown again. The memory of
         `total` belongs to the gradients afterwards.
         """
-        ...
 
     def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
         """Of gradients `flat`, unsharded, 1-D and padded: each holder that requires one, this rank's part of it, and
         the leaves of that part. [Note: marks]"""
-        ...
+        rows = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
+        return [(holder, share, (i,)) for i, (holder, share) in rows if holder.requires_grad]
 
 
 class _Adoptions:
@@ -181,40 +176,9 @@ class FaceMaker(Protocol):
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> Face:
         """A face of `leaves`, whose shard `flat_param` shows; `moved` is called before anything else."""
-        ...
 
 
-class _PlainFace:
-    """What faces have in common whose holders are plain tensors, in memory of the shard."""
-
-    is_distributed = False
-
-    def compute(self) -> None:
-        pass
-
-    def rest(self) -> None:
-        pass
-
-    def replaced(self) -> list[int]:
-        return []
-
-    def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
-        return held.detach()
-
-    def adopt(self, index: int, held: nn.Parameter) -> None:
-        pass
-
-    def local_of(self, value: torch.Tensor) -> torch.Tensor:
-        return value
-
-    def like_holder(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
-        return piece
-
-    def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        return value
-
-
-class OriginalFace(_PlainFace):
+class OriginalFace(Face):
     """`use_orig_params=True`: the leaves themselves, each its piece of the shard."""
 
     words = FaceWords("use_orig_params", "True", "use_orig_params=True")
@@ -225,20 +189,11 @@ class OriginalFace(_PlainFace):
     ) -> None:
         self.holders, self.counters = list(leaves), list[torch.Tensor]()
 
-    def holder_of(self, index: int) -> nn.Parameter:
-        return self.holders[index]
-
     def put(self, param_ref: ParamRef) -> None:
         param_ref.register()
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         self._at_rest, self._dtype = at_rest, shard.dtype
-
-    def show_flat(self, flat: torch.Tensor) -> None:
-        pass
-
-    def follow_requires_grad(self) -> None:
-        pass
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         return [leaf.grad for leaf in self.holders]
@@ -259,12 +214,8 @@ class OriginalFace(_PlainFace):
             assign_grad(leaves[i], old)
         return sums
 
-    def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
-        rows = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
-        return [(leaf, share, (i,)) for i, (leaf, share) in rows if leaf.requires_grad]
 
-
-class FlatFace(_PlainFace):
+class FlatFace(Face):
     """`use_orig_params=False`: one flat parameter, 1-D, which is the shard."""
 
     words = FaceWords(

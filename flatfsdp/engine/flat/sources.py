@@ -96,7 +96,6 @@ class UnshardSource(Protocol):
 
     def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
         """Start to fill `unsharded`, which has its memory, on `stream`. Collective unless it is local."""
-        ...
 
 
 class KeptSource(UnshardSource, Protocol):
@@ -104,11 +103,9 @@ class KeptSource(UnshardSource, Protocol):
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether the unsharded parameter may come from here now, where the unit computes in `dtype`."""
-        ...
 
     def free(self) -> None:
         """Give the memory back; what was filled from it must have been waited for, or be known to the device."""
-        ...
 
 
 class ShardSource(UnshardSource):
