@@ -17,11 +17,12 @@ at most `MOST` units, some views and two small copies, and one norm of this rank
 some kernels more in such a step; their results are copied to page-locked memory, and the watch ([Note: watch]) looks
 whether they have arrived: the host waits for none of it. The watch also leaves this rank's finding in the store, where
 the next rank's compares it with its own: two requests per rank and sampled step, no collective. In between a backward
-and a step cost two calls each.
+and a step cost a call or two each.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -30,7 +31,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import warn
 from ..base.events import Observer
@@ -40,6 +40,7 @@ from ..device.streams import Device
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.backward import Backward
 from ..runtime.model import Model
+from ..runtime.optimizer_hooks import looking
 from ..watchdog.process_exit import at_end
 from ..watchdog.regions import current_watch
 from ..watchdog.store import StoreClient
@@ -53,29 +54,13 @@ LEAST = 1e-4  # how far factors that are one may be apart
 SMALLEST = 1e-30  # factor that a norm leads to
 TOLD = "clipped by themselves"  # in the store: who says it, for all of the job
 
-_sampled: weakref.WeakSet[LocalClipping] = weakref.WeakSet()  # that have a sample for the next step
 _found: list[str] = []  # by the watch, to be said by the main thread
-_installed = False
 
 
-def warn_of_local_clipping(model: Model) -> None:
-    """Look after the gradients of `model`, if it has shards, for as long as it lives."""
-    model.observers.add(LocalClipping(model))
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _found:
-        _warn()
-    for each in [*_sampled] if _sampled else ():
-        each.before_step(optimizer)
-
-
-def _install() -> None:
-    global _installed
-    if not _installed:
-        _installed = True
-        register_optimizer_step_pre_hook(_before_step)
-        at_end(lambda error: _warn())
+@functools.cache
+def _warn_at_end() -> None:
+    """What was found after the last step is said, too."""
+    at_end(lambda error: _warn())
 
 
 def _warn() -> None:
@@ -191,26 +176,26 @@ class LocalClipping(Observer):
     def _take(self, model: Model) -> None:
         if self._pieces is None:
             self._group, self._pieces = _pieces_of(model)
-            _install()
+            looking.add(weakref.ref(self, looking.discard))
+            _warn_at_end()
         found = [(piece, values) for piece in self._pieces if (values := piece.elements()) is not None]
         self._sample = None
-        _sampled.discard(self)
         if found:
             sizes = [values.numel() for _, values in found]
             values = torch.cat([values for _, values in found])
             self._sample = GradientSample(self._steps, [piece for piece, _ in found], sizes, values)
-            _sampled.add(self)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps: if it is the first that holds parameters of this model since the sample was taken, see
-        what was made of them."""
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """If it is the first that holds parameters of this model since the sample was taken, sees what was made of
+        them."""
+        if _found:
+            _warn()
         model, sample = self._model(), self._sample
         if model is None or sample is None:
             return
         held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         if any(id(parameter) in held for parameter in model.steppable):
             self._sample, self._due = None, False
-            _sampled.discard(self)
             self._compare(model, sample, held)
 
     def _compare(self, model: Model, sample: GradientSample, held: dict[int, torch.Tensor]) -> None:

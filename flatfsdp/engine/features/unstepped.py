@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import few, one_voice, warn_once
 from ..base.events import Observer
@@ -24,25 +22,9 @@ from ..flat.faces import FlatFace
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.backward import Backward
 from ..runtime.model import Model
+from ..runtime.optimizer_hooks import looking
 
 SAMPLED = 64  # elements of a shard that show a write which leaves no trace in versions
-
-_unstepped: weakref.WeakSet[UnsteppedCheck] = weakref.WeakSet()  # of models that have gradients
-_installed = False
-
-
-def warn_if_unstepped(model: Model) -> None:
-    """Look after `model` until an optimizer has stepped."""
-    global _installed
-    if not _installed:
-        _installed = True
-        register_optimizer_step_pre_hook(_before_step)
-    model.observers.add(UnsteppedCheck(model))
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for each in [*_unstepped] if _unstepped else ():
-        each.before_step(optimizer)
 
 
 class _ParamSnapshot:
@@ -86,10 +68,10 @@ class UnsteppedCheck(Observer):
                 _ParamSnapshot(each) for each in handles if any(p.grad is not None for p in each.face.holders)
             ]
             if self._before:
-                _unstepped.add(self)
+                looking.add(weakref.ref(self, looking.discard))
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps."""
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Sees whether it steps on this model, or on nothing."""
         model = self._model()
         if model is None or not self._before:
             return
@@ -106,7 +88,7 @@ class UnsteppedCheck(Observer):
             )
 
     def _end(self, model: Model) -> None:
-        _unstepped.discard(self)
+        looking.discard(weakref.ref(self))
         model.observers.remove(self)
         self._before = []
 

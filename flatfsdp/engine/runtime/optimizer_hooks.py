@@ -34,6 +34,8 @@ class _CheckedOptimizer(NamedTuple):
     distributed: bool
 
 
+# Whose `optimizer_steps(optimizer)` is called before any optimizer steps, whatever that holds.
+looking: set[weakref.ref[Any]] = set()
 _at_work: Override[torch.optim.Optimizer | None] = Override(None)
 engine_steps = _at_work.being  # inside, the engine steps an optimizer, in a backward
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = weakref.WeakKeyDictionary()
@@ -55,10 +57,12 @@ def is_at_work(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if is_at_work(optimizer):
-        return
-    before_step(optimizer)
-    _look_at(optimizer)
+    if not is_at_work(optimizer):
+        before_step(optimizer)
+        _look_at(optimizer)
+    for ref in [*looking]:
+        if (each := ref()) is not None:
+            each.optimizer_steps(optimizer)
 
 
 def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:

@@ -27,11 +27,11 @@ from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..dtensor.tensor_parallel import TensorParallel
 from ..features.conditional_units import ConditionalUnits
-from ..features.local_clipping import warn_of_local_clipping
+from ..features.local_clipping import LocalClipping
 from ..features.persistent_params import PersistentParams
 from ..features.post_forward import PostForwardShards
 from ..features.profiler_ranges import ProfilerRanges
-from ..features.unstepped import warn_if_unstepped
+from ..features.unstepped import UnsteppedCheck
 from ..flat.extended_handle import ExtendedHandle
 from ..flat.extensions import Transform, TransformedParam, transform, users_transforms
 from ..flat.faces import FaceMaker, FlatFace, OriginalFace
@@ -287,9 +287,9 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
         PostForwardShards(model.units, resources),  # over whose axes persistent parameters may be gathered
         PersistentParams(model),
         ConditionalUnits(),
+        UnsteppedCheck(model),
+        LocalClipping(model),
     )
-    warn_if_unstepped(model)
-    warn_of_local_clipping(model)
     stamp_state_dicts()
     return model
 
