@@ -10,13 +10,14 @@ import os
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from operator import sub
 from pathlib import Path
 
 import torch
 
 from ..engine.layout.boxes import Box, boxes_of
 from ..engine.layout.layout import Span
-from ..engine.state.owned_interval import OwnedInterval
+from ..engine.state.owned_interval import OwnedInterval, block_of
 from ..errors import CheckpointError
 from .disk import Files, disk
 from .manifest import Chunk, Manifest, SavedFile, SavedTensor
@@ -60,8 +61,8 @@ class TensorReader:
                 self._read(chunk, box.span, data)
                 elements = data.view(box.sizes_in_memory).permute(box.back)
                 for mine, (offsets, sizes) in meets:
-                    target = _block(interval.data_of(mine), mine, offsets, sizes)
-                    target.copy_(_block(elements, box, offsets, sizes))
+                    target = block_of(interval.data_of(mine), _inside(mine, offsets), sizes)
+                    target.copy_(block_of(elements, _inside(box, offsets), sizes))
 
     def _chunks(self, saved: SavedTensor) -> list[Chunk]:
         """In order; of those that several nodes have the one that is here."""
@@ -116,10 +117,8 @@ def _overlap(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | 
     return (offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
-def _block(elements: torch.Tensor, box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-        elements = elements.narrow(dim, start - box.offsets[dim], size)
-    return elements
+def _inside(box: Box, offsets: Sequence[int]) -> list[int]:
+    return list(map(sub, offsets, box.offsets))
 
 
 def _missing(path: Path) -> CheckpointError:

@@ -18,7 +18,7 @@ from ..base import _torch
 from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..flat.faces import fact_of
-from .part_axes import all_part_axes, beside
+from .part_axes import all_part_axes, beside, each_once
 from .unit import Unit
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -28,12 +28,8 @@ Flags = tuple[tuple[bool, ...], ...]  # of the leaves of a unit, by handle
 
 def own_axes(units: Sequence[Unit]) -> list[Transport]:
     """The axes over which `units` are gathered and reduced, each once."""
-    found: dict[int, Transport] = {}
-    for unit in reversed(units):
-        for axis in (unit.transports.scatter, unit.transports.replicate):
-            if axis is not None and axis.group.size > 1:
-                found.setdefault(id(axis.group.process_group), axis)
-    return list(found.values())
+    axes = [each for unit in reversed(units) for each in (unit.transports.scatter, unit.transports.replicate)]
+    return each_once(axis for axis in axes if axis is not None and axis.group.size > 1)
 
 
 def axes_of(units: Sequence[Unit]) -> list[Transport]:

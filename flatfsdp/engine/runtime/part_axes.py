@@ -42,10 +42,13 @@ def beside(unit: Unit, axes: Iterable[Transport]) -> list[Transport]:
 
 def all_part_axes(units: Sequence[Unit]) -> list[Transport]:
     """Every axis of parts of parameters in `units`, each once."""
+    extended = ((unit, kind) for unit in units for kind, views in enumerate(unit.views) if views.extended)
+    return each_once(axis.transport for where in extended for axes in part_axes(*where) for axis in axes)
+
+
+def each_once(axes: Iterable[Transport]) -> list[Transport]:
+    """Of `axes` the first over each process group."""
     found: dict[int, Transport] = {}
-    for unit in units:
-        for kind, views in enumerate(unit.views):
-            for axes in part_axes(unit, kind) if views.extended else ():
-                for axis in axes:
-                    found.setdefault(id(axis.transport.group.process_group), axis.transport)
+    for axis in axes:
+        found.setdefault(id(axis.group.process_group), axis)
     return list(found.values())

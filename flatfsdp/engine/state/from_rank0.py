@@ -21,26 +21,12 @@ from ..runtime.model_facts import own_axes
 from ..runtime.unit import Unit
 from .model.distributed_values import LazyValue
 from .named_param import named_buffers
-from .parts import every_axis
+from .parts import broadcast_tensor, every_axis
 
 
 def broadcast_value(axes: Sequence[Transport], value: Any) -> Any:
     """The first rank's `value`; that of others is ignored. Users' objects may be in it. Collective over `axes`."""
     return decode(firsts(axes, encode(value, objects=True)), objects=True)
-
-
-def broadcast_tensor(
-    axes: Sequence[Transport], value: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """The first rank's `value`, of `shape` and `dtype` on `device`; that of others is ignored. Collective over
-    `axes`."""
-    if is_first_of(axes):
-        tensor: torch.Tensor = value.detach().to(device, dtype).contiguous()
-    else:
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    for axis in axes:
-        axis.broadcast(tensor)
-    return tensor
 
 
 class FromRank0(LazyValue):

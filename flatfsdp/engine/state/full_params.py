@@ -24,7 +24,7 @@ from ..runtime.module_tree import put_at_rest, register_leaves
 from ..runtime.rest import collective_call, quiesce
 from ..runtime.unit import Unit
 from .consolidate import gather_shard, is_first, scatter, store
-from .from_rank0 import broadcast_tensor
+from .parts import broadcast_tensor
 
 
 def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:

@@ -154,10 +154,7 @@ class OwnedInterval(torch.Tensor):
     def data_of(self, box: Box | PartBox) -> torch.Tensor:
         """The elements of one of `boxes`, a view of `local` in the shape of the box."""
         if isinstance(box, PartBox):
-            block = self.data_of(box.source)
-            for dim, (offset, size) in enumerate(zip(box.inside, box.sizes, strict=True)):
-                block = block.narrow(dim, offset, size)
-            return block
+            return block_of(self.data_of(box.source), box.inside, box.sizes)
         piece = self.local[box.span.shift(-self.span.start).slice]
         return piece.view(box.sizes_in_memory).permute(box.back)
 
@@ -181,7 +178,7 @@ class OwnedInterval(torch.Tensor):
             return
         of_part = tuple(unsharded.shape) == self.spec.shape
         for box in boxes_of(self.spec, self.span) if of_part else self.boxes:
-            self.data_of(box).copy_(block_of(unsharded, box))
+            self.data_of(box).copy_(block_of(unsharded, box.offsets, box.sizes))
 
     # -- what programs ask of DTensors and ShardedTensors ------------------------------------------------------------
 
@@ -290,11 +287,11 @@ class OwnedInterval(torch.Tensor):
         return carry_out(*args, **(kwargs or {}))
 
 
-def block_of(unsharded: torch.Tensor, box: Box | PartBox) -> torch.Tensor:
-    """The view of `unsharded` that `box` names."""
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        unsharded = unsharded.narrow(dim, offset, size)
-    return unsharded
+def block_of(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The view of the block of `whole` that begins at `offsets`."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
 
 
 def _chunk(box: Box | PartBox) -> ChunkStorageMetadata:
@@ -357,7 +354,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
                 f"shape {source.spec.shape}; full_tensor() is the whole" + _STAGED * (not source.spec.shape)
             )
         for box in source.boxes:
-            block_of(target, box).copy_(source.data_of(box), non_blocking=non_blocking)
+            block_of(target, box.offsets, box.sizes).copy_(source.data_of(box), non_blocking=non_blocking)
     elif not isinstance(source, OwnedInterval):
         target.take_from(source)
     elif source.span == target.span and _place(source) == _place(target):

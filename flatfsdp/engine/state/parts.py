@@ -7,6 +7,7 @@ axes, and from these along those.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,9 +17,10 @@ from ..comm.transport import Transport
 from ..flat.extensions import TransformedParam
 from ..layout.part import Part
 from ..runtime.model_facts import axes_of
-from ..runtime.part_axes import all_part_axes, beside
+from ..runtime.part_axes import all_part_axes, beside, each_once
 from ..runtime.rest import models_of
 from ..runtime.unit import Unit
+from .owned_interval import block_of
 
 
 def axes_of_parts(units: Sequence[Unit]) -> list[Transport]:
@@ -28,8 +30,7 @@ def axes_of_parts(units: Sequence[Unit]) -> list[Transport]:
 
 def every_axis(units: Sequence[Unit]) -> list[Transport]:
     """The axes over which `units` are spread, and those of parts in their models, each once."""
-    found = {id(axis.group.process_group): axis for axis in (*axes_of(units), *axes_of_parts(units))}
-    return list(found.values())
+    return each_once((*axes_of(units), *axes_of_parts(units)))
 
 
 def axes_beside(unit: Unit) -> list[Transport]:
@@ -60,10 +61,7 @@ def cut(whole: torch.Tensor, part: Part | None) -> torch.Tensor:
         return whole
     out = whole.new_empty(part.stored_shape)
     for offsets, sizes, inside in part.blocks((0,) * len(part.shape), part.stored_shape):
-        source, target = whole, out
-        for dim, (offset, place, size) in enumerate(zip(offsets, inside, sizes, strict=True)):
-            source, target = source.narrow(dim, offset, size), target.narrow(dim, place, size)
-        target.copy_(source)
+        block_of(out, inside, sizes).copy_(block_of(whole, offsets, sizes))
     return out
 
 
@@ -72,16 +70,19 @@ def sent_by_first(
 ) -> torch.Tensor | None:
     """The first rank's `whole` tensor, of this shape, or None, on the others of `axes`. Collective over them."""
     device = axes[0].device.device
-    here = torch.tensor([whole is not None], device=device)
-    for axis in axes:
-        axis.broadcast(here)
-    if not bool(here):
-        return None
+    here = broadcast_tensor(axes, torch.tensor([whole is not None]), (1,), torch.bool, device)
+    return broadcast_tensor(axes, whole, shape, dtype, device) if bool(here) else None
+
+
+def broadcast_tensor(
+    axes: Sequence[Transport], value: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The first rank's `value`, of `shape` and `dtype` on `device`; that of others is ignored. Collective over
+    `axes`."""
     if is_first_of(axes):
-        assert whole is not None
-        sent = whole.detach().to(device, dtype).contiguous()
+        tensor: torch.Tensor = value.detach().to(device, dtype).contiguous()
     else:
-        sent = torch.empty(tuple(shape), dtype=dtype, device=device)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
     for axis in axes:
-        axis.broadcast(sent)
-    return sent
+        axis.broadcast(tensor)
+    return tensor

@@ -20,6 +20,7 @@ from ...comm.axes import Axis
 from ...device.streams import accelerator
 from ...flat.placeholder import Placeholder, asks, name_of
 from ...runtime.unit import Unit
+from ..owned_interval import block_of
 from ..parts import transformed_of
 
 
@@ -83,6 +84,14 @@ def is_distributed(value: Any) -> bool:
     return type(value).__name__ in ("DTensor", "ShardedTensor") and type(value).__module__.startswith("torch.")
 
 
+def described(value: Any) -> tuple[torch.Size, torch.dtype]:
+    """Shape and dtype of the whole of a DTensor or a ShardedTensor."""
+    if type(value).__name__ != "ShardedTensor":
+        return value.shape, value.dtype
+    known = value.metadata()  # other attributes of a ShardedTensor warn when they are read
+    return known.size, known.tensor_properties.dtype
+
+
 def whole_if_distributed(value: Any) -> Any:
     """The whole of a DTensor or a ShardedTensor, collective over its mesh or its process group; others as they are."""
     if not is_distributed(value):
@@ -94,10 +103,7 @@ def defer_distributed(state_dict: dict[str, Any]) -> None:
     """Replace torch's distributed tensors in `state_dict` by `DistributedValue`."""
     for key, value in state_dict.items():
         if is_distributed(value):
-            # Other attributes of a ShardedTensor warn when they are read.
-            known = value.metadata() if type(value).__name__ == "ShardedTensor" else None
-            shape, dtype = (value.shape, value.dtype) if known is None else (known.size, known.tensor_properties.dtype)
-            state_dict[key] = DistributedValue.of(value, shape, dtype)
+            state_dict[key] = DistributedValue.of(value, *described(value))
 
 
 def _whole_of_shards(value: Any) -> torch.Tensor:
@@ -106,11 +112,8 @@ def _whole_of_shards(value: Any) -> torch.Tensor:
     device = accelerator() if "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
     unsharded = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
     for shard in shards:
-        block = unsharded
         sizes = shard.metadata.shard_sizes
-        for dim, (offset, size) in enumerate(zip(shard.metadata.shard_offsets, sizes, strict=True)):
-            block = block.narrow(dim, offset, size)
-        block.copy_(shard.tensor.view(sizes))
+        block_of(unsharded, shard.metadata.shard_offsets, sizes).copy_(shard.tensor.view(sizes))
     # Each byte comes from one rank, all others add zeros to it: as bytes, because -0.0 + 0.0 is 0.0.
     with blocked():
         dist.all_reduce(unsharded.view(-1).view(torch.uint8), group=group)

@@ -218,22 +218,16 @@ def _under_way(wrapper: nn.Module) -> list[UnitLoad]:
     return [module.__dict__[UNDER_WAY] for module in wrapper.modules() if UNDER_WAY in module.__dict__]
 
 
-def begin(
-    wrapper: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """The wrapper's turn: let modules inside find their keys, and placeholders to copy into."""
+def begin(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """The wrapper's turn: let modules inside find their keys, and placeholders to copy into.
+
+    `rest`: as of `_load_from_state_dict`, the metadata of the module first, and what torch complains of last.
+    """
     unit: Unit = wrapper.__dict__["_unit"]
     if (left := wrapper.__dict__.pop(UNDER_WAY, None)) is not None:  # of a call that raised
         left.abandon()
     for before in wrapper._load_state_dict_pre_hooks.values():
-        before(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        before(state_dict, prefix, *rest)
     if unit.phase is SUMMONED:
         _rename(state_dict, prefix, wrapper)
         return
@@ -242,9 +236,9 @@ def begin(
         initialize(model_of(unit))
         spread(unit, state_dict, prefix)
     _unpack_flat(unit, state_dict, prefix)
-    wrapper.__dict__[UNDER_WAY] = UnitLoad(unit, state_dict, prefix, errors)
+    wrapper.__dict__[UNDER_WAY] = UnitLoad(unit, state_dict, prefix, rest[-1])
     _rename(state_dict, prefix, wrapper)
-    if local_metadata.get("assign_to_params_buffers"):
+    if rest[0].get("assign_to_params_buffers"):
         _warn_of_dtypes(unit, state_dict, prefix)
 
 

@@ -96,24 +96,15 @@ def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any
             del destination[key]
 
 
-def before_loading(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """torch's load state dict pre-hook."""
+def before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """torch's load state dict pre-hook; the last argument is the list of what torch complains of."""
     unit = _unit_called(module)
     if unit is None:
         return
     if only_rank0(unit.options.state_dict):
         _refuse(unit, module, "is loaded from rank 0 (rank0_only=True), which only its wrapper can do")
     begin_unit(unit, state_dict)
-    module.__dict__[_UNDER_WAY] = UnitLoad(unit, state_dict, prefix, errors, within=module)
+    module.__dict__[_UNDER_WAY] = UnitLoad(unit, state_dict, prefix, rest[-1], within=module)
 
 
 def after_loading(module: nn.Module, incompatible: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from ....errors import ConfigTypeError, ConfigValueError, did_you_mean
 from ...base.fqns import clean
 from ...flat.faces import FlatFace
-from ..model.distributed_values import is_distributed
+from ..model.distributed_values import described, is_distributed
 from ..named_param import NamedParam
 from ..owned_interval import OwnedInterval
 from .descriptions import ParamShaped, alike, shown, value_of
@@ -112,11 +112,9 @@ def describe(state_dict: Any) -> StateDictSpec:
 def _described(value: Any) -> Any:
     if isinstance(value, OwnedInterval):
         return TensorSpec(tuple(value.shape), value.dtype, (value.span.start, value.span.stop))
-    if type(value).__name__ == "ShardedTensor":  # whose other attributes warn when they are read
-        known = value.metadata()
-        return TensorSpec(tuple(known.size), known.tensor_properties.dtype)
-    if isinstance(value, torch.Tensor) and (value.dim() or is_distributed(value)):
-        return TensorSpec(tuple(value.shape), value.dtype)
+    if is_distributed(value) or (isinstance(value, torch.Tensor) and value.dim()):
+        shape, dtype = described(value)
+        return TensorSpec(tuple(shape), dtype)
     return value_of(value)
 
 

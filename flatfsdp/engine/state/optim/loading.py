@@ -21,10 +21,10 @@ from ...runtime.module_tree import units_in
 from ...runtime.rest import collective_call
 from ...runtime.unit import Unit
 from ..consolidate import is_first, scatter_from_first, store
-from ..from_rank0 import broadcast_tensor, broadcast_value
+from ..from_rank0 import broadcast_value
 from ..model.distributed_values import is_distributed, whole_if_distributed
 from ..named_param import NamedParam, by_handle
-from ..parts import axes_beside
+from ..parts import axes_beside, broadcast_tensor
 from .descriptions import ParamShaped, value_of
 from .load_plan import LoadPlan, StateDictSpec, TensorSpec, describe, plan
 from .param_map import Key, OptimizedParam, ParamMap, groups_of, others_of
