@@ -26,6 +26,7 @@ from ..watchdog.store import PERIOD, StoreClient
 from ..watchdog.watchdog import PATIENCE
 
 SAME, DIFFERENT = "same", "different"  # what a meeting of ranks ends with
+READING = 2.5 * PERIOD  # seconds that ranks have to write what they do, and to read what others do
 
 # How many calls were made by the same ranks. All of them count alike, also beyond the end of a process group.
 _made: Counter[str] = Counter()
@@ -62,7 +63,7 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
     if verdict != SAME:
         notes.post(f"{place}/says/{dist.get_rank()}", call)
         reported = by_ranks({rank: one_line(text) for rank, text in texts_at(notes, place, ranks).items()})
-        let_all_read(notes, place, len(ranks))
+        notes.let_all_read(place, len(ranks), READING)
         raise AgreementError(f"{reported}. These calls are collective: all ranks must make the same, in the same order")
     if dist.get_rank() == ranks[0]:  # all have come here, and so have left the call before
         erase(notes, f"call/{scope}/{_made[scope] - 1}")
@@ -95,14 +96,8 @@ def texts_at(
                 found[rank] = text
         return len(found) == len(ranks)
 
-    notes.wait(all_there, 2.5 * PERIOD)
+    notes.wait(all_there, READING)
     return {rank: found.get(rank, absent) for rank in ranks}
-
-
-def let_all_read(notes: StoreClient, place: str, readers: int) -> None:
-    """Give the others time to read, before an error ends this process and perhaps the store with it."""
-    notes.count(f"{place}/read")
-    notes.wait(lambda: notes.count(f"{place}/read", 0) >= readers, 2.5 * PERIOD)
 
 
 def erase(notes: StoreClient, place: str, ranks: Sequence[int] = ()) -> None:

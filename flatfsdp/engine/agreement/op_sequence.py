@@ -27,7 +27,7 @@ from ..watchdog.process_exit import end_process_unless, print_immediately
 from ..watchdog.status_report import ExitRecord, in_one_sentence
 from ..watchdog.watchdog import PATIENCE, is_lost_connection
 from . import ops
-from .collective_calls import DIFFERENT, SAME, come, erase, let_all_read, texts_at
+from .collective_calls import DIFFERENT, READING, SAME, come, erase, texts_at
 from .divergence import ModelNames, divergence
 from .ops import LoggedOp, Op
 from .rank_exchange import RankExchange
@@ -110,7 +110,7 @@ class Meetings:
         texts = ranks_by_value(texts_at(peers.store, place, peers.ranks, Op(-1, "has not come that far").to_text()))
         exits = ExitRecord.read_all(peers.store).values()
         ended = [each for each in exits if each.rank in peers.ranks and each.cause is None]
-        let_all_read(peers.store, place, len(peers.ranks))
+        peers.store.let_all_read(place, len(peers.ranks), READING)
         if ended:
             return LostRankError(in_one_sentence(ended))
         return AgreementError(self._words({tuple(ranks): text for text, ranks in texts.items()}, step))
@@ -286,14 +286,16 @@ class OpSequence:
             peers.verdict = peers.verdict or found
         peers.raise_verdict(error)
 
-    # -- for the watchdog, from its thread: what `Watched` describes -------------------------------------------------
+    # -- for the watchdog, from its thread ---------------------------------------------------------------------------
 
     @property
     def time_limit(self) -> float:
+        """Seconds that the model's process groups give an operation."""
         return self._peers.time_limit
 
     @property
     def doing(self) -> tuple[str, float]:
+        """What this rank does with the model, to follow "rank 0: ", and since when."""
         part, since, when = self.part, self._since, f"in step {max(1, self._step)}"
         if part is None:
             left = f"since {self._last} {when}" if self._last else "before the model's first step"
@@ -305,14 +307,17 @@ class OpSequence:
 
     @property
     def last_step(self) -> str:
+        """What this rank did last with the model, to follow a sentence; "" if it did not run yet."""
         last = self.part or self._last
         return f", after {last} in step {max(1, self._step)}" if last else ""
 
     def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
+        """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
         return self._peers.give_up(error, ranks)
 
     def consider(self, alarm: str) -> bool:
-        """Judge the alarm of a rank; True when it is settled or does not concern this one."""
+        """Judge the alarm of a rank, by the reading of the store at most; True when it is settled or does not concern
+        this one."""
         peers, meetings = self._peers, self.meetings
         match parse(alarm):
             case ["unused", str(scope), int(at), bool(calls)]:

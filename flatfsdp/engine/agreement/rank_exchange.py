@@ -22,7 +22,7 @@ from ..comm.transport import Transport
 from ..watchdog.regions import current_watch
 from ..watchdog.store import PERIOD, StoreClient
 from ..watchdog.watchdog import Watchdog
-from .collective_calls import let_all_read
+from .collective_calls import READING
 
 NO_ANSWER = "does not answer"
 
@@ -108,7 +108,7 @@ class RankExchange:
             key = f"{place}/{ranks[0]}"
             found = notes.wait(functools.partial(notes.read, key), 10 * PERIOD)
             texts[tuple(ranks)] = found or NO_ANSWER
-        let_all_read(notes, place, len(self.ranks))
+        notes.let_all_read(place, len(self.ranks), READING)
         return texts
 
     # -- the verdict -------------------------------------------------------------------------------------------------

@@ -15,38 +15,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ...errors import AgreementError
 from ..base import wait_limits as waits
 from .status_report import ANSWER, Purpose, RankStatus
 from .store import StoreClient
-
-
-class Watched(Protocol):
-    """What the thread looks after, held weakly: the agreement of one model."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether this rank is inside an iteration, where it may be waiting for others."""
-
-    @property
-    def doing(self) -> tuple[str, float]:
-        """What this rank does with the model, to follow "rank 0: ", and since when."""
-
-    @property
-    def time_limit(self) -> float:
-        """Seconds that the model's process groups give an operation."""
-
-    @property
-    def last_step(self) -> str:
-        """What this rank did last with the model, to follow a sentence; "" if it did not run yet."""
-
-    def consider(self, alarm: str) -> bool:
-        """Judge an alarm, by the reading of the store at most; True when it is of no interest any more."""
-
-    def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
-        """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +36,7 @@ class LocalWaits:
     """The waits of this rank.
 
     Attributes:
-        watched: the models, held weakly.
+        watched: the models, held weakly, each by its `OpSequence`.
         announced: by thread, what it waits in now.
     """
 

@@ -221,11 +221,8 @@ class StatusPoll:
                 self._open.remove(poll)
 
     def let_all_read(self, place: str, readers: int | None = None) -> None:
-        """Give the others time to read what is at `place`, before an error ends this process and perhaps the store with
-        it. `readers`: how many they are with this one; all but one without."""
-        readers = self._world - 1 if readers is None else readers
-        self._store.count(f"{place}/read")
-        self._store.wait(lambda: self._store.count(f"{place}/read", 0) >= readers, self.period * ANSWER / 2)
+        """As of the store; `readers`: all ranks but one without."""
+        self._store.let_all_read(place, self._world - 1 if readers is None else readers, self.period * ANSWER / 2)
 
     def _collect(self, poll: _OpenPoll, *, late: bool) -> None:
         place = f"roll/{poll.number}"

@@ -110,6 +110,12 @@ class StoreClient:
             time.sleep(min(0.25, 0.001 + waited / 10))
         return answer
 
+    def let_all_read(self, place: str, readers: int, seconds: float) -> None:
+        """Give the others time to read what is at `place`, before an error ends this process and perhaps the store with
+        it. `readers`: how many they are with this one."""
+        self.count(f"{place}/read")
+        self.wait(lambda: self.count(f"{place}/read", 0) >= readers, seconds)
+
     @contextlib.contextmanager
     def _asking(self) -> Iterator[Any]:
         """The store, for one request of this thread's."""

@@ -47,7 +47,7 @@ import torch.distributed as dist
 from ...errors import AgreementError, FlatFSDPError, LostRankError, WaitError
 from ..base import wait_limits as waits
 from ..base.foreign_text import parse
-from .local_waits import BlockFailure, LocalWaits, SharedBlocks, Timekeeper, Watched
+from .local_waits import BlockFailure, LocalWaits, SharedBlocks, Timekeeper
 from .process_exit import end_process_unless, in_words, print_immediately
 from .status_report import (
     ANSWER,
@@ -98,9 +98,9 @@ class Watchdog:
     def _period(self) -> float:
         return self._calls.period
 
-    def add(self, watched: Watched, publish: Callable[[], None] = lambda: None) -> None:
-        """Look after `watched` until it is gone; starts the thread if none runs. When it is gone, or the watch ends,
-        `publish`, which must not hold it, writes to the store what others may still ask of it."""
+    def add(self, watched: Any, publish: Callable[[], None] = lambda: None) -> None:
+        """Look after `watched`, an `OpSequence`, until it is gone; starts the thread if none runs. When it is gone, or
+        the watch ends, `publish`, which must not hold it, writes to the store what others may still ask of it."""
         with self._lock:
             self._local.watched.add(watched)
             self._last_words.append((weakref.ref(watched), publish))
