@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,18 +23,12 @@ from . import _torch
 Registry = dict[int, Callable[[torch.Tensor], None]]
 
 
-class LeafOwner(Protocol):
-    """Is notified when a leaf's gradient has been accumulated."""
-
-    def leaf_ready(self, kind: int, index: int) -> None: ...
-
-
 class LeafHook:
-    """The post-accumulate hook of one leaf: notifies its owner, held weakly."""
+    """The post-accumulate hook of one leaf: calls `leaf_ready(kind, index)` of its owner, held weakly."""
 
     __slots__ = ("_index", "_kind", "_owner")
 
-    def __init__(self, owner: LeafOwner, kind: int, index: int) -> None:
+    def __init__(self, owner: Any, kind: int, index: int) -> None:
         self._owner = weakref.ref(owner)
         self._kind = kind
         self._index = index
@@ -57,7 +51,7 @@ class PostponedHook:
         return
 
 
-def watch_leaf(leaf: nn.Parameter, owner: LeafOwner, kind: int, index: int) -> Registry:
+def watch_leaf(leaf: nn.Parameter, owner: Any, kind: int, index: int) -> Registry:
     """Call `owner.leaf_ready(kind, index)` whenever `leaf.grad` has been accumulated; returns where all hooks of `leaf`
     are."""
     leaf.register_post_accumulate_grad_hook(LeafHook(owner, kind, index))

@@ -34,13 +34,7 @@ from .shared_memory.collectives import SharedMemoryExchange, SimulatedSharedMemo
 from .shared_memory.groups import capacity_of, of_group, would_share
 from .tensor_lists import TensorList
 
-
-class Exchange(Protocol):
-    """A way to exchange lists of tensors, cut into rows. [Note: rows]"""
-
-    def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork: ...
-
-    def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork: ...
+Exchange = SharedMemoryExchange | gloo.PairwiseExchange  # ways to exchange lists of tensors, cut into rows
 
 
 class DeterministicGloo(ProcessGroupTransport):

@@ -8,9 +8,9 @@ from typing import NoReturn
 from ...errors import UsageError
 from ..base.events import Observer
 from ..flat.states import FORWARD, IDLE
-from ..runtime.forward_gathers import follow_requires_grad
+from ..runtime.forward_gathers import ForwardGathers, follow_requires_grad
 from ..runtime.module_tree import nesting
-from ..runtime.turns import Gathers, Turns
+from ..runtime.turns import Turns
 from ..runtime.unit import Unit
 from ..schedule.conditional import Branch, ParticipationCursor, ParticipationPlan, ParticipationSlot, Place
 
@@ -53,7 +53,7 @@ class ConditionalUnits(Observer, Turns):
             self._with_graph.clear()
             self._without.clear()
 
-    def enter(self, unit: Unit, gathers: Gathers) -> bool:
+    def enter(self, unit: Unit, gathers: ForwardGathers) -> bool:
         """As of `Turns`.
 
         Raises:
@@ -67,7 +67,7 @@ class ConditionalUnits(Observer, Turns):
         self.cursors.append(self._plan.cursor(unit))
         return held
 
-    def _advance_to(self, unit: Unit, gathers: Gathers) -> bool:
+    def _advance_to(self, unit: Unit, gathers: ForwardGathers) -> bool:
         cursor = self.cursors[-1] if self.cursors else None
         slot = self._plan.slot.get(unit)
         if cursor is None:
@@ -84,7 +84,7 @@ class ConditionalUnits(Observer, Turns):
         self._take(cursor, slot, gathers)
         return slot.any_order
 
-    def _complete(self, cursor: ParticipationCursor[Unit], position: Place | None, gathers: Gathers) -> None:
+    def _complete(self, cursor: ParticipationCursor[Unit], position: Place | None, gathers: ForwardGathers) -> None:
         """Take the turns that come before `position` and that this rank's data left out."""
         self._close(cursor, position, gathers)
         while (slot := cursor.next_before(position)) is not None:
@@ -94,14 +94,14 @@ class ConditionalUnits(Observer, Turns):
             else:
                 self._participate(slot.units[0], gathers)
 
-    def _take(self, cursor: ParticipationCursor[Unit], slot: ParticipationSlot[Unit], gathers: Gathers) -> None:
+    def _take(self, cursor: ParticipationCursor[Unit], slot: ParticipationSlot[Unit], gathers: ForwardGathers) -> None:
         cursor.take(slot)
         if slot.any_order:
             self._ran.difference_update(slot.units)
             for unit in slot.units:
                 gathers.gather_in_turn(unit)
 
-    def _close(self, cursor: ParticipationCursor[Unit], position: Place | None, gathers: Gathers) -> None:
+    def _close(self, cursor: ParticipationCursor[Unit], position: Place | None, gathers: ForwardGathers) -> None:
         """The branch that is there is over, if `position` lies behind it."""
         slot = cursor.open
         if slot is not None and (position is None or slot.position < position):
@@ -111,7 +111,7 @@ class ConditionalUnits(Observer, Turns):
                     unit.wait_unshard()
                     gathers.finish(unit, reached=self.training)
 
-    def _participate(self, unit: Unit, gathers: Gathers) -> None:
+    def _participate(self, unit: Unit, gathers: ForwardGathers) -> None:
         """Do what the forward of `unit` does together with other ranks, and nothing else. Collective over the shard
         axis."""
         phase, depth = unit.phase, len(self.cursors)
@@ -128,7 +128,7 @@ class ConditionalUnits(Observer, Turns):
         unit.enter_phase(IDLE)
         gathers.finish(unit, reached=self.training)
 
-    def module_ran(self, unit: Unit, gathers: Gathers) -> None:
+    def module_ran(self, unit: Unit, gathers: ForwardGathers) -> None:
         if self.cursors and self.cursors[-1].unit is unit:
             self._complete(self.cursors[-1], None, gathers)
 

@@ -8,29 +8,13 @@ what users chose has changed. Where turns are `plain`, forwards and backwards as
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any
 
 from .unit import Unit
 
 
-class Gathers(Protocol):
-    """What a forward does together with other ranks, in turn."""
-
-    def gather(self, unit: Unit) -> None:
-        """`unit` is reached: unshard it."""
-
-    def gather_in_turn(self, unit: Unit) -> None:
-        """It is the turn of `unit`: start to gather it."""
-
-    def repeat(self, unit: Unit) -> None:
-        """`unit` runs again in this forward, and was not freed since."""
-
-    def finish(self, unit: Unit, *, reached: bool) -> None:
-        """The part of `unit` in the forward is over. `reached`: a gradient can come to it."""
-
-
 class Turns:
-    """The plain turns, and what others may decide instead."""
+    """The plain turns, and what others may decide instead, who gather by the `ForwardGathers` that they are given."""
 
     plain = True
 
@@ -40,12 +24,12 @@ class Turns:
     def leave(self, depth: int) -> None:
         """Only so many forwards run, one in the other."""
 
-    def enter(self, unit: Unit, gathers: Gathers) -> bool:
+    def enter(self, unit: Unit, gathers: Any) -> bool:
         """`unit` is about to run: take the turns that come before it. Collective, unless nothing does. True if it is
         not its turn, but was that of several together, which are gathered."""
         return False
 
-    def module_ran(self, unit: Unit, gathers: Gathers) -> None:
+    def module_ran(self, unit: Unit, gathers: Any) -> None:
         """The module of `unit` has run: take the turns that are left in its forward. Collective, unless none is."""
 
     def ran(self, unit: Unit, *, reached: bool) -> bool | None:
