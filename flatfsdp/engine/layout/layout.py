@@ -292,12 +292,12 @@ class FlatLayout:
 
     def pieces(self, rank: int) -> tuple[Span, ...]:
         """For each segment the span of the flat space that ``rank`` keeps, padding included."""
-        cached = self._pieces_by_rank.get(rank)
+        cached: tuple[Span, ...] | None = self._known.get(("pieces", rank))
         if cached is None:
             if not 0 <= rank < self.world:
                 raise ConfigValueError(f"expected a rank from 0 to {self.world - 1}, found {rank}")
             starts = [segment.span.start for segment in self.segments]
-            cached = self._pieces_by_rank[rank] = tuple(
+            cached = self._known["pieces", rank] = tuple(
                 Span(0, place.numel).shift(start + rank * place.numel)
                 for start, place in zip(starts, self.pieces_in_shard, strict=True)
             )
@@ -315,9 +315,9 @@ class FlatLayout:
 
     def owned(self, rank: int) -> tuple[Owned, ...]:
         """What ``rank`` owns of each parameter, in order; parameters of which it owns no element are left out."""
-        cached = self._owned_by_rank.get(rank)
+        cached: tuple[Owned, ...] | None = self._known.get(("owned", rank))
         if cached is None:
-            cached = self._owned_by_rank[rank] = tuple(self._cut(rank))
+            cached = self._known["owned", rank] = tuple(self._cut(rank))
         return cached
 
     def span_in_shard(self, index: int, rank: int) -> Span:
@@ -344,12 +344,12 @@ class FlatLayout:
         Raises:
             ConfigValueError: ``world`` does not divide this layout's.
         """
-        cached = self._over_worlds.get(world)
+        cached: FlatLayout | None = self._known.get(("over", world))
         if cached is None:
             if world < 1 or self.world % world:
                 raise ConfigValueError(f"expected a divisor of the {self.world} shards of a layout, found {world}")
             numel = self.shard_numel * self.world // world
-            cached = self._over_worlds[world] = replace(self, world=world, shard_numel=numel)
+            cached = self._known["over", world] = replace(self, world=world, shard_numel=numel)
         return cached
 
     def digest(self) -> str:
@@ -397,15 +397,8 @@ class FlatLayout:
         return tuple(number for number, each in enumerate(self.segments) for _ in range(each.members.numel))
 
     @cached_property
-    def _pieces_by_rank(self) -> dict[int, tuple[Span, ...]]:
-        return {}
-
-    @cached_property
-    def _owned_by_rank(self) -> dict[int, tuple[Owned, ...]]:
-        return {}
-
-    @cached_property
-    def _over_worlds(self) -> dict[int, FlatLayout]:
+    def _known(self) -> dict[tuple[str, int], Any]:
+        """What was found by `pieces`, `owned` and `over`, of a rank or a world."""
         return {}
 
 
