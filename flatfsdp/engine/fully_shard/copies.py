@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import UsageError
 from ..agreement.once_per_job import warn_once_per_job
 from ..comm.axes import ProcessGroups
 from ..comm.process_groups import mesh_over
@@ -26,16 +25,16 @@ from ..config.unit_options import UnitOptions
 from ..device.memory import MemoryTracker
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
 from ..flat.extended_handle import handle_class
-from ..flat.extensions import Transform, TransformedParam
+from ..flat.extensions import Transform
 from ..flat.param_refs import ParamRef
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import model_of
-from ..runtime.module_tree import ignore, ignored_in, put_at_rest, units_inside
+from ..runtime.module_tree import ignore, ignored_in, put_at_rest
 from ..runtime.resources import ModelSettings
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
-from ..wrapping.build import install_extensions, new_model
-from ..wrapping.serialization import HANDLE_SETTINGS, OPTIONS, at_rest, copied_hook, lists_of, refuse_parts, set_lists
+from ..wrapping import serialization
+from ..wrapping.build import install_extensions
 from ..wrapping.wrapper_support import keep_model
 from .class_swap import blank, swap_class
 
@@ -77,7 +76,7 @@ class UnitPlan:
 
 
 def _plan(unit: Unit) -> UnitPlan:
-    model, places = model_of(unit), {}
+    places = {}
     for number, handle in enumerate(unit.handles):
         if not handle.face.holds_leaves:
             handle.face.follow_requires_grad()
@@ -85,24 +84,17 @@ def _plan(unit: Unit) -> UnitPlan:
     return UnitPlan(
         entries=list(unit.entries),
         modules=list(unit.built.modules),
-        handles=[
-            {
-                "shard": handle.shard.detach(),
-                "options": handle.options,
-                **{name: getattr(handle, name) for name in HANDLE_SETTINGS},
-            }
-            for handle in unit.handles
-        ],
+        handles=[*map(serialization.handle_plan, unit.handles)],
         leaves=[[(leaf.requires_grad, nn.Parameter, dict(vars(leaf))) for leaf in h.leaves] for h in unit.handles],
         homes=[(ref.module, ref.attribute, ref.path, *places[id(ref.leaf)]) for ref in unit.param_refs],
         extended=[(*places[id(each.leaf)], each.state, each.transform) for v in unit.views for each in v.extended],
         left_alone=[each for entry in unit.entries for each in ignored_in(entry)],
         groups=unit.groups,
         mesh=unit.built.device_mesh,
-        settings=replace(model.setup.settings, limit_all_gathers=unit.resources.limiter.limit),
-        is_last_backward=model.backwards.is_last_backward,
+        settings=serialization.settings_of(unit),
+        is_last_backward=model_of(unit).backwards.is_last_backward,
         built={name: getattr(unit.built, name) for name in _BUILT},
-        options={name: getattr(unit.options, name) for name in OPTIONS},
+        options={name: getattr(unit.options, name) for name in serialization.OPTIONS},
     )
 
 
@@ -129,24 +121,18 @@ def _build(plan: UnitPlan, shards: Sequence[torch.Tensor]) -> Unit:
         groups=plan.groups,
         options=UnitOptions(**plan.options),
     )
-    install_extensions(unit, [_transformed(unit, *each) for each in plan.extended])
+    extended = [(handles[number].leaves[index], *how) for number, index, *how in plan.extended]
+    install_extensions(unit, [serialization.transformed(unit, *each) for each in extended])
     put_at_rest(unit)
     for module, ignored in plan.left_alone:
         ignore(module, ignored)
-    of_model = replace(plan.settings, device=handles[0].device) if handles else plan.settings
-    model = new_model(unit, of_model, tracker, units_inside(unit))
-    model.backwards.is_last_backward = plan.is_last_backward
+    model = serialization.rebuilt_model(unit, plan.settings, tracker, last=plan.is_last_backward)
     for entry in plan.entries:
         entry.__dict__["_unit"] = unit
         for name in entry.__dict__.pop(REGISTERED, ()):
             register_fsdp_forward_method(entry, name)
     keep_model(plan.entries[0], model)
     return unit
-
-
-def _transformed(unit: Unit, number: int, index: int, state: Any, transform: Transform) -> TransformedParam:
-    leaf = unit.handles[number].leaves[index]
-    return TransformedParam(leaf, state, transform, [ref for ref in unit.param_refs if ref.leaf is leaf])
 
 
 @contextmanager
@@ -185,7 +171,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy` of a module: parameters, buffers and settings are copied, process groups shared."""
     if module.__dict__["_unit"] in _under_way:
         return _copy_attributes(module, memo)
-    units = at_rest(module)
+    units = serialization.at_rest(module)
     with _taking(units):
         for unit in units:
             for shared in (*unit.groups.process_groups, unit.built.device_mesh):
@@ -198,9 +184,9 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for old, new in zip(unit.handles, made.handles, strict=True):
             holders = zip(old.face.holders, new.face.holders, strict=True)
             memo.update({id(one): two for one, two in holders})  # an optimizer copied with the model follows it
-        hook = copied_hook(unit.options.all_reduce_hook, memo, "set_all_reduce_hook()")
+        hook = serialization.copied_hook(unit.options.all_reduce_hook, memo, "set_all_reduce_hook()")
         model_of(made).setup.set_options(made, all_reduce_hook=hook)
-    set_lists(twins, lists_of(units))
+    serialization.set_lists(twins, serialization.lists_of(units))
     return twin
 
 
@@ -218,8 +204,8 @@ def reduce(module: nn.Module, front: type) -> tuple[Any, ...]:
     """What pickle writes for `module`, whose class derives from `front`: every shard once."""
     if module.__dict__["_unit"] in _under_way:
         return _blank, (front, plain_class(module)), _attributes(module)
-    units = at_rest(module)
-    refuse_parts(units)
+    units = serialization.at_rest(module)
+    serialization.refuse_parts(units)
     if any(unit.options.all_reduce_hook is not None for unit in units):
         warn_once_per_job(
             "the pickle of a module of fully_shard() does not have its all-reduce hooks. Register them again when it "
@@ -228,7 +214,7 @@ def reduce(module: nn.Module, front: type) -> tuple[Any, ...]:
     buffer = io.BytesIO()
     with _taking(units), _without_parameters(units):
         plans = [_pickled(_plan(unit)) for unit in units]
-        torch.save((module, plans, lists_of(units)), buffer)
+        torch.save((module, plans, serialization.lists_of(units)), buffer)
     return _load, (buffer.getvalue(),)
 
 
@@ -253,11 +239,7 @@ def _load(data: bytes) -> nn.Module:
     units = []
     for plan in plans:
         for settings in plan.handles:
-            if settings["rank"] != plan.groups.shard.rank:
-                raise UsageError(
-                    f"this module was pickled on rank {settings['rank']} of its shard group and is loaded on rank "
-                    f"{plan.groups.shard.rank}; load each rank's own pickle"
-                )
+            serialization.check_rank("module", settings["rank"], plan.groups)
         key = str((plan.mesh, plan.groups.given_ranks))
         if key not in meshes:
             meshes[key] = mesh_over(plan.groups, *plan.mesh)
@@ -265,6 +247,6 @@ def _load(data: bytes) -> nn.Module:
             options = settings["options"]
             settings["options"] = replace(options, face=replace(options.face, mesh=meshes[key]))
         units.append(_build(replace(plan, mesh=meshes[key]), [each["shard"] for each in plan.handles]))
-    set_lists(units, lists)
+    serialization.set_lists(units, lists)
     loaded: nn.Module = module
     return loaded

@@ -32,9 +32,10 @@ from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from ..runtime.entries import Entries
-from ..runtime.model import model_of
-from ..runtime.module_tree import ignore, ignored_in, units_in
+from ..runtime.model import Model, model_of
+from ..runtime.module_tree import ignore, ignored_in, units_in, units_inside
 from ..runtime.param_registry import owners_of
+from ..runtime.resources import ModelSettings
 from ..runtime.rest import quiesce, residuals_of
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
@@ -65,22 +66,14 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
     return {
         "attributes": attributes,
         "unit": {
-            "handles": [
-                {
-                    "leaves": handle.leaves,
-                    "shard": handle.shard.detach(),
-                    "options": handle.options,
-                    **{name: getattr(handle, name) for name in HANDLE_SETTINGS},
-                }
-                for handle in unit.handles
-            ],
+            "handles": [{"leaves": handle.leaves, **handle_plan(handle)} for handle in unit.handles],
             "residuals": [residuals.held for residuals in residuals_of(unit)],
             "homes": [(each.module, each.attribute, each.path, each.leaf) for each in unit.param_refs],
             "aliases": [(each.module, each.attribute, each.path, each.leaf) for each in unit.shared_refs],
             "extended": [(e.leaf, e.state, e.transform) for views in unit.views for e in views.extended],
             "left_alone": ignored_in(unit.entries.first),
             "groups": unit.groups,
-            "root": replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit),
+            "root": settings_of(unit),
             "is_last_backward": model_of(unit).backwards.is_last_backward,
             **{name: getattr(unit.built, name) for name in BUILT},
             **{name: getattr(unit.options, name) for name in OPTIONS},
@@ -102,12 +95,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         handles.append(
             FlatParamHandle(entry["leaves"], shard=entry["shard"], options=options, tracker=tracker, **settings)
         )
-        expected = plan["groups"].shard.rank
-        if entry["rank"] != expected:
-            raise UsageError(
-                f"this model was pickled on rank {entry['rank']} of its shard group and is loaded on rank {expected}; "
-                "load each rank's own pickle"
-            )
+        check_rank("model", entry["rank"], plan["groups"])
     unit = Unit(
         Entries([wrapper._modules["_fsdp_wrapped_module"]], in_place=False),  # type: ignore[list-item]
         handles,
@@ -120,25 +108,51 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         options=UnitOptions(**{name: plan[name] for name in OPTIONS}),
         shared_refs=[ParamRef(*each) for each in plan["aliases"]],
     )
-    install_extensions(
-        unit,
-        [
-            TransformedParam(leaf, state, as_transform(found), [each for each in unit.param_refs if each.leaf is leaf])
-            for leaf, state, found in plan["extended"]
-        ],
-    )
+    install_extensions(unit, [transformed(unit, leaf, state, found) for leaf, state, found in plan["extended"]])
     for module, attributes in plan["left_alone"]:
         ignore(module, attributes)
-    nested = units_in(unit.entries.first)
-    settings = replace(plan["root"], device=handles[0].device) if handles else plan["root"]
-    model = new_model(unit, settings, tracker, nested)
-    model.backwards.is_last_backward = plan["is_last_backward"]
+    model = rebuilt_model(unit, plan["root"], tracker, last=plan["is_last_backward"])
     for each in model.units:  # the owners of what an inner one shares may have come after it
         each.share_params_of(owners_of(each.shared_refs))
     keep_model(wrapper, model)
     register_flat_params(wrapper, unit)
     for residuals, held in zip(residuals_of(unit), plan.get("residuals", ()), strict=True):
         residuals.load(held)
+
+
+def handle_plan(handle: FlatParamHandle) -> dict[str, Any]:
+    """What a handle is built again from, but for its leaves."""
+    settings = {name: getattr(handle, name) for name in HANDLE_SETTINGS}
+    return {"shard": handle.shard.detach(), "options": handle.options, **settings}
+
+
+def settings_of(unit: Unit) -> ModelSettings:
+    """Those of the model of `unit`, as users have set them since."""
+    return replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit)
+
+
+def check_rank(what: str, rank: int, groups: ProcessGroups) -> None:
+    """Refuse what was pickled on another `rank` of the shard group."""
+    if rank != groups.shard.rank:
+        raise UsageError(
+            f"this {what} was pickled on rank {rank} of its shard group and is loaded on rank {groups.shard.rank}; "
+            "load each rank's own pickle"
+        )
+
+
+def transformed(unit: Unit, leaf: nn.Parameter, state: Any, transform: Any) -> TransformedParam:
+    """What modules of `unit` see transformed of its `leaf`."""
+    return TransformedParam(
+        leaf, state, as_transform(transform), [each for each in unit.param_refs if each.leaf is leaf]
+    )
+
+
+def rebuilt_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, *, last: bool) -> Model:
+    """A model of `unit`, which was built again. `last`: as of `set_is_last_backward`."""
+    settings = replace(settings, device=unit.handles[0].device) if unit.handles else settings
+    model = new_model(unit, settings, tracker, units_inside(unit))
+    model.backwards.is_last_backward = last
+    return model
 
 
 def _check_copyable(unit: Unit) -> None:
