@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,36 +43,45 @@ if TYPE_CHECKING:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """What can train a recipe. Engines travel to the workers by pickle."""
 
+    @abstractmethod
     def wrap(self, model: nn.Module, recipe: Recipe, options: dict[str, Any]) -> nn.Module:
         """The model that is trained instead of ``model``, which may be consumed."""
 
     def optimize(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         """A new optimizer of the recipe's kind."""
+        return recipe.optimize(model.parameters())
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Backwards inside only accumulate."""
+        context: AbstractContextManager[None] = model.no_sync()
+        return context
 
     def communicate(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backwards inside reduce, and are not the last before a step."""
+        return nullcontext()
 
+    @abstractmethod
     def clip(self, model: nn.Module, bound: float) -> None:
         """Clip the norm of all gradients."""
 
+    @abstractmethod
     def gradients(self, model: nn.Module) -> Gradients | None:
         """The full gradient of every trainable parameter by its plain name; None where the engine cannot tell."""
 
     def together(self, model: nn.Module) -> Together:
         """Which parameters have gradients together."""
+        return ()
 
+    @abstractmethod
     def tensors(self, model: nn.Module) -> tuple[Tensors, Tensors]:
         """The full parameters, and this rank's buffers, by their plain names."""
 
 
 @dataclass(frozen=True)
-class FSDP:
+class FSDP(Engine):
     """``FullyShardedDataParallel`` of a package: ours, or torch's FSDP1, which has the same interface.
 
     Options are its arguments, ``mesh``: the shape of a device mesh to make, and ``checkpointing``: one of
@@ -106,16 +116,6 @@ class FSDP:
             inside = [module for module in wrapped.modules() if type(module) is type(wrapped) and module is not wrapped]
             recompute_forwards(inside, reentrant=checkpointing == "reentrant checkpoints")
         return wrapped
-
-    def optimize(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-        return recipe.optimize(model.parameters())
-
-    def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = model.no_sync()
-        return context
-
-    def communicate(self, model: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def clip(self, model: Any, bound: float) -> None:
         model.clip_grad_norm_(bound)
@@ -174,27 +174,14 @@ def _recomputed(forward: Callable[[Tensor], Tensor], reentrant: bool, x: Tensor)
     return result
 
 
-class Unsharded:
+class Unsharded(Engine):
     """What DDP and the plain FSDP have in common."""
-
-    def optimize(self, model: Any, recipe: Recipe) -> torch.optim.Optimizer:
-        return recipe.optimize(model.parameters())
-
-    def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = model.no_sync()
-        return context
-
-    def communicate(self, model: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def clip(self, model: nn.Module, bound: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), bound)
 
     def gradients(self, model: nn.Module) -> Gradients | None:
         return gradients_of(model)
-
-    def together(self, model: nn.Module) -> Together:
-        return ()
 
     def tensors(self, model: nn.Module) -> tuple[Tensors, Tensors]:
         return _tensors(model)

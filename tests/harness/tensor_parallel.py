@@ -21,22 +21,10 @@ from torch.distributed.tensor.parallel import (
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Feedforward
 
 NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("replicate", "dp", "tp")}
 TOKENS, LENGTH, CLASSES = 17, 6, 9
-
-
-class Block(nn.Module):
-    """A feedforward block with a residual connection."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -45,7 +33,7 @@ class Net(nn.Module):
     def __init__(self, width: int = 12, hidden: int = 26, blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, width)
-        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Feedforward(width, hidden) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, CLASSES, bias=False)
 
@@ -93,7 +81,9 @@ def sharded(
     if mesh.ndim == 3:
         options.setdefault("sharding_strategy", "HYBRID_SHARD")
     options.setdefault("use_orig_params", True)
-    return FullyShardedDataParallel(parallel, device_mesh=dp, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    return FullyShardedDataParallel(
+        parallel, device_mesh=dp, auto_wrap_policy=ModuleWrapPolicy({Feedforward}), **options
+    )
 
 
 def batches(shape: Iterable[int], step: int) -> tuple[Tensor, Tensor, int]:

@@ -9,6 +9,7 @@ import gc
 import operator
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -292,9 +293,12 @@ def partial_sums(rank: int, world: int, in_backward: bool) -> dict[str, Tensor]:
     return full_parameters(model)
 
 
+def same_in_backward(run: Run, program: Callable[[int, int, bool], dict[str, Tensor]]) -> bool:
+    return all(same(*pair) for pair in zip(run(program, True), run(program, False), strict=True))
+
+
 def test_partial_sums_of_a_hybrid_step_once_they_are_whole(pool4: Run) -> None:
-    expected, found = pool4(partial_sums, False), pool4(partial_sums, True)
-    assert all(same(*pair) for pair in zip(found, expected, strict=True))
+    assert same_in_backward(pool4, partial_sums)
 
 
 def several(rank: int, world: int, in_backward: bool) -> dict[str, Tensor]:
@@ -393,8 +397,7 @@ def branching(rank: int, world: int, in_backward: bool) -> dict[str, Tensor]:
 
 
 def test_branches_that_no_rank_has_run_are_not_stepped(pool2: Run) -> None:
-    expected, found = pool2(branching, False), pool2(branching, True)
-    assert all(same(*pair) for pair in zip(found, expected, strict=True))
+    assert same_in_backward(pool2, branching)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

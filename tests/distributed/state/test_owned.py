@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp.engine.layout.layout import ParamSpec, Span
@@ -129,13 +129,17 @@ class Kinds(nn.Module):
         return self.lin(x) * self.scalar * self.low.sum() + self.conv.weight.sum() + self.empty.sum()
 
 
-def asked(rank: int, world: int, setting: Setting) -> list[str]:
+def stepped(rank: int, setting: Setting) -> tuple[Any, torch.optim.Optimizer, dict[str, Tensor], dict[str, Any]]:
+    """A model and its optimizer after a step, and what both hold, whole."""
     model = setting.wrap(seeded(Kinds), (nn.Linear,))
     optim = torch.optim.Adam(model.parameters(), lr=0.1)
     model(torch.ones(2, 5) * (rank + 1)).sum().backward()
     optim.step()
-    whole_of: dict[str, torch.Tensor] = model.state_dict()
-    moments = FSDP.full_optim_state_dict(model, optim, rank0_only=False)["state"]
+    return model, optim, model.state_dict(), FSDP.full_optim_state_dict(model, optim, rank0_only=False)["state"]
+
+
+def asked(rank: int, world: int, setting: Setting) -> list[str]:
+    model, optim, whole_of, moments = stepped(rank, setting)
     with FSDP.state_dict_type(model, "SHARDED"):
         values = model.state_dict()
         states = FSDP.optim_state_dict(model, optim)["state"]
@@ -174,12 +178,7 @@ def asked(rank: int, world: int, setting: Setting) -> list[str]:
 
 def staged(rank: int, world: int, path: str, setting: Setting) -> list[str]:
     """What torch saves of copies that its writer makes, tensors without dimensions included."""
-    model = setting.wrap(seeded(Kinds), (nn.Linear,))
-    optim = torch.optim.Adam(model.parameters(), lr=0.1)
-    model(torch.ones(2, 5) * (rank + 1)).sum().backward()
-    optim.step()
-    whole_of: dict[str, torch.Tensor] = model.state_dict()
-    moments = FSDP.full_optim_state_dict(model, optim, rank0_only=False)["state"]
+    model, optim, whole_of, moments = stepped(rank, setting)
     with FSDP.state_dict_type(model, "SHARDED"):
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optim)["state"]}
     dcp.async_save(state, storage_writer=dcp.FileSystemWriter(path)).result()

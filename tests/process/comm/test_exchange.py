@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -83,13 +84,6 @@ def late(rank: int, world: int) -> tuple[list[float], list[float]]:
     return train(rank, undisturbed), train(rank, sleep)
 
 
-def test_a_peer_sleeps_while_this_rank_frees_and_steps() -> None:
-    for outcome in fresh.run(2, late, timeout=120):
-        assert outcome.error is None and outcome.exit_code == 0, outcome
-        plain, disturbed = outcome.result
-        assert plain == disturbed
-
-
 def users_own(rank: int, world: int) -> tuple[list[float], list[float]]:
     """The user's own messages, with the tag that a user takes, and collectives, over the group that the engine uses,
     while a gather is in flight. Rank 1 posts its messages a gather later."""
@@ -113,8 +107,9 @@ def users_own(rank: int, world: int) -> tuple[list[float], list[float]]:
     return train(rank, undisturbed), train(rank, communicate)
 
 
-def test_the_users_own_messages_are_in_flight() -> None:
-    for outcome in fresh.run(2, users_own, timeout=120):
+@pytest.mark.parametrize("disturbance", [late, users_own])  # of a rank that frees and steps meanwhile
+def test_losses_are_the_same_beside(disturbance: Callable[[int, int], Any]) -> None:
+    for outcome in fresh.run(2, disturbance, timeout=120):
         assert outcome.error is None and outcome.exit_code == 0, outcome
         plain, disturbed = outcome.result
         assert plain == disturbed

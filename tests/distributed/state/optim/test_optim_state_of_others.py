@@ -30,7 +30,10 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def ours(setting: Setting, rank: int, *, steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
-    model = setting.wrap(seeded(Net), (Feedforward,))
+    return trained(setting.wrap(seeded(Net), (Feedforward,)), rank, steps)
+
+
+def trained(model: Any, rank: int, steps: int) -> tuple[Any, torch.optim.Optimizer]:
     optim = adam(model)
     for step in range(steps):
         optim.zero_grad()
@@ -44,12 +47,7 @@ def theirs(orig: bool, rank: int, *, steps: int = 2, mesh: bool = False) -> tupl
     more: dict[str, Any] = {"device_mesh": shared_mesh(dist.get_world_size())} if mesh else {}
     policy = ModuleWrapPolicy({Feedforward})
     model = Theirs(seeded(Net), auto_wrap_policy=policy, use_orig_params=orig, device_id=torch.device("cpu"), **more)
-    optim = adam(model)
-    for step in range(steps):
-        optim.zero_grad()
-        loss_of(model(data(rank, step))).backward()
-        optim.step()
-    return model, optim
+    return trained(model, rank, steps)
 
 
 def whole_of_theirs(model: Any, optim: torch.optim.Optimizer) -> dict[str, Any]:
