@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -90,13 +89,10 @@ def gather_bytes(content: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Every rank's `content`, in the order of the group's ranks. Collective over the group, two all-gathers."""
     serves_host = "cpu" in str(dist.get_backend_config(group))
     device = torch.device("cpu") if serves_host else accelerator() or torch.device("cpu")
-    own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)
-    block = torch.zeros(max(map(int, sizes)), dtype=torch.uint8, device=device)
-    block[: own.numel()] = own.to(device)
-    blocks = [torch.empty_like(block) for _ in sizes]
-    dist.all_gather(blocks, block, group=group)
-    on_host = [each.cpu() for each in blocks]
-    # `numpy().tobytes()` would need NumPy, which torch does not bring.
-    return [ctypes.string_at(each.data_ptr(), int(size)) for each, size in zip(on_host, sizes, strict=True)]
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, own, group=group)
+        return torch.cat(rows)
+
+    return object_collectives.gathered(content, device, gather)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...errors import AgreementError, FlatFSDPError, by_ranks, current_rank
-from ..base.plain_data import decode, encode
+from ..base.plain_data import bytes_of, decode, encode
 from ..comm.transport import Transport
 from ..watchdog.regions import expecting
 from .collective_calls import meet
@@ -21,22 +21,29 @@ def _everyones(axes: Sequence[Transport], content: bytes, *, doing: str) -> dict
 
     `doing` completes "rank 0 ..." while this rank waits for the others.
     """
-    rank, device = axes[0].group.ranks[axes[0].group.rank], axes[0].device.device
-    payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    rank = axes[0].group.ranks[axes[0].group.rank]
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        for axis in axes:
+            own = axis.gather_now(own)
+        return own
+
     with expecting(ranks_over(axes), doing):
         for axis in axes:
             meet(axis.group.process_group, axis.group.ranks, doing)
-        sizes = torch.tensor([rank, payload.numel()], device=device)
-        for axis in axes:
-            sizes = axis.gather_now(sizes)
-        heads = sizes.view(-1, 2).tolist()
-        block = torch.zeros(max(size for _, size in heads), dtype=torch.uint8, device=device)
-        block[: payload.numel()] = payload.to(device)
-        for axis in axes:
-            block = axis.gather_now(block)
-    rows = block.view(len(heads), -1).cpu().numpy()
-    found = {rank: row[:size].tobytes() for (rank, size), row in zip(heads, rows, strict=True)}
-    return {rank: found[rank] for rank in sorted(found)}
+        rows = gathered(rank.to_bytes(8, "big") + content, axes[0].device.device, gather)
+    return {int.from_bytes(row[:8], "big"): row[8:] for row in sorted(rows)}
+
+
+def gathered(content: bytes, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]) -> list[bytes]:
+    """Every rank's `content`, one byte or more, in the order in which `gather` puts the ranks' tensors on `device`
+    behind one another, 1-D ones of one size, in any shape. Collective as that is, two times."""
+    own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    sizes = gather(torch.tensor([own.numel()], device=device)).view(-1).tolist()
+    block = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    block[: own.numel()] = own.to(device)
+    rows = gather(block).cpu().view(len(sizes), -1)
+    return [bytes_of(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
 def firsts(axes: Sequence[Transport], content: bytes) -> bytes:
@@ -52,7 +59,7 @@ def firsts(axes: Sequence[Transport], content: bytes) -> bytes:
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
     for axis in axes:
         axis.broadcast(payload)
-    return bytes(payload.cpu().numpy().tobytes())
+    return bytes_of(payload.cpu())
 
 
 def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str, objects: bool = False) -> dict[int, T]:

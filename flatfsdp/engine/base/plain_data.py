@@ -11,6 +11,7 @@ The bytes are the length of the JSON, as 8 bytes, the JSON, and what lies behind
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import pickle
@@ -59,6 +60,11 @@ def decode(data: bytes | bytearray | memoryview, *, objects: bool = False) -> An
         raise ValueError(f"what another rank sent cannot be read: {type(error).__name__}: {error}") from error
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of a dense tensor on the CPU; `tensor.numpy()` needs NumPy, which torch does not bring."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
 class _Writer:
     def __init__(self, objects: bool) -> None:
         self.parts: list[bytes] = []
@@ -83,9 +89,9 @@ class _Writer:
         if kind in (PosixPath, WindowsPath):
             return {"Path": str(value)}
         if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
-            flat = value.detach().cpu().contiguous().view(-1)
             parts = [str(value.dtype).removeprefix("torch."), list(value.shape)]
-            return {"Tensor": [*parts, *self._part(bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b"")]}
+            dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            return {"Tensor": [*parts, *self._part(bytes_of(dense))]}
         if kind.__module__.partition(".")[0] == _PACKAGE and (names := _fields(kind)) is not None:
             return {f"{kind.__module__}:{kind.__qualname__}": self._nodes([getattr(value, name) for name in names])}
         return {"pickle": self._part(self._pickled(value))}

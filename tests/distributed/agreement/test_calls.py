@@ -14,10 +14,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel, checkpoint
+from flatfsdp import FullyShardedDataParallel, checkpoint, messages
 from flatfsdp.engine.watchdog import store as board
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.engine.watchdog.regions import current_watch
@@ -112,6 +113,22 @@ def collective() -> Iterator[str]:
         doc = " ".join((inspect.getdoc(method) or "").split())
         if not name.startswith("_") and method.__module__.startswith("flatfsdp") and says_so.search(doc):
             yield f"FullyShardedDataParallel.{name}"
+
+
+def without_numpy(rank: int, world: int, folder: str, names: list[str]) -> None:
+    setting = Setting(folder)
+    with patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("Numpy is not available")):
+        for name in names:
+            CALLS[name](setting)
+        assert messages.gather(torch.full((3,), rank), dist.group.WORLD, call="gathers")[1].tolist() == [1, 1, 1]
+
+
+def test_no_call_needs_numpy(pool2: Run, tmp_path: Path) -> None:
+    """torch alone is enough for what ranks exchange on the host."""
+    names = [f"FullyShardedDataParallel.{name}" for name in ("state_dict", "full_optim_state_dict")]
+    if is_thorough():
+        names += ["checkpoint.save", *sorted(CALLS.keys() - {"checkpoint.keep"}), "checkpoint.keep"]
+    pool2(without_numpy, str(tmp_path), names, timeout=30)
 
 
 def test_every_collective_call_is_known_here() -> None:
