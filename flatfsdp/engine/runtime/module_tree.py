@@ -9,7 +9,7 @@ from torch import nn
 
 from ...api import Config
 from ...errors import ConfigValueError
-from ..base.fqns import fqn
+from ..base.fqns import WRAPPED, fqn
 from ..config.arguments import has_forward
 from ..flat.faces import Face
 from ..flat.param_refs import ParamRef
@@ -40,35 +40,23 @@ def _units_below(module: nn.Module, seen: set[int]) -> Iterator[Unit]:
         if child is not None and id(child) not in seen:
             seen.add(id(child))
             yield from _units_below(child, seen)
-    unit = module.__dict__.get("_unit")
-    if isinstance(unit, Unit):
-        yield unit
+    yield from units_at(module)
 
 
 def nesting(outermost: Unit) -> list[tuple[Unit, Unit | None]]:
     """Every unit of a model with the one around it, in the order of registration, outer units first."""
-    found: list[tuple[Unit, Unit | None]] = [(outermost, None)]
+    found: dict[Unit, Unit | None] = {outermost: None}
     seen: set[int] = set()
-    for entry in outermost.entries:
-        _nested_below(entry, outermost, seen, found)
-    return found
-
-
-def _nested_below(
-    module: nn.Module, around: Unit, seen: set[int], found: list[tuple[Unit, Unit | None]]
-) -> list[tuple[Unit, Unit | None]]:
-    for child in module._modules.values():
-        if child is None or id(child) in seen:
-            continue
-        seen.add(id(child))
-        unit = child.__dict__.get("_unit")
-        if isinstance(unit, Unit):
-            if not any(unit is each for each, _ in found):
-                found.append((unit, around))
-            _nested_below(child, unit, seen, found)
-        else:
-            _nested_below(child, around, seen, found)
-    return found
+    waiting = [(child, outermost) for entry in outermost.entries for child in entry._modules.values()][::-1]
+    while waiting:
+        module, around = waiting.pop()
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
+            for unit in units_at(module):
+                found.setdefault(unit, around)
+                around = unit
+            waiting += [(child, around) for child in reversed(module._modules.values())]
+    return list(found.items())
 
 
 def entries(outermost: Unit) -> frozenset[Unit]:
@@ -97,9 +85,9 @@ def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[n
     modules: set[nn.Module] = set()
     for ignored in config.ignored_modules:
         for inside in ignored.modules():
-            if isinstance(inside.__dict__.get("_unit"), Unit):
+            for unit in units_at(inside):
                 raise ConfigValueError(
-                    f"ignored_modules: {inside.__dict__['_unit'].entries.class_name} is wrapped by "
+                    f"ignored_modules: {unit.entries.class_name} is wrapped by "
                     "FullyShardedDataParallel already, and sharded; give the modules to ignore unwrapped"
                 )
         modules.update(ignored.modules())
@@ -148,19 +136,15 @@ def leaves_of(param_refs: Iterable[ParamRef]) -> list[tuple[nn.Parameter, str]]:
 
 def modules_of(module: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The modules of `module` outside nested units and ignored modules, with their paths."""
-    return list(_modules_below(module, "", ignored, set()))
-
-
-def _modules_below(
-    module: nn.Module, path: str, ignored: set[nn.Module], seen: set[int]
-) -> Iterator[tuple[str, nn.Module]]:
-    if id(module) in seen or module in ignored or isinstance(module.__dict__.get("_unit"), Unit):
-        return
-    seen.add(id(module))
-    yield path, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _modules_below(child, fqn(path, name), ignored, seen)
+    found: dict[nn.Module, str] = {}
+    waiting = [("", module)]
+    while waiting:
+        path, each = waiting.pop()
+        if each not in found and each not in ignored and not units_at(each):
+            found[each] = path
+            children = [(fqn(path, name), child) for name, child in each._modules.items() if child is not None]
+            waiting += reversed(children)
+    return [(path, each) for each, path in found.items()]
 
 
 def ignore(module: nn.Module, attributes: Collection[str] | None) -> None:
@@ -184,24 +168,19 @@ def unmanaged_parameters(module: nn.Module, units: Collection[Unit]) -> list[str
         for param_ref in (*unit.param_refs, *unit.shared_refs)
     }
     flat = {id(handle.flat_param) for unit in units for handle in unit.handles}
-    return list(_unmanaged_below(module, "", set(map(id, units)), held, flat, set()))
-
-
-def _unmanaged_below(
-    module: nn.Module, path: str, units: set[int], held: set[tuple[int, str]], flat: set[int], seen: set[int]
-) -> Iterator[str]:
-    unit = module.__dict__.get("_unit")
-    foreign = isinstance(unit, Unit) and id(unit) not in units
-    ignored: frozenset[str] | None = _ignored.get(module, frozenset())
-    if id(module) in seen or foreign or ignored is None:
-        return
-    seen.add(id(module))
-    prefix = f"{path}." if path else ""
-    for name, parameter in module._parameters.items():
-        known = name in ignored or (id(module), name) in held or id(parameter) in flat
-        if parameter is not None and not known:
-            yield prefix + name
-    for name, child in module._modules.items():
-        if child is not None:
-            inside = path if name == "_fsdp_wrapped_module" else prefix + name
-            yield from _unmanaged_below(child, inside, units, held, flat, seen)
+    found: list[str] = []
+    own, seen = set(units), set[int]()
+    waiting = [("", module)]
+    while waiting:
+        path, module = waiting.pop()
+        ignored: frozenset[str] | None = _ignored.get(module, frozenset())
+        if id(module) in seen or not own.issuperset(units_at(module)) or ignored is None:
+            continue
+        seen.add(id(module))
+        for name, parameter in module._parameters.items():
+            known = name in ignored or (id(module), name) in held or id(parameter) in flat
+            if parameter is not None and not known:
+                found.append(fqn(path, name))
+        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        waiting += [(path if name == WRAPPED else fqn(path, name), child) for name, child in reversed(children)]
+    return found
