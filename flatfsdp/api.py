@@ -241,6 +241,15 @@ def check_bool(argument: str, value: Any) -> None:
         refuse_type(argument, value, "True or False")
 
 
+def check_number(argument: str, value: Any, accepted: str, least: int) -> int:
+    """``value``, a whole number from ``least`` on; all else is refused, and so is a bool."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse_type(argument, value, accepted)
+    if value < least:
+        refuse_value(argument, value, accepted)
+    return value
+
+
 def check_module_classes(argument: str, value: Any) -> tuple[type[nn.Module], ...]:
     """``value``, a module class or a collection of them, as a tuple; anything else is a ConfigTypeError."""
     if isinstance(value, type):

@@ -28,6 +28,7 @@ from ...api import (
     ShardingStrategy,
     check_bool,
     check_module_classes,
+    check_number,
 )
 from ...errors import ConfigTypeError, ConfigValueError, did_you_mean, refuse_type, refuse_value, shown, warn, warn_once
 from . import fsdp1_mode
@@ -84,7 +85,7 @@ def check_arguments(
         device_mesh=_device_mesh(device_mesh, strategy),
         check_values=_one_of("check_values", check_values, "warn", "raise", "off"),
         reshard_after_forward=_reshard_after_forward(reshard_after_forward),
-        join_units_below=_join_units_below(join_units_below),
+        join_units_below=check_number("join_units_below", join_units_below, "a number of bytes, 0 to join none", 0),
         layout=_one_of("layout", layout, "flat", "rows"),
     )
     return _check_combination(config)
@@ -325,15 +326,6 @@ def _one_of(argument: str, value: Any, *choices: str) -> Any:
         refuse_type(argument, value, accepted)
     if value not in choices:
         refuse_value(argument, value, accepted, hint=did_you_mean(value, choices))
-    return value
-
-
-def _join_units_below(value: Any) -> int:
-    accepted = "a number of bytes, 0 to join none"
-    if isinstance(value, bool) or not isinstance(value, int):
-        refuse_type("join_units_below", value, accepted)
-    if value < 0:
-        refuse_value("join_units_below", value, accepted)
     return value
 
 

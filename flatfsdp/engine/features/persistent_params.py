@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...errors import UsageError, refuse_type, refuse_value
+from ...api import check_number
+from ...errors import UsageError
 from ..base import _torch
 from ..base.events import Observer
 from ..flat.flat_param import FlatParamHandle
@@ -176,13 +177,8 @@ def persistent_params_of(model: Model) -> PersistentParams:
 
 def budget(method: str, max_bytes: object) -> float:
     """How many bytes may be kept, by what `method` was given; None for all."""
-    if max_bytes is None:
-        return math.inf
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
-        refuse_type(f"{method}: max_bytes", max_bytes, "a number of bytes, or None")
-    if max_bytes < 0:
-        refuse_value(f"{method}: max_bytes", max_bytes, "0 or more bytes, or None for all")
-    return max_bytes
+    accepted = "0 or more bytes, or None for all"
+    return math.inf if max_bytes is None else check_number(f"{method}: max_bytes", max_bytes, accepted, 0)
 
 
 def can_stay(handle: FlatParamHandle) -> bool:

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from ...api import check_bool
-from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value, warn
+from ...api import check_bool, check_number
+from ...errors import ConfigValueError, UsageError, refuse_type, warn
 from ..facade.schedule_api import ScheduleControls
 from ..runtime.model import check_outermost
 from ..runtime.rest import check_outside, quiesce
@@ -64,10 +64,7 @@ class FSDP2Controls(ScheduleControls):
             ConfigTypeError, ConfigValueError: no number of at least 1.
         """
         name = "set_reduce_scatter_max_input_buffers: max_input_buffers"
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            refuse_type(name, max_input_buffers, "a number of at least 1")
-        if max_input_buffers < 1:
-            refuse_value(name, max_input_buffers, "a number of at least 1")
+        check_number(name, max_input_buffers, "a number of at least 1", 1)
         check_bool("set_reduce_scatter_max_input_buffers: recurse", recurse)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:

@@ -276,7 +276,7 @@ def test_what_inference_refuses() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"max_bytes": "1G"}, ConfigTypeError, "max_bytes: got '1G' (str). Accepted: a number of bytes, or None"),
+        ({"max_bytes": "1G"}, ConfigTypeError, "max_bytes: got '1G' (str). Accepted: 0 or more bytes, or None"),
         ({"max_bytes": True}, ConfigTypeError, "max_bytes: got True"),
         ({"max_bytes": -1}, ConfigValueError, "max_bytes: got -1. Accepted: 0 or more bytes"),
         ({"on": "disk"}, ConfigValueError, "on: got 'disk'. Accepted: 'device' or 'host'"),
