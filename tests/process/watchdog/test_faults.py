@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ import flatfsdp
 from flatfsdp.engine.watchdog import watchdog as watch
 from tests.distributed.agreement.test_agree import Net, step, wrap
 from tests.harness import fresh, inspect
+from tests.harness.thorough import is_thorough
 
 LIMIT = 120.0  # seconds for all ranks to end once they have started; on idle cores it takes 5 to 15
 
@@ -200,50 +202,67 @@ def job(case: Callable[..., Any], world: int = 2) -> pytest.MarkDecorator:
 PLACE = r"the forward of unit 'blocks.0'"
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "told"),
-    [
+# By name: the case, of how many ranks, how rank 1 ends, and what the others are told.
+LOST: dict[str, tuple[Callable[[int, int], None], int, int, str]] = {
+    "wrong_dtype": (
+        wrong_dtype,
+        3,
+        1,
+        rf"rank 1 (abandoned its iteration in {PLACE} after|ended with) RuntimeError: mat1 and mat2 must have the same "
+        "dtype",
+    ),
+    "exception_in_backward": (
+        exception_in_backward,
+        2,
+        1,
+        "rank 1 (abandoned its iteration in a backward|ended with ValueError: bad gradient, after a backward)",
+    ),
+    "killed_in_forward": (
+        killed_in_forward,
+        3,
+        -signal.SIGKILL,
+        r"rank 1 was killed, or crashed: process \d+ on \S+ (does not answer|is gone)",
+    ),
+    "killed_before_a_state_dict": (
+        killed_before_a_state_dict,
+        2,
+        -signal.SIGKILL,
+        r"rank 1 was killed, or crashed: process \d+ on \S+ (does not answer|is gone)",
+    ),
+    "killed_with_the_store": (
+        killed_with_the_store,
+        2,
+        -signal.SIGKILL,
+        r"the store of the process group at \S+ is gone, and the process that served it: rank 0, which serves it "
+        "unless a launcher does, has ended",
+    ),
+    "one_batch_fewer": (
+        one_batch_fewer,
+        2,
+        0,
+        r"rank 1 exited normally.*\. The remaining ranks cannot continue\. "
+        r"Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join\(model\)",
+    ),
+}
+
+
+def by_messages(case: Callable[[int, int], Any], rank: int, world: int) -> None:
+    """The same where ranks share no memory."""
+    flatfsdp.share_host_memory(False)
+    case(rank, world)
+
+
+def lost(*, gloo: bool) -> list[Any]:
+    return [
         pytest.param(
-            1,
-            rf"rank 1 (abandoned its iteration in {PLACE} after|ended with) RuntimeError: mat1 and mat2 must have the "
-            "same dtype",
-            marks=job(wrong_dtype, 3),
-            id="wrong_dtype",
-        ),
-        pytest.param(
-            1,
-            "rank 1 (abandoned its iteration in a backward|ended with ValueError: bad gradient, after a backward)",
-            marks=job(exception_in_backward),
-            id="exception_in_backward",
-        ),
-        pytest.param(
-            -signal.SIGKILL,
-            r"rank 1 was killed, or crashed: process \d+ on \S+ (does not answer|is gone)",
-            marks=job(killed_in_forward, 3),
-            id="killed_in_forward",
-        ),
-        pytest.param(
-            -signal.SIGKILL,
-            r"rank 1 was killed, or crashed: process \d+ on \S+ (does not answer|is gone)",
-            marks=job(killed_before_a_state_dict),
-            id="killed_before_a_state_dict",
-        ),
-        pytest.param(
-            -signal.SIGKILL,
-            r"the store of the process group at \S+ is gone, and the process that served it: rank 0, which serves it "
-            "unless a launcher does, has ended",
-            marks=job(killed_with_the_store),
-            id="killed_with_the_store",
-        ),
-        pytest.param(
-            0,
-            r"rank 1 exited normally.*\. The remaining ranks cannot continue\. "
-            r"Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join\(model\)",
-            marks=job(one_batch_fewer),
-            id="one_batch_fewer",
-        ),
-    ],
-)
+            code, told, marks=job(partial(by_messages, case) if gloo else case, world), id=f"{name}{' by gloo' * gloo}"
+        )
+        for name, (case, world, code, told) in LOST.items()
+    ]
+
+
+# By default gloo has its own in `test_exchange.py`.
+@pytest.mark.parametrize(("exit_code", "told"), [*lost(gloo=False), *(lost(gloo=True) if is_thorough() else [])])
 def test_a_rank_is_lost(outcomes: list[fresh.Outcome], exit_code: int, told: str) -> None:
     assert ended(outcomes)[1].exit_code == exit_code
     for outcome in (outcomes[0], *outcomes[2:]):

@@ -104,6 +104,7 @@ def play(rank: int, world: int, seed: int) -> str:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     drawn, fault, at, odd = drawn_from(seed)
+    flatfsdp.share_host_memory(seed % 4 != 2)  # else by gloo's messages
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set(f"pid of {rank}", str(os.getpid()))
     pids = [int(store.get(f"pid of {each}")) for each in range(world) if each != rank]
