@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 import flatfsdp
 from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
+from flatfsdp.engine.comm.shared_memory.exchange import CONTROL
+from flatfsdp.engine.comm.shared_memory.segments import Segment
 
 from .jobs import Setting, Training
 from .memory import Counter
@@ -28,31 +30,34 @@ LONG = 0.5  # seconds that phases without work are watched
 
 
 def watch_pages(rank: int, setting: Setting, steps: int) -> dict[str, Any]:
-    """Bytes of live tensors, of the ledger (where the engine has one) and through outboxes, of one rank; on rank 0 also
-    what `memory_sampler` saw of all ranks before the model was made, in ``steps`` steps, and behind them. Collective.
+    """Bytes of live tensors and outboxes, of the ledger (where the engine has one) and through outboxes, of one rank;
+    on rank 0 also what `memory_sampler` saw of all ranks before the model was made, in ``steps`` steps, and behind
+    them. Collective.
     """
     _load_libraries()
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    with _sampler(pids if rank == 0 else []) as sampler:
+    with ExitStack() as stack:
+        sampler = stack.enter_context(_sampler(pids if rank == 0 else []))
         sampler.phase(BEFORE)
         time.sleep(LONG)
         dist.barrier()
         sampler.phase(MAKING)
         counter = Counter()
+        peaks = stack.enter_context(_peaks(counter))
         training = Training(rank, setting)
         training.warm_up()
         gc.collect()
         dist.barrier()
         sampler.phase(STEPS)
-        counter.peak()
+        peaks.reset()
         engine = flatfsdp.stats(training.model) if setting.engine.startswith("flatfsdp") else None
         if engine is not None:
             engine.reset()
         with outbox_bytes() as posted:
             for _ in range(steps):
                 training.step()
-        found = {"live peak": counter.peak(), "posted": sum(posted) / steps}
+        found = {**peaks.found(), "posted": sum(posted) / steps}
         if engine is not None:
             found["ledger peak"] = engine.bytes_peak
         gc.collect()
@@ -88,6 +93,56 @@ def outbox_bytes() -> Iterator[list[int]]:
 
     with patch.object(ChunkStream, "to_post", counted):
         yield sizes
+
+
+class _Peaks:
+    """The most bytes of live tensors; and of these and the pages that this rank's outboxes have, which its peers map,
+    together. None without a counter."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._held: dict[int, int] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Measure from now on."""
+        self._counter.peak()
+        self._live = self._both = 0
+
+    def look(self) -> None:
+        """What outboxes have is about to change."""
+        live = self._counter.peak() or 0
+        self._live, self._both = max(self._live, live), max(self._both, live + sum(self._held.values()))
+
+    def changed(self, segment: Segment) -> None:
+        """A segment has more or fewer pages now."""
+        self._held[id(segment)] = segment.held - CONTROL
+
+    def found(self) -> dict[str, int | None]:
+        """Both, until now."""
+        self.look()
+        return {"live peak": self._live or None, "live and outboxes peak": self._both or None}
+
+
+@contextmanager
+def _peaks(counter: Counter) -> Iterator[_Peaks]:
+    peaks = _Peaks(counter)
+
+    def watched(plain: Any) -> Any:
+        def change(self: Segment, place: int) -> Any:
+            peaks.look()
+            try:
+                return plain(self, place)
+            finally:
+                peaks.changed(self)
+
+        return change
+
+    with (
+        patch.object(Segment, "give_pages_back", watched(Segment.give_pages_back)),
+        patch.object(Segment, "take_pages", watched(Segment.take_pages)),
+    ):
+        yield peaks
 
 
 class _Sampler:

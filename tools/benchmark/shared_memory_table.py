@@ -108,16 +108,17 @@ def _pages(cells: Sequence[Cell], title: str) -> list[str]:
         "MiB per rank, medians over rounds. *PSS*: that of `smaps_rollup`, where a page that ranks share counts once",
         "over all of them. *Charge*: that of the job's control group. Both less what they were before the model was",
         "made, at the most of many looks during steps, and at rest behind them. Live tensors and the engine's ledger",
-        "are exact; outboxes are in PSS and charge alone. *Of no file*: of the PSS, without code; beside it with",
-        "what sockets buffer, which is the system's: a control group of version 2 is charged for it, too. What tensors",
-        "take goes back to the system as soon as they let go of it, or what glibc keeps would be most of a difference.",
+        "are exact, and so is the peak of these and a rank's outboxes together. Outboxes are in PSS and charge, too.",
+        "*Of no file*: of the PSS, without code; beside it with what sockets buffer, which is the system's: a control",
+        "group of version 2 is charged for it. What tensors take goes back to the system as soon as they let go of it,",
+        "or what glibc keeps would be most of a difference.",
         "",
     ]
     rows, notes = [], []
     for engine in [name for name in ENGINES if any((c["engine"], c["model"]) == (name, title) for c in cells)]:
         mine = [c for c in cells if (c["engine"], c["model"]) == (engine, title)]
         if failed := [c["error"].strip().splitlines()[-1] for c in mine if "error" in c]:
-            rows.append([ENGINES[engine].title, *["failed"] * 11])
+            rows.append([ENGINES[engine].title, *["failed"] * 13])
             notes.append(f"- {ENGINES[engine].title}: {failed[0]}")
             continue
         ranks = len(mine[0]["ranks"])
@@ -138,7 +139,7 @@ def _pages(cells: Sequence[Cell], title: str) -> list[str]:
         rows.append(
             [
                 ENGINES[engine].title,
-                *(figure(name) for name in ("ledger peak", "live peak", "live held")),
+                *(figure(name) for name in ("ledger peak", "live peak", "live and outboxes peak", "live held")),
                 *(above("pss", phase, which) for phase, which in ((STEPS, "most"), (REST, "last"))),
                 f"{shared:.1f}",
                 *(above(name, STEPS, "most") for name in ("pss of no file", "of no file, and sockets")),
@@ -147,8 +148,8 @@ def _pages(cells: Sequence[Cell], title: str) -> list[str]:
                 f"{median(one['phases'][STEPS]['count'] for one in first) / WATCHED:.0f}",
             ]
         )
-    header = ("engine", "ledger's peak", "live tensors, peak", "held", "PSS, peak", "at rest", "shared in it",
-              "of no file, peak", "and sockets'",
+    header = ("engine", "ledger's peak", "live tensors, peak", "with outboxes", "held", "PSS, peak", "at rest",
+              "shared in it", "of no file, peak", "and sockets'",
               "charge, peak", "at rest", "through outboxes per step", "looks per step")  # fmt: skip
     return [*lines, *markdown(header, rows), *notes, *([""] if notes else [])]
 
