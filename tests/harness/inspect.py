@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.engine.base.events import Observer
+from flatfsdp.engine.comm.shared_memory.exchange import CONTROL
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import SHARDED, UNSHARDED
 from flatfsdp.engine.runtime.model import model_of
@@ -441,6 +442,26 @@ def memory_of(transport: Any) -> Memory:
 def outbox_rests(exchange: Any) -> bool:
     """Whether the outbox of an `exchange` through shared memory gives its pages back at once, or has."""
     return bool(exchange._shared.rest())
+
+
+def looks(exchange: Any) -> int:
+    """How often a rank that waits for an `exchange` through shared memory looks before it sleeps."""
+    return int(exchange._shared.looks)
+
+
+def outbox_bytes(exchange: Any) -> int:
+    """What this rank's outbox of an `exchange` through shared memory has of pages now."""
+    return int(exchange._shared._segment.held) - CONTROL
+
+
+def outboxes(model: Any) -> dict[str, int]:
+    """The same for all that units of a model exchange by: parameters ("gather") and gradients ("reduce")."""
+    found = {}
+    for each in _model(model).units:
+        for name, transport in (("gather", each.transports.gather), ("reduce", each.transports.scatter)):
+            made = vars(transport).get("_in_memory")  # by the first exchange
+            found[name] = outbox_bytes(made) if made is not None else 0
+    return found
 
 
 # --- agreement --------------------------------------------------------------------------------------------------------

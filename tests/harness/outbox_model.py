@@ -221,7 +221,9 @@ class Rank:
         vars(shared).update(_words=words[rank], _their_words=[words[each] for each in peers], _bells=bell_of)
         theirs = [outboxes[each] if each != rank else None for each in range(scope.world)]
         vars(shared).update(_outbox=outboxes[rank], _outboxes=theirs, _segment=Pages(outboxes[rank], scope.room))
-        vars(shared).update(_end=lambda error: None)  # a process that pauses raises, and begins anew with another
+        vars(shared).update(
+            worked_at=0.0, _end=lambda error: None
+        )  # a process that pauses raises, and begins anew with another
         vars(shared).update(_peers=[type("Peer", (), {"rank": each}) for each in peers])
         return shared
 
@@ -243,7 +245,7 @@ def explore(scope: Scope, kind: type[ChunkStream[Any]] = ChunkStream) -> int:
     with (
         patch.object(chunks, "IN_FLIGHT", scope.in_flight),
         patch.object(exchange, "TAGS", scope.tags),
-        patch.object(exchange, "_LOOKS", 1),
+        patch.object(SharedMemory, "looks", 1),
         patch.object(exchange, "retains_host_memory", lambda: False),
     ):
         ranks = [Rank(scope, rank, kind) for rank in range(scope.world)]

@@ -36,11 +36,12 @@ class ProcessGroupTransport:
 
     Attributes:
         casts_shards: whether a shard that is gathered alone may have another dtype than the output, and be elsewhere.
+        rests: whether `rest` does anything.
         fewest_staged: so many small tensors of a list, at least, travel through a staging buffer.
         lists: those that travelled.
     """
 
-    casts_shards = False
+    casts_shards = rests = False
     fewest_staged = 2
 
     def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
@@ -158,6 +159,9 @@ class ProcessGroupTransport:
         if len(outputs) == 1:
             return self.reduce_scatter_base(outputs[0], fulls[0], stream)
         return _all_of([self.reduce_scatter_base(*each, stream) for each in zip(outputs, fulls, strict=True)])
+
+    def rest(self) -> None:
+        """Nothing travels for a while: let go of memory that serves that alone. Not collective."""
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """Overwrite `tensor` with that of group rank `source`, blocking. Collective."""

@@ -41,6 +41,8 @@ class DeterministicGloo(ProcessGroupTransport):
     """gloo: reductions sum in rank order, and a few ranks on one host exchange what is large pairwise. [Note:
     transports]"""
 
+    rests = True
+
     def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
         super().__init__(group, device, comm_stats=comm_stats, tracker=tracker)
         self._pairs = gloo.PairwiseExchange(group.process_group, tracker=tracker, comm_stats=comm_stats)
@@ -112,6 +114,10 @@ class DeterministicGloo(ProcessGroupTransport):
         if way is None:
             return super().all_to_all(arrived, sent, stream)
         return self._exchange(stream, lambda: way.all_to_all(arrived, sent), sent)
+
+    def rest(self) -> None:
+        if (shared := self.__dict__.get("_in_memory")) is not None:  # it is not made for that
+            shared.rest()
 
     def _shared_memory(self, of: torch.Tensor | TensorList) -> SharedMemoryExchange | None:
         return self._in_memory if of.device.type == "cpu" and of.nbytes else None

@@ -181,6 +181,7 @@ class ForwardGathers:
                 if handle.state is UNSHARDED and handle.persistence is None:
                     handle.keep(PostForwardShard(handle.unsharded, unit.kept.post_forward, tracker=handle.tracker))
             unit.record_event("portion")
+        self.iteration.has_freed = True
         unit.reshard(SHOWS_NOTHING, unreached=self.iteration.backward is not None)
 
 

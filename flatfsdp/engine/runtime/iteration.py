@@ -87,6 +87,7 @@ class Iteration:
         ahead: units gathered in this forward before their use, or because a user asked for them.
         requested: units that users unsharded, who may compute with parameters outside of a forward.
         is_at_rest: shards may be written to, so the next gathers come after what was.
+        has_freed: whether the forward that runs, or ran last, has freed a unit, which its backward gathers again.
         training: whether the running forward has a backward; inside a reentrant checkpoint, too.
         turns: when it is a unit's turn in it. [Note: turns]
         pending: gradients of the last backward that are reduced still. [Note: awaited]
@@ -108,7 +109,7 @@ class Iteration:
         self.ahead: dict[Unit, None] = {}
         self.requested: dict[Unit, None] = {}
         self.is_at_rest = True
-        self.training = False
+        self.has_freed = self.training = False
         self.turns = PLAIN
         self.pending: PendingGradients | None = None
         self._units = units
@@ -154,13 +155,16 @@ class Iteration:
         self.stage = FORWARD
         self.record.begin()
         self._resources.streams.unshard.follow_compute()
-        self.is_at_rest = False
+        self.is_at_rest = self.has_freed = False
 
     def end_forward(self, *, empty: bool) -> None:
         """The outermost forward has ended; `empty`: no backward can follow. What a backward inside of it has left is
         still to be finished."""
         if self.stage is FORWARD:
             self.stage = IDLE if empty else AWAITING_BACKWARD
+            if not (empty or self.has_freed) and self._units[-1].groups.shard.size > 1:
+                for transport in self._resources.resting:  # the backward gathers nothing
+                    transport.rest()
         for each in self.ahead:
             _reshard_unused(each)
         self.ahead.clear()

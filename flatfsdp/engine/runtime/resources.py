@@ -55,6 +55,7 @@ class Resources:
 
     Attributes:
         device, streams, limiter: where the model computes, and the orders of execution and of memory there.
+        resting: transports that let go of memory where nothing travels for a while.
         tracker, comm_stats, events: bytes by kind, collectives by kind, events.
     """
 
@@ -64,6 +65,7 @@ class Resources:
         self.comm_stats = CommStats()
         self.events = EventLog()
         self._transports: dict[tuple[int, str | BlockCodec], Transport] = {}
+        self.resting: list[Transport] = []
         self.streams = Streams(
             _unshard_stream(device, on_callers=False), device.new_stream("reduce"), device.new_stream("replicate")
         )
@@ -74,7 +76,10 @@ class Resources:
         """The transport over `axis`; one per process group and role."""
         key = (id(axis.process_group), role)
         if key not in self._transports:
-            self._transports[key] = transport(axis, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
+            made = transport(axis, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
+            self._transports[key] = made
+            if made.rests:
+                self.resting.append(made)
         return self._transports[key]
 
     def quantized(self, over: Transport, codec: BlockCodec | None) -> Transport:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 import random
 import threading
@@ -31,7 +32,7 @@ from flatfsdp.engine.comm.shared_memory.attendant import Attendant
 from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
 from flatfsdp.engine.comm.shared_memory.collectives import SharedMemoryExchange
 from flatfsdp.engine.comm.shared_memory.groups import by_messages, connect, shares
-from flatfsdp.engine.comm.shared_memory.operations import Sum
+from flatfsdp.engine.comm.shared_memory.operations import Gather, Sum
 from flatfsdp.engine.comm.shared_memory.segments import Segment
 from flatfsdp.engine.device import malloc
 from flatfsdp.engine.device.memory import MemoryTracker
@@ -354,6 +355,41 @@ def rests(rank: int, world: int, retains: bool) -> tuple[bool, list[str]]:
 def test_an_outbox_takes_no_memory_while_nothing_is_exchanged(retains: bool, pool2: Run) -> None:
     """Unless the process keeps what it frees."""
     assert pool2(rests, retains) == [(retains, [])] * 2
+
+
+def patience(rank: int, world: int, processors: int) -> int:
+    with patch.object(os, "sched_getaffinity", return_value=set(range(processors))):
+        return inspect.looks(exchange())
+
+
+def test_who_shares_a_processor_sleeps_sooner(pool3: Run) -> None:
+    alone, sharing = pool3(patience, 3), pool3(patience, 2)
+    assert alone == [10 * each for each in sharing]
+
+
+def rests_soon(rank: int, world: int) -> tuple[bool, bool, list[str]]:
+    """Whether rank 0, which is to rest while rank 1 has yet to read, keeps the pages until then, and no longer."""
+    way, take = exchange(), Gather.take
+
+    def late(self: Gather, *args: Any) -> None:
+        time.sleep(0.3)
+        take(self, *args)
+
+    with patch.object(attendant, "REST", 60):
+        with patch.object(Gather, "take", late) if rank == 1 else nullcontext():
+            found = wrong([issue(way, "gather", rank, world, 100, torch.float32)])
+            way.rest()
+            kept = inspect.outbox_bytes(way) > 0
+            limit = time.monotonic() + 10
+            while (held := inspect.outbox_bytes(way)) and time.monotonic() < limit:
+                time.sleep(0.01)
+        dist.barrier()
+        found += wrong([issue(way, kind, rank, world, 1001, torch.float32) for kind in KINDS])
+    return kept, held > 0, found
+
+
+def test_an_outbox_rests_soon_once_peers_have_read_it(pool2: Run) -> None:
+    assert pool2(rests_soon) == [(True, False, []), (False, False, [])]
 
 
 def without_memory(rank: int, world: int) -> str:

@@ -6,6 +6,7 @@ What the ledger does not know, activations and the like, is measured in `tests/p
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import Counter
 from typing import Any
@@ -13,10 +14,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, wrap
-from flatfsdp.engine.comm.shared_memory import collectives
+from flatfsdp.engine.comm.shared_memory import attendant, collectives
 from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.gradients import Gradients
@@ -229,6 +231,33 @@ def test_what_goes_on_in_waits_alone_holds_no_gradients_for_longer(pool2: Run) -
     for found in pool2(peaks_of_large, {"sharding_strategy": "FULL_SHARD"}):
         assert found[2] == found[8]
         assert found[2] == {kind: 4 * count for kind, count in elements.items()}
+
+
+def outboxes_of_a_step(rank: int, world: int, strategy: str) -> tuple[dict[str, bool], dict[str, bool]]:
+    """Which outboxes have pages where a backward is about to begin, and behind it, in the third step."""
+    policy = wrap.ModuleWrapPolicy({Block})
+    model = FullyShardedDataParallel(
+        Tower(), auto_wrap_policy=policy, join_units_below=0, sharding_strategy=strategy, use_orig_params=True
+    )
+    with patch.object(attendant, "REST", 60):  # no pages go because of the time
+        for _ in range(3):
+            loss = model(torch.zeros(2, 3, dtype=torch.int64)).sum()
+            dist.barrier()  # all have read what was gathered
+            limit = time.monotonic() + (10 if strategy == "SHARD_GRAD_OP" else 0)
+            while any((before := inspect.outboxes(model)).values()) and time.monotonic() < limit:
+                time.sleep(0.001)
+            loss.backward()
+            after = inspect.outboxes(model)
+    return {name: held > 0 for name, held in before.items()}, {name: held > 0 for name, held in after.items()}
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_no_outbox_has_pages_where_a_backward_begins_that_gathers_nothing(pool2: Run, strategy: str) -> None:
+    """There a step is highest that frees no parameters after its forward."""
+    resting = strategy == "SHARD_GRAD_OP"
+    for before, after in pool2(outboxes_of_a_step, strategy):
+        assert before == {"gather": not resting, "reduce": not resting}
+        assert after == {"gather": not resting, "reduce": True}
 
 
 def test_a_gradient_is_held_twice_only_between_its_reduction_and_the_end_of_its_backward() -> None:

@@ -3,7 +3,7 @@
 [Note: attendant] A rank works on its exchanges where it waits ([Note: progress]). One that does not come to a wait (its
 batch is larger, it caught an exception, it writes a file) would keep its peers from what it has issued, which gloo's
 threads would have brought to its end. So what nobody has worked on for `PERIOD` is worked on here. In a usual step that
-is nothing: the thread looks, and sleeps again. What has had no work for `REST` it brings to rest.
+is nothing: the thread looks, and sleeps again. What has had no work for `REST`, or is to rest soon, it brings to rest.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Protocol
 
 PERIOD = 0.005  # seconds
 REST = 0.2  # seconds
+LONG_AGO = float("-inf")
 
 
 class Attended(Protocol):
     """What may need somebody to work on it.
 
     Attributes:
-        worked_at: when somebody last did, by `time.monotonic()`.
+        worked_at: when somebody last did, by `time.monotonic()`; `LONG_AGO` where it is to rest as soon as it can.
     """
 
     worked_at: float
@@ -34,7 +35,8 @@ class Attended(Protocol):
         """Do what can be done now."""
 
     def rest(self) -> bool:
-        """There was nothing under way for long: let go of what is for work alone. False to be called again."""
+        """There was nothing under way for long: let go of what is for work alone. False to be called again; if not,
+        nothing is to rest soon any more."""
 
 
 class Attendant:
@@ -81,12 +83,13 @@ class Attendant:
         return all([time.monotonic() - each.worked_at > REST and each.rest() for each in idle])
 
     def _work(self) -> bool:
-        """Work on what was left alone; whether anything is under way."""
-        under_way = [each for each in self._attended() if each.has_work]
+        """Work on what was left alone; whether anything is under way, or to rest soon."""
+        attended = list(self._attended())
+        under_way = [each for each in attended if each.has_work]
         for each in under_way:
             if time.monotonic() - each.worked_at > PERIOD:
                 try:
                     each.progress()
                 except RuntimeError:
                     each.worked_at = float("inf")  # who waits for it meets this, too
-        return bool(under_way)
+        return bool(under_way) or any(each.worked_at == LONG_AGO for each in attended)

@@ -71,6 +71,10 @@ class SharedMemoryExchange:
         """The rows of `sent`, uint8, each to one of the others, in rank order, and theirs into `arrived`."""
         return self._under_way(self._shared.all_to_all(arrived, sent))
 
+    def rest(self) -> None:
+        """Nothing follows for a while. [Note: at rest]"""
+        self._shared.rest_soon()
+
     def _under_way(self, operation: Operation, *, advances_in_waits: bool = False) -> PendingWork:
         # The operation keeps what it reads and writes.
         return PendingWork(work=SharedWork(self._shared, operation), advances_in_waits=advances_in_waits)
@@ -93,6 +97,9 @@ class SimulatedSharedMemory(SharedMemoryExchange):
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
         return PendingWork(keep=(arrived, sent))
+
+    def rest(self) -> None:
+        return
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         self._comm_stats.issued += 1

@@ -4,9 +4,13 @@
 waits for one. There it does so for all groups of this process, so that ranks that wait for different collectives bring
 each other's to an end. Where it neither issues nor waits for long, a thread does. [Note: attendant]
 
+[Note: looks] To be woken takes longer than most waits last. A rank that has a processor to itself therefore looks for
+longer before it sleeps; where ranks share processors a peer may need this one.
+
 [Note: at rest] An outbox has pages as far as chunks have reached in it. What has had nothing under way for
 `attendant.REST` gives them back, and takes them again for the next chunks: together less than a hundredth of that time.
-Where the process keeps the memory that it frees, it keeps these, too.
+Who knows that nothing follows for a while need not wait so long: a step whose backward gathers nothing is highest where
+that begins, and should not hold outboxes there. Where the process keeps the memory that it frees, it keeps these, too.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from ....errors import UsageError
 from ...base import _torch
 from ...device.malloc import retains_host_memory
 from ..pieces import Row
-from .attendant import Attendant
+from .attendant import LONG_AGO, Attendant
 from .bell import Bell, own_bell, ring_value
 from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream
 from .operations import AllToAll, Gather, Operation, Sum
@@ -37,7 +41,7 @@ CAPACITY = 4 * 1024 * 1024  # bytes of an outbox
 CONTROL = 4096  # bytes before an outbox, for counters and tags
 # Indices of 64-bit words; what changes often lies in a line of its own.
 _POSTED, _TAKEN, _BROKEN, _FIRST_TAG = 0, ALIGNMENT // 8, ALIGNMENT // 8 + 1, 2 * ALIGNMENT // 8
-_LOOKS = 10  # at the counters, before this rank sleeps: some 10 us
+_LOOKS, _LOOKS_ALONE = 10, 100  # at the counters, before this rank sleeps: some 3 us each [Note: looks]
 _NAP = 0.1  # seconds between two looks at whether a peer has ended
 
 
@@ -52,16 +56,19 @@ class _Outbox:
 class SharedMemory:
     """The outboxes of one process group, and what passes through them on this rank."""
 
+    looks = _LOOKS
     _in_a_chunk = False  # between its beginning and when it was counted
     _broken = ""  # by what
     _lost = ""  # whom, in words
 
     def __init__(self, process_group: Any, peers: Sequence[Peer], own: Segment) -> None:
         """`own`: this rank's outbox; the segments of `peers` are theirs, and their bells."""
-        self.rank, self.world, self.capacity = process_group.rank(), process_group.size(), own.bytes.numel() - CONTROL
+        self.rank, self.world = process_group.rank(), process_group.size()
         self._name = f"process group {process_group.group_name}"
         self._limit = _torch.time_limit(process_group)
         self._global_rank = dist.get_rank()
+        if dist.get_world_size() <= len(os.sched_getaffinity(0)):
+            self.looks = _LOOKS_ALONE
         self._peers = peers
         mine, self._segment = _Outbox(own), own
         own.give_pages_back(CONTROL)
@@ -75,6 +82,11 @@ class SharedMemory:
         self.worked_at = time.monotonic()
         self._finalizer = weakref.finalize(self, _close, peers)
         _remember(self)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of an outbox."""
+        return self._outbox.numel()
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -166,12 +178,20 @@ class SharedMemory:
         """Give the outbox's pages back, if nobody needs what is in it; whether there is no more to do. [Note: at
         rest]"""
         with self._lock:
-            if self._segment.held == CONTROL or self._broken or self._lost or retains_host_memory():
-                return True
-            if not self._stream.is_drained([each[_TAKEN] for each in self._their_words]):
-                return False
-            self._segment.give_pages_back(CONTROL)
+            if not (self._segment.held == CONTROL or self._broken or self._lost or retains_host_memory()):
+                if not self._stream.is_drained([each[_TAKEN] for each in self._their_words]):
+                    return False
+                self._segment.give_pages_back(CONTROL)
+            if self.worked_at == LONG_AGO:
+                self.worked_at = time.monotonic()
             return True
+
+    def rest_soon(self) -> None:
+        """Nothing follows for a while: `rest` now, or once peers have read what is in the outbox."""
+        with self._lock:
+            if not self._stream.has_work and not self.rest():
+                self.worked_at = LONG_AGO
+                _attendant.ask()
 
     def _take_pages(self, end: int) -> None:
         """Up to that byte of the segment. The attendant looks from now on whether the outbox is left alone."""
@@ -280,7 +300,7 @@ class SharedWork:
                 looks = 0
                 continue
             looks += 1
-            if looks < _LOOKS:
+            if looks < shared.looks:
                 continue
             shared.progress()  # which raises what concerns this wait
             seen = bell.look()

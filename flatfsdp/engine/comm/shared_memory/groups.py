@@ -36,8 +36,9 @@ def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None =
     That is for tensors on the CPU, in process groups of gloo of at most 8 ranks, all on one host with Linux on x86-64.
     Elsewhere, and where one rank is told not to or cannot, all ranks of the group use gloo: the reason is logged at the
     level DEBUG. Results are the same to the bit. Per rank it takes up to 4 MiB for a process group in which parameters
-    are gathered, and 2 MiB for one in which gradients are reduced. While nothing is exchanged for 0.2 seconds that is
-    given back, unless `retain_host_memory()` was called.
+    are gathered, and 2 MiB for one in which gradients are reduced. That is given back while nothing is exchanged for
+    0.2 seconds, and where a backward begins that gathers nothing (`SHARD_GRAD_OP`), unless `retain_host_memory()` was
+    called.
 
     Such an exchange goes on where ranks wait, not beside what they compute. So a reduction of which a rank sends 1 MiB
     or more is waited for where it is issued, and a step holds one unit's gradients less at its peak. `summary(model)`

@@ -44,7 +44,7 @@ class Segment:
         """Give the system what lies from the byte `start` on, for all who map it; False where it could not be taken
         again safely, and stays."""
         try:
-            self.memory.madvise(_POPULATE_WRITE, start)  # only what can be is given
+            self.memory.madvise(_POPULATE_WRITE, start, mmap.PAGESIZE)  # whether the system can
             self.memory.madvise(mmap.MADV_REMOVE, start)
         except OSError:
             return False
