@@ -1,4 +1,4 @@
-"""One family for everything flatfsdp has to say: errors, warnings, and the log.
+"""One family of messages: errors, warnings, and the log.
 
 Each class also derives from the built-in a Python programmer would expect, so that ``except ValueError`` and
 ``except FlatFSDPError`` both catch a user's wrong value. Warnings belong to the family too: turned into errors by a
@@ -64,7 +64,7 @@ class WaitError(AgreementError):
 
 
 class CheckpointError(FlatFSDPError, RuntimeError):
-    """A checkpoint could not be written, found or read; what it says names the ranks and the files."""
+    """A checkpoint could not be written, found or read; its message names the ranks and the files."""
 
 
 class NonFiniteError(FlatFSDPError, RuntimeError):

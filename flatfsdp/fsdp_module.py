@@ -110,7 +110,7 @@ def fully_shard(
         mesh: the ranks: a 1-D DeviceMesh, or a 2-D one with named axes (replicate, shard); its device type is where
             the module computes. None for all ranks of the default process group, which has to be there.
         reshard_after_forward: whether parameters are freed between forward and backward, or among how many ranks they
-            stay, as `set_reshard_after_forward` says. None: freed, but for the outermost module.
+            stay, as in `set_reshard_after_forward`. None: freed, but for the outermost module.
         shard_placement_fn: `shard_placement_fn(parameter)` is the placement of a parameter: `Shard(dim)`, or None for
             `Shard(0)`. Sizes need not be multiples of the number of ranks. A parameter is stored with `dim` as the
             slowest dimension in memory, which its views in forwards show by their strides. DTensors take `Shard(0)`.

@@ -87,7 +87,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             `NO_SHARD`) are found to differ later, which is looked at in each thousandth backward that reduces: "warn",
             "raise", or "off". Not in FSDP1.
         reshard_after_forward: whether parameters are freed between forward and backward, or among how many ranks they
-            stay, as `set_reshard_after_forward` says; for wrappers by policy, too. None leaves it to the strategy. Not
+            stay, as in `set_reshard_after_forward`; for wrappers by policy, too. None leaves it to the strategy. Not
             in FSDP1.
         join_units_below: up to how many bytes of parameters, unsharded, units that follow each other are gathered and
             reduced as one, through a staging buffer of at most that size; the outermost wrapper's counts. 0 for
@@ -107,9 +107,9 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
 
     After an error `module` is as it was, but for that last case: its shards are then with the other ranks.
 
-    Collective are forward, backward, and the methods that say so. The first of them after construction compares what
+    Collective are forward, backward, and the methods described so. The first of them after construction compares what
     the ranks have built, and raises `AgreementError` on all of them if it differs. Construction sends no values unless
-    `sync_module_states` asks for it; the first one over a process group makes communicators over the same ranks, which
+    `sync_module_states` requests it; the first one over a process group makes communicators over the same ranks, which
     all of them have to take part in.
 
     Example (in a process group of one rank):
@@ -173,7 +173,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         """Call the module with its parameters gathered. Collective over the shard group, as its backward will be.
 
         Tensors among the outermost wrapper's arguments are moved to the compute device; floating-point ones are cast as
-        `mixed_precision` says. Returns what the module returns.
+        `mixed_precision` sets. Returns what the module returns.
         """
         if torch.compiler.is_compiling():
             _torch.stay_out_of_graphs()
@@ -230,7 +230,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         copying.restore(self, state)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The state of the module under plain names, as `state_dict_type` says; arguments as in torch.
+        """The state of the module under plain names, of the kind that `state_dict_type` sets; arguments as in torch.
 
         Values of parameters are copies. With `FULL_STATE_DICT` they are whole, in the dtype that optimizers see, on the
         compute device; no more than one unit is gathered at a time. With `SHARDED_STATE_DICT` they are what this rank

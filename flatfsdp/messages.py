@@ -55,7 +55,7 @@ def on_all_ranks(
         describe: an exception in words for the other ranks.
 
     Raises:
-        Exception: what `raises` says.
+        Exception: what `raises` returns.
         AgreementError: on every rank: some make another call.
         LostRankError: a rank has ended.
     """

@@ -74,7 +74,7 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         before_step(optimizer)
         # fp16 gradients are legal here: keep_low_precision_grads leaves them to the optimizer on purpose. `unscale_` of
-        # the base class passes False, so `allow_fp16` says nothing.
+        # the base class passes False, so `allow_fp16` decides nothing.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         self._unscaled += tuple(map(weakref.ref, stepped_by(optimizer)))
         # A rank may hold no gradient at all (its shard is padding): it takes part with "nothing found".

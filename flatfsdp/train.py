@@ -234,7 +234,7 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
     """Read the command line, and look at devices, data and the output folder before anything is started.
 
     Raises:
-        SystemExit: an option is wrong, or asks for what this machine does not have.
+        SystemExit: an option is wrong, or needs what this machine does not have.
     """
     groups: dict[str, Settings] = {
         "command": Command(),

@@ -64,7 +64,7 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Wrap what a function of the module says, with arguments of its own for each module.
+    """Wrap what a function of the module chooses, with arguments of its own for each module.
 
     ``lambda_fn(module)`` returns False (or an empty dict): not a unit; True: a unit with the root's arguments; or a
     dict of arguments of ``FullyShardedDataParallel`` that replace the root's for this unit.
@@ -158,7 +158,7 @@ vars(size_based_auto_wrap_policy).update(
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    """Wrap what any of ``policies`` wants wrapped; later ones are not asked once one has said yes."""
+    """Wrap what any of ``policies`` wants wrapped; later ones are not called once one has chosen it."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
@@ -187,7 +187,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module`` wrapped as the surrounding :func:`enable_wrap` says, ``wrap_overrides`` first; outside of one, itself.
+    """``module`` wrapped by the surrounding :func:`enable_wrap`, ``wrap_overrides`` first; outside of one, itself.
 
     Example::
 

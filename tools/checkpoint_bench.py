@@ -86,7 +86,7 @@ def _anonymous() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("this kernel does not tell RssAnon")
+    raise RuntimeError("this kernel does not report RssAnon")
 
 
 Step = Callable[[nn.Module, Path], None]

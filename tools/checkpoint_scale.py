@@ -119,7 +119,7 @@ def measure(*, world: int, layers: int) -> dict[str, Any]:
     steps = steps_of(units)
     first = clock("one rank's plan and its hash, at every save", lambda: (plan := plan_of(units, 0), digest(plan))[0])
     plans = [first, *(plan_of(units, rank) for rank in range(1, world))]
-    told = sum(len(pickle.dumps(plan)) for plan in plans)
+    sent = sum(len(pickle.dumps(plan)) for plan in plans)
     writes = clock(
         "who writes what, on every rank, at the first save",
         lambda: assign([plan + steps for plan in plans], [0] * world),
@@ -137,7 +137,7 @@ def measure(*, world: int, layers: int) -> dict[str, Any]:
     again = [name for name in clock.seconds if name.endswith("at every save")]
     print(
         f"{sum(spec.numel for unit in units for spec in unit.params) / 1e9:.1f}B parameters, {len(tensors)} tensors, "
-        f"{boxes} boxes; plans told at the first save {told / MIB:.1f} MiB\n"
+        f"{boxes} boxes; plans sent at the first save {sent / MIB:.1f} MiB\n"
         f".metadata {len(table) / MIB:.1f} MiB, manifest {len(text) / MIB:.1f} MiB\n"
         f"with a cached plan: {sum(clock.seconds[name] for name in again):.2f} s"
     )

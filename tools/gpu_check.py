@@ -1,4 +1,4 @@
-"""What CUDA promises and no CPU can show, checked on one GPU in minutes: `python tools/gpu_check.py [--out FILE]`.
+"""What CUDA does and no CPU can show, checked on one GPU in minutes: `python tools/gpu_check.py [--out FILE]`.
 
 1. Losses are those of one process, in float32 and, within its precision, in bf16.
 2. The peak of allocated bytes is at most FSDP1's and FSDP2's (a fake group of 8 ranks).
@@ -76,11 +76,11 @@ def check_figures(checks: Checks) -> None:
         }
         kind = "bf16" if bf16 else "float32"
         least = min(figures[peer]["allocated"] for peer in PEERS)
-        told = ", ".join(f"{peer} {figures[peer]['allocated'] / MIB:.0f}" for peer in PEERS)
+        others = ", ".join(f"{peer} {figures[peer]['allocated'] / MIB:.0f}" for peer in PEERS)
         for engine in OURS:
             mine = figures[engine]
             name = f"{engine}, {kind}"
-            peak = f"{mine['allocated'] / MIB:.0f} MiB; {told}"
+            peak = f"{mine['allocated'] / MIB:.0f} MiB; {others}"
             checks.add(f"{name}: peak at most the peers'", mine["allocated"] <= least, peak)
             share = mine["overlap"] or 0.0
             others = ", ".join(f"{peer} {figures[peer]['overlap'] or 0:.0%}" for peer in PEERS)

@@ -1,4 +1,4 @@
-"""What `tools/train` runs: says what is started, before torch is imported, which takes seconds; then starts it.
+"""What `tools/train` runs: prints what is started, before torch is imported, which takes seconds; then starts it.
 
 Ctrl-C ends it in words meanwhile, with the exit code that SIGINT has. Everything else is `flatfsdp.train`'s, wrong
 options included: what is not understood here is left out of the line.
@@ -53,7 +53,7 @@ def _value_of(name: str, arguments: Sequence[str], flags: Sequence[str]) -> dict
 
 
 def _from_file(arguments: Sequence[str], flags: Sequence[str]) -> dict[str, Any]:
-    """What a --config file says; nothing where it cannot be read: that is said later."""
+    """What a --config file has; nothing where it cannot be read: that is reported later."""
     path = _value_of("config", arguments, flags).get("config")
     if path is None:
         return {}

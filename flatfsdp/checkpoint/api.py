@@ -1,4 +1,4 @@
-"""`save`, `load` and `async_save`: checkpoints of a model, its optimizer and whatever else a program wants back."""
+"""`save`, `load` and `async_save`: checkpoints of a model, its optimizer and whatever else a program needs back."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def async_save(
     destroy the process group.
 
     Returns:
-        What is under way: `result(timeout=None)` waits and raises what `save` would; `done()` asks. An error that
+        What is under way: `result(timeout=None)` waits and raises what `save` would; `done()` looks. An error that
         nobody asked for is raised by the next save.
     """
     ranks = CheckpointRanks(process_group, "checkpoint.async_save()")

@@ -1,4 +1,4 @@
-"""`.metadata`: what torch.distributed.checkpoint (DCP) wants to know of a folder, for others to read. We never do.
+"""`.metadata`: what torch.distributed.checkpoint (DCP) reads of a folder, for others to read. We never do.
 
 It has what is in files of ranks ([Note: archives]); a model that is safetensors ([Note: weights]) is not among it.
 

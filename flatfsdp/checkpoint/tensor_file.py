@@ -119,7 +119,7 @@ def read_header(path: Path) -> list[Entry]:
             begin, end = (form.whole(offset, f"data_offsets of {name}") for offset in offsets)
             entry = Entry(path, name, dtype, shape, 8 + count + begin)
             if end - begin != entry.size:
-                raise ValueError(f"{name} has {end - begin} bytes, its shape asks for {entry.size}")
+                raise ValueError(f"{name} has {end - begin} bytes, its shape needs {entry.size}")
             if 8 + count + end > size:
                 raise ValueError(f"it has {size} bytes, {name} ends at {8 + count + end}: it has lost its end")
             entries.append(entry)

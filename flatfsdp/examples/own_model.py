@@ -40,7 +40,7 @@ def make_model() -> nn.Module:
 
 
 def make_data(count: int = 4000, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Samples as a `CausalLM` wants them; what comes next is what is to be predicted."""
+    """Samples for a `CausalLM`; what comes next is what is to be predicted."""
     numbers = torch.randint(MODULUS, (count, 2), generator=torch.Generator().manual_seed(seed))
     while numbers.shape[1] < LENGTH:
         numbers = torch.cat((numbers, (numbers[:, -2:].sum(1, keepdim=True)) % MODULUS), dim=1)

@@ -65,7 +65,7 @@ NOT_BY_NAME = {
     "adafactor": "Adafactor looks at rows and columns, of which a rank may have parts.",
     "muon": "Muon looks at whole matrices, of which a rank may have parts.",
     "lbfgs": "LBFGS calls the model several times in a step, which the trainer does not.",
-    "sparseadam": "SparseAdam wants sparse gradients, and reduced ones are dense.",
+    "sparseadam": "SparseAdam needs sparse gradients, and reduced ones are dense.",
 }
 """Those of torch that settings do not name, each with the reason."""
 
@@ -345,7 +345,7 @@ class Task(Settings):
 
 
 def check_run(training: TrainingArguments, task: Task, fsdp: FSDPArguments) -> None:
-    """Refuse what `training` asks for and the others cannot give.
+    """Refuse what `training` needs and the others cannot give.
 
     Raises:
         ConfigValueError: evaluations without data for them; steps in the backward of losses that are scaled.

@@ -62,7 +62,7 @@ class Callback:
         """After the last step, its evaluation and its checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it wants back when a run goes on: plain values and tensors, the same on all ranks."""
+        """What it needs back when a run goes on: plain values and tensors, the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ IGNORED = -100
 
 
 class Objective(Protocol):
-    """What a trainer asks of an objective.
+    """What a trainer needs of an objective.
 
     One may also have `metrics(logits, batch)`: by name sums over what it weighs, whose means evaluations report.
     """

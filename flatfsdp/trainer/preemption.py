@@ -49,7 +49,7 @@ class StopRequest:
         self.number = 0
 
     def ask(self) -> None:
-        """Ask from within the program; a signal that came goes first."""
+        """Request it from within the program; a signal that came goes first."""
         self.number = self.number or ASKED
 
     @contextmanager

@@ -3,7 +3,7 @@
 torchrun starts ranks again, after a failure or with more or fewer nodes, in front of the same store, in which stands
 what the ones before have left: addresses that nobody listens at, and what the watchdog reported of processes that are
 gone. Nothing in the environment distinguishes one start from the next on all nodes. So rank 0 draws a name, and each
-rank asks for it with a number of its own: an answer to that number cannot be an old one.
+rank requests it with a number of its own: an answer to that number cannot be an old one.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _asked(store: dist.Store, rank: int) -> str:
     store.set(f"question/{rank}", number)
     deadline = time.monotonic() + PATIENCE.total_seconds()
     while time.monotonic() < deadline:
-        said, _, name = _read(store, f"answer/{rank}").partition(" ")
-        if said == number:
+        answered, _, name = _read(store, f"answer/{rank}").partition(" ")
+        if answered == number:
             return name
         time.sleep(_PAUSE)
     raise UsageError(f"rank 0 has not started within {PATIENCE.total_seconds() / 60:g} minutes; see what it printed")

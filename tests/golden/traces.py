@@ -44,7 +44,7 @@ EVENTS = {
     "gathered": "G",
     "upload": "u",
     "forward": "f",
-    "portion": "p",
+    "post_forward_shard": "p",
     "reshard": "r",
     "backward": "b",
     "grads": "d",

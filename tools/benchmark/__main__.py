@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
     given = parser.parse_args()
     given.models = given.models or (list(QUICK) if given.quick else list(MODELS))
     if TRUTH not in given.engines:
-        given.engines.append(TRUTH)  # or nothing would say whether the others' losses are right
+        given.engines.append(TRUTH)  # or nothing would show whether the others' losses are right
     given.rounds = given.rounds or (1 if given.quick else None if given.shared_memory else 3)
     given.steps = given.steps or (2 if given.quick else None)
     given.out = given.out or (SKETCH if given.quick else RESULTS)

@@ -115,7 +115,7 @@ def record(training: Training, stand_ins: StandIns) -> list[Kernel]:
 
 def inspect(rank: int, setting: Setting) -> dict[str, Any]:
     """Figures of one step: bytes allocated and reserved at its peak and left after it, allocator retries since the
-    start, kernels and copies among them, the same on the lanes of collectives, overlap, and what `count` says.
+    start, kernels and copies among them, the same on the lanes of collectives, overlap, and what `count` has.
     Collective.
     """
     training = Training(rank, setting)

@@ -29,14 +29,14 @@ class Timings:
         self.rounds = 1 + max((number for _, number in self._cells), default=-1)
 
     def failure(self, engine: str) -> str | None:
-        """Why the engine's row says nothing: it failed, or it trained something else than `TRUTH` did in its round."""
+        """Why the engine's row shows nothing: it failed, or it trained something else than `TRUTH` did in its round."""
         for number in range(self.rounds):
             cell = self._cells[engine, number]
             if "error" in cell:
                 return str(cell["error"]).strip().splitlines()[-1]
             truth = self._cells.get((TRUTH, number), cell)
             if "error" in truth:
-                return f"{TRUTH} failed, so nothing says whether its losses are right"
+                return f"{TRUTH} failed, so nothing shows whether its losses are right"
             for rank, (ours, right) in enumerate(zip(cell["ranks"], truth["ranks"], strict=False)):
                 # One process alone sees one rank's data: it is the same model as long as it has not been trained.
                 count = 1 if engine == FLOOR else None

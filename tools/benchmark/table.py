@@ -69,7 +69,7 @@ def load_lines(loads: Sequence[dict[str, Any]]) -> list[str]:
     loud = [row for row in rows if row[-1]]
     warning = [
         f"**The machine was not quiet**: in {len(loud)} of {len(rows)} rounds other programs used over {QUIET:.0%} of "
-        "the cores. Times of these rounds say little; ratios say more; counts and bytes are exact all the same.",
+        "the cores. Times of these rounds show little; ratios show more; counts and bytes are exact all the same.",
         "",
     ]
     header = ("round", "load average before", "after", "used by others", "")

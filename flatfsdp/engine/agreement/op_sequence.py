@@ -273,7 +273,7 @@ class OpSequence:
         try:
             self.meetings.announce(self.position, op, issued=issued)
         except RuntimeError as lost:  # the store is gone; the exception under way matters more
-            logger.debug("could not tell the other ranks that an iteration was abandoned: %s", lost)
+            logger.debug("could not notify the other ranks that an iteration was abandoned: %s", lost)
 
     def explain(self, error: BaseException) -> None:
         """Raise the `AgreementError` behind `error`, if it is a failure of the communication."""

@@ -14,7 +14,7 @@ REASONS = {
     "device_mesh.DeviceMesh._concatenate": "parameters that are split by data and by tensor parallelism lie on the "
     "mesh of both, and only this makes one of two that exist without new process groups",
     "tensor.placement_types._StridedShard": "rows that tensor parallelism has split are split again by data "
-    "parallelism, which is the other way round in the order of the mesh; only this placement says so",
+    "parallelism, which is the other way round in the order of the mesh; only this placement shows it",
     "tensor._dtensor_spec.DTensorSpec": "what a DTensor is made of without communication; `from_local` asks autograd "
     "and makes a new one each time",
     "tensor._dtensor_spec.TensorMeta": "the shape, the strides and the dtype in it",

@@ -41,7 +41,7 @@ def set_collective_timeout(*, report_after: float = 30.0, raise_after: float | N
     """Choose how long this process waits for other ranks, in one place, before something is done about it.
 
     After `report_after` every rank prints one report to standard error: what each rank does, waits in, and since when.
-    A rank that is late because of its data leads to that report and to nothing else; a line says when this rank goes
+    A rank that is late because of its data leads to that report and to nothing else; a line reports when this rank goes
     on. After `raise_after` it is a `WaitError` on every rank. A rank blocked in a collective at that moment cannot be
     interrupted: it prints the error and ends its process a few seconds later.
 
@@ -69,7 +69,7 @@ def set_collective_timeout(*, report_after: float = 30.0, raise_after: float | N
     if raise_after is not None and raise_after < report_after:
         raise ConfigValueError(
             f"raise_after: got {raise_after!r} with report_after={report_after!r}. Accepted: a number of seconds that "
-            "is not less than report_after, whose report says what went wrong"
+            "is not less than report_after, whose report shows what went wrong"
         )
     limits = WaitLimits(float(report_after), None if raise_after is None else float(raise_after))
 

@@ -200,7 +200,7 @@ def _groups_of_nodes() -> tuple[Any, Any]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or accelerator_count()
     if local < 1 or size % local:
         source = "LOCAL_WORLD_SIZE" if os.environ.get("LOCAL_WORLD_SIZE") else "the accelerators of this machine"
-        count = f"{local}, by {source}, do not divide the world of {size}" if local else "nothing tells how many"
+        count = f"{local}, by {source}, do not divide the world of {size}" if local else "their number is not known"
         raise ConfigValueError(
             f"process_group: the hybrid strategies shard over the ranks of a node, but {count}. Launch with "
             "torchrun, or give process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"

@@ -82,7 +82,7 @@ class GatherExtensions(Transform):
     def describe(self, state: ExtendedParam) -> str:
         """The class whose hooks are used, and how its DTensor lies."""
         outer = "" if state.outer is None else self._parallel.describe(state.outer)
-        return f"{outer} gathered as {state.hooks.kind.__name__} says"
+        return f"{outer} gathered by the hooks of {state.hooks.kind.__name__}"
 
     def around(self, stored: torch.Tensor, state: ExtendedParam) -> torch.Tensor:
         """A tensor of the parameter's class that holds `stored` itself."""

@@ -1,4 +1,4 @@
-"""What a wrapper's owner may say about its schedule while training goes on, under FSDP2's names."""
+"""What the owner of a wrapper may set of its schedule while training goes on, under FSDP2's names."""
 
 from __future__ import annotations
 
@@ -175,14 +175,14 @@ class ScheduleControls(AccumulatedGradients):
         model_of(unit).setup.set_options(unit, all_reduce_hook=hook)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
-        """Whether parameters are freed between a forward and its backward, in place of what the strategy says.
+        """Whether parameters are freed between a forward and its backward, in place of the strategy's choice.
 
         True also for the outermost wrapper, which otherwise stays whole until its backward; with False parameters stay
         whole after a forward without gradients, too, until a backward or for as long as nobody writes to them: several
         evaluations gather once.
 
         A number n is between the two: n ranks in a row keep the parameters among them, 1/n each, in the dtype of
-        computation, and the backward gathers them there, on one host say. The ranks of the shard group are cut into
+        computation, and the backward gathers them there, often on one host. The ranks of the shard group are cut into
         such rows in their order; the next forward makes process groups for them, once for each n. What is kept is
         copied, and freed as the backward has gathered it; a second backward of the same graph gathers over the whole
         shard group.
@@ -213,7 +213,7 @@ class ScheduleControls(AccumulatedGradients):
             model_of(unit).setup.set_schedule(unit, reshard_after_forward=choice)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are freed after a backward, in place of what the strategy says.
+        """Whether parameters are freed after a backward, in place of the strategy's choice.
 
         With False, parameters stay whole between microbatches, which then gather nothing. Once an optimizer has written
         to the shards of any rank, the next forward gathers all that was kept again.
@@ -244,7 +244,7 @@ class ScheduleControls(AccumulatedGradients):
         self._set(False, "unshard_in_backward", unshard_in_backward, "unshard_in_backward")
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[nn.Module]) -> None:
-        """Gather these wrappers' parameters when this one's forward begins, in place of what `forward_prefetch` says.
+        """Gather these wrappers' parameters when this one's forward begins, in place of what `forward_prefetch` sets.
 
         As many as are listed may be gathered ahead of their use, in the memory that they take; what the forward then
         does not use is freed at its end. Every rank lists the same.
@@ -261,7 +261,7 @@ class ScheduleControls(AccumulatedGradients):
         )
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[nn.Module]) -> None:
-        """Gather these wrappers' parameters when this one's backward begins, in place of what `backward_prefetch` says.
+        """Gather these wrappers' parameters when this one's backward begins, in place of `backward_prefetch`'s.
 
         As many as are listed may be gathered ahead of their use. A backward gathers a wrapper where it is first listed
         or needed, those that the forward did not use not at all. Every rank lists the same.
@@ -279,12 +279,12 @@ class ScheduleControls(AccumulatedGradients):
 
     def keep_frozen_unsharded(self, max_bytes: int | None = None, *, on: str = "device") -> None:
         """Keep frozen parameters of this wrapper, and of those inside, once they were gathered: the next forward
-        gathers them, later ones and backwards do not. In place of what was said before.
+        gathers them, later ones and backwards do not. In place of earlier targets.
 
         All frozen parameters of a wrapper are kept, or none; wrappers are taken in the order of their modules, parents
-        last, as far as `max_bytes` reaches, and what does not fit is left out. Every rank asks for the same, which the
+        last, as far as `max_bytes` reaches, and what does not fit is left out. Every rank chooses the same, which the
         next forward compares; that one gathers. What is loaded into them, or written to them on all ranks, is seen by
-        the next forward. One that is trained after all is not kept any more. `flatfsdp.summary` says what is kept.
+        the next forward. One that is trained after all is not kept any more. `flatfsdp.summary` shows what is kept.
 
         Args:
             max_bytes: how many bytes of unsharded parameters each rank keeps, in the dtype in which they compute; None
@@ -416,7 +416,7 @@ def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
             found = "itself" if target is unit else f"a {target.entries.class_name} that is wrapped in another model"
             raise ConfigValueError(
                 f"{method} of unit {unit.label}: modules: got {found}. Accepted: {accepted}. Wrap the whole model "
-                "before you say what is gathered ahead"
+                "before you choose what is gathered ahead"
             )
         targets.append(target)
     return PrefetchTargets(dict.fromkeys(targets))

@@ -14,7 +14,7 @@ def check_replicas(model: nn.Module) -> None:
     """Compare the parameters of ranks that hold the same pieces: replicas of the hybrids, all ranks under `NO_SHARD`.
 
     They must be equal in every bit. Checksums are compared, of what each rank keeps; the first training forward does
-    the same, and after it each thousandth backward that reduces, and both say it as `check_values` wants. Where nothing
+    the same, and after it each thousandth backward that reduces, and both report it by `check_values`. Where nothing
     is replicated there is nothing to compare. Collective, between iterations: one number a rank, and one for each
     parameter where those differ.
 

@@ -120,7 +120,7 @@ def clip_grad_norm(
     A sharded gradient counts once over its shard group, and over the ranks of tensor parallelism that split its
     parameter; one that every rank holds counts once. Collective over these groups: one scalar each, present gradients
     or not. A norm that is not finite is that on all ranks, which with
-    `error_if_nonfinite` go on to tell each other which gradient it is.
+    `error_if_nonfinite` go on to exchange which gradient it is.
     """
     check_bool("error_if_nonfinite", error_if_nonfinite)
     if stepping := optimizers_of(model).active:

@@ -1,4 +1,4 @@
-"""`torch.nn.utils.clip_grad_norm_` on shards, which clips each rank by a norm of its own: noticed, said once per job.
+"""`torch.nn.utils.clip_grad_norm_` on shards, which clips each rank by a norm of its own: noticed, one warning per job.
 
 The call itself cannot be observed, so its effect is looked for ([Note: local norms]): some elements of gradients are
 kept when a backward has ended, and compared with what they are when an optimizer that holds them steps.
@@ -52,14 +52,14 @@ ELEMENTS = 4  # of a parameter
 PATIENCE = 10.0  # seconds to wait for what the rank before found
 LEAST = 1e-4  # how far factors that are one may be apart
 SMALLEST = 1e-30  # factor that a norm leads to
-TOLD = "clipped by themselves"  # in the store: who says it, for all of the job
+REPORTED = "clipped by themselves"  # in the store: the rank that warns for the whole job
 
-_found: list[str] = []  # by the watch, to be said by the main thread
+_found: list[str] = []  # by the watch, for the main thread to warn of
 
 
 @functools.cache
 def _warn_at_end() -> None:
-    """What was found after the last step is said, too."""
+    """What was found after the last step is reported, too."""
     at_end(lambda error: _warn())
 
 
@@ -89,7 +89,7 @@ def tolerance(eps: float) -> float:
 def one_factor(pairs: Iterable[tuple[float, float]], *, within: float, tiny: float) -> float | None:
     """By what elements became what they are, if it is one factor, not more than 1 and not 0; None otherwise.
 
-    `pairs`: an element before and after; elements below `tiny` say nothing, and such of one size nothing about factors.
+    `pairs`: an element before and after; those below `tiny` show nothing, and such of one size nothing about factors.
     """
     factors = []
     sizes = []
@@ -275,11 +275,11 @@ def _comparison(store: StoreClient, key: str, group: Axis, sample: SampleOnHost)
                 claim = f"{key}/{rank} in step {step}"
                 # Whatever else may stand there.
                 is_apart = SMALLEST < factor < 2 and are_apart(mine, other, within=sample.within)
-                if is_apart and store.set_if_absent(TOLD, claim) == claim:
+                if is_apart and store.set_if_absent(REPORTED, claim) == claim:
                     _found.append(
                         "ranks clip their gradients by norms of their own: between a backward and the optimizer's step "
                         f"rank {before} multiplied its gradients by {factor:.4g}, rank {rank} by {mine.factor:.4g}, so "
-                        "that the step goes in another direction. torch.nn.utils.clip_grad_norm_() knows this rank's "
+                        "that the step goes in another direction. torch.nn.utils.clip_grad_norm_() reads this rank's "
                         "shards only: call model.clip_grad_norm_() of the outermost FullyShardedDataParallel instead, "
                         "on all ranks"
                     )

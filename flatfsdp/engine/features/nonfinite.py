@@ -182,7 +182,7 @@ def first_gradient(units: Sequence[Unit]) -> Finding | None:
 
 @contextmanager
 def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[None]:
-    """A context in which a forward or a backward that computes NaN or inf raises, and says where the first one was.
+    """A context in which a forward or a backward that computes NaN or inf raises, and names the place of the first one.
 
     Looked at are parameters before the forward, inputs and outputs of each unit, the gradient of each parameter as this
     rank computed it, and what the reduction over ranks made of it. The error names rank, unit and
@@ -194,7 +194,7 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
 
     Args:
         model: the outermost wrapper.
-        infinities: whether inf and -inf count; False for models that make them on purpose, in a mask say.
+        infinities: whether inf and -inf count; False for models that make them on purpose, as in a mask.
 
     Raises:
         NonFiniteError: inside, from a forward or a backward.

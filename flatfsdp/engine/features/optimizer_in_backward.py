@@ -1,7 +1,7 @@
 """Optimizers that step while a backward goes on: a unit as soon as its gradients are reduced, which are freed then.
 
 [Note: stepping] A step cannot be undone, and nothing of the same backward may read or add to what was stepped. So a
-unit steps inside of a backward where that is known ([Note: slot sharing] says how), and at its end elsewhere: in the
+unit steps inside of a backward where that is known (how: [Note: slot sharing]), and at its end elsewhere: in the
 first backward, and where parameters are tied or units called again. Either way the optimizer finds what it would find
 after the backward, and computes the same numbers.
 """
@@ -286,7 +286,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
       parameters, it is stepped as the backward ends; gradients of such units are all there until then.
     - *Accumulation*: a backward under `no_sync()` or without all-reduce does not step; the next one that reduces steps
       on the sum. Without `no_sync()`, use `no_step()` of what this returns.
-    - *Failure*: steps cannot be undone. After a backward that fails, a warning says which units were stepped.
+    - *Failure*: steps cannot be undone. After a backward that fails, a warning names the units that were stepped.
     - *Refused*, in words: `clip_grad_norm_`, losses scaled by `ShardedGradScaler`, and `create_graph=True`, unless
       under `no_step()`; an optimizer that needs a closure, or counts its steps for all parameters at once. Hooks of the
       optimizer run at every unit.
@@ -335,7 +335,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that needs all of its parameters in one step: a copy steps on small stand-ins to tell."""
+    """Refuse an optimizer that needs all of its parameters in one step: a copy steps on small stand-ins to find out."""
     kind = type(optimizer).__name__
     stand_ins = {id(p): _stand_in(p) for group in optimizer.param_groups for p in group["params"]}
     try:

@@ -1,4 +1,4 @@
-"""What is said about the parts of a model that a rank runs as its data will have it. [Note: branches]"""
+"""Which parts of a model a rank runs or not, depending on its data. [Note: branches]"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
 
     What every rank runs goes on as before: `module` comes in the forward of the wrapper around it, and all that a rank
     runs of it comes before the next wrapper outside of it that is registered later, or that is given as `before`. A
-    rank that runs one of its wrappers at another time gets an error, which the others hear of. What is trained must not
+    rank that runs one of its wrappers at another time gets an error, which reaches the others. What is trained must not
     be in `module` alone: a rank that runs none of it would have no graph to go backward through.
 
     It costs what a model costs that always runs all of it: each wrapper is gathered in forward and in backward (frozen
@@ -47,7 +47,7 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
     in copies and pickles of the model.
 
     Args:
-        module: a wrapper or a module with wrappers inside, a `ModuleList` say. All of them are meant.
+        module: a wrapper or a module with wrappers inside, such as a `ModuleList`. All of them are meant.
         any_order: whether its wrappers may run in another order than they are registered, and several times; at most
             once in order otherwise.
         before: a module outside, which every rank runs, whose first wrapper is the next to run after `module`; inside

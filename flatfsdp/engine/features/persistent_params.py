@@ -1,4 +1,4 @@
-"""Which flat parameters of a model are residents, and when they are gathered anew: what is frozen and was to be kept,
+"""Which flat parameters of a model stay unsharded, and when they are gathered anew: what is frozen and was to be kept,
 and all of them for forwards without gradients, for generation and evaluation. [Note: persistent parameters]"""
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 [Note: labels] A range costs more than much of what it would surround. So units and their reductions open none, until
 somebody looks: then methods of each are decorated, on the objects themselves, until nobody looks any more. Whether
 somebody looks is asked where a forward or a backward begins. torch's own profilers are seen; for those that attach from
-outside, the logger at DEBUG says so.
+outside, the logger at DEBUG asks for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..runtime.unit import Unit
 
 
 class Stage(NamedTuple):
-    """What a range is called and tells.
+    """What a range is called and shows.
 
     Attributes:
         happens: whether anything is about to happen, by the object whose method it surrounds.

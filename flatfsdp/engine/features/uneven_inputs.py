@@ -42,7 +42,7 @@ def join(
     it, forward, backward, clipping and optimizer, and adds nothing to the gradients, whatever it computes (NaN
     included). They are those of one process on the batches that exist; also under `no_sync()`, with hybrid sharding,
     with a communication hook. What a forward writes itself, for example the statistics of batch norm, is written with a
-    stand-in, too. Losses and metrics of the user's want to leave it out: `joined.has_data` says so.
+    stand-in, too. Losses and metrics of the user's should leave it out: `joined.has_data` is False then.
 
     Every step begins with one exchange of 24 bytes per rank, for which the host waits. A rank that leaves the loop
     alone, by `break` or an exception, ends it on all ranks with an error that names it; all ranks may leave it in the
@@ -58,7 +58,7 @@ def join(
 
     Returns:
         What `with ... as joined` gives: `joined(batches)` iterates, `joined.until(done)` loops without batches,
-        `joined.has_data` says whether the running step is one of this rank's own.
+        `joined.has_data` is whether the running step is one of this rank's own.
 
     Raises:
         ConfigTypeError, ConfigValueError: an argument; `model` is no outermost wrapper.

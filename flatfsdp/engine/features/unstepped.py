@@ -1,8 +1,8 @@
-"""A model that gets gradients while optimizers step on nothing: said once.
+"""A model that gets gradients while optimizers step on nothing: one warning.
 
 [Note: unstepped] Param groups are often picked by name: those that end in "bias" get no weight decay, the others some.
 Names of flat parameters all end in `_flat_param`, so such groups are empty, which torch accepts, and the model stays
-what it was. It is said only where nothing else explains it: between two backwards that reduced gradients of the model
+what it was. It comes only where nothing else explains it: between two backwards that reduced gradients of the model
 an optimizer stepped that holds no parameter with a gradient; no optimizer stepped, or exists, that holds a parameter of
 the model; and no parameter was written to. Games of two models, gradients that are only looked at, updates by hand and
 optimizers of other libraries are none of it. Looked at are the backwards around the first step of any optimizer, and

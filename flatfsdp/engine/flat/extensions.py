@@ -25,7 +25,7 @@ class FlatParamExtensions(Protocol):
     """The two transformations, inverse to each other. Both are called on every rank alike."""
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """(what to store of a parameter, a state that says how to undo it); a state of None leaves it as it is."""
+        """(what to store of a parameter, a state that undoes it); a state of None leaves it as it is."""
 
     def post_unflatten_transform(self, tensor: torch.Tensor, state: Any) -> torch.Tensor:
         """What modules compute with, differentiably from the unsharded stored `tensor`."""
@@ -73,7 +73,7 @@ class Transform:
         """Refuse a parameter of the kind that cannot be stored. Precondition: it `applies`."""
 
     def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """(what to store of a parameter, a state that says how to see it); a state of None leaves it as it is."""
+        """(what to store of a parameter, a state to see it with); a state of None leaves it as it is."""
         raise NotImplementedError
 
     def see(self, leaf: torch.Tensor, state: Any) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Transform:
         """`module` is one of those that compute with the parameter, whose unit has that `mesh`, if any."""
 
     def gather_hooks(self, state: Any) -> GatherHooks | None:
-        """What says what is gathered of the parameter; None for what is stored. [Note: gather hooks]"""
+        """What decides what is gathered of the parameter; None: what is stored. [Note: gather hooks]"""
         return None
 
     def part(self, state: Any) -> Part | None:

@@ -46,7 +46,7 @@ class FaceWords:
 
     @property
     def or_remedy(self) -> str:
-        """The end of a sentence that says what to do."""
+        """The end of a sentence: what to do."""
         return f", or {self.remedy}" if self.remedy else ""
 
 

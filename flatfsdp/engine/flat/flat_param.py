@@ -65,7 +65,7 @@ class FlatParamOptions:
         layout: whether ranks split all parameters as one, or each of them by rows. [Note: pieces]
         offload: whether the shard lives on the CPU; pin_memory: in page-locked memory.
         face: makes what users see of the parameters at rest.
-        gathers: for each parameter the hooks that say what is gathered of it; empty where they have none, as they
+        gathers: for each parameter the hooks that define what is gathered of it; empty where they have none, as they
             have or have not together.
     """
 

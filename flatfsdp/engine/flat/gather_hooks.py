@@ -1,4 +1,4 @@
-"""Parameters whose tensors say themselves what is gathered of them: FSDP2's extensions of its all-gather.
+"""Parameters whose tensors define what is gathered of them: FSDP2's extensions of its all-gather.
 
 [Note: gather hooks] Such a parameter is a tensor around another one, the *master*, of its own shape and dtype. The
 master is stored, sharded by rows and trained as any parameter is; gradients come in high precision. But gathered is
@@ -46,7 +46,7 @@ class Input(NamedTuple):
 
 
 def has_gather_hooks(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` says what is gathered of it."""
+    """Whether `tensor` defines what is gathered of it."""
     return hasattr(tensor, PRE) or hasattr(tensor, POST)
 
 

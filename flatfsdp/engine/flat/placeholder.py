@@ -88,5 +88,5 @@ class Placeholder(nn.Parameter):
             return target
         raise PlaceholderReadError(
             f"{name_of(func)} of a parameter whose state dict is being made or loaded: it shows no values now. Call "
-            "state_dict() or load_state_dict() of the wrapper that it is in, which shows modules values where they ask"
+            "state_dict() or load_state_dict() of the wrapper that it is in, which shows modules values that they read"
         )

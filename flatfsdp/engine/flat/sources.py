@@ -160,7 +160,7 @@ class PostForwardShard(KeptSource):
         group, flat = transport.group, unsharded.flat
         over = unsharded.layout.over(group.size)
         self.dtype = unsharded.dtype
-        self._memory = FlatBuffer(over.shard_numel, flat.dtype, flat.device, tracker=tracker, kind="portion")
+        self._memory = FlatBuffer(over.shard_numel, flat.dtype, flat.device, tracker=tracker, kind="post_forward_shard")
         self._memory.allocate()
         pieces = pieces_of(self._memory.tensor, over)
         self._source = ShardSource(pieces, flat.dtype, transport, copies=False, offload=False)

@@ -99,7 +99,7 @@ def _plan(unit: Unit) -> UnitPlan:
 
 
 def _build(plan: UnitPlan, shards: Sequence[torch.Tensor]) -> Unit:
-    """A unit as `plan` says, in the modules that it names, with the memory of `shards`."""
+    """A unit after `plan`, in the modules that it names, with the memory of `shards`."""
     tracker, handles = MemoryTracker(), []
     for settings, leaves, shard in zip(plan.handles, plan.leaves, shards, strict=True):
         made = []

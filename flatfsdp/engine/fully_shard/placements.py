@@ -20,7 +20,7 @@ ARGUMENT = "shard_placement_fn"
 
 def dims_of(holder: nn.Module, chosen: Any, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
     """The dimension along which each parameter in `holder` that no unit owns is to be split, as the user's function
-    `chosen` says; 0 where that is None or returns it. `chosen` is called once for each of them.
+    `chosen` returns; 0 where that is None or returns it. `chosen` is called once for each of them.
 
     Raises:
         ConfigTypeError, ConfigValueError: it is no callable, or returns no placement that can be followed.
@@ -72,5 +72,5 @@ def lay_out(dims: Mapping[nn.Parameter, int]) -> None:
 
 
 def _is_made_of_others(parameter: nn.Parameter) -> bool:
-    """Whether it is a tensor that is made of others, such as a DTensor, and stored as its own transform says."""
+    """Whether it is a tensor that is made of others, such as a DTensor, and stored as its own transform makes it."""
     return hasattr(type(parameter), "__tensor_flatten__")

@@ -67,7 +67,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def precision_of(policy: Any) -> tuple[MixedPrecision, torch.dtype | None]:
-    """What `policy` says of a unit, and the dtype of outputs."""
+    """What `policy` sets for a unit, and the dtype of outputs."""
     if policy is None:
         policy = MixedPrecisionPolicy()
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in (*_DTYPES, "cast_forward_inputs")):
@@ -83,7 +83,7 @@ def precision_of(policy: Any) -> tuple[MixedPrecision, torch.dtype | None]:
 
 
 def offload_of(policy: Any) -> CPUOffload:
-    """What `policy` says of where shards are."""
+    """Where `policy` puts shards."""
     name = type(policy).__name__
     if policy is None or isinstance(policy, type) or name not in ("OffloadPolicy", "CPUOffloadPolicy"):
         if policy is not None:

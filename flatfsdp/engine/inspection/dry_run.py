@@ -31,7 +31,7 @@ def dry_run(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator
         ranks: how many ranks the job has; those of a small one (up to 8) are taken to be on one host.
         rank: which of them this is.
         accelerator: whether the job runs on accelerators with NCCL, of which there need be none here: memory is then
-            given back as late as the engine ever lets it be. Otherwise it runs on CPUs with gloo. Tensors say "cpu" in
+            given back as late as the engine ever lets it be. Otherwise it runs on CPUs with gloo. Tensors show "cpu" in
             both cases.
 
     Raises:

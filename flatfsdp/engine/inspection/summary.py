@@ -253,7 +253,7 @@ class Stats:
     def bytes_at_peak(self) -> dict[str, int]:
         """Kind to bytes at that time, as `bytes_peak` sums them up.
 
-        Kinds: `shard`, `unsharded`, `portion` (of unsharded parameters, between forward and backward), `slots`
+        Kinds: `shard`, `unsharded`, `post_forward_shard` (of parameters, between forward and backward), `slots`
         (unsharded gradients), `exchange` (scratch of a reduction), `staging` (of several small units), `quantized`
         (what travels in few bits), `residual` (what that has lost), `reduced` (gradient shards before they become
         `.grad`), `partial` (sums that await an all-reduce), `summoned`, and `host copy` (of `keep_frozen_unsharded`).
@@ -341,7 +341,7 @@ def _kind(unit: Unit, handle: FlatParamHandle) -> str:
 
 
 def _kept(unit: Unit, handle: FlatParamHandle) -> str:
-    """What `keep_frozen_unsharded` has to say about `handle`."""
+    """What `keep_frozen_unsharded` does with `handle`, in words."""
     where = persistence_of(unit, handle)
     return f", kept on the {where.value} ({handle.unsharded_bytes:,} bytes)" if where is not None else ""
 

@@ -5,7 +5,7 @@ are of one size, nobody notices. So the order is part of what ranks compare, whe
 new to it gets an error before anything has become `.grad`, one that did the same as before at its next call.
 
 [Note: running backward] It is disposable: begun at the first gradient that reaches a unit, dropped when its graph
-task ends or dies. What it issues, and in which order, its schedule decides ([Note: one clock]); autograd says when.
+task ends or dies. What it issues, and in which order, its schedule decides ([Note: one clock]), and when autograd.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Backward:
         self.task = _torch.graph_task()
         self.double = False
         self.gradient_has_arrived = False
-        self._no_gradients_came = False  # and that was said
+        self._no_gradients_came = False  # and that was reported
         self.gathered: list[int] = []
         self.reduced: list[Unit] = []
         self.collecting: int | None = None
@@ -293,7 +293,7 @@ class Backward:
         )
 
     def may_reach(self, unit: Unit) -> bool:
-        """Whether the running graph task may come to `unit`, as far as its parameters tell."""
+        """Whether the running graph task may come to `unit`, as far as its parameters show."""
         leaves = unit.trainable_leaves()
         return any(map(hooks.will_accumulate, leaves)) if leaves else self._turns.may_reach(unit)
 

@@ -254,11 +254,11 @@ class ForwardDriver:
             torch.clear_autocast_cache()
 
     def _watch_inputs(self, unit: Unit, inputs: Any) -> ForwardCall | None:
-        """Let the inputs' gradients tell when this call's backward is over.
+        """Let the inputs' gradients show when this call's backward is over.
 
         The parameters' own gradients do not: frozen ones have none, and a detached use, or a segment recomputed inside
         the module, reads a parameter after its gradient has arrived. The gradient of an input that an earlier call of
-        another unit read too is there only after that one's backward; it is awaited only where nothing else tells.
+        another unit read too is there only after that one's backward; it is awaited only where nothing else does.
         """
         args, kwargs = inputs
         inputs = [tensor for tensor in tensors_in(args) if tensor.requires_grad]

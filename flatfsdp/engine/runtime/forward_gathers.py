@@ -180,7 +180,7 @@ class ForwardGathers:
             for handle in unit.handles:
                 if handle.state is UNSHARDED and handle.persistence is None:
                     handle.keep(PostForwardShard(handle.unsharded, unit.kept.post_forward, tracker=handle.tracker))
-            unit.record_event("portion")
+            unit.record_event("post_forward_shard")
         self.iteration.has_freed = True
         unit.reshard(SHOWS_NOTHING, unreached=self.iteration.backward is not None)
 

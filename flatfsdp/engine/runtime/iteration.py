@@ -184,7 +184,7 @@ class Iteration:
             self._return()
 
     def follow_writes(self) -> None:
-        """Order the next gathers after what was written to the shards at rest, by an optimizer say."""
+        """Order the next gathers after what was written to the shards at rest, by an optimizer, for example."""
         self._resources.streams.unshard.follow_compute()
         self.is_at_rest = False
 
@@ -266,7 +266,7 @@ class Iteration:
             )
 
     def _name_used_at_rest(self) -> None:
-        """A backward failed: say which parameters it cannot bring gradients to, where autograd does not."""
+        """A backward failed: name the parameters that it cannot bring gradients to, where autograd does not."""
         for unit in self.record.entered:
             used = [name for views in unit.views for name in views.used_at_rest() if unit.phase is not SUMMONED]
             if used:

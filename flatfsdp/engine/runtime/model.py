@@ -121,7 +121,7 @@ class Model:
             self.backwards.sync = before
 
     def set_unshard_async_op(self, async_op: bool) -> None:
-        """Issue gathers on the caller's stream, and ahead only where a user says so; or on a stream of their own."""
+        """Issue gathers on the caller's stream, and ahead only where a user sets that; or on a stream of their own."""
         if self.setup.ready:
             self.iteration.reset_to_idle()  # memory of the one stream does not go back to the other
             for unit in self.units:

@@ -168,7 +168,7 @@ class Setup:
             UsageError: for changes that cannot be taken over.
         """
         names = functools.partial(names_of_leaves, self.units)
-        cast = True  # where it is refused midway, too
+        cast = True  # where it is refused in the middle, too
         try:
             cast = any([write_back(unit, names) for unit in units])
         finally:

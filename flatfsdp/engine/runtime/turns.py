@@ -51,7 +51,7 @@ class Turns:
         return {}
 
     def may_reach(self, unit: Unit) -> bool:
-        """Whether this rank's backward may reach `unit`, of which no gradient of a parameter tells."""
+        """Whether this rank's backward may reach `unit`, of which no gradient of a parameter shows it."""
         return False
 
 

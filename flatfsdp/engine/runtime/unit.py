@@ -177,7 +177,7 @@ class Unit:
     def reshards_after_forward(self) -> bool:
         """Whether the unsharded parameters are freed between forward and backward.
 
-        The outermost unit's backward begins where its forward ends: unless a user says so, freeing them would gain
+        The outermost unit's backward begins where its forward ends: unless a user sets it, freeing them would gain
         nothing.
         """
         chosen = self.options.schedule.reshard_after_forward

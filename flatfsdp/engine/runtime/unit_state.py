@@ -110,7 +110,7 @@ class ForwardCall:
     ([Note: arrivals]).
 
     Attributes:
-        began: when, in ticks of the record's clock; None where that tells nothing.
+        began: when, in ticks of the record's clock; None where that means nothing.
         finished_in_task: the graph task in which it was over last. An output that is reached later is what it was
             given.
         outlasts: it may go on when the gradients of its inputs are there: those of leaves come before those of outputs

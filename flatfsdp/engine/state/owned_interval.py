@@ -86,7 +86,7 @@ class OwnedInterval(torch.Tensor):
             the shape of the whole. [Note: parts of wholes]
         span: which elements of the parameter, or of the part, they are.
         names_empty: whether this rank is the one that saves the parameter if it has no elements at all.
-        is_local: whether others may have another tensor under the same name: no checkpoint can tell these apart.
+        is_local: whether others may have another tensor under the same name: no checkpoint can distinguish these.
         others: where the rest is; None if that is not known any more, as in another process.
         assemble: makes the whole of the part that `spec` describes, collective over the ranks that have the others;
             None as `others`.
@@ -200,7 +200,7 @@ class OwnedInterval(torch.Tensor):
             raise UsageError(
                 f"full_tensor() of {spec.name!r}: this rank has elements {self.span} of shape {spec.shape}, and the "
                 "value does not know which ranks have the others, because it was pickled or comes from a file. Load it "
-                "into a model, and ask for its state_dict() under StateDictType.FULL_STATE_DICT"
+                "into a model, and take its state_dict() under StateDictType.FULL_STATE_DICT"
             )
         unsharded = flat.view(spec.shape) if spec.stride is None else flat.as_strided(spec.shape, spec.stride)
         if spec.part is None:

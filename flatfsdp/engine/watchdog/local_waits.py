@@ -3,7 +3,7 @@
 [Note: silent store] A request to a store whose server is stopped, or cut off, does not return: no error, no time limit.
 Then the watch can neither hear nor ask ([Note: watch]), and would not come to what needs no answer: for how long this
 rank has been waiting. So a second thread looks at nothing but the clock and at since when the store has owed an answer.
-While that is short it says nothing, since the watch can say more.
+While that is short it reports nothing, since the watch can report more.
 """
 
 from __future__ import annotations

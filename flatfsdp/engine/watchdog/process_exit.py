@@ -1,6 +1,6 @@
 """The end of this process, reported to those who notify the other ranks.
 
-[Note: farewell] A program ends by an exception that reaches the interpreter (`sys.excepthook`) or that a process of
+[Note: process end] A program ends by an exception that reaches the interpreter (`sys.excepthook`) or that a process of
 `multiprocessing` catches (where finalizers see it, or the `SystemExit` that torch's `mp.spawn` makes of it), or it ends
 without one: finalizers run at the end of the interpreter, too. What kills a process at once, and `os._exit`, goes
 unheard.

@@ -35,7 +35,7 @@ def _new_watch() -> Watchdog:
 def _publish_exit_record(
     watch: weakref.ref[Watchdog], store: StoreClient, rank: int, error: BaseException | None
 ) -> None:
-    """The process ends: tell the others, also those who look for this rank after it destroyed its process group."""
+    """The process ends: notify the others, also those who look for this rank after it destroyed its process group."""
     found = watch()
     last = found.last_step() if found is not None else ""
     words = f"{QUIETLY}{last}" if error is None else f"ended with {in_words(error)}{last}"
@@ -47,7 +47,7 @@ def _publish_exit_record(
 
 
 def expecting(ranks: Sequence[int], what: str) -> contextlib.AbstractContextManager[None]:
-    """The enclosed code waits for `ranks`: say so in words if they are waiting elsewhere.
+    """The enclosed code waits for `ranks`: report it if they are waiting elsewhere.
 
     `what` completes "rank 0 ...". Process groups that move nothing wait for nobody.
     """
@@ -59,7 +59,7 @@ def expecting(ranks: Sequence[int], what: str) -> contextlib.AbstractContextMana
 def fail_together(what: str) -> contextlib.AbstractContextManager[Callable[[BaseException], None]]:
     """A context for what all ranks run: an exception on one of them, which leaves it, reaches those that wait for it.
 
-    For programs that catch exceptions and live on, a notebook say; of one that ends a process the others hear anyway.
+    For programs that catch exceptions and live on, like notebooks; one that ends a process reaches the others anyway.
     The rank that fails raises what it has. Another one, if it is inside, too, and has been waiting for some seconds in
     a collective (of a model, or of the program's in `collective_region`), prints an `AgreementError` with that rank and
     its exception, and raises it from the next step of its model. Where nothing wakes it, its process ends. Ranks that
@@ -71,7 +71,7 @@ def fail_together(what: str) -> contextlib.AbstractContextManager[Callable[[Base
         what: a name for it, the same on all ranks; completes "rank 0 failed in ...".
 
     Returns:
-        What `with ... as tell` gives: `tell(error)` tells of an exception that is still to be raised.
+        What `with ... as report` gives: `report(error)` reports an exception that is still to be raised.
 
     Example:
         >>> import flatfsdp
@@ -88,7 +88,7 @@ def fail_together(what: str) -> contextlib.AbstractContextManager[Callable[[Base
 def collective_region() -> Iterator[None]:
     """The enclosed code waits for other ranks, in a collective of the program's own.
 
-    Reports tell such a rank from one that computes (see `set_collective_timeout`), and a connection that breaks is
+    Reports separate such a rank from one that computes (see `set_collective_timeout`), and a connection that breaks is
     explained. Not collective, and quick enough for every step.
 
     Raises:

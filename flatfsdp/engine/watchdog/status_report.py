@@ -1,11 +1,11 @@
 """What all ranks do at this moment, requested and reported through the store.
 
-[Note: roll call] A rank that has waited for too long, or has lost a connection, *asks*; the watch of each rank answers
+[Note: status poll] A rank that waited for too long, or has lost a connection, *asks*; the watch of each rank answers
 with what that rank does, and the one that asked collects the answers, puts them together and posts the result for all.
-There is one roll call at a time: of those who want to ask, one wins, and the others take the result that comes.
+There is one poll at a time: of those who want to ask, one wins, and the others take the result that comes.
 
 Of W ranks each posts one answer and counts it, and looks for the result twice per period until it is there, within
-`ANSWER` periods; who collects reads 2 W notes and removes those of the roll call before the last. All that the others
+`ANSWER` periods; who collects reads 2 W notes and removes those of the poll before the last. All that the others
 read is one text in which ranks that do the same share a line.
 
 [Note: deadlock] Whether ranks wait for each other for ever can be decided where all of them answer, none runs anything
@@ -33,7 +33,7 @@ ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its proces
 REFUSALS = 5  # looks after which one that asked first, and is not heard of, counts for nothing
 QUIETLY = "exited normally"
 UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
-OBITUARIES = 64  # ends of processes that a roll call reads at most
+OBITUARIES = 64  # ends of processes that a poll reads at most
 
 # Why it is asked: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error, by what the
 # user chose or by the time limit of the process group; a deadlock is to be proved; a connection was lost.
@@ -118,7 +118,7 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 class StatusReport(NamedTuple):
-    """What a roll call brought to light.
+    """What a poll brought to light.
 
     Attributes:
         purpose: why it was asked; by: who asked.
@@ -158,7 +158,7 @@ class StatusReport(NamedTuple):
 
 
 class _OpenPoll(NamedTuple):
-    """A roll call without a result."""
+    """A poll without a result."""
 
     number: int
     by: int
@@ -167,7 +167,7 @@ class _OpenPoll(NamedTuple):
 
 
 class StatusPoll:
-    """One rank's side of the roll calls of a world. [Note: roll call]"""
+    """One rank's side of the polls of a world. [Note: status poll]"""
 
     def __init__(self, notes: StoreClient, *, rank: int, world: int) -> None:
         self._store = notes
@@ -202,7 +202,7 @@ class StatusPoll:
             self._refusals += 1
 
     def answer(self, number: int, by: int, purpose: Purpose, answer: RankStatus) -> None:
-        """Roll call `number` was heard of: answer it."""
+        """Poll `number` was noticed: answer it."""
         self._store.post(f"roll/{number}/{self._rank}", json.dumps(answer))
         self._store.count(f"roll/{number}/here")
         self._open.append(_OpenPoll(number, by, purpose, time.monotonic()))
@@ -318,7 +318,7 @@ def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:
 
 
 def server_ended() -> str:
-    """A rank that took the store with it could not tell how it ended: out of batches before the others, it may be."""
+    """A rank that took the store with it could not report how it ended: out of batches before the others, it may be."""
     return f"{who_serves_it()} has ended{'' if launcher_serves_it() else UNEVEN}"
 
 

@@ -132,7 +132,7 @@ class StoreClient:
                 if self._store is None:
                     self._connection = _line_to(self._given)
                     self._store = dist.PrefixStore("flatfsdp", self._given.clone())
-                    self._given = None  # its end tells that of the process group
+                    self._given = None  # its end is that of the process group
         if self._connection is not None and _is_closed(self._connection):
             raise StoreGone(f"the store of the process group{where_it_was()} is gone, and the process that served it")
         return self._store
@@ -181,7 +181,7 @@ def _number(text: str | None) -> int:
 
 
 def where_it_was() -> str:
-    """Where the launcher said that the store is, in words; "" if it did not."""
+    """Where the environment of the launcher has the store, in words; "" where it has nothing."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     return f" at {host}:{port}" if host and port else ""
 
@@ -192,7 +192,7 @@ def launcher_serves_it() -> bool:
 
 
 def who_serves_it() -> str:
-    """The process behind the store, as far as the environment tells."""
+    """The process behind the store, as far as the environment shows."""
     if launcher_serves_it():
         return "the launcher, which serves it,"
     return "rank 0, which serves it unless a launcher does,"
@@ -201,13 +201,13 @@ def who_serves_it() -> str:
 def does_not_answer(silent: float) -> str:
     """That the store has been silent for so many seconds, in words."""
     return (
-        f"The store of the process group{where_it_was()} has not answered for {silent:.0f} s, so nobody can be asked: "
+        f"The store of the process group{where_it_was()} has not answered for {silent:.0f} s, and reports need it: "
         f"{who_serves_it()} is stopped, or cannot be reached"
     )
 
 
 def _line_to(store: Any) -> socket.socket | None:
-    """A connection over which nothing is said, which shows whether the process that serves the store still runs.
+    """A connection over which nothing is sent, which shows whether the process that serves the store still runs.
 
     The store's own client writes pages to standard error when it finds out; at the end of a program that is no news.
     """

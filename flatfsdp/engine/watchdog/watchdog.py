@@ -14,12 +14,12 @@ What it costs in a world of W ranks, in requests to the store:
 - per alarm, one count and one note by who sounds it, and two reads by every rank;
 - per meeting of notes ([Note: agreement]), four requests by every rank and its looks for the outcome, ever more rarely;
   one rank removes the W notes of the meeting before. Only who words an error reads all W notes;
-- per roll call ([Note: roll call]), four requests by every rank and its looks for the result, and 3 W by one rank;
+- per status poll ([Note: status poll]), four requests by every rank and its looks for the result, and 3 W by one rank;
 - at its beginning and at its end, two or three requests by every process.
 
 A count that adds is two requests: what stands there is looked at first. [Note: trust]
 
-Where communicators are made, models compared and notes met, every wait of more than two periods leads to roll calls,
+Where communicators are made, models compared and notes met, every wait of more than two periods leads to polls,
 ever more rarely: two ranks that wait for each other in different places never meet, and no connection breaks there when
 a rank dies.
 
@@ -62,7 +62,7 @@ from .status_report import (
 )
 from .store import AlarmReader, StoreClient, StoreGone, does_not_answer, where_it_was
 
-JOIN = 10.0  # seconds that the thread gets to finish what it says, when the interpreter ends
+JOIN = 10.0  # seconds that the thread gets to finish its output, when the interpreter ends
 LAST_ERRANDS = 0.3  # seconds that errands get then
 SILENCE = 3.0  # periods without an answer of the store after which the watch cannot be relied on
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late for good reasons: torch's own bound
@@ -116,7 +116,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self, ranks: Sequence[int], what: str, *, settled_by_notes: bool = False) -> Iterator[None]:
-        """The enclosed code waits until all `ranks` are at the same place; `what` says which one.
+        """The enclosed code waits until all `ranks` are at the same place, which `what` describes.
 
         `settled_by_notes`: or until it has heard from them that they are not.
 
@@ -142,7 +142,7 @@ class Watchdog:
         block = self._blocks.name(what)
         reported = False
 
-        def tell(error: BaseException) -> None:
+        def report(error: BaseException) -> None:
             nonlocal reported
             if reported or isinstance(error, AgreementError):  # which all ranks learn by other channels
                 return
@@ -155,9 +155,9 @@ class Watchdog:
             self._blocks.inside.append(block)
             self._start()
         try:
-            yield tell
+            yield report
         except BaseException as error:
-            tell(error)
+            report(error)
             raise
         finally:
             self._blocks.inside.remove(block)
@@ -238,7 +238,7 @@ class Watchdog:
                     self.look()
             if not self._closed:
                 self._publish_last_words()
-        except RuntimeError:  # the store is gone, and with it whatever it could tell
+        except RuntimeError:  # the store is gone, and with it all that it held
             self._store_is_gone = True
             self._outlive_the_store()
 
@@ -250,7 +250,7 @@ class Watchdog:
             return False
 
     def look(self) -> None:
-        """Hear what is new, and say what is to be said."""
+        """Read what is new, and report what is to be reported."""
         self._receive()
         self._judge_failures()
         for number, result in self._calls.results():
@@ -307,7 +307,7 @@ class Watchdog:
                 AgreementError(f"{reported}. The remaining ranks cannot continue"), [each.rank for each in failures]
             )
 
-    # -- what a roll call leads to -----------------------------------------------------------------------------------
+    # -- what a status poll leads to ---------------------------------------------------------------------------------
 
     def _follow(self, number: int, result: StatusReport) -> None:
         since, announced = self._local.waited()
@@ -320,7 +320,7 @@ class Watchdog:
             )
             self._local.reports()
         for rank, process in result.silent.items():
-            if process.is_gone() and self.store.set_if_absent(f"gone/{rank}", "told") == "told":
+            if process.is_gone() and self.store.set_if_absent(f"gone/{rank}", "reported") == "reported":
                 ExitRecord(rank, f"was killed, or crashed: {process} is gone").publish(self.store, alarm=True)
         error: AgreementError | None = None
         stands_again = self._local.proves(result.standing, asked=result.purpose == "prove")
@@ -422,7 +422,7 @@ _RAN_OUT = re.compile("Timed out waiting|wait timeout")
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether a backend lost its peers; gloo says so with a plain `RuntimeError`."""
+    """Whether a backend lost its peers; gloo raises a plain `RuntimeError` then."""
     if isinstance(error, (dist.DistError, StoreGone)):
         return True
     is_ours = isinstance(error, FlatFSDPError)

@@ -67,7 +67,7 @@ class Front:
         words: what it is called by users, for messages.
         entries: the modules that hold the unit in place; none for a wrapper. [Note: entries]
         output_dtype: to which outputs are cast; None for as they are.
-        faces: gives a face to the leaves of a handle; None for FSDP1's, as the config says.
+        faces: gives a face to the leaves of a handle; None for FSDP1's, as the config has it.
         transforms: those of parameters that it takes besides plain ones, with that of DTensors among them.
     """
 
@@ -374,7 +374,7 @@ def _check_plain(param_refs: Iterable[ParamRef], transforms: Iterable[Transform]
         elif hasattr(type(param_ref.leaf), "__tensor_flatten__"):
             raise UsageError(
                 f"{param_ref.path!r} is a {type(param_ref.leaf).__name__}, a tensor made of others: a flat parameter "
-                "holds plain elements. Name its module in ignored_modules=, which leaves it whole on each rank, or say "
+                "holds plain elements. Name its module in ignored_modules=, which leaves it whole on each rank, or set "
                 "what is stored of it with flatfsdp.extensions.set_extensions()"
                 f"{_BY_HOOKS if has_gather_hooks(param_ref.leaf) else ''}"
             )

@@ -42,7 +42,7 @@ def failing_together(axes: list[Transport]) -> Iterator[None]:
         yield
     except Exception as error:
         failure = _in_words(error)
-        with suppress(RuntimeError):  # what the others say to it matters less than `error`
+        with suppress(RuntimeError):  # how the others react matters less than `error`
             facts = [("construction", "failed", True)]
             compare_facts(axes, facts, reason=failure, doing=f"fails to wrap after {failure}")
         raise

@@ -108,7 +108,7 @@ def _give_memory(module: nn.Module, tensor: torch.Tensor, device: torch.device) 
         empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         if type(empty) is nn.Parameter:
             empty.__class__ = type(tensor)
-    vars(empty).update(vars(tensor))  # what its own class knows of it, the state of a quantised weight say
+    vars(empty).update(vars(tensor))  # what its own class keeps of it, such as the state of a quantised weight
     try:
         torch.utils.swap_tensors(tensor, empty)
         return lambda: torch.utils.swap_tensors(tensor, empty)
@@ -161,7 +161,7 @@ def _initialize_by(initialize: Callable[[nn.Module], Any], module: nn.Module, pa
 
 
 class _MetaDeviceMode(TorchFunctionMode):
-    """A context in which `tensors` say that they are on the meta device, each until something is done with it.
+    """A context in which `tensors` show the meta device as theirs, each until something is done with it.
 
     Programs guard functions that initialize by `if not parameter.is_meta: return`, so that what is initialized
     elsewhere keeps its values. Taken literally that would leave parameters without any.

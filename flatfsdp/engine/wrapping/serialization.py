@@ -82,7 +82,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
 
 
 def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
-    """Make `wrapper`, a blank instance, what `state` says."""
+    """Make `wrapper`, a blank instance, what `state` describes."""
     wrapper.__dict__.update(state["attributes"])
     plan = state["unit"]
     tracker = MemoryTracker()
@@ -222,7 +222,7 @@ def lists_of(units: list[Unit]) -> Lists:
 
 
 def set_lists(units: list[Unit], lists: Lists) -> None:
-    """Let `units` name each other as `lists` say."""
+    """Let `units` name each other as in `lists`."""
     for unit, named in zip(units, lists, strict=True):
         if any(named):
             targets = (PrefetchTargets(units[place] for place in each) for each in named)

@@ -78,7 +78,7 @@ class DemoOptions(Settings):
         return valid
 
     def task(self) -> Task:
-        """The task; the text is read when a rank asks for it."""
+        """The task; the text is read when a rank needs it."""
         train, valid = (partial(_windows, self, part) for part in (0, 1))
         return Task(model=self.model, train_data=train, eval_data=valid, objective=CausalLM())
 

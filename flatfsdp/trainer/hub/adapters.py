@@ -45,7 +45,7 @@ def add_lora(model: nn.Module, given: Mapping[str, Any], *, wanted_by: str, clas
     """`model` inside a `PeftModel`, its own parameters frozen; on the meta device its adapters have their values.
 
     Args:
-        given: rank (8), alpha (twice the rank), dropout, targets (what PEFT knows of the model, or "all-linear"), and
+        given: rank (8), alpha (twice the rank), dropout, targets (PEFT's for the model, or "all-linear"), and
             other arguments of PEFT's `LoraConfig` by their names there.
 
     Raises:

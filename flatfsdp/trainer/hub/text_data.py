@@ -1,4 +1,4 @@
-"""Text to train on, by name: files, JSON lines, and datasets of the `datasets` library; tokenized as a model wants it.
+"""Text to train on, by name: files, JSON lines, and datasets of the `datasets` library; tokenized for a model.
 
 [Note: samples of text] A record with "messages" is a conversation, of which the answers count; one with "prompt" and
 "completion" counts the completion; of any other a column is text that counts as a whole, or the text of a "label".

@@ -117,7 +117,7 @@ def said(
         settings |= {"sharding_strategy": "HYBRID_SHARD", "device_mesh": replicas_of_shards()}
     with (
         warnings.catch_warnings(record=True) as caught,
-        patch.object(local_clipping, "TOLD", key),
+        patch.object(local_clipping, "REPORTED", key),
         patch.object(errors, "_warned", set()),
     ):
         warnings.simplefilter("always", errors.FlatFSDPWarning)

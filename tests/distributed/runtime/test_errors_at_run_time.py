@@ -230,7 +230,7 @@ def test_a_mesh_without_this_rank() -> None:
     [
         ("3", 0, "3, by LOCAL_WORLD_SIZE, do not divide the world of 4"),
         (None, 3, "3, by the accelerators of this machine, do not divide the world of 4"),
-        (None, 0, "nothing tells how many"),
+        (None, 0, "their number is not known"),
     ],
 )
 def test_hybrid_over_unknown_nodes(

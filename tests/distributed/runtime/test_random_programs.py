@@ -823,7 +823,7 @@ def _play(rank: int, world: int, seed: int, operations: Sequence[Callable[[Playe
         patch.object(attendant, "PERIOD", random.Random(f"period {seed} {rank}").choice((0.0001, attendant.PERIOD))),
         patch.object(attendant, "REST", random.Random(f"rest {seed} {rank}").choice((0.0001, attendant.REST))),
         patch.object(errors, "_warned", set()),
-        patch.object(local_clipping, "TOLD", f"clipped in program {seed}"),
+        patch.object(local_clipping, "REPORTED", f"clipped in program {seed}"),
     ):
         warnings.simplefilter("always", errors.FlatFSDPWarning)
         found = Player(rank, world, seed, operations).play()

@@ -275,7 +275,7 @@ def test_a_rank_is_stopped_that_serves_the_store(outcomes: list[fresh.Outcome]) 
     """Limits are kept by those who can ask nobody: in a collective, and in a request to the store."""
     *waiting, stopped = ended(outcomes)
     assert stopped.exit_code == -signal.SIGKILL
-    silent = r"The store of the process group at \S+ has not answered for \d+ s, so nobody can be asked: rank 0, which"
+    silent = r"The store of the process group at \S+ has not answered for \d+ s, and reports need it: rank 0, which"
     for outcome, doing in zip(waiting, ("waiting for the store", "waiting in the forward"), strict=True):
         assert outcome.exit_code == 1, outcome
         assert re.search(rf"^\[flatfsdp, rank \d\] {doing}.*, for \d s. {silent}", outcome.output, re.MULTILINE), (

@@ -64,7 +64,7 @@ class Gathers(TorchDispatchMode):
 
 def portions(model: FullyShardedDataParallel) -> int:
     """Bytes that are held between forward and backward, besides the shards and what is unsharded."""
-    return inspect.memory(model).live["portion"]
+    return inspect.memory(model).live["post_forward_shard"]
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,10 @@ def test_what_is_no_divisor_is_refused() -> None:
 
 def test_the_story_of_a_step() -> None:
     with tower(reshard_after_forward=2) as model:
-        assert story(model, lambda: forward(model), "gather", "portion", "reshard") == (
-            "gather:root gather:a portion:a reshard:a gather:b portion:b reshard:b gather:c portion:c reshard:c "
-            "portion:root reshard:root"
+        found = story(model, lambda: forward(model), "gather", "post_forward_shard", "reshard")
+        assert found.replace("post_forward_shard", "kept") == (
+            "gather:root gather:a kept:a reshard:a gather:b kept:b reshard:b gather:c kept:c reshard:c "
+            "kept:root reshard:root"
         )
         loss = forward(model)
         block, *_, own = padded(NUMELS, 4)
@@ -197,7 +198,7 @@ def test_the_peak_of_a_step_is_a_sum_of_terms() -> None:
             memory.reset_peaks()
             forward(model).backward()
             model.zero_grad()
-            peaks.append((memory.peak("portion"), memory.peak("unsharded")))
+            peaks.append((memory.peak("post_forward_shard"), memory.peak("unsharded")))
         # Each unit's portion is there before its unsharded parameters go.
         assert peaks == [(4 * (3 * block + own) // 2, 4 * (own + 2 * block))] * 3
 
@@ -236,7 +237,7 @@ def test_whatever_ends_an_iteration_frees_portions(use_orig_params: bool) -> Non
 
         loss = forward(model)
         model.module.b.unshard()
-        assert live(model) == {"shard", "unsharded", "portion"}
+        assert live(model) == {"shard", "unsharded", "post_forward_shard"}
         with Gathers() as seen:
             loss.backward()
         assert seen.counts == {2: UNITS - 1}

@@ -2,7 +2,7 @@
 
 [Note: outbox] Each rank has an *outbox*: memory that it alone writes and all its peers read. A collective passes
 through it in *chunks*. Ranks issue the same collectives in the same order, so chunks have the same numbers, sizes and
-places on all of them, and two counters for each rank are all that they tell each other: how many chunks it has *posted*
+places on all of them, and two counters for each rank are all that they exchange: how many chunks it has *posted*
 (written whole) and *taken* (read whole, from every peer).
 
 - A chunk is taken when every peer has posted it.
@@ -11,7 +11,7 @@ places on all of them, and two counters for each rank are all that they tell eac
   what a rank waits for depends on what others have issued, and not on what they wait for.
 
 A rank that was given other collectives than its peers would take chunks of other sizes: each chunk has a *tag*, written
-before it is counted, by which peers tell.
+before it is counted, which peers compare.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class SharedMemory:
             if words[_BROKEN]:
                 return (
                     f"shared memory of {self._name}: rank {peer.rank} of the group was interrupted in the middle of an "
-                    f"exchange, and rank {self.rank} waits for it. Rank {peer.rank} knows by what"
+                    f"exchange, and rank {self.rank} waits for it. The output of rank {peer.rank} has the cause"
                 )
         if time.monotonic() - since > self._limit:
             return (

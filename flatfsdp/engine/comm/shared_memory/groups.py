@@ -1,4 +1,4 @@
-"""Which process groups share memory: all of whose ranks can, and none of whose ranks is told not to."""
+"""Which process groups share memory: all of whose ranks can, and none of whose ranks has it switched off."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None =
     they do where they can.
 
     That is for tensors on the CPU, in process groups of gloo of at most 8 ranks, all on one host with Linux on x86-64.
-    Elsewhere, and where one rank is told not to or cannot, all ranks of the group use gloo: the reason is logged at the
+    Elsewhere, and where one rank cannot, or has it off, all ranks of the group use gloo: the reason is logged at the
     level DEBUG. Results are the same to the bit. Per rank it takes up to 4 MiB for a process group in which parameters
     are gathered, and 2 MiB for one in which gradients are reduced. That is given back while nothing is exchanged for
     0.2 seconds, and where a backward begins that gathers nothing (`SHARD_GRAD_OP`), unless `retain_host_memory()` was

@@ -1,8 +1,8 @@
 """How the ranks of a process group come to map each other's segments, or agree that they cannot.
 
-[Note: introductions] Each rank listens on a socket without a file (an abstract name, which is random), and tells its
+[Note: introductions] Each rank listens on a socket without a file (an abstract name, which is random), and gives its
 name, and a secret, to the ranks of the group by a collective of the group. Ranks connect in pairs, each to those before
-it, which takes nobody who accepts; a second collective tells whether all could. Each side of a connection sends the
+it, which takes nobody who accepts; a second collective shows whether all could. Each side of a connection sends the
 descriptors of its segments, once it has seen that the other is a process of the same user and knows the secret. The
 connections stay: a process that ends closes its side, which is how its peers notice.
 """
@@ -144,9 +144,9 @@ def _host() -> bytes:
 
 def _tell_all(process_group: Any, payload: bytes, reason: str) -> list[tuple[bytes, str]]:
     """Every rank's `payload`, of one length on all of them, and its reason against. Collective."""
-    said = payload + reason.encode()[:REASON].ljust(REASON, b"\0")
-    sent = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    received = torch.empty(process_group.size() * len(said), dtype=torch.uint8)
+    own = payload + reason.encode()[:REASON].ljust(REASON, b"\0")
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    received = torch.empty(process_group.size() * len(own), dtype=torch.uint8)
     with blocked():
         _torch.FlatCollectives(process_group, beside=False).gather(received, sent).wait()
     rows = [bytes(row.tolist()) for row in received.view(process_group.size(), -1)]

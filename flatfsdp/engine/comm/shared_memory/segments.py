@@ -55,7 +55,7 @@ class Segment:
         """Have pages up to the byte `end`, at least.
 
         Raises:
-            OSError: there is not so much memory, or the system cannot tell.
+            OSError: there is not so much memory, or the system cannot show it.
         """
         end = min(-(-end // _PAGES) * _PAGES, len(self.memory))
         start = self.held // mmap.PAGESIZE * mmap.PAGESIZE

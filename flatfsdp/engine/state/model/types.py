@@ -35,7 +35,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
             raise UsageError(
                 f"unit {_described(unit)} was set to {other.state_dict_type.name} and unit {_described(units[-1])} to "
                 f"{found[-1].state_dict_type.name}, or to other configs; one state dict holds values of one kind. Call "
-                "set_state_dict_type() on the module that you ask for its state dict"
+                "set_state_dict_type() on the module whose state dict you take"
             )
     return found[-1] if found else StateDictSettings()
 

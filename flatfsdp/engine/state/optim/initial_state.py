@@ -87,7 +87,7 @@ def _state_of_trial(
     except Exception as error:
         warn_once_per_job(
             f"the state that {type(optimizer).__name__} has before its first step is not known, because a copy of it "
-            f"does not step on zeros ({type(error).__name__}: {error}). Its state dict has no state; ask for it after "
+            f"does not step on zeros ({type(error).__name__}: {error}). Its state dict has no state; take it after "
             "a step"
         )
         return {}
