@@ -6,13 +6,15 @@ only: `pip install .` into an environment that has torch leaves that torch as it
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
-HOME = ""  # where the repository is published; without it there are no URLs
+ADDRESS = "FLATFSDP_ADDRESS"  # of the environment: where the repository is published
 PLACES = {
     "Source": "",
     "Documentation": "tree/main/docs",
@@ -30,12 +32,35 @@ def version() -> str:
     return found.group(1)
 
 
+def home() -> str:
+    """Where the repository is published: by the environment, or else where this clone comes from; "" if neither is on
+    the web. The source names no address, since none is known that would be true of every copy."""
+    if ADDRESS in os.environ:
+        return os.environ[ADDRESS].rstrip("/")
+    command = ["git", "-C", str(ROOT), "config", "--local", "--get", "remote.origin.url"]
+    try:
+        origin = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return web_address(origin) if (ROOT / ".git").exists() else ""  # not that of a repository around this folder
+
+
+def web_address(origin: str) -> str:
+    """The page of a git remote, without the user and password that it may have; "" for a folder."""
+    found = re.fullmatch(r"(?:https?://|ssh://|git@)(?:[^@/]+@)?([\w.-]+\.[a-z]+)(:\d+)?[:/]+(.+?)(?:\.git)?/?", origin)
+    if found is None:
+        return ""
+    port = found[2] or "" if origin.startswith("http") else ""
+    return f"https://{found[1]}{port}/{found[3]}"
+
+
 def long_description() -> str:
     """The README, where the source tree has one."""
     readme = ROOT / "README.md"
     return readme.read_text(encoding="utf-8") if readme.is_file() else ""
 
 
+address = home()
 setup(
     name="flatfsdp",
     version=version(),
@@ -43,7 +68,7 @@ setup(
     long_description=long_description(),
     long_description_content_type="text/markdown",
     author="The flatfsdp authors",
-    project_urls={name: f"{HOME}/{path}" for name, path in PLACES.items() if HOME},
+    project_urls={name: f"{address}/{path}".rstrip("/") for name, path in PLACES.items() if address},
     license="BSD-3-Clause",
     packages=find_packages(include=["flatfsdp", "flatfsdp.*"]),
     package_data={"flatfsdp": ["py.typed", "examples/*.txt"]},

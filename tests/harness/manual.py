@@ -10,7 +10,9 @@ differs from run to run. Comments of HTML, which no reader sees, say more:
     -->
     <!-- not run: REASON -->     before a block: only its syntax and its names are looked at
     <!-- run by: TEST -->        before a block: there
-    <!-- thorough -->            before a block of a shell: with --thorough
+    <!-- thorough -->            before a block of a shell: with --thorough; a block of output right after it is what
+                                 its last command prints
+    <!-- file: NAME -->          before a block: the reader saves it as that file, for the commands of the page
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ _BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>[\w{}-]*)\n(?P<text>.*?)^```$|^<!-- setup\n(?P<setup>.*?)^-->$",
     flags=re.MULTILINE | re.DOTALL,
 )
+_SAVED = r"[Ss]ave (?:it|this|what follows) as `([\w.]+\.py)`"
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Block:
     @property
     def runs(self) -> bool:
         """Whether it belongs to the program of its page."""
-        return not self.mark.startswith(("not run: ", "run by: "))
+        return not self.mark.startswith(("not run: ", "run by: ", "file: "))
 
 
 def blocks(page: Path) -> list[Block]:
@@ -81,16 +84,34 @@ def program(page: Path) -> str:
     return "\n".join([*before, *own]) if own else ""
 
 
+def files(page: Path) -> dict[str, str]:
+    """What the reader saves for the commands of the page: texts by the names of files."""
+    own = {name: program(page) for name in re.findall(_SAVED, page.read_text())}
+    marked = [each for each in blocks(page) if each.mark.startswith("file: ")]
+    return own | {each.mark.removeprefix("file: "): each.text for each in marked}
+
+
+def commands(page: Path) -> list[tuple[Block, Block | None]]:
+    """The blocks of a shell that run with --thorough, each with the block of its output, None where there is none."""
+    found = blocks(page)
+    following: list[Block | None] = [each if each.language == "output" else None for each in found[1:]]
+    pairs = zip(found, [*following, None], strict=True)
+    return [(block, after) for block, after in pairs if block.mark == "thorough"]
+
+
 def promised(page: Path) -> str:
-    return "".join(each.text for each in blocks(page) if each.language == "output")
+    """What the program of the page prints."""
+    of_commands = [output for _, output in commands(page)]
+    return "".join(each.text for each in blocks(page) if each.language == "output" and each not in of_commands)
 
 
-def differs(page: Path, printed: str) -> str:
-    """How what rank 0 printed differs from what the page shows; "" if it does not."""
+def differs(page: Path, printed: str, expected: str | None = None) -> str:
+    """How what was printed differs from what the page shows, by default of its program; "" if it does not."""
+    shown = promised(page) if expected is None else expected
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    if doctest.OutputChecker().check_output(promised(page), printed, flags):
+    if doctest.OutputChecker().check_output(shown, printed, flags):
         return ""
-    return f"{page.relative_to(ROOT)} promises\n{promised(page)}\nand prints\n{printed}"
+    return f"{page.relative_to(ROOT)} promises\n{shown}\nand prints\n{printed}"
 
 
 def run_in_turn(rank: int, world: int, programs: list[str]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from tests.harness.thorough import is_thorough
 TIMEOUT = 240  # seconds
 PROGRAMS = [page for page in manual.PAGES if manual.program(page)]
 WORLDS = {page: int(*manual.said(page, "ranks") or [2]) for page in PROGRAMS}
-COMMANDS = [page for page in manual.PAGES if any(each.mark == "thorough" for each in manual.blocks(page))]
+COMMANDS = [page for page in manual.PAGES if manual.commands(page)]
 
 
 def name_of(page: Path) -> str:
@@ -87,16 +86,19 @@ def test_torch_alone_is_enough(tmp_path: Path) -> None:
 @pytest.mark.skipif(not is_thorough(), reason="starts interpreters")
 @pytest.mark.parametrize("page", COMMANDS, ids=name_of)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    for file in re.findall(r"[Ss]ave (?:it|this|what follows) as `([\w.]+\.py)`", page.read_text()):
-        (tmp_path / file).write_text(manual.program(page))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(manual.ROOT)}
+    if lacks(page):
+        pytest.skip(f"needs {', '.join(lacks(page))}")
+    for name, text in manual.files(page).items():
+        (tmp_path / name).write_text(text)
+    places = {"PYTHONPATH": os.pathsep.join([str(manual.ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, **places, "OMP_NUM_THREADS": "1", "FLATFSDP_CACHE": str(tmp_path / "cache")}
     starts = {"python": [], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
-    for block in manual.blocks(page):
-        if block.mark == "thorough":
-            for line in block.text.replace("\\\n", " ").splitlines():
-                first, *arguments = shlex.split(line, comments=True)
-                command = [sys.executable, *starts[first], *arguments]
-                done = subprocess.run(
-                    command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT
-                )
-                assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    for block, shown in manual.commands(page):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            first, *arguments = shlex.split(line, comments=True)
+            command = [sys.executable, *starts[first], *arguments]
+            done = subprocess.run(
+                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+            )
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        assert shown is None or not manual.differs(page, done.stdout, shown.text)

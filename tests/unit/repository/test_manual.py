@@ -24,7 +24,7 @@ WHOLE = (flatfsdp.wrap, flatfsdp.comm_hooks, flatfsdp.errors)  # modules of whic
 NAMED = (flatfsdp, flatfsdp.checkpoint, flatfsdp.trainer)  # and those whose names it lists
 # Languages that do not run.
 QUIET = {"text", "output", "toml", "console", "diff", "{toctree}", "{eval-rst}", "{include}"}
-MARK = re.compile(r"not run: \w.{10,}|run by: tests/[\w/]+\.py|thorough")
+MARK = re.compile(r"not run: \w.{10,}|run by: tests/[\w/]+\.py|thorough|file: [\w.]+")
 pages = pytest.mark.parametrize("page", manual.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import zipfile
 from email import message_from_string
 from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,21 @@ from flatfsdp import env
 from tools import memory_picture
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+# Where a clone may come from, and the page of that.
+ORIGINS = {
+    "https://host.org/them/flatfsdp.git": "https://host.org/them/flatfsdp",
+    "https://name:secret@host.org/them/flatfsdp": "https://host.org/them/flatfsdp",
+    "https://host.org:8443/them/flatfsdp/": "https://host.org:8443/them/flatfsdp",
+    "http://name@127.0.0.1:80/them/flatfsdp": "",
+    "git@host.org:them/flatfsdp.git": "https://host.org/them/flatfsdp",
+    "ssh://git@host.org:22/them/flatfsdp.git": "https://host.org/them/flatfsdp",
+    "/work/flatfsdp": "",
+    "file:///work/flatfsdp": "",
+    "../flatfsdp": "",
+    "": "",
+}
 
 
 def pip(*arguments: str | Path) -> str:
@@ -40,7 +57,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, sources)
-    pip("wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, sources)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("FLATFSDP_ADDRESS", "https://example.org/flatfsdp/")
+        pip("wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, sources)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -82,6 +101,21 @@ def test_the_metadata(wheel: Path) -> None:
         'pytest; extra == "test"',
         'expecttest; extra == "test"',
     ]
+
+
+def test_the_addresses_are_those_of_the_repository(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = dict(each.split(", ") for each in metadata(wheel).get_all("Project-URL", []))
+    assert urls["Source"] == "https://example.org/flatfsdp"
+    assert urls["Changelog"] == "https://example.org/flatfsdp/blob/main/CHANGELOG.md"
+    assert {*urls} == {"Source", "Documentation", "Changelog", "Issues"}
+
+    setuptools = pytest.importorskip("setuptools")
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", made.update)
+    monkeypatch.setenv("FLATFSDP_ADDRESS", "")
+    web_address = runpy.run_path(str(ROOT / "setup.py"))["web_address"]
+    assert made["project_urls"] == {}
+    assert [*map(web_address, ORIGINS)] == [*ORIGINS.values()]
 
 
 def test_installing_changes_no_torch(wheel: Path) -> None:
