@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ def write_llama(folder: Path, *, tied: bool = False) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_chat(path: Path) -> None:
+    """Conversations of a question and an answer, as lines of JSON."""
+    with path.open("w") as file:
+        for number in range(12):
+            turns = [("user", f"what is {number}?"), ("assistant", f"{number} is a number")]
+            record = {"messages": [{"role": role, "content": text} for role, text in turns]}
+            file.write(f"{json.dumps(record)}\n")
 
 
 class Letters:

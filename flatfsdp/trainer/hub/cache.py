@@ -9,7 +9,8 @@ from typing import Any
 
 from flatfsdp.errors import ConfigValueError
 
-_EXTRAS = {"transformers": "hf", "peft": "hf", "datasets": "hf", "huggingface_hub": "hf", "bitsandbytes": "hf"}
+# Libraries that an extra installs, or what it installs.
+EXTRAS = {"transformers": "hf", "peft": "hf", "datasets": "hf", "huggingface_hub": "hf"}
 
 
 def library(name: str, *, wanted_by: str) -> Any:
@@ -21,7 +22,7 @@ def library(name: str, *, wanted_by: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get(name)
+        extra = EXTRAS.get(name)
         install = f"pip install 'flatfsdp[{extra}]'" if extra else f"pip install {name}"
         raise ConfigValueError(f"{wanted_by}: needs {error.name}, which is not installed: {install}") from error
 

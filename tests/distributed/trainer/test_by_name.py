@@ -20,7 +20,7 @@ from flatfsdp.trainer.hub.pretrained import Pretrained
 from flatfsdp.trainer.hub.text_data import TextData
 from flatfsdp.trainer.objectives import CausalLM, Classification
 from tests.conftest import Run
-from tests.harness.tiny_hub import write_llama
+from tests.harness.tiny_hub import write_chat, write_llama
 
 LENGTH = 48
 LORA = {"rank": 4, "targets": ["q_proj", "down_proj"]}
@@ -30,11 +30,7 @@ LORA = {"rank": 4, "targets": ["q_proj", "down_proj"]}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model, its tokenizer, and conversations."""
     pytest.importorskip("transformers", minversion="5")
-    with (tmp_path / "chat.jsonl").open("w") as file:
-        for number in range(12):
-            turns = [("user", f"what is {number}?"), ("assistant", f"{number} is a number")]
-            record = {"messages": [{"role": role, "content": text} for role, text in turns]}
-            file.write(f"{json.dumps(record)}\n")
+    write_chat(tmp_path / "chat.jsonl")
     write_llama(tmp_path / "llama")
     return tmp_path
 
@@ -67,8 +63,10 @@ def first_logits(folder: Path, model: dict[str, Any]) -> Tensor:
 def run(folder: Path, steps: int, model: dict[str, Any], resume: str | None) -> dict[str, Any]:
     trainer = trainer_of(folder, steps, model, resume=resume)
     result = trainer.train()
-    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-    return {"losses": result.losses, "trained": trained, **result.evaluation}
+    parameters = [*trainer.model.parameters()]
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    frozen = sum(each.nbytes for each in parameters if not each.requires_grad)
+    return {"losses": result.losses, "trained": trained, "frozen": frozen, **result.evaluation}
 
 
 def export(folder: Path, model: dict[str, Any]) -> list[str]:
@@ -125,6 +123,32 @@ def test_trained_on_two_resumed_on_three_exported(model: dict[str, Any], folder:
     assert loss == pytest.approx(second["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about PEFT
+def test_adapters_over_four_bits(folder: Path, pool2: Run, pool3: Run) -> None:
+    """Trained on 2, resumed on 3, exported; the same loss by the libraries alone."""
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    frozen = {}
+    for quantize in (None, "nf4"):
+        model = {"lora": LORA, "quantize": quantize}
+        found = pool2(quietly, run, str(folder), 4, model, None, timeout=120)
+        frozen[quantize] = sum(rank["frozen"] for rank in found)
+        if quantize is None:
+            shutil.rmtree(folder / "run")
+    first, _ = found
+    layers = 2 * (4 * 16 * 16 + 3 * 16 * 24)
+    assert frozen[None] - frozen["nf4"] == pytest.approx(3.5 * layers, rel=0.02)  # bytes, of 4 for each number; padding
+    second, *_ = pool3(quietly, run, str(folder), 7, model, "latest", timeout=120)
+    assert second["eval_loss"] < first["eval_loss"] < first["losses"][0]
+    pool2(quietly, export, str(folder), model, timeout=120)
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base = AutoModelForCausalLM.from_pretrained(folder / "llama", quantization_config=packed)
+    loss, _ = alone(folder, peft.PeftModel.from_pretrained(base, folder / "export"))
+    assert loss == pytest.approx(second["eval_loss"], rel=1e-5)
+
+
 def classified(folder: Path) -> tuple[str, dict[str, float]]:
     data = TextData(f"jsonl:{folder / 'labels.jsonl'}")
     task = Task(model=Pretrained(str(folder / "llama"), labels=2), train_data=data, eval_data=data)
@@ -141,8 +165,8 @@ def test_a_classifier_gets_a_head_and_its_accuracy(folder: Path, pool2: Run) -> 
         assert "eval_perplexity" not in evaluation
 
 
-def streamed(folder: Path, resume: str | None, steps: int) -> tuple[float, ...]:
-    data = TextData(f"hf:{folder / 'data'}", streaming=True, sequence_length=8)
+def of_datasets(folder: Path, streaming: bool, resume: str | None, steps: int) -> tuple[float, ...]:
+    data = TextData(f"hf:{folder / 'data'}", streaming=streaming, sequence_length=8)
     task = Task(model=Pretrained(str(folder / "llama")), train_data=data)
     given = TrainingArguments(
         output=folder / "s", steps=steps, global_batch=6, batch=1, progress=False, shuffle=False, resume=resume,
@@ -151,16 +175,19 @@ def streamed(folder: Path, resume: str | None, steps: int) -> tuple[float, ...]:
     return Trainer(task, given).train().losses
 
 
-def test_a_stream_is_gone_on_with_on_another_number_of_ranks(folder: Path, pool2: Run, pool3: Run) -> None:
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_dataset_is_gone_on_with_on_another_number_of_ranks(
+    streaming: bool, folder: Path, pool2: Run, pool3: Run
+) -> None:
     pytest.importorskip("datasets")
     (folder / "data").mkdir()
     lines = [json.dumps({"text": chr(97 + number % 26) * (number % 11)}) for number in range(200)]
     (folder / "data" / "train.jsonl").write_text("\n".join(lines))
-    whole, _ = pool2(quietly, streamed, str(folder), None, 4, timeout=120)
+    whole, _ = pool2(quietly, of_datasets, str(folder), streaming, None, 4, timeout=120)
     for path in (folder / "s").glob("*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    pool2(quietly, streamed, str(folder), None, 2, timeout=120)
-    second, *_ = pool3(quietly, streamed, str(folder), "latest", 4, timeout=120)
+    pool2(quietly, of_datasets, str(folder), streaming, None, 2, timeout=120)
+    second, *_ = pool3(quietly, of_datasets, str(folder), streaming, "latest", 4, timeout=120)
     assert second[-1] == pytest.approx(whole[-1], rel=1e-4)
 
 

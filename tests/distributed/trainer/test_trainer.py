@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from flatfsdp.trainer.demo.model import ByteTransformer
 from flatfsdp.trainer.preemption import ASKED
 from flatfsdp.trainer.run import StepReport
 from tests.conftest import Run
+from tests.harness.thorough import is_thorough
 
 SAMPLES, BATCH = 22, 4  # the last step of an epoch is smaller
 
@@ -119,6 +121,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "whole": ({}, {"strategy": "no_shard", "units": "none"}),
     "kept until the backward": ({"detect_nonfinite": True}, {"reshard_after_forward": False}),
 }
+if is_thorough():
+    SETTINGS["compiled"] = ({}, {"compile": True})  # half a minute
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -159,12 +163,25 @@ def test_low_precision_learns(run: Run, dtype: str) -> None:
 # --- evaluation, saving, stopping -------------------------------------------------------------------------------------
 
 
+def own_metrics(logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums over the targets: how many they are, and how likely the model takes them to be."""
+    targets = batch["labels"][:, 1:]
+    likely = logits[:, :-1].log_softmax(-1).gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    return {"targets": (targets >= 0).sum(), "likely": likely[targets >= 0].sum()}
+
+
 def run_with(
     rank: int, world: int, output: Path, given: dict[str, Any], callbacks: Callable[[], list[Callback]] = list
 ) -> dict[str, Any]:
     """What a run with evaluation data told, and its folder's checkpoints."""
     record = Record()
-    task = Task(model=make_model, train_data=sentences, eval_data=partial(sentences, 7), objective=CausalLM())
+    task = Task(
+        model=make_model,
+        train_data=sentences,
+        eval_data=partial(sentences, 7),
+        objective=CausalLM(),
+        metrics=own_metrics,
+    )
     trainer = Trainer(task, training(output=output, **given), callbacks=[record, MetricsLog(), *callbacks()])
     result = trainer.train()
     return {
@@ -184,6 +201,10 @@ def test_evaluations_weigh_tokens_and_the_best_checkpoint_stays(run: Run, tmp_pa
     evaluations = found[0]["evaluations"]
     assert [each["eval_tokens"] for each in evaluations] == [sum(1 + number % 6 for number in range(7))] * 9
     assert {type(each["eval_tokens"]) for each in evaluations} == {int}
+    for each in evaluations:
+        assert each["eval_targets"] == 1.0  # of which the samples that stand in for missing ones have none
+        assert each["eval_likely"] == pytest.approx(-each["eval_loss"], rel=1e-5)
+        assert each["eval_perplexity"] == pytest.approx(math.exp(each["eval_loss"]))
     best = min(range(8), key=lambda number: evaluations[number]["eval_loss"])  # the ninth is of the last step, the 17th
     assert found[0]["left"] == sorted({f"step-{2 * best + 2:08}", "step-00000016"})
     rows = read_metrics(tmp_path / "metrics.jsonl")

@@ -17,6 +17,7 @@ import pytest
 
 from flatfsdp.trainer.callbacks import read_metrics
 from tests.harness.thorough import is_thorough
+from tests.harness.tiny_hub import write_chat, write_llama
 from tests.process.trainer.test_train import environment
 
 STEPS, EVERY = 120, 10
@@ -26,10 +27,46 @@ JOB = (
 )
 
 
+# Adapters on a small Llama, by a file and by a program; the second keeps the losses, as the command does.
+FILE = """
+[task]
+model = "hf:llama"
+train_data = "jsonl:chat.jsonl"
+eval_data = "jsonl:chat.jsonl"
+[model]
+lora = {{ rank = 4, targets = ["q_proj", "down_proj"] }}
+[data]
+sequence_length = 48
+[training]
+output = "run"
+steps = {}
+save_every = {}
+lr = 0.01
+global_batch = 6
+batch = 1
+device = "cpu"
+progress = false
+[fsdp]
+keep_frozen_unsharded = true
+"""
+PROGRAM = """
+from flatfsdp.trainer import FSDPArguments, Pretrained, Task, TextData, Trainer, TrainingArguments
+from flatfsdp.trainer.callbacks import MetricsLog
+
+chat = TextData("jsonl:chat.jsonl", sequence_length=48)
+llama = Pretrained("llama", lora={{"rank": 4, "targets": ["q_proj", "down_proj"]}})
+task = Task(model=llama, train_data=chat, eval_data=chat)
+given = TrainingArguments(
+    output="whole", steps={}, save_every={}, lr=0.01, global_batch=6, batch=1, device="cpu", progress=False
+)
+Trainer(task, given, FSDPArguments(keep_frozen_unsharded=True), callbacks=[MetricsLog(1)]).train()
+"""
+
+
 @contextmanager
-def agent(folder: Path, name: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def agent(folder: Path, name: str, *options: str, job: str = JOB) -> Iterator[subprocess.Popen[bytes]]:
     """torchrun with the job, in a session of its own; all of it is over in the end."""
-    job = JOB.format(STEPS, EVERY).split()
+    job = job.format(STEPS, EVERY).split()
     command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.2", *options, *job]
     with (folder / name).open("wb") as log:
         process = subprocess.Popen(
@@ -109,3 +146,27 @@ def test_a_node_that_is_lost_leaves_fewer_ranks(tmp_path: Path) -> None:
         assert first.wait(200) == 0, (tmp_path / "first").read_text()[-3000:]
     check(tmp_path, "first", killed_after=saved)
     assert "1 on cpu" in (tmp_path / "first").read_text()
+
+
+@pytest.mark.skipif(not is_thorough(), reason="takes a minute: --thorough")
+def test_adapters_by_a_file_are_those_of_a_program_though_a_rank_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("peft")
+    write_llama(tmp_path / "llama")
+    write_chat(tmp_path / "chat.jsonl")
+    (tmp_path / "lora.toml").write_text(FILE.format(STEPS, EVERY))
+    (tmp_path / "whole.py").write_text(PROGRAM.format(STEPS, EVERY))
+    ranks = ("--standalone", "--nproc-per-node=2")
+    with agent(tmp_path, "whole.log", *ranks, job="whole.py") as process:
+        assert process.wait(120) == 0, (tmp_path / "whole.log").read_text()[-3000:]
+    by_file = "-m flatfsdp.train --config lora.toml --resume latest"
+    with agent(tmp_path, "log", *ranks, "--max-restarts=3", job=by_file) as process:
+        saved = wait_for(tmp_path, 2)
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        assert process.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
+    check(tmp_path, "log", killed_after=saved)
+    whole, run = (
+        [(row["step"], row["loss"]) for row in read_metrics(tmp_path / folder / "metrics.jsonl") if "loss" in row]
+        for folder in ("whole", "run")
+    )
+    assert run == whole

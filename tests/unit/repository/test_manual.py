@@ -6,6 +6,8 @@ import ast
 import importlib
 import inspect
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,9 @@ def test_blocks_run_or_say_why_not(page: Path) -> None:
         marked = MARK.fullmatch(block.mark)
         if block.language == "sh":
             assert marked, f"{where}: a command runs with --thorough, in a test, or not for a reason"
+            if shutil.which("bash"):
+                done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, timeout=60)
+                assert not done.stderr, f"{where}: {done.stderr}"
         if block.language == "python":
             ast.parse(block.text)
             assert not block.mark or (marked and block.mark != "thorough"), f"{where}: {block.mark}"

@@ -19,6 +19,7 @@ import torch
 
 import flatfsdp
 from flatfsdp import env
+from flatfsdp.trainer.hub.cache import EXTRAS
 from tools import memory_picture
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -116,6 +117,12 @@ def test_the_addresses_are_those_of_the_repository(wheel: Path, monkeypatch: pyt
     web_address = runpy.run_path(str(ROOT / "setup.py"))["web_address"]
     assert made["project_urls"] == {}
     assert [*map(web_address, ORIGINS)] == [*ORIGINS.values()]
+
+
+def test_an_extra_that_a_message_names_has_the_library(wheel: Path) -> None:
+    required = metadata(wheel).get_all("Requires-Dist", [])
+    own = {name: extra for name, extra in EXTRAS.items() if name != "huggingface_hub"}  # which transformers needs
+    assert [name for name, extra in own.items() if f'{name}; extra == "{extra}"' not in required] == []
 
 
 def test_installing_changes_no_torch(wheel: Path) -> None:
