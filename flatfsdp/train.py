@@ -135,7 +135,7 @@ class Job:
         if world.leads:
             goes_on = {"--resume": "latest", "--output": str(self.training.output)}
             if result.stopped_by:
-                print_line(f"stopped by {in_words(result.stopped_by)} after step {result.steps}; this goes on:")
+                print_line(f"stopped by {in_words(result.stopped_by)} after step {result.steps}; to resume it:")
                 print_line(f"  {self.program} {shlex.join(changed(self.given, goes_on))}")
             elif self.demo is not None:
                 print_line(self._what_next(result.steps, goes_on), sys.stdout)

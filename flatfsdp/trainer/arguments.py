@@ -244,7 +244,7 @@ class TrainingArguments(Settings):
 
     save_every: Count | None = setting(None, "save a checkpoint after every so many steps")
     save_at_end: bool = setting(True, "save a checkpoint at the end")
-    save_async: bool = setting(True, "write checkpoints while training goes on")
+    save_async: bool = setting(True, "write checkpoints while training continues")
     save_format: SaveFormat = setting("safetensors", "format of the weights in a checkpoint")
     save_on_each_node: bool = setting(False, "each node writes to a disk of its own, not all to a shared one")
     keep_last: Count = setting(2, "checkpoints that stay: the last so many")
@@ -252,7 +252,7 @@ class TrainingArguments(Settings):
     best_by: Text = setting("eval_loss", "the metric that decides which is best")
     best_mode: Extremum = setting("min", "whether the smallest or the largest is best")
     resume: Resume | None = setting(
-        None, "go on from a checkpoint, or from the weights of a Hugging Face folder: latest, best, or a path"
+        None, "resume from a checkpoint, or begin with the weights of a Hugging Face folder: latest, best, or a path"
     )
 
     log_every: Count = setting(1, "log metrics after every so many steps")

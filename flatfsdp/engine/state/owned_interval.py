@@ -199,7 +199,7 @@ class OwnedInterval(torch.Tensor):
         else:
             raise UsageError(
                 f"full_tensor() of {spec.name!r}: this rank has elements {self.span} of shape {spec.shape}, and the "
-                "value does not know which ranks have the others, because it was pickled or comes from a file. Load it "
+                "value has no record of the ranks that have the others: it was pickled or comes from a file. Load it "
                 "into a model, and take its state_dict() under StateDictType.FULL_STATE_DICT"
             )
         unsharded = flat.view(spec.shape) if spec.stride is None else flat.as_strided(spec.shape, spec.stride)

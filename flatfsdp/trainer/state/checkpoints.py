@@ -295,7 +295,7 @@ class CheckpointManager:
 
         self._ranks.collective_call(doing, move)
         self._ranks.warn(
-            f"this run goes on from {path.name}; what was saved after it, {few([each.name for each in later])}, is in "
+            f"this run resumes from {path.name}; what was saved after it, {few([each.name for each in later])}, is in "
             f"{aside} now"
         )
         return aside

@@ -215,7 +215,7 @@ def test_in_a_terminal(text: Path, tmp_path: Path) -> None:
     stopped = int(found["steps"].partition(" ")[0])
     assert found["ended by"] == "SIGINT"
     assert found["checkpoint"] == f"run/step-{stopped:08}"
-    assert f"stopped by SIGINT after step {stopped}; this goes on:" in shown.lines
+    assert f"stopped by SIGINT after step {stopped}; to resume it:" in shown.lines
     assert "summary" in shown.lines, "no bar is in its line"
     table = shown.lines[shown.lines.index("summary") :][: len(found) + 3]
     assert max(map(len, table)) <= 80 and not any("SIGTERM" in line for line in shown.lines)
