@@ -357,7 +357,7 @@ def _refusal(operation: str, arguments: Iterable[Any]) -> str:
 
 def _refusal_to_ask(operation: str, arguments: Iterable[Any]) -> str:
     return (
-        f"{operation} was called for the gradients of parameter {_names(_hidden_in(arguments))}, which are reduced over "
+        f"{operation} needs the gradients of parameter {_names(_hidden_in(arguments))}, which are reduced over "
         "ranks as they come, and show as .grad when the backward is over. Call backward() without inputs=, and read "
         ".grad; what is not to be trained by it can be frozen before the forward (requires_grad_(False))"
     )

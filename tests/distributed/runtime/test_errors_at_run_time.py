@@ -615,7 +615,7 @@ def test_gradients_of_parameters_are_not_asked_for(world: None, call: str) -> No
     loss = model(torch.ones(1, 4)).sum()
     asks = {"grad": lambda: torch.autograd.grad(loss, parameters), "backward": lambda: loss.backward(inputs=parameters)}
     words = said(asks[call])
-    assert words.startswith(f"{call}() was called for the gradients of parameter 'weight' of unit '0'")
+    assert words.startswith(f"{call}() needs the gradients of parameter 'weight' of unit '0'")
     loss.backward()
     assert parameters[0].grad is not None
 
