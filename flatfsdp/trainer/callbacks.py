@@ -32,7 +32,6 @@ PICTURE = "loss.png"
 PLAIN_LINES = 20  # lines of a run whose output is not a terminal
 BAR = 23  # columns: percentage, bar, hours, minutes and seconds that remain, what stands between, and one to spare
 TEMPERATURE = 0.8  # below it small models repeat themselves, spaces above all
-HANGING: dict[str, Any] = {"subsequent_indent": " " * 14, "break_long_words": False, "break_on_hyphens": False}
 
 
 class Callback:
@@ -407,8 +406,11 @@ class Summary(Callback):
     def on_end(self, trainer: Run, result: TrainingResult) -> None:
         facts = self.facts(trainer, result)
         if trainer.world.leads:
-            width = columns(sys.stdout) or 10_000
-            lines = (textwrap.fill(f"  {name:<11} {fact}", width, **HANGING) for name, fact in facts.items())
+            room, width = columns(sys.stdout) or 10_000, max(map(len, facts))
+            wrap = textwrap.TextWrapper(
+                room, subsequent_indent=" " * (width + 4), break_long_words=False, break_on_hyphens=False
+            )
+            lines = (wrap.fill(f"  {name:<{width}}  {fact}") for name, fact in facts.items())
             print_line("\n".join(["summary", *lines]), sys.stdout)
 
     @staticmethod

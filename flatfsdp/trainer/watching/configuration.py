@@ -32,8 +32,16 @@ class Configuration(Callback):
         if trainer.world.leads:
             keep_earlier(trainer, CONFIGURATION)
             path = trainer.output / CONFIGURATION
-            path.write_text(json.dumps(self._tables, indent=1) + "\n", encoding="utf-8")
+            tables = {**self._tables, "training": self._tables.get("training", {}) | _samples_of_a_step(trainer)}
+            path.write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
             trainer.written["settings"] = path
+
+
+def _samples_of_a_step(trainer: Run) -> dict[str, int]:
+    """A run that is resumed keeps its samples of a step, also on other ranks: how many, if the settings make others."""
+    kept, training = trainer.loader.global_batch, trainer.training
+    made = training.global_batch or trainer.world.size * training.batch * training.accumulate
+    return {} if kept == made else {"global_batch": kept, "accumulate": 1}
 
 
 def _changed(group: Settings) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,14 +59,20 @@ def test_the_settings_of_a_run_start_it_again(tmp_path: Path) -> None:
         "fsdp": FSDPArguments(bf16=True, units=("a", "B"), backward_prefetch=None, strategy="hybrid_shard", replicas=2),
     }  # fmt: skip
     trainer: Any = SimpleNamespace(
-        world=SimpleNamespace(leads=True), output=tmp_path, written={}, begins=True, aside=None
-    )
+        world=SimpleNamespace(leads=True, size=3), output=tmp_path, written={}, begins=True, aside=None,
+        training=groups["training"], loader=SimpleNamespace(global_batch=24),
+    )  # fmt: skip
     Configuration(groups).on_begin(trainer)
     path = tmp_path / CONFIGURATION
     assert trainer.written == {"settings": path}
     assert "lr" not in json.loads(path.read_text())["training"]  # a default
     empty = {"training": TrainingArguments(), "fsdp": FSDPArguments()}
     assert Parser("p", groups=empty).read(["--config", str(path)]) == groups
+
+    trainer.loader.global_batch = 16  # as 2 ranks began, and these 3 resume
+    Configuration(groups).on_begin(trainer)
+    kept = replace(groups["training"], global_batch=16)
+    assert Parser("p", groups=empty).read(["--config", str(path)]) == groups | {"training": kept}
 
 
 def test_adapters_and_text_on_the_command_line() -> None:
