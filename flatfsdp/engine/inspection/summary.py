@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import torch
 from torch import nn
@@ -53,9 +53,10 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     total = [sum(column) for column in zip(*((u.parameters, u.bytes_per_rank, u.padding) for u in units), strict=True)]
     last = (f"{len(units)} units", "", *(f"{number:,}" for number in total), "", "", "")
     rows = [_cells_of_run(run) for run in _runs(units)] if compact else [*map(_cells, units)]
-    kept, common = _without_common(rows, 5) if compact else (len(header), "")
-    lines = aligned([row[:kept] for row in (header, *rows, last)], right=(2, 3, 4))
-    lines += [f"each unit: {common}"] if common else []
+    common = _common(rows, 5) if compact else {}
+    shown = [tuple(cell for column, cell in enumerate(row) if column not in common) for row in (header, *rows, last)]
+    lines = aligned(shown, right=(2, 3, 4))
+    lines += [f"each unit: {', '.join(common.values())}"] if common else []
     lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in found)
     lines += _early_waits([unit for _, unit in found])
     owned = {id(each) for _, unit in found for h in unit.handles for each in h.parameters}
@@ -151,15 +152,18 @@ def _runs(units: Sequence[UnitSummary]) -> Iterator[list[UnitSummary]]:
 
 def _cells_of_run(run: Sequence[UnitSummary]) -> tuple[str, ...]:
     first, count = run[0], len(run)
-    name = f"{first.name} .. {run[-1].name} ({count})" if count > 1 else first.name
+    begin, end = first.name.split("."), run[-1].name.split(".")
+    shared = list(takewhile(lambda pair: pair[0] == pair[1], zip(begin, end, strict=False)))
+    last = ".".join(end[len(shared) :])
+    name = f"{first.name} .. {last} ({count})" if count > 1 else first.name
     sums = {each: count * getattr(first, each) for each in ("parameters", "bytes_per_rank", "padding")}
     return _cells(replace(first, name=name, **sums))
 
 
-def _without_common(rows: Sequence[tuple[str, ...]], start: int) -> tuple[int, str]:
-    """How many columns to show, and what all rows have in the others, from `start` on; all columns if they differ."""
-    ends = {row[start:] for row in rows}
-    return (start, ", ".join(ends.pop())) if len(ends) == 1 else (len(rows[0]), "")
+def _common(rows: Sequence[tuple[str, ...]], start: int) -> dict[int, str]:
+    """The columns from `start` on in which all rows have the same, and what that is."""
+    columns = list(zip(*rows, strict=True))
+    return {column: columns[column][0] for column in range(start, len(columns)) if len({*columns[column]}) == 1}
 
 
 def stats(model: nn.Module) -> Stats:

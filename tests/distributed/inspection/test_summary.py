@@ -66,18 +66,20 @@ ranks 2 x 1: 2 shards on ranks 0-1""",
 
 def summarise_alike(rank: int, world: int) -> str:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)), nn.Linear(4, 1))
-    return summary(FullyShardedDataParallel(layers, auto_wrap_policy={nn.Linear}), compact=True)
+    model = nn.ModuleDict({"layers": layers})
+    return summary(FullyShardedDataParallel(model, auto_wrap_policy={nn.Linear}), compact=True)
 
 
 def test_what_is_alike_is_there_once(pool2: Run) -> None:
     assert_expected_inline(
         pool2(summarise_alike)[0],
         """\
-unit          module      parameters  bytes/rank  padding  strategy    ranks  kinds
-<root>        Sequential           0           0        0  FULL_SHARD  2 x 1  none of its own
-0 .. 11 (12)  Linear             240         480        0  FULL_SHARD  2 x 1  float32
-12            Linear               5          12        1  FULL_SHARD  2 x 1  float32
-14 units                         245         492        1
+unit                 module      parameters  bytes/rank  padding  kinds
+<root>               ModuleDict           0           0        0  none of its own
+layers.0 .. 11 (12)  Linear             240         480        0  float32
+layers.12            Linear               5          12        1  float32
+14 units                                245         492        1
+each unit: FULL_SHARD, 2 x 1
 ranks 2 x 1: 2 shards on ranks 0-1""",
     )
 

@@ -30,7 +30,7 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
     assert train.main([*OWN, *options]) == 0
     shown = capsys.readouterr().out
     assert "64 ranks (CPUs, gloo), SGD" in shown
-    assert "blocks.0 .. blocks.1 (2)  TransformerEncoderLayer" in shown
+    assert "blocks.0 .. 1 (2)  TransformerEncoderLayer" in shown
     block = 4 * (64 * 192 + 192 + 64 * 64 + 64 + 2 * 4 * 64 * 64 + 4 * 64 + 64 + 4 * 64) * 2 // 64
     assert f"{block:,}" in shown
     assert not list(tmp_path.iterdir()), "no folder is made"
