@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,7 +58,9 @@ def add_lora(model: nn.Module, given: Mapping[str, Any], *, wanted_by: str, clas
     chosen.setdefault("lora_alpha", 2 * chosen["r"])
     kind = "SEQ_CLS" if classifies else "CAUSAL_LM"
     try:
-        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **chosen))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of PEFT's calls
+            adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **chosen))
     except (TypeError, ValueError) as error:
         raise ConfigValueError(f"lora: PEFT refuses {dict(given)}: {error}") from error
     for layer in adapted.modules():
