@@ -52,12 +52,15 @@ def quietly(rank: int, world: int, work: Any, folder: str, *given: Any) -> Any:
         return work(Path(folder), *given)
 
 
-def first_logits(folder: Path, model: dict[str, Any]) -> Tensor:
-    """Before any step."""
-    trainer = trainer_of(folder, 1, model)
+def first_logits(folder: Path, model: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Before any step, and of the model as transformers loads it, by as many threads."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(3, 13)[None]
     with torch.no_grad():
-        logits: Tensor = trainer.model.eval()(input_ids=torch.arange(3, 13)[None]).logits
-    return logits
+        found = trainer_of(folder, 1, model).model.eval()(input_ids=tokens).logits
+        expected = AutoModelForCausalLM.from_pretrained(folder / "llama").eval()(input_ids=tokens).logits
+    return found, expected
 
 
 def run(folder: Path, steps: int, model: dict[str, Any], resume: str | None) -> dict[str, Any]:
@@ -105,9 +108,7 @@ def test_trained_on_two_resumed_on_three_exported(model: dict[str, Any], folder:
     if model:
         peft = pytest.importorskip("peft")
     base = AutoModelForCausalLM.from_pretrained(folder / "llama").eval()
-    with torch.no_grad():
-        expected = base(input_ids=torch.arange(3, 13)[None]).logits
-    for logits in pool2(quietly, first_logits, str(folder), model, timeout=120):
+    for logits, expected in pool2(quietly, first_logits, str(folder), model, timeout=120):
         assert torch.equal(logits, expected)  # each rank has read its own; adapters begin as nothing
     first, _ = pool2(quietly, run, str(folder), 4, model, None, timeout=120)
     whole = sum(parameter.numel() for parameter in base.parameters())
