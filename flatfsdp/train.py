@@ -44,6 +44,7 @@ from flatfsdp.trainer.settings import Count, FilePath, Name, Parser
 from flatfsdp.trainer.terminal import print_line, sizes_in_words
 from flatfsdp.trainer.trainer import Trainer
 from flatfsdp.trainer.watching.configuration import Configuration
+from flatfsdp.trainer.watching.named import check_callbacks
 
 PROGRAM = "python -m flatfsdp.train"
 DESCRIPTION = (
@@ -270,6 +271,7 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
         if command.dry_run and (code := code_named_by(own, training, fsdp)):
             print(f"imported and called now, on this machine, with your rights: {'; '.join(code)}\n", flush=True)
         check_options(own)
+        check_callbacks(training)
         if training.resume is None and command.export is None and not command.dry_run:
             training = dataclasses.replace(training, output=unused(training.output))
         if not command.dry_run:

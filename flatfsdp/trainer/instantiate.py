@@ -6,6 +6,9 @@ import functools
 import inspect
 from typing import Any
 
+from torch import nn
+
+from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import Task
 from flatfsdp.trainer.call_options import check_all_taken, takes
 from flatfsdp.trainer.hub.pretrained import PREFIX, Pretrained
@@ -22,7 +25,7 @@ def make(task: Task, name: str) -> Any:
     that it takes by name; anything else is the object itself, also if it can be called, as modules can.
 
     Raises:
-        ConfigValueError: as `resolve`. What the function raises comes as it is.
+        ConfigValueError: as `resolve`; a model that is none. What the function raises comes as it is.
     """
     found = named(task, name)
     if name == "tokenizer" and found is None:
@@ -32,9 +35,18 @@ def make(task: Task, name: str) -> Any:
         return found.make()
     if isinstance(found, TextData):
         return found.make(make(task, "tokenizer"))
-    if not _is_function(found):
-        return found
-    return found(**{name: value for name, value in task.options.items() if takes(found, name)})
+    if _is_function(found):
+        found = found(**{option: value for option, value in task.options.items() if takes(found, option)})
+    if name == "model":
+        _refuse_other(found, task)
+    return found
+
+
+def _refuse_other(found: Any, task: Task) -> None:
+    """Refuse as a model what is none."""
+    if not isinstance(found, nn.Module):
+        accepted = "a torch.nn.Module, or a function that makes one"
+        raise ConfigValueError(f"model: {task.model} came to a {type(found).__name__}. Accepted: {accepted}")
 
 
 def collate_for(task: Task) -> Any:
@@ -54,6 +66,8 @@ def check_options(task: Task) -> None:
     found = {name: named(task, name) for name in _MADE}
     if isinstance(model := found["model"], Pretrained):
         _ = model.folder  # looked for, and downloaded, before anything is started
+    elif not _is_function(model):
+        _refuse_other(model, task)
     functions = {name: each for name, each in found.items() if _is_function(each)}
     check_all_taken(task.options, functions, argument="options")
 

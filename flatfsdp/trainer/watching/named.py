@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
 from flatfsdp.trainer.arguments import TrainingArguments
 from flatfsdp.trainer.call_options import check_all_taken
 from flatfsdp.trainer.callbacks import Callback, EarlyStop, LossPlot
+from flatfsdp.trainer.hub.cache import library
 from flatfsdp.trainer.references import resolve
+from flatfsdp.trainer.settings import nearest
 from flatfsdp.trainer.watching.profile import Profile
 from flatfsdp.trainer.watching.trackers import TensorBoard, WeightsAndBiases
 
@@ -20,6 +24,8 @@ CALLBACKS: Mapping[str, Callable[..., Callback]] = {
 }
 """Callbacks by name; any other is "package.module:name", a class or a function that makes one."""
 
+LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # what some of them need
+
 
 def callbacks_of(training: TrainingArguments) -> Iterator[Callback]:
     """Those that the settings `callbacks`, `early_stop` and `profile` name.
@@ -28,9 +34,7 @@ def callbacks_of(training: TrainingArguments) -> Iterator[Callback]:
         ConfigValueError: there is none of that name, or it does not take an option.
         ConfigTypeError: what a function makes is no callback.
     """
-    for name, options in training.callbacks:
-        factory = CALLBACKS[name] if name in CALLBACKS else resolve(name, argument="callbacks")
-        check_all_taken(options, {f"callback {name}": factory}, argument="callbacks")
+    for name, factory, options in _factories(training):
         try:
             made = factory(**options)
         except TypeError as error:
@@ -42,3 +46,23 @@ def callbacks_of(training: TrainingArguments) -> Iterator[Callback]:
         yield EarlyStop(training.early_stop, by=training.best_by, mode=training.best_mode)
     if training.profile is not None:
         yield Profile(*training.profile)
+
+
+def check_callbacks(training: TrainingArguments) -> None:
+    """Refuse names that there are not, options that they do not take, and libraries that are missing; none is made.
+
+    Raises:
+        ConfigValueError: with the first of them.
+    """
+    for name, _, _ in _factories(training):
+        if name in LIBRARIES and find_spec(LIBRARIES[name]) is None:
+            library(LIBRARIES[name], wanted_by=f"callback {name}")
+
+
+def _factories(training: TrainingArguments) -> Iterator[tuple[str, Callable[..., Callback], Mapping[str, Any]]]:
+    for name, options in training.callbacks:
+        if name not in CALLBACKS and ":" not in name:
+            raise ConfigValueError(f"callbacks: got {name!r}. {nearest(name, [*CALLBACKS, 'module:function'])}")
+        factory = CALLBACKS[name] if name in CALLBACKS else resolve(name, argument="callbacks")
+        check_all_taken(options, {f"callback {name}": factory}, argument="callbacks")
+        yield name, factory, options

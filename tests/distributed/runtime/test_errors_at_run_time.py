@@ -727,7 +727,7 @@ def test_a_tensor_made_of_others(world: None) -> None:
         said(lambda: FullyShardedDataParallel(nn.Sequential(module))),
         """\
 '0.weight' is a TwoTensor, a tensor made of others: a flat parameter holds plain elements. Name its
-module in ignored_modules=, which leaves it whole on each rank, or say what is stored of it with
+module in ignored_modules=, which leaves it whole on each rank, or set what is stored of it with
 flatfsdp.extensions.set_extensions()""",
     )
 

@@ -50,6 +50,8 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
         ("--overwrite", "argument --overwrite: got True, but it belongs to --export"),
         ("--measure", "argument --measure: got True, but it belongs to --dry-run"),
         ("--model a:b", "argument --model: got 'a:b', but --train-data is not given"),
+        ("--model os:path --train-data os:path", "model: os:path came to a module. Accepted: a torch.nn.Module"),
+        ("--callbacks tensorbord", "callbacks: got 'tensorbord'. Did you mean 'tensorboard'?"),
         ("--tokenizer a:b", "--tokenizer belongs to a model of your own: --model is not given"),
         (f"{' '.join(OWN)} --layers 3", "--layers belongs to the demonstration, and --model is given"),
         (f"{' '.join(OWN)} --options depth=3", "options: model and train_data takes no 'depth'. "),

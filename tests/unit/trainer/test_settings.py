@@ -20,7 +20,7 @@ from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.call_options import check_all_taken
 from flatfsdp.trainer.fields import DTYPES
-from flatfsdp.trainer.instantiate import make
+from flatfsdp.trainer.instantiate import check_options, make
 from flatfsdp.trainer.references import resolve
 from flatfsdp.trainer.settings import (
     Count,
@@ -513,6 +513,11 @@ def test_what_a_setting_makes_is_called_and_what_it_is_stays() -> None:
     assert made(layer, options, "model") is layer
     assert made(functools.partial(torch.nn.Linear, 5), {"out_features": 1}, "model").weight.shape == (1, 5)
     assert made([1, 2], options, "train_data") == [1, 2]
+    for other in ("os:path", lambda: 3):
+        with pytest.raises(ConfigValueError, match=r"model: .* came to a (module|int)\. Accepted: a torch.nn.Module"):
+            made(other, {}, "model")
+    with pytest.raises(ConfigValueError, match="model: os:path came to a module"):
+        check_options(Task(model="os:path", train_data=[1]))
 
 
 def test_functions_get_the_options_that_they_take_and_no_option_is_lost() -> None:
@@ -523,7 +528,7 @@ def test_functions_get_the_options_that_they_take_and_no_option_is_lost() -> Non
         return anything
 
     options = {"layers": 2, "context": 3}
-    assert made(functools.partial(model, 8), options, "model") == (8, 2)
+    assert made(functools.partial(model, 8), options, "objective") == (8, 2)
     assert made(data, options, "train_data") == options
     check_all_taken(options, {"model": model, "train_data": data}, argument="task.options")
     assert sentence(lambda: check_all_taken({"layer": 1}, {"model": model}, argument="task.options")) == (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from flatfsdp.trainer.hub.text_data import DataOptions
 from flatfsdp.trainer.settings import Parser
 from flatfsdp.trainer.utilization import flops_per_token, peak_tflops
 from flatfsdp.trainer.watching.configuration import CONFIGURATION, Configuration
-from flatfsdp.trainer.watching.named import callbacks_of
+from flatfsdp.trainer.watching.named import callbacks_of, check_callbacks
 from flatfsdp.trainer.watching.profile import Profile
 from flatfsdp.trainer.watching.trackers import TensorBoard, WeightsAndBiases
 
@@ -44,11 +45,18 @@ def test_callbacks_come_from_their_names() -> None:
         ("json:loads", ConfigValueError, "refuses {}"),
         ("collections:OrderedDict", ConfigTypeError, "made a OrderedDict. Accepted: a Callback."),
         ("flatfsdp.nothing:Here", ConfigValueError, "there is no module"),
+        ("tensorbord", ConfigValueError, "callbacks: got 'tensorbord'. Did you mean 'tensorboard'"),
     ],
 )
 def test_callbacks_that_there_are_not(name: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         kinds(callbacks=[name])
+
+
+def test_a_library_that_is_missing_is_named_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigValueError, match="callback wandb: needs wandb, .* pip install wandb"):
+        check_callbacks(TrainingArguments(callbacks=["wandb:mode=offline"]))
 
 
 def test_the_settings_of_a_run_start_it_again(tmp_path: Path) -> None:
