@@ -55,7 +55,7 @@ def test_callbacks_that_there_are_not(name: str, error: type[Exception], said: s
 
 def test_a_library_that_is_missing_is_named_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigValueError, match="callback wandb: needs wandb, .* pip install wandb"):
+    with pytest.raises(ConfigValueError, match=r"callback wandb: needs wandb, .* pip install wandb"):
         check_callbacks(TrainingArguments(callbacks=["wandb:mode=offline"]))
 
 
