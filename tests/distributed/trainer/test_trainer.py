@@ -421,7 +421,7 @@ def test_a_run_that_is_over_has_nothing_to_evaluate_once_more(run: Run, tmp_path
     assert (len(first["losses"]), len(first["evaluations"])) == (6, 1)
     assert (len(second["losses"]), len(second["evaluations"])) == (0, 0)
     lacks = first["facts"].keys() - second["facts"].keys()
-    evaluated = {"eval loss", "eval tokens", "eval perplexity", "eval accuracy"}
+    evaluated = {f"eval {name}" for name in ("loss", "tokens", "perplexity", "accuracy", "targets", "likely")}
     assert lacks == {"per rank", "per step", "loss", *evaluated}, "what only a step shows"
     assert second["facts"]["speed"] == "no step was taken" and second["facts"]["parameters"].endswith(" in total")
     assert len([row for row in read_metrics(tmp_path / "metrics.jsonl") if "eval_loss" in row]) == 1
