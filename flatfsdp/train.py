@@ -261,6 +261,8 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
             raise ConfigValueError(f"{flag} belongs to a model of your own: --model is not given")
         if command.export is not None and training.resume is None:
             raise ConfigValueError("--export: set --resume to latest, best or a path, the checkpoint to export")
+        if training.resume not in (None, "latest", "best") and not under_launcher():
+            refuse_missing(Path(training.resume))  # which nodes with disks of their own may lack
         placement = Placement.of(training.ranks, training.device)
         if fsdp.replicas is not None and placement.ranks % fsdp.replicas:
             raise ConfigValueError(f"--replicas: {placement.ranks} ranks cannot form {fsdp.replicas} equal replicas")
@@ -298,6 +300,12 @@ def unused(path: Path) -> Path:
     """`path`, or where a run has been there, the first of `path-2`, `path-3`, ... where none has."""
     candidates = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 10_000)))
     return next(each for each in candidates if not (each / METRICS).exists() and not any(each.glob("step-*")))
+
+
+def refuse_missing(checkpoint: Path) -> None:
+    """Refuse a checkpoint that is not there."""
+    if not checkpoint.exists():
+        raise ConfigValueError(f"--resume: there is no folder {str(checkpoint)!r}. Accepted: latest, best, or a path")
 
 
 def make_folder(path: Path) -> None:

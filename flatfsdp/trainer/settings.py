@@ -128,8 +128,7 @@ def _complaint(cls: type, error: ValidationError, field: str = "") -> ConfigType
         return ConfigTypeError(f"{cls.__name__}: unknown setting {name!r}. {nearest(name, fields_of(cls))}")
     if first["type"].startswith("missing"):
         return ConfigValueError(f"{called}: not given, and it has no default")
-    # A union complains once for each of its members.
-    errors = [each for each in found if field or each["loc"][:1] == place]
+    errors = [each for each in found if field or each["loc"][:1] == place]  # of a union one for each of its members
     why = " Or: ".join(dict.fromkeys(str(each.get("ctx", {}).get("error", f"{each['msg']}.")) for each in errors))
     if first["type"].endswith("_type") or isinstance(reason, ConfigTypeError):
         return ConfigTypeError(f"{called}: got {shown(first['input'])}. {why}")
@@ -298,8 +297,9 @@ class Parser(argparse.ArgumentParser):
         token = spelling.set(spelled)
         try:
             for name in (each for each in fields if each in flags):
-                given, before = flags[name], [values[name]] * (values[name] is not None)  # a key counts over it below
-                values[name] = [*before, *given] if isinstance(given, list) else from_text(cls, name, given)
+                given, before = flags[name], [values[name]] * bool(values[name])  # a key counts over it below
+                both = [*before, *given] if isinstance(given, list) else [from_text(cls, name, given)]
+                values[name] = both if both[1:] else both[0]
             return cls(**values)
         finally:
             spelling.reset(token)

@@ -47,6 +47,7 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
         ("--text /no/such/file", "text: there is no file or folder '/no/such/file'"),
         ("--output /dev/null", "--output: cannot make the folder '/dev/null': File exists"),
         ("--export folder", "--export: set --resume to latest, best or a path, the checkpoint to export"),
+        ("--resume no/such", "--resume: there is no folder 'no/such'. Accepted: latest, best, or a path"),
         ("--overwrite", "argument --overwrite: got True, but it belongs to --export"),
         ("--measure", "argument --measure: got True, but it belongs to --dry-run"),
         ("--model a:b", "argument --model: got 'a:b', but --train-data is not given"),

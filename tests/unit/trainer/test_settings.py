@@ -413,11 +413,11 @@ def test_flags_count_over_the_file_and_the_file_over_the_defaults(config: str) -
         ("--steps 1e3", "argument --steps: got '1e3'. Input should be a valid integer, unable to parse string as an "
          "integer."),
         ("--steps 0", "argument --steps: got '0'. Input should be greater than or equal to 1."),
-        ("--optimizer-options lr", "argument --optimizer-options: got [{}, 'lr'] (list). Accepted: a table of names "
+        ("--optimizer-options lr", "argument --optimizer-options: got 'lr' (str). Accepted: a table of names "
          "and values; as text key=value, or a JSON object."),
         (
             "--optimizer-options {x}",
-            "argument --optimizer-options: got [{}, '{x}'] (list). Accepted: a table of names and values; as text "
+            "argument --optimizer-options: got '{x}' (str). Accepted: a table of names and values; as text "
             "key=value, or a JSON object.",
         ),
         ("--replicas 2", "argument --replicas: got 2, but only hybrid_shard and hybrid_shard_zero2 replicate, and "
