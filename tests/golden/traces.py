@@ -54,6 +54,7 @@ EVENTS = {
     "consolidate": "c",
     "end": "e",
 }
+KINDS = {"post_forward_shard": "portion"}  # kinds of memory that had another name when traces were written
 COLLECTIVES = {"_allgather_base_": "A", "_reduce_scatter_base_": "S", "allreduce_": "R", "broadcast_": "B"}
 LENGTH = 116  # of a line of a trace
 
@@ -160,7 +161,7 @@ class Recorder:
             self.lines.append(line)
         self.tokens.clear()
         memory = inspect.memory(model)
-        peaks = " ".join(f"{kind}={count}" for kind, count in sorted(memory.peaks().items()))
+        peaks = " ".join(f"{KINDS.get(kind, kind)}={count}" for kind, count in sorted(memory.peaks().items()))
         held = " ".join(f"{kind}={count}" for kind, count in sorted(memory.held.items()) if kind != "shard")
         grads = "".join(".g"[parameter.grad is not None] for parameter in model.parameters())
         self.lines.append(f"  peaks: all={memory.peak_total} {peaks}")

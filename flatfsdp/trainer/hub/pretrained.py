@@ -98,6 +98,7 @@ class Pretrained:
             model = build_pretrained(self.folder, device="meta", config=config, kind=kind)
         else:
             model = kind.from_pretrained(self.folder, config=config, local_files_only=True, **self._quantized()).train()
+            _keep_storage(model)
         if self.options.lora is None:
             return model
         return add_lora(model, self.options.lora, wanted_by=str(self), classifies=self.options.labels is not None)
@@ -134,3 +135,11 @@ class Pretrained:
         transformers = library("transformers", wanted_by=str(self))
         config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=self.options.quantize)
         return {"quantization_config": config}
+
+
+def _keep_storage(model: nn.Module) -> None:
+    """Keep bitsandbytes from storing weights in another form in an evaluation on a CPU: it does so once, in what is
+    gathered then, and takes what is gathered later for the same form."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
