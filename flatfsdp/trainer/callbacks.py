@@ -153,7 +153,8 @@ class ProgressBar(Callback):
     def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         if trainer.world.leads:
             values = ", ".join(f"{name} {shown(value)}" for name, value in metrics.items())
-            print_line(f"step {trainer.progress.step}: {values}")
+            text = f"step {trainer.progress.step}: {values}"
+            print_line(textwrap.fill(text, columns(sys.stderr) or 10_000, subsequent_indent="  "))
 
     def on_end(self, trainer: Run, result: TrainingResult) -> None:
         if self._bar is not None:

@@ -161,8 +161,10 @@ class Recorder:
             self.lines.append(line)
         self.tokens.clear()
         memory = inspect.memory(model)
-        peaks = " ".join(f"{KINDS.get(kind, kind)}={count}" for kind, count in sorted(memory.peaks().items()))
-        held = " ".join(f"{kind}={count}" for kind, count in sorted(memory.held.items()) if kind != "shard")
+        peaks, held = (
+            " ".join(f"{KINDS.get(kind, kind)}={count}" for kind, count in sorted(counts.items()) if kind != left_out)
+            for counts, left_out in ((memory.peaks(), ""), (memory.held, "shard"))
+        )
         grads = "".join(".g"[parameter.grad is not None] for parameter in model.parameters())
         self.lines.append(f"  peaks: all={memory.peak_total} {peaks}")
         self.lines.append(f"  left: {held}{'; ' if held else ''}grads {grads}")
