@@ -141,5 +141,5 @@ def _keep_storage(model: nn.Module) -> None:
     """Keep bitsandbytes from storing weights in another form in an evaluation on a CPU: it does so once, in what is
     gathered then, and takes what is gathered later for the same form."""
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+        if "support_avx512bf16_for_cpu" in vars(module):
+            vars(module)["support_avx512bf16_for_cpu"] = False
