@@ -51,7 +51,7 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     units, found = units_in_order(model), _units(model)
     header = ("unit", "module", "parameters", "bytes/rank", "padding", "strategy", "ranks", "kinds")
     total = [sum(column) for column in zip(*((u.parameters, u.bytes_per_rank, u.padding) for u in units), strict=True)]
-    last = (f"{len(units)} units", "", *(f"{number:,}" for number in total), "", "", "")
+    last = (f"{len(units)} unit{'s' * (len(units) != 1)}", "", *(f"{number:,}" for number in total), "", "", "")
     rows = [_cells_of_run(run) for run in _runs(units)] if compact else [*map(_cells, units)]
     common = _common(rows, 5) if compact else {}
     shown = [tuple(cell for column, cell in enumerate(row) if column not in common) for row in (header, *rows, last)]
