@@ -26,6 +26,7 @@ import runpy
 import warnings
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from unittest.mock import patch
 
@@ -94,9 +95,11 @@ def files(page: Path) -> dict[str, str]:
 def commands(page: Path) -> list[tuple[Block, Block | None]]:
     """The blocks of a shell that run with --thorough, each with the block of its output, None where there is none."""
     found = blocks(page)
-    following: list[Block | None] = [each if each.language == "output" else None for each in found[1:]]
-    pairs = zip(found, [*following, None], strict=True)
-    return [(block, after) for block, after in pairs if block.mark == "thorough"]
+    return [
+        (block, after if after is not None and after.language == "output" else None)
+        for block, after in zip_longest(found, found[1:])
+        if block.mark == "thorough"
+    ]
 
 
 def promised(page: Path) -> str:
