@@ -8,28 +8,33 @@ other; that is the order of a shard, and of what a reduction leaves. A single te
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
 from ..base import _torch
+from .scattered import Scattered, scattered
 
 
 class Row:
     """What one rank has of each tensor of a list, as if it lay in one place. [Note: rows]
 
     Attributes:
-        pieces: 1-D, of one dtype, one at least; sizes: their elements; numel: of all.
+        pieces: 1-D, of one dtype, one at least; sizes: their elements; numel: of all; dtype: theirs.
+        memory: where they are known to lie one behind the other; None elsewhere.
     """
 
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
         self.pieces = list(pieces)
         self.sizes = [piece.numel() for piece in self.pieces]
-        self.numel = sum(self.sizes)
+        self.numel, self.dtype = sum(self.sizes), pieces[0].dtype
+        self.memory = pieces[0] if len(self.pieces) == 1 else None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the pieces."""
-        return self.pieces[0].dtype
+    @cached_property
+    def pieces(self) -> list[torch.Tensor]:
+        """The tensors."""
+        assert self.memory is not None
+        return list(self.memory.split(self.sizes))
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -55,7 +60,50 @@ class Row:
 
     def of(self, memory: torch.Tensor) -> Row:
         """`memory`, 1-D and of as many elements, cut as this row is."""
-        return Row(memory.split(self.sizes))
+        return _RowInPlace(memory, self)
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def scattered(self) -> Scattered | None:
+        """The pieces as what can be copied by few calls, if they can. Precondition: they have memory."""
+        return scattered(self.pieces) if self.memory is None else None
+
+    def fill(self, sources: Sequence[torch.Tensor]) -> None:
+        """Fill the pieces from as many tensors, of any dtype and anywhere; those that lie in them already stay."""
+        if self.scattered is None:
+            copy_apart(self.pieces, sources)
+        else:
+            rest = self.scattered.fill(sources)
+            copy_apart([self.pieces[number] for number in rest], [sources[number] for number in rest])
+
+    def copy_to(self, memory: torch.Tensor, start: int) -> None:
+        """Copy elements from `start` on to `memory`, 1-D and of this dtype: as many as it has."""
+        if (found := self._as_whole(memory)) is not None:
+            found.copy_to(memory)
+        else:
+            parts = self.within(start, start + memory.numel())
+            copy(memory.split([part.numel() for part in parts]), parts)
+
+    def copy_from(self, memory: torch.Tensor, start: int) -> None:
+        """Fill elements from `start` on from `memory`, 1-D and of this dtype: as many as it has."""
+        if (found := self._as_whole(memory)) is not None:
+            found.copy_from(memory)
+        else:
+            parts = self.within(start, start + memory.numel())
+            copy(parts, memory.split([part.numel() for part in parts]))
+
+    def _as_whole(self, memory: torch.Tensor) -> Scattered | None:
+        """What copies all pieces to or from `memory`, if that is for all, and it does."""
+        found = self.scattered if memory.numel() == self.numel else None
+        return found if found is not None and found.fits(memory) else None
+
+
+class _RowInPlace(Row):
+    """Pieces that lie one behind the other."""
+
+    def __init__(self, memory: torch.Tensor, like: Row) -> None:
+        self.memory, self.sizes, self.numel, self.dtype = memory, like.sizes, like.numel, memory.dtype
 
 
 def rows_of(tensors: Sequence[torch.Tensor], world: int) -> list[Row]:

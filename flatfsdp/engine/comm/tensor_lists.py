@@ -30,7 +30,8 @@ class StagingBuffer:
     Attributes:
         memory: shape (world * n,): a row of n elements for each rank.
         own: shape (n,): this rank's row; `own_pieces`: cut, one piece for each tensor.
-        sums: shape (n,): for what a reduction leaves of them; `sum_pieces`: cut.
+        pieces: for each tensor what all rows have of it; wholes: the tensors, in the same shape.
+        sums: shape (n,): for what a reduction leaves of them.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], group: Axis, tracker: MemoryTracker) -> None:
@@ -44,27 +45,13 @@ class StagingBuffer:
         rows = self.memory.tensor.view(world, sum(sizes))
         self.own = rows[group.rank]
         self.own_pieces = self.own.split(sizes)
-        self._pieces = rows.split(sizes, dim=1)
-        self._wholes = [tensor.view(world, size) for tensor, size in zip(tensors, sizes, strict=True)]
+        self.pieces = rows.split(sizes, dim=1)
+        self.wholes = [tensor.view(world, size) for tensor, size in zip(tensors, sizes, strict=True)]
         self._sizes = sizes
-
-    def pack(self) -> None:
-        """Copy the tensors in."""
-        _torch.foreach_copy_(self._pieces, self._wholes)
-
-    def unpack(self) -> None:
-        """Copy the tensors out."""
-        _torch.foreach_copy_(self._wholes, self._pieces)
 
     def unpack_sums(self, targets: Sequence[torch.Tensor]) -> None:
         """Copy what a reduction left to its place."""
         copy(targets, self.sums.tensor.split(self._sizes))
-
-    def free(self) -> None:
-        """Give all memory back."""
-        self.memory.free()
-        if self.sums.allocated:
-            self.sums.free()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,14 +159,16 @@ class TensorList:
     def finish_gather(self) -> None:
         """What was staged comes to its place."""
         if self._small:
-            self.staging.unpack()
-            self.staging.free()
+            staging = self.staging
+            _torch.foreach_copy_(staging.wholes, staging.pieces)
+            staging.memory.free()
 
     def to_reduce(self, output: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Outputs that are to be filled, and with the sums of what. `finish_reduction` follows when they were."""
         if self._small:
-            self.staging.memory.allocate()
-            self.staging.pack()
+            staging = self.staging
+            staging.memory.allocate()
+            _torch.foreach_copy_(staging.pieces, staging.wholes)
             if not self._large:
                 return [output], [self.staging.memory.tensor]
             self.staging.sums.allocate()
@@ -195,8 +184,9 @@ class TensorList:
         if self._small and self._large:
             results = output.split(self.rows[0].sizes)
             self.staging.unpack_sums([results[index] for index in self._small])
+            self.staging.sums.free()
         if self._small:
-            self.staging.free()
+            self.staging.memory.free()
 
 
 def _differs(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -102,7 +102,8 @@ class DeterministicGloo(ProcessGroupTransport):
 
     def _reduce_by(self, way: Exchange, output: Row, rows: Sequence[Row], stream: Stream) -> PendingWork:
         self.comm_stats.log("reduce_scatter", self.group.size * rows[0].nbytes)
-        return self._exchange(stream, lambda: way.reduce_scatter(output, rows), *output.pieces)
+        keep = output.pieces if output.memory is None else [output.memory]
+        return self._exchange(stream, lambda: way.reduce_scatter(output, rows), *keep)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         self.comm_stats.log("all_reduce", tensor.nbytes)

@@ -39,6 +39,7 @@ LISTS = [
     [900],
     [330, 9, 331],
     [0, 2],
+    [12, 3, 501, 17, 40, 4],
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64]
 
@@ -54,6 +55,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+def in_one_storage(tensors: list[Tensor]) -> list[Tensor]:
+    """Such ones, side by side, as units have them."""
+    return list(torch.cat(tensors).split([each.numel() for each in tensors]))
+
+
 @contextlib.contextmanager
 def small_is(count: int) -> Iterator[None]:
     """Inside, tensors of at most so many bytes are small."""
@@ -67,7 +73,10 @@ def gathered_wrongly(transport: Transport, rank: int, world: int, sizes: list[in
     shards_of = [[values(size, dtype, 100 * k + each) for k, size in enumerate(sizes)] for each in range(world)]
     wholes = [torch.cat(shards) for shards in zip(*shards_of, strict=True)]
     outputs, others = ([torch.full_like(whole, 77) for whole in wholes] for _ in range(2))
-    for turn in range(3):
+    others = in_one_storage(others)
+    for turn in range(4):
+        if turn == 2:
+            shards_of[rank] = in_one_storage(shards_of[rank])
         apart, mixed = shards_of[rank], [*shards_of[rank]]
         for k, output in enumerate(outputs):
             if (turn + k) % 3 == 0:
@@ -88,6 +97,7 @@ def summed_wrongly(transport: Transport, rank: int, world: int, sizes: list[int]
     lane, wrong = Device(CPU).new_stream("test"), []
     for turn in range(2):
         fulls = [values(world * size, dtype, 100 * k + turn + rank) for k, size in enumerate(sizes)]
+        fulls = in_one_storage(fulls) if turn else fulls
         outputs = [torch.full((sum(sizes),), 77, dtype=dtype) for _ in range(2)]
         waits = [transport.reduce_scatter_coalesced(output, fulls, lane) for output in outputs]
         for each in waits[:: -1 if turn else 1]:

@@ -48,6 +48,10 @@ class Chunk(NamedTuple, Generic[T]):
     posted_after: int
     is_last: bool
 
+    def is_all_of(self, elements: int) -> bool:
+        """Whether it carries all of a piece of so many `elements`."""
+        return self.start == 0 and self.end >= elements
+
 
 def longest_chunk(capacity: int, bytes_each: int) -> int:
     """How many elements a chunk has at most, each of which takes so many bytes in the outbox: two chunks find room."""

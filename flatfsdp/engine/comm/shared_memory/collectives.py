@@ -15,7 +15,7 @@ import torch
 from ...device.memory import MemoryTracker
 from ...device.streams import PendingWork
 from ..comm_stats import CommStats
-from ..pieces import Row, copy_apart
+from ..pieces import Row
 from .chunks import longest_chunk
 from .exchange import SharedMemory, SharedWork
 from .operations import Operation
@@ -49,7 +49,7 @@ class SharedMemoryExchange:
 
     def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
         """Every rank's `shards` into its row; of any dtype, and anywhere. [Note: rows]"""
-        copy_apart(rows[self._shared.rank].pieces, shards)
+        rows[self._shared.rank].fill(shards)
         return self._under_way(self._shared.gather(rows))
 
     def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork:

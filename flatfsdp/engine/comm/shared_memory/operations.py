@@ -8,8 +8,9 @@ from typing import Protocol
 
 import torch
 
+from ...base import _torch
 from ...base.hashing import hash63
-from ..pieces import Row, copy
+from ..pieces import Row
 from .chunks import Chunk
 
 
@@ -39,13 +40,13 @@ class Gather(Operation):
         self.tag, self.done = _tag("gather", rows[0]), False
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
-        _write(outbox, chunk.place, self._rows[self._rank].within(chunk.start, chunk.end))
+        row = self._rows[self._rank]
+        row.copy_to(_place(outbox, chunk.place, row, chunk), chunk.start)
 
     def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
         for row, outbox in zip(self._rows, outboxes, strict=True):
             if outbox is not None:
-                parts = row.within(chunk.start, chunk.end)
-                copy(parts, _places(outbox, chunk.place, parts))
+                row.copy_from(_place(outbox, chunk.place, row, chunk), chunk.start)
 
 
 class Sum(Operation):
@@ -63,16 +64,22 @@ class Sum(Operation):
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
         for peer, row in enumerate(self._rows):
             if peer != self._rank:
-                _write(outbox, self._begin(chunk, peer, self._rank), row.within(chunk.start, chunk.end))
+                row.copy_to(_place(outbox, self._begin(chunk, peer, self._rank), row, chunk), chunk.start)
 
     def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
-        own, total = (row.within(chunk.start, chunk.end) for row in (self._rows[self._rank], self._output))
-        of_ranks = [
-            own if outbox is None else _places(outbox, self._begin(chunk, self._rank, rank), own)
-            for rank, outbox in enumerate(outboxes)
+        own, output, rank = self._rows[self._rank], self._output, self._rank
+        arrived = [
+            None if outbox is None else _place(outbox, self._begin(chunk, rank, writer), own, chunk)
+            for writer, outbox in enumerate(outboxes)
         ]
-        for output, *terms in zip(total, *of_ranks, strict=True):
-            _add_up(output, terms, self._rank)
+        if output.memory is not None and own.scattered is not None and chunk.is_all_of(own.numel):
+            _add_scattered(output.memory, arrived, own, rank)
+            return
+        parts, total = (row.within(chunk.start, chunk.end) for row in (own, output))
+        sizes = [part.numel() for part in parts]
+        of_ranks = [parts if each is None else each.split(sizes) for each in arrived]
+        for one, *terms in zip(total, *of_ranks, strict=True):
+            _add_up(one, terms, rank)
 
 
 class AllToAll(Operation):
@@ -93,16 +100,23 @@ class AllToAll(Operation):
             self._arrived[row, chunk.start : chunk.end].copy_(outbox[begin : begin + length])
 
 
-def _places(outbox: torch.Tensor, begin: int, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Places for `parts` in an outbox, one behind the other from the byte `begin` on."""
-    if not parts:
-        return ()
-    sizes, dtype = [part.numel() for part in parts], parts[0].dtype
-    return outbox[begin : begin + sum(sizes) * dtype.itemsize].view(dtype).split(sizes)
+def _place(outbox: torch.Tensor, begin: int, row: Row, chunk: Chunk[Operation]) -> torch.Tensor:
+    """The place, from the byte `begin` of an outbox on, of what `chunk` has of `row`, which may be shorter."""
+    numel = max(0, min(chunk.end, row.numel) - chunk.start)
+    return outbox[begin : begin + numel * row.dtype.itemsize].view(row.dtype)
 
 
-def _write(outbox: torch.Tensor, begin: int, parts: Sequence[torch.Tensor]) -> None:
-    copy(_places(outbox, begin, parts), parts)
+def _add_scattered(total: torch.Tensor, arrived: Sequence[torch.Tensor | None], own: Row, rank: int) -> None:
+    """The sum over ranks of what has `arrived`, and of this rank's `own` row in its place, in that order."""
+    before, after = ([each for each in part if each is not None] for part in (arrived[:rank], arrived[rank + 1 :]))
+    if rank < 2:
+        own.copy_to(total, 0)
+        _add_up(total, [*before, total, *after], rank)
+    else:
+        _add_up(total, before, 0)
+        _torch.foreach_add_(total.split(own.sizes), own.pieces)
+        for each in after:
+            total.add_(each)
 
 
 def _add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], rank: int) -> None:
