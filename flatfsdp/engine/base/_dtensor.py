@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ REASONS = {
     "tensor.DTensor._local_tensor": "`to_local` makes another tensor each time, and what it returns shares no version",
     "tensor.DTensor._spec": "mesh, placements, shape and strides as one value that can be compared",
 }
+
+
+_LOCAL = attrgetter("_local_tensor")
 
 
 def is_dtensor(value: object) -> bool:
@@ -66,8 +70,10 @@ def locals_of(values: Iterable[Any]) -> list[Any]:
     module: Any = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return list(values)
-    kind = module.DTensor
-    return [value._local_tensor if isinstance(value, kind) else value for value in values]
+    kind, every = module.DTensor, list(values)
+    if set(map(type, every)) <= {kind}:
+        return list(map(_LOCAL, every))
+    return [value._local_tensor if isinstance(value, kind) else value for value in every]
 
 
 def are_split_alike(one: Any, other: Any) -> bool:
@@ -113,14 +119,41 @@ def concatenated(meshes: Sequence[Any]) -> Any:
 
 
 def dtensor(local: torch.Tensor, spec: Any) -> Any:
-    """A DTensor around `local`, which it holds itself; autograd knows nothing of it.
+    """A DTensor around `local`, which it holds itself; autograd knows nothing of it."""
+    return dtensors([local], [spec])[0]
+
+
+def dtensors(locals_: Sequence[torch.Tensor], specs: Iterable[Any]) -> list[Any]:
+    """A DTensor around each of `locals_`, of one dtype and on one device.
 
     Without `__init__`, which is for `torch.export`. Made around a tensor that begins its storage: with an
     offset of its own a DTensor seems to have memory, and `copy.deepcopy` looks for that.
     """
-    kind = dtensor_type()
-    made = kind.__new__(kind, local.new_empty(0), spec, requires_grad=False)
-    made._local_tensor = local
+    if not locals_:
+        return []
+    first, kind = locals_[0], dtensor_type()
+    nothing = _nothing.get((first.dtype, first.device)) if type(first) is torch.Tensor else None
+    if nothing is None:
+        nothing = _nothing_like(first)
+    made = []
+    for local, spec in zip(locals_, specs, strict=True):
+        one = kind.__new__(kind, nothing, spec, requires_grad=False)
+        one._local_tensor = local
+        made.append(one)
+    return made
+
+
+# A storage takes longer to make than a DTensor does, of which each gradient takes a new one: they share those without
+# elements.
+_nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _nothing_like(local: torch.Tensor) -> torch.Tensor:
+    """No elements, of the dtype of `local` and where that is."""
+    with torch.inference_mode(False):
+        made = local.new_empty(0)
+    if type(made) is torch.Tensor:  # not of a dry run
+        _nothing[made.dtype, made.device] = made
     return made
 
 

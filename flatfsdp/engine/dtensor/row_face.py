@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from ..flat.layout_views import ShardViews
 from ..flat.param_refs import ParamRef
 from ..flat.write_tracker import FlatParameter
 from ..layout.layout import FlatLayout, ParamSpec
+from .module_places import ModulePlaces
 from .specs import spec_at_rest
 
-_LOCAL = attrgetter("_local_tensor")
+_LOCAL, _GRAD = attrgetter("_local_tensor"), attrgetter("grad")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -112,6 +114,13 @@ class _Rows:
         """What `value`, which may be of the parameter's class, has for the shard."""
         return value if self.hooks is None else self.hooks.master_of(value)
 
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """As what a piece of a shard is seen that has elements: () for itself, None where `local` has to say."""
+        if not self.numel or self._stride is not None:
+            return None
+        return () if len(self._shape) == 1 else self._shape
+
     def piece(self, local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """`local`, of the parameter's shape, as the shard has it; `like`: the shard's own. A view where that can be."""
         return local if local.shape == like.shape else local.permute(self._order).reshape(-1)
@@ -139,12 +148,14 @@ class _Rows:
 
 def _apart(piece: torch.Tensor) -> torch.Tensor:
     """The memory of `piece`, a view of the shard, as a tensor whose storage is these bytes alone. A DTensor has the
-    offset of its local tensor: torch pickles and copies none that has any, and writes all of a storage to a file."""
+    offset of its local tensor: torch pickles and copies none that has any, and writes all of a storage to a file.
+
+    It is made of a view, so that a write to it is one to the shard, by their version."""
     if piece.is_meta or is_memoryless() or not piece.numel():
         return piece
     storage, start = piece.untyped_storage(), piece.storage_offset() * piece.itemsize
     own = storage[start : start + piece.nbytes]
-    return piece.new_empty(0).set_(own, 0, piece.shape, piece.stride())
+    return piece.narrow(0, 0, 0).set_(own, 0, piece.shape, piece.stride())
 
 
 class RowFace(Face):
@@ -168,13 +179,14 @@ class RowFace(Face):
         hooks: Sequence[GatherHooks | None],
     ) -> None:
         self._leaves = leaves
+        self.holders: list[nn.Parameter] = []
         specs = zip(layout.params, stored, hooks, strict=True)
         self._rows = [_Rows(spec, layout, rank, mesh, one, other) for spec, one, other in specs]
         self._without = [i for i, rows in enumerate(self._rows) if not rows.numel]
+        self._shapes = [rows.shape for rows in self._rows]
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
-        self._places: list[tuple[ParamRef, int]] = []
+        self._places = ModulePlaces()
         self._specs: dict[torch.dtype, list[Any]] = {}
-        self.holders: list[nn.Parameter] = []
         self.counters: list[torch.Tensor] = []
 
     # -- the shard ---------------------------------------------------------------------------------------------------
@@ -197,8 +209,10 @@ class RowFace(Face):
     def _note_memory(self) -> None:
         self._locals = list(map(_LOCAL, self.holders))
         self._local_ids = list(map(id, self._locals))
-        # An operation on a DTensor raises the version of that, one on its local tensor the version of this.
-        self.counters[:] = [*self.holders, *self._locals]
+        # An operation on a DTensor raises the version of that, one on its local tensor the shard's; but for those of
+        # another class, which have the shard inside.
+        apart = [local for local, rows in zip(self._locals, self._rows, strict=True) if rows.hooks is not None]
+        self.counters[:] = [*self.holders, *apart]
 
     def replaced(self) -> list[int]:
         found = list(map(id, map(_LOCAL, self.holders)))
@@ -234,27 +248,14 @@ class RowFace(Face):
     # -- modules -----------------------------------------------------------------------------------------------------
 
     def put(self, param_ref: ParamRef) -> None:
-        index = self._index[id(param_ref.leaf)]
-        if not any(param_ref is each for each, _ in self._places):
-            self._places.append((param_ref, index))
-            param_ref.keeps_place = True
-        param_ref.hold(self.holders[index])
+        self._places.add(param_ref, self._index[id(param_ref.leaf)])
+        param_ref.hold(self.holders[self._index[id(param_ref.leaf)]])
 
     def compute(self) -> None:
-        self._swap(self._leaves)
+        self._places.show(self._leaves)
 
     def rest(self) -> None:
-        self._swap(self.holders)
-
-    def _swap(self, parameters: Sequence[nn.Parameter]) -> None:
-        for param_ref, index in self._places:  # twice for every parameter, forward and backward
-            parameter = parameters[index]
-            if param_ref.held is not parameter:
-                module = param_ref.module_ref()
-                if module is not None and type(module).__setattr__ is nn.Module.__setattr__:
-                    module._parameters[param_ref.attribute] = param_ref.held = parameter
-                else:
-                    param_ref.hold(parameter)
+        self._places.show(self.holders)
 
     def follow_requires_grad(self) -> None:
         wanted = list(map(_REQUIRES_GRAD, self.holders))
@@ -283,23 +284,36 @@ class RowFace(Face):
         return [None if grad is None else self.piece_of(i, grad) for i, grad in enumerate(grads)]
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
-        pieces = [(i, piece) for i, piece in self._at_rest.pieces_of(total) if self._rows[i].numel]
-        # Without rows, too: what is computed with a gradient is computed by all ranks.
-        pieces += [(i, total) for i in self._without]
         specs = self._specs.get(total.dtype) or self._specs_in(total.dtype)
-        fits = total.dtype == self.holders[0].dtype
-        sums: Sums = []
+        holders, rows, shapes = self.holders, self._rows, self._shapes
+        pieces: Iterable[tuple[int, torch.Tensor]] = self._at_rest.pieces_of(total)
+        if self._without:  # too: what is computed with a gradient is computed by all ranks
+            pieces = [each for each in pieces if rows[each[0]].numel]
+            pieces += [(i, total) for i in self._without]
+        if len(trained) < len(holders):
+            pieces = [each for each in pieces if each[0] in trained]
+        new, shown = [], []  # which parameters these are of, and what is theirs now
         for i, piece in pieces:
-            if i not in trained:
-                continue
-            holder, local = self.holders[i], self._rows[i].local(piece)
-            if (grad := holder.grad) is not None:
-                self._rows[i].check(grad, "the .grad")
-                sums.append((_dtensor.local_of(grad), local))
-            elif fits:
-                holder.grad = _dtensor.dtensor(local, specs[i])
+            new.append(i)
+            if (shape := shapes[i]) is None:
+                shown.append(rows[i].local(piece))
             else:
-                assign_grad(holder, _dtensor.dtensor(local, specs[i]))
+                shown.append(piece.view(shape) if shape else piece)
+        sums: Sums = []
+        if any(map(is_not, map(_GRAD, holders), repeat(None))):
+            found = [(i, holders[i].grad, local) for i, local in zip(new, shown, strict=True)]
+            for i, grad, local in found:
+                if grad is not None:
+                    rows[i].check(grad, "the .grad")
+                    sums.append((_dtensor.local_of(grad), local))
+            new = [i for i, grad, _ in found if grad is None]
+            shown = [local for _, grad, local in found if grad is None]
+        fits = total.dtype == holders[0].dtype
+        for i, made in zip(new, _dtensor.dtensors(shown, map(specs.__getitem__, new)), strict=True):
+            if fits:
+                holders[i].grad = made
+            else:
+                assign_grad(holders[i], made)
         return sums
 
     def _specs_in(self, dtype: torch.dtype) -> list[Any]:
