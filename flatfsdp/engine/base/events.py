@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 KEPT = 512
@@ -135,6 +136,13 @@ class Observer:
 
 
 POINTS = tuple(name for name, value in vars(Observer).items() if callable(value))
+_NOTHING_CALLED: dict[str, tuple[Callable[..., Any], ...]] = dict.fromkeys(POINTS, ())
+
+
+@cache  # several are attached to each unit when it is made
+def _points_of(kind: Any) -> tuple[str, ...]:
+    """Where observers of that class have methods of their own."""
+    return tuple(point for point in POINTS if getattr(kind, point) is not getattr(Observer, point))
 
 
 class Observers:
@@ -163,9 +171,11 @@ class Observers:
     def set(self, *observers: Observer) -> None:
         """Have these, and no others."""
         self.all = observers
-        for point in POINTS:
-            those = [each for each in observers if getattr(type(each), point) is not getattr(Observer, point)]
-            setattr(self, point, tuple(getattr(each, point) for each in those))
+        vars(self).update(_NOTHING_CALLED)
+        for each in observers:
+            kind: Any = type(each)
+            for point in _points_of(kind):
+                setattr(self, point, (*getattr(self, point), getattr(each, point)))
 
     def add(self, observer: Observer) -> None:
         """Call `observer` from now on."""

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from enum import Enum
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -97,14 +98,19 @@ def check_argument_names(given: Mapping[str, Any], *, where: str) -> None:
     Raises:
         ConfigTypeError: naming the first such key and the argument probably meant.
     """
-    accepted = [name for name in inspect.signature(check_arguments).parameters if name != "module"]
     for name in given:
-        if name not in accepted:
+        if name not in (accepted := _argument_names()):
             hint = did_you_mean(name, accepted)
             raise ConfigTypeError(
                 f"{where}: {name!r} is no argument of FullyShardedDataParallel. "
                 f"Accepted: {', '.join(accepted)}.{hint and ' ' + hint}"
             )
+
+
+@cache  # asked for every unit, and slow to find
+def _argument_names() -> tuple[str, ...]:
+    """The arguments of a wrapper."""
+    return tuple(name for name in inspect.signature(check_arguments).parameters if name != "module")
 
 
 def has_forward(module: nn.Module) -> bool:
