@@ -163,6 +163,9 @@ ENGINES = {
     "flatfsdp-orig-flat": Engine(
         "flatfsdp, use_orig_params, fuse_optimizer_steps()", _flat(True), _adamw_stepping_flat
     ),
+    "flatfsdp-rows-flat": Engine(
+        'flatfsdp, layout="rows", fuse_optimizer_steps()', _flat(True, layout="rows"), _adamw_stepping_flat
+    ),
     "flatfsdp-lean": Engine("flatfsdp, BACKWARD_MID", _flat(False, backward_prefetch="BACKWARD_MID")),
     "flatfsdp-kept": Engine("flatfsdp, retain_host_memory()", _flat_keeping_memory),
     "flatfsdp-gloo": Engine("flatfsdp, share_host_memory(False)", _flat_by_messages),
