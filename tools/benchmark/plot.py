@@ -18,7 +18,7 @@ from .engines import BASE, ENGINES
 from .host import BARE
 from .rows import Timings, figures_row, host_row
 
-_GREENS, _OTHERS = ("#0b5", "#085", "#0a8", "#7c4", "#0d9", "#6ba", "#9a3", "#560"), ("#48c", "#259", "#e80")
+_GREENS, _OTHERS = ("#0b5", "#085", "#0a8", "#7c4", "#0d9", "#6ba", "#9a3", "#560", "#3d6"), ("#48c", "#259", "#e80")
 COLORS = dict(zip(ENGINES, (*_GREENS, *_OTHERS, "#999", "#ccc"), strict=True))
 _STYLES = {"2": "o-", "12": "s--"}  # by number of tensors
 Value = Callable[[str, str], float | None]  # of a model and an engine
