@@ -23,6 +23,7 @@ MOST_RANKS = 8  # as far as was measured
 _KEY, _OUTBOX = "shared memory", "outbox"  # of what is made for a process group
 
 _wanted = True
+_reasons: dict[str, None] = {}  # why process groups of this process have shared no memory, the earliest first
 
 _by_messages = Override(False)
 # Inside, transports use gloo, whatever else groups could: for tests of that.
@@ -53,7 +54,8 @@ def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None =
             on, and results are the same. None to change nothing.
 
     Returns:
-        Why this process cannot share memory; "" if it can.
+        Why this process cannot share memory; "" if it can. Where `enabled` is None, also why process groups of it did
+        not.
 
     Raises:
         ConfigTypeError: `enabled` or `early_waits` is no bool.
@@ -71,7 +73,7 @@ def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None =
         _wanted = enabled
     if early_waits is not None:
         choose_early_waits(early_waits)
-    return obstacle()
+    return obstacle() or ("; ".join(_reasons) if enabled is None else "")
 
 
 def only_reduces(process_group: Any) -> None:
@@ -93,6 +95,7 @@ def of_group(process_group: Any) -> SharedMemory | None:
     def make() -> SharedMemory | None:
         shared, why = connect(process_group, capacity=capacity_of(process_group))
         if shared is None:
+            _reasons[why] = None
             logger.debug("process group %s shares no memory: %s", process_group.group_name, why)
         return shared
 
