@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .figures import count
+from .figures import COLLECTIVES, count
 from .jobs import Setting, Training
 
 FAKE_RANKS = 8
@@ -30,14 +30,19 @@ COPIES = ("memcpy dtod", "copy", "catarray", "chunk_cat", "split_with_sizes")
 class StandIns(TorchDispatchMode):
     """Every collective is preceded by a kernel of ``milliseconds`` on the stream that it is issued on; 0 for none. A
     gather of a fake group moves nothing: by itself it fills the places of all ranks, with a kernel for each.
+
+    Attributes:
+        issued: the names of the collectives, in order.
     """
 
     def __init__(self, milliseconds: float = 0.0) -> None:
         super().__init__()
+        self.issued: list[str] = []
         self._cycles = int(milliseconds * _cycles_per_ms()) if milliseconds else 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
+            self.issued.append(func._schema.name.removeprefix("c10d::"))
             if self._cycles:
                 torch.cuda._sleep(self._cycles)
             if "allgather" in func._schema.name and dist.get_backend() == "fake":
@@ -54,12 +59,14 @@ def _emptied(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One piece of work of the device: microseconds from ``start`` to ``end`` on a stream."""
+    """One piece of work of the device: microseconds from ``start`` to ``end`` on a stream; ``place``: a number that
+    grows in the order in which the host issued."""
 
     name: str
     stream: int
     start: float
     end: float
+    place: int = 0
 
     @property
     def communicates(self) -> bool:
@@ -75,7 +82,13 @@ class Kernel:
 def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
     """The device's work in a trace as the profiler exports it."""
     return [
-        Kernel(event["name"], event["args"].get("stream", 0), event["ts"], event["ts"] + event["dur"])
+        Kernel(
+            event["name"],
+            event["args"].get("stream", 0),
+            event["ts"],
+            event["ts"] + event["dur"],
+            event["args"].get("correlation", 0),
+        )
         for event in trace["traceEvents"]
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     ]
@@ -83,11 +96,26 @@ def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
 
 def overlap(kernels: Sequence[Kernel]) -> float | None:
     """The share of the time in collectives during which something else computes; None without collectives."""
+    return hidden([k for k in kernels if k.communicates], kernels)
+
+
+def hidden(some: Sequence[Kernel], kernels: Sequence[Kernel]) -> float | None:
+    """The share of the time in `some`, collectives of all `kernels`, during which something else computes."""
     busy = _union((k.start, k.end) for k in kernels if not k.communicates)
-    communicating = _union((k.start, k.end) for k in kernels if k.communicates)
+    communicating = _union((k.start, k.end) for k in some)
     total = sum(end - start for start, end in communicating)
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in communicating for b in busy)
     return both / total if total else None
+
+
+def by_kind(kernels: Sequence[Kernel], issued: Sequence[str]) -> dict[str, list[Kernel]]:
+    """The stand-ins for collectives, by what they stand for, as they were `issued`; nothing if their number differs."""
+    spins = sorted((k for k in kernels if "spin_kernel" in k.name), key=lambda k: k.place)
+    found: dict[str, list[Kernel]] = {}
+    if len(spins) == len(issued):
+        for kernel, name in zip(spins, issued, strict=True):
+            found.setdefault(COLLECTIVES.get(name, name), []).append(kernel)
+    return found
 
 
 def _union(ranges: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

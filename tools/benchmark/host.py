@@ -33,39 +33,51 @@ def host_rounds(engines: Sequence[str], worlds: Sequence[int], rounds: int) -> l
     return cells
 
 
-def host_microseconds(rank: int, engine: str, worlds: list[int]) -> dict[str, dict[str, float]]:
-    """Median CPU microseconds of forward and backward per unit, by number of tensors in a unit and by world."""
-    return {str(n): {str(world): _cell(engine, n, world) for world in worlds} for n in TENSORS}
+def host_microseconds(
+    rank: int, engine: str, worlds: list[int], device: str = "cpu", steps: int = STEPS
+) -> dict[str, dict[str, float]]:
+    """Median microseconds of forward and backward per unit, by number of tensors in a unit and by world: CPU time, on
+    an accelerator wall clock until the host is through with a step that finds the device idle."""
+    return {
+        str(n): {str(world): _cell(engine, n, world, torch.device(device), steps) for world in worlds} for n in TENSORS
+    }
 
 
-def _cell(engine: str, tensors: int, world: int) -> float:
+def _cell(engine: str, tensors: int, world: int, device: torch.device, steps: int) -> float:
     case = tiny_case(UNITS, tensors)
+    on_host = device.type == "cpu"
+    clock, idle = (time.process_time_ns, _nothing) if on_host else (time.perf_counter_ns, torch.cuda.synchronize)
     fake_world(world)
     try:
         if engine == BARE:
-            bare = _Collectives(-(-case.unit_bytes()[0] // 4 // world), world)
-            step, clean = bare, lambda: None
+            bare = _Collectives(-(-case.unit_bytes()[0] // 4 // world), world, device)
+            step, clean = bare, _nothing
         else:
-            model = ENGINES[engine].wrap(case.build(), Place(torch.device("cpu"), case.unit))
-            batch = case.batch(0, 0)
+            model = ENGINES[engine].wrap(case.build().to(device), Place(device, case.unit))
+            batch = tuple(tensor.to(device) for tensor in case.batch(0, 0))
             step, clean = lambda: model(*batch).backward(), model.zero_grad
         costs = []
         gc.collect()
-        for _ in range(3 + STEPS):
-            before = time.process_time_ns()
+        for _ in range(3 + steps):
+            idle()
+            before = clock()
             step()
-            costs.append(time.process_time_ns() - before)
+            costs.append(clock() - before)
             clean()
         return median(costs[3:]) / 1000 / UNITS
     finally:
         dist.destroy_process_group()
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Collectives:
     """Two gathers and a reduction for each unit."""
 
-    def __init__(self, shard: int, world: int) -> None:
-        self._shard, self._whole = torch.zeros(shard), torch.zeros(shard * world)
+    def __init__(self, shard: int, world: int, device: torch.device) -> None:
+        self._shard, self._whole = torch.zeros(shard, device=device), torch.zeros(shard * world, device=device)
 
     def __call__(self) -> None:
         for _ in range(UNITS):

@@ -22,13 +22,14 @@ WARMUP = 2  # steps: the first iteration agrees, the second is the first of its 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured: a model under an engine."""
+    """What is measured: a model under an engine. ``made_there``: its values come from the device, not from the CPU."""
 
     case: Case
     engine: str
     strategy: str = "FULL_SHARD"
     device: str = "cpu"
     bf16: bool = False
+    made_there: bool = False
 
 
 class Training:
@@ -40,7 +41,8 @@ class Training:
         self.device = torch.device(setting.device, rank if setting.device == "cuda" else None)
         place = Place(self.device, setting.case.unit, setting.strategy, setting.bf16)
         engine = ENGINES[setting.engine]
-        self.model: nn.Module = engine.wrap(setting.case.build().to(self.device), place)
+        made = setting.case.build(self.device if setting.made_there else "cpu")
+        self.model: nn.Module = engine.wrap(made.to(self.device), place)
         self.optimizer = engine.optimize(self.model)
         self.steps = 0
 

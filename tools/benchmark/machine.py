@@ -78,7 +78,11 @@ def _commit() -> str:
     """The commit that is measured, marked where the engine differs from it."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
+        try:
+            ran = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        except FileNotFoundError:  # no git
+            return ""
+        return ran.stdout.strip()
 
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (
         "+" if git("status", "--porcelain", "--", "flatfsdp") else ""

@@ -43,11 +43,13 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """Untied embeddings, learned positions, cross-entropy with the next token."""
 
-    def __init__(self, vocabulary: int = 8192, length: int = 64, width: int = 384, blocks: int = 10) -> None:
+    def __init__(
+        self, vocabulary: int = 8192, length: int = 64, width: int = 384, blocks: int = 10, heads: int = 6
+    ) -> None:
         super().__init__()
         self.tok = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(0.02 * torch.randn(length, width))
-        self.blocks = nn.Sequential(*(GPTBlock(width, 6) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(GPTBlock(width, heads) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
@@ -156,10 +158,11 @@ class Case:
     width: int
     steps: int
 
-    def build(self) -> nn.Module:
-        """The model, the same at every call, on the CPU."""
+    def build(self, device: torch.device | str = "cpu") -> nn.Module:
+        """The model, the same at every call for one kind of device, made there."""
         torch.manual_seed(0)
-        return self.make()
+        with torch.device(device):
+            return self.make()
 
     def batch(self, rank: int, step: int) -> Batch:
         """What ``rank`` trains on in ``step``."""

@@ -29,7 +29,7 @@ class World:
 
     Attributes:
         size: ranks; each is a process of its own, except in a fake world, where only rank 0 exists.
-        backend: "gloo", "nccl", "fake", or "" for none.
+        backend: "gloo", "nccl", "fake", "" for one process without a group, or "none" for several without one.
     """
 
     size: int
@@ -84,7 +84,7 @@ def _main(rank: int, world: World, port: int, pipe: Connection, job: Callable[..
     try:
         if world.backend == "fake":
             fake_world(world.size)
-        elif world.backend:
+        elif world.backend not in ("", "none"):
             if world.backend == "nccl":
                 torch.cuda.set_device(rank)
             store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -1,0 +1,10 @@
+"""Which engines stand beside each other, and what is measured of one of them at a time."""
+
+from __future__ import annotations
+
+from tools.benchmark.gpu import FAKE_RANKS
+from tools.benchmark.ranks import World
+
+OURS = ("flatfsdp", "flatfsdp-orig", "flatfsdp-front")
+PEERS = ("fsdp1", "fsdp2")
+FAKE = World(FAKE_RANKS, "fake")  # rank 0 of several, whose collectives move nothing

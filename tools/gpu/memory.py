@@ -1,0 +1,168 @@
+"""Memory of a GPT of about 1B parameters in bf16, beside FSDP1 and FSDP2, and the formula beside the allocator's books.
+
+One rank of a fake group of 8, and a world of one rank, where FSDP1 shards nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+import flatfsdp
+from tools.benchmark import ranks
+from tools.benchmark.engines import ENGINES
+from tools.benchmark.gpu import FAKE_RANKS
+from tools.benchmark.jobs import Setting, Training
+from tools.benchmark.models import GPT, Case, GPTBlock
+from tools.benchmark.ranks import World
+
+from . import books, trace
+from .card import MIB, Card, card_of
+from .engines import FAKE, OURS, PEERS
+from .report import Report
+
+# 19 blocks of 50.4 million, and 67 million of the embedding and the head.
+BILLION = Case("gpt 1B", partial(GPT, 16384, 1024, 2048, 19, 16), GPTBlock, 1024, 16384, 1)
+TINY = Case("gpt", partial(GPT, 64, 8, 16, 2, 2), GPTBlock, 8, 64, 1)
+EARLY, LATE = 2, 50  # steps between which nothing may grow
+CLOSE = 0.02  # relative, of a term to the formula's: blocks are rounded up, and small tensors are not in it
+
+
+def run(report: Report, card: Card, *, brief: bool) -> None:
+    """Peaks, growth, terms."""
+    case = BILLION if card.is_real else TINY
+    for name, world in ((f"fake group of {FAKE_RANKS}", FAKE), ("one rank", World(1, card.backend))):
+        figures: dict[str, Any] = {}
+        for engine in (*(OURS[:1] if brief else OURS), *(() if brief else PEERS)):
+            setting = Setting(case, engine, device=card.kind, bf16=True, made_there=card.is_real)
+            last = LATE if engine in OURS[::2] and not brief else EARLY
+            try:
+                figures[engine] = ranks.run(world, measure, setting, last, timeout=60.0)[0]
+            except Exception as error:
+                report.failed(f"{name}, {engine}", "is measured", error)
+                continue
+            if engine in OURS:
+                _grows(report, card, f"{name}, {engine}", figures[engine])
+        report.numbers(name, figures)
+        rows = [
+            [e, *(f"{f[key] / MIB:.0f}" for key in ("allocated", "reserved", "between"))] for e, f in figures.items()
+        ]
+        report.table(f"{case.name}, {name}: MiB", ("engine", "peak allocated", "peak reserved", "between steps"), rows)
+        _compare(report, card, name, figures)
+    _terms(report, card, case)
+
+
+def measure(rank: int, setting: Setting, last: int) -> dict[str, Any]:
+    """Bytes at the peak of a step and after it, early and at the `last` one; retries. Collective."""
+    card = card_of(setting.device)
+    card.begin()
+    training = Training(rank, setting)
+    card.give_back()
+    found: dict[str, Any] = {}
+    for step in range(last + 1):
+        card.forget_peaks()
+        trace.step(training, training.batch())
+        if step in (EARLY, last):
+            card.synchronize()
+            allocated, reserved = card.peaks()
+            here = {"allocated": allocated, "reserved": reserved, "between": card.allocated()}
+            found |= here if step == EARLY else {}
+            found["late"] = {"step": step, **here}
+    return found | {"retries": card.retries()}
+
+
+def _grows(report: Report, card: Card, name: str, found: dict[str, Any]) -> None:
+    late = found["late"]
+    if late["step"] > EARLY:
+        same = all(late[key] == found[key] for key in ("allocated", "between"))
+        words = f"peak {found['allocated'] / MIB:.1f} then {late['allocated'] / MIB:.1f} MiB, between steps {found['between'] / MIB:.1f} then {late['between'] / MIB:.1f}"
+        goal = f"equal at steps {EARLY} and {late['step']}"
+        report.goal(
+            f"{name}: memory over steps", goal, words if card.is_real else "no card", same if card.is_real else None
+        )
+    report.goal(
+        f"{name}: allocator retries", "none", str(found["retries"]), found["retries"] == 0 if card.is_real else None
+    )
+
+
+def _compare(report: Report, card: Card, name: str, figures: dict[str, Any]) -> None:
+    """In the fake group below both; alone, where FSDP1 shards nothing, at most as much."""
+    for key in ("allocated", "reserved"):
+        for engine in OURS:
+            others = {peer: figures[peer][key] for peer in PEERS if peer in figures}
+            if engine not in figures or not others:
+                continue
+            mine, least = figures[engine][key], min(others.values())
+            met = mine <= least if name == "one rank" else mine < least
+            words = ", ".join(f"{peer} {size / MIB:.0f}" for peer, size in others.items())
+            goal = f"{'at most' if name == 'one rank' else 'below'} {' and '.join(others)}"
+            found = f"{mine / MIB:.0f} MiB; {words}" if card.is_real else "no card"
+            report.goal(f"{name}, {engine}: peak {key}", goal, found, met if card.is_real else None)
+
+
+def _terms(report: Report, card: Card, case: Case) -> None:
+    """What `memory_plan` gives, beside what the allocator's books have."""
+    engine = OURS[0]
+    setting = Setting(case, engine, device=card.kind, bf16=True, made_there=card.is_real)
+    try:
+        plan = ranks.run(World(1, ""), plan_of, setting, timeout=60.0)[0]
+        found = ranks.run(FAKE, terms_of, setting, timeout=60.0)[0]
+    except Exception as error:
+        report.failed("the formula's terms", "are read", error)
+        return
+    report.numbers("terms", {"formula": plan, "allocator": found})
+    after, later = found["after backward"], found["after step"]
+    for term, least, most, theirs in (
+        ("shards and gradients after a backward", *2 * [plan["params"] + plan["grads"]], after.get("engine", 0)),
+        ("optimizer state after a step", *2 * [plan["optimizer"]], later.get("optimizer", 0)),
+        ("shards after a step", *2 * [plan["params"]], later.get("engine", 0)),
+        # Gradients that are `.grad` already are not in the formula's term.
+        (
+            "the engine's peak",
+            plan["at peak"],
+            plan["at peak"] + plan["grads"],
+            found["peak of the engine"].get("engine", 0),
+        ),
+    ):
+        formula = " to ".join(dict.fromkeys(f"{size / MIB:.1f}" for size in (least, most)))
+        words = f"{formula} MiB by the formula, {theirs / MIB:.1f} by the allocator"
+        met = least * (1 - CLOSE) <= theirs <= most * (1 + CLOSE)
+        report.goal(term, f"within {CLOSE:.0%}", words if card.is_real else "no card", met if card.is_real else None)
+    rows = [[owner, *(f"{found[at].get(owner, 0) / MIB:.1f}" for at in books.MOMENTS)] for owner in books.OWNERS]
+    report.table("MiB by owner, by the allocator's books", ("owner", *books.MOMENTS), rows)
+
+
+def plan_of(rank: int, setting: Setting) -> dict[str, int]:
+    """The formula's terms."""
+    with flatfsdp.dry_run(FAKE_RANKS, accelerator=True):
+        with torch.device("meta"):
+            model = setting.case.make()
+        mixed = flatfsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        wrapped = flatfsdp.FullyShardedDataParallel(model, auto_wrap_policy={setting.case.unit}, mixed_precision=mixed)
+        plan = flatfsdp.memory_plan(wrapped, ENGINES[setting.engine].optimize(wrapped))
+    return {
+        "params": plan.params,
+        "grads": plan.grads,
+        "optimizer": sum(plan.optimizer.values()),
+        "at peak": sum(plan.at_peak.values()),
+    }
+
+
+def terms_of(rank: int, setting: Setting) -> dict[str, dict[str, int]]:
+    """Bytes by owner at the moments of a step. Collective."""
+    card = card_of(setting.device)
+    card.begin()
+    with card.recording():
+        training = Training(rank, setting)
+        for _ in range(EARLY):
+            trace.step(training, training.batch())
+        training.model(*training.batch()).backward()
+        card.synchronize()
+        found = {"after backward": books.held(card.snapshot())}
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        card.synchronize()
+        snapshot = card.snapshot()
+    return found | {"after step": books.held(snapshot), "peak of the engine": books.at_peak_of("engine", snapshot)}

@@ -1,0 +1,84 @@
+"""Collectives by NCCL itself, which a world of one rank has no use for: an axis of one rank gathers and reduces nothing.
+
+Here such an axis has NCCL's collectives all the same, of one rank; and two ranks on the one card are tried, which NCCL
+refuses unless it is a version that knows NCCL_MULTI_RANK_GPU_ENABLE.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from flatfsdp.engine.comm import process_groups
+from flatfsdp.engine.comm.axes import Axis
+from tools.benchmark import ranks
+from tools.benchmark.ranks import World
+
+from . import parity
+from .card import Card, card_of
+from .report import Report
+
+# In float32 an axis of one rank has no unsharded form besides its shard.
+ONE = ("bf16, FULL_SHARD", "bf16, SHARD_GRAD_OP", "small units joined, bf16", "offload, pinned, bf16", "fully_shard, bf16",
+       "backward_prefetch BACKWARD_MID", "freed memory poisoned, bf16")  # fmt: skip
+TWO = ("FULL_SHARD, flat parameters", "NO_SHARD, flat parameters", "bf16, FULL_SHARD", "small units joined, bf16", "fully_shard, bf16",
+       "offload, pinned", "freed memory poisoned, bf16", "two microbatches, deferred reductions")  # fmt: skip
+
+
+def run(report: Report, card: Card, *, brief: bool) -> None:
+    """One rank, then two."""
+    if not card.is_real:
+        report.goal("collectives of one rank by NCCL", "parity", "no card", None)
+        return
+    try:
+        ranks.run(World(1, "nccl"), with_collectives, report.path, card.kind, ONE[:1] if brief else ONE, timeout=25.0)
+        report.reload()
+    except Exception as error:
+        report.reload()
+        report.failed("collectives of one rank by NCCL", "parity", error)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            store = str(Path(folder) / "store")
+            ranks.run(World(2, "none"), as_two, store, report.path, card.kind, TWO[:1] if brief else TWO, timeout=25.0)
+            report.reload()
+            report.figure("two NCCL ranks on one card", "possible here")
+        except ranks.RankFailed as error:
+            report.reload()
+            report.figure(
+                "two NCCL ranks on one card", f"not possible here: {str(error).strip().splitlines()[-1]}"[:300]
+            )
+
+
+def with_collectives(rank: int, path: Path, kind: str, names: tuple[str, ...]) -> None:
+    """A job: scenarios in which axes of one rank communicate. Collective."""
+    with communicating_alone():
+        parity.play_all(rank, path, kind, names)
+
+
+@contextmanager
+def communicating_alone() -> Iterator[None]:
+    """Inside, axes of one rank are served by the backend of their group."""
+
+    def axis(process_group: Any, device: Any) -> Axis:
+        return Axis.of(process_group, device)
+
+    with patch.object(process_groups, "_axis", axis):
+        yield
+
+
+def as_two(rank: int, store: str, path: Path, kind: str, names: tuple[str, ...]) -> None:
+    """A job: one of two ranks on the same card."""
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    card = card_of(kind)
+    card.begin()
+    limit = timedelta(seconds=20)
+    dist.init_process_group("nccl", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=limit)
+    parity.play_all(rank, path, kind, names)

@@ -1,0 +1,307 @@
+"""Ways to train the small model under the engine: what users do with it besides plain steps.
+
+A play takes a `Stage` and gives the `Story` that came of it, which has to be that of one process; or it raises.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel, checkpoint
+from flatfsdp.engine.device.memory import poison
+from flatfsdp.errors import NonFiniteError
+
+from . import alone, net, wraps
+from .alone import STEPS, Course, Story
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a play is played: this rank, its device, and how the model is wrapped."""
+
+    rank: int
+    world: int
+    device: torch.device
+    wrap: wraps.Wrap
+    course: Course
+
+    def model(self) -> Any:
+        """A new one, wrapped."""
+        return self.wrap(self.net(), self.device)
+
+    def net(self) -> net.Net:
+        """A new one, not wrapped."""
+        return net.build(self.device, frozen=self.course.frozen)
+
+
+Play = Callable[[Stage], Story]
+
+
+class Broken(Exception):
+    """The engine did not do what it promises."""
+
+
+def require(holds: bool, words: str) -> None:
+    """Raise `Broken` unless something holds."""
+    if not holds:
+        raise Broken(words)
+
+
+def steps(stage: Stage, model: Any, optimizer: Any, numbers: range, accumulating: Any = None) -> list[list[float]]:
+    """The losses of these steps. ``accumulating()``: a context for all backwards of a step but the last."""
+    losses: list[list[float]] = []
+    for step in numbers:
+        losses.append(one_step(stage, model, optimizer, step, accumulating))
+    return losses
+
+
+def one_step(stage: Stage, model: Any, optimizer: Any, step: int, accumulating: Any = None) -> list[float]:
+    """The losses of one step."""
+    found: list[Tensor] = []
+    course = stage.course
+    for micro in range(course.micro):
+        last = micro == course.micro - 1
+        with nullcontext() if last or accumulating is None else accumulating():
+            loss = model(*net.batch(stage.device, stage.rank, step, micro))
+            (loss / course.micro).backward()
+        found.append(loss.detach())
+    if course.clip is not None:
+        wraps.clip(model, course.clip)
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(loss) for loss in found]
+
+
+def plain(stage: Stage) -> Story:
+    """Steps and nothing else."""
+    model = stage.model()
+    losses = steps(stage, model, alone.optimizer_of(model), range(STEPS))
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def poisoned(stage: Stage) -> Story:
+    """Memory is NaN when it is taken and before it is given back: whoever reads it then trains on NaN."""
+    with poison():
+        return plain(stage)
+
+
+def offloaded(stage: Stage, *, pinned: bool) -> Story:
+    """Shards are the host's, page-locked or not."""
+    model = stage.model()
+    shards = [getattr(p, "_local_tensor", p) for p in model.parameters()]
+    require(all(shard.device.type == "cpu" for shard in shards), "a shard is not on the host")
+    if torch.accelerator.is_available():
+        locked = {shard.is_pinned() for shard in shards if shard.numel()}
+        require(locked == {pinned}, f"shards are page-locked: {locked}, expected {pinned}")
+    losses = steps(stage, model, alone.optimizer_of(model), range(STEPS))
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def recomputed(stage: Stage, *, reentrant: bool) -> Story:
+    """Each block's forward is recomputed in the backward."""
+    model = stage.model()
+    for module in model.modules():
+        if isinstance(module, net.Block):
+            module.recomputes = reentrant
+    losses = steps(stage, model, alone.optimizer_of(model), range(STEPS))
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def tripped(stage: Stage, *, where: str) -> Story:
+    """A block raises on all ranks, in the forward or in the backward; the step is repeated."""
+    model = stage.model()
+    optimizer = alone.optimizer_of(model)
+    block = [module for module in model.modules() if isinstance(module, net.Block)][1]
+    losses: list[list[float]] = []
+    for step in range(STEPS):
+        if step in (1, 2):
+            block.trips = where
+            try:
+                model(*net.batch(stage.device, stage.rank, step)).backward()
+            except net.Tripped:
+                optimizer.zero_grad()
+            else:
+                raise Broken("what the block raised did not come through")
+        losses.append(one_step(stage, model, optimizer, step))
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def resumed(stage: Stage) -> Story:
+    """Half-way all is saved, and a new model loads it."""
+    model = stage.model()
+    optimizer = alone.optimizer_of(model)
+    losses = steps(stage, model, optimizer, range(STEPS // 2))
+    with _shared_folder(stage) as folder:
+        checkpoint.save(folder / "saved", model=model, optimizer=optimizer, extra={"step": STEPS // 2})
+        model = stage.model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer = alone.optimizer_of(model)
+        extra = checkpoint.load(folder / "saved", model=model, optimizer=optimizer)
+        require(extra == {"step": STEPS // 2}, f"extra came back as {extra}")
+    losses += steps(stage, model, optimizer, range(STEPS // 2, STEPS))
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def through_state_dicts(stage: Stage, *, kind: str) -> Story:
+    """Half-way a new model takes the state dicts of the model and of the optimizer."""
+    model = stage.model()
+    optimizer = alone.optimizer_of(model)
+    losses = steps(stage, model, optimizer, range(STEPS // 2))
+    with FullyShardedDataParallel.state_dict_type(model, kind):
+        state, moments = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    model = stage.model()
+    optimizer = alone.optimizer_of(model)
+    with FullyShardedDataParallel.state_dict_type(model, kind):
+        model.load_state_dict(state)
+        fitting = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, moments)
+    optimizer.load_state_dict(fitting)
+    losses += steps(stage, model, optimizer, range(STEPS // 2, STEPS))
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def through_dtensors(stage: Stage) -> Story:
+    """Half-way a new model of `fully_shard` takes the state dict, of DTensors, and the optimizer's."""
+    model = stage.model()
+    optimizer = alone.optimizer_of(model)
+    losses = steps(stage, model, optimizer, range(STEPS // 2))
+    state, moments = model.state_dict(), optimizer.state_dict()
+    model = stage.model()
+    optimizer = alone.optimizer_of(model)
+    model.load_state_dict(state)
+    optimizer.load_state_dict(moments)
+    losses += steps(stage, model, optimizer, range(STEPS // 2, STEPS))
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def in_backward(stage: Stage) -> Story:
+    """The optimizer steps inside the backward."""
+    model = stage.model()
+    stepping = flatfsdp.optimizer_in_backward(model, alone.optimizer_of(model))
+    losses = steps(stage, model, None, range(STEPS), stepping.no_step)
+    require(all(p.grad is None for p in model.parameters()), "gradients are left")
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def kept(stage: Stage, *, on: str) -> Story:
+    """What is frozen stays unsharded, on the device or on the host."""
+    model = stage.model()
+    model.keep_frozen_unsharded(on=on)
+    losses = steps(stage, model, alone.optimizer_of(model), range(STEPS))
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def accumulated(stage: Stage, *, how: str) -> Story:
+    """Several backwards make a step: the earlier ones send nothing, or leave their last reduction under way."""
+    model = stage.model()
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "no_sync": lambda: model.no_sync(),
+        "without synchronization": partial(_switched, model.set_requires_gradient_sync),
+        "deferred reductions": partial(_switched, model.set_is_last_backward),
+    }
+    losses = steps(stage, model, alone.optimizer_of(model), range(STEPS), contexts[how])
+    return Story(losses, wraps.whole_parameters(model))
+
+
+@contextmanager
+def _switched(switch: Callable[[bool], None]) -> Iterator[None]:
+    switch(False)
+    yield
+    switch(True)
+
+
+def fused(stage: Stage) -> Story:
+    """The optimizer steps on many parameters as one."""
+    model = stage.model()
+    optimizer = alone.optimizer_of(model)
+    flatfsdp.fuse_optimizer_steps(optimizer)
+    losses = steps(stage, model, optimizer, range(STEPS))
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def watched(stage: Stage) -> Story:
+    """The first NaN is found; before it all is as without `detect_nonfinite`."""
+    model = stage.model()
+    optimizer = alone.optimizer_of(model)
+    with flatfsdp.detect_nonfinite(model):
+        losses = steps(stage, model, optimizer, range(STEPS))
+    parameters = wraps.whole_parameters(model)
+    with torch.no_grad():
+        last = [p for p in model.parameters() if p.numel()][-1]
+        getattr(last, "_local_tensor", last).fill_(float("nan"))
+    try:
+        with flatfsdp.detect_nonfinite(model):
+            model(*net.batch(stage.device, stage.rank, 0)).backward()
+    except NonFiniteError:
+        return Story(losses, parameters)
+    raise Broken("a parameter of NaN was not found")
+
+
+def inferred(stage: Stage) -> Story:
+    """After training, forwards inside `inference` compute what those outside do."""
+    model = stage.model()
+    losses = steps(stage, model, alone.optimizer_of(model), range(STEPS))
+    batch = net.batch(stage.device, stage.rank, 0)
+    model.eval()
+    with torch.no_grad():
+        outside = float(model(*batch))
+        with flatfsdp.inference(model):
+            inside = [float(model(*batch)) for _ in range(3)]
+    with torch.inference_mode(), flatfsdp.inference(model):
+        inside.append(float(model(*batch)))
+    require(set(inside) == {outside}, f"{inside} inside, {outside} outside")
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def scaled(stage: Stage) -> Story:
+    """Losses are scaled; in one step gradients of the last rank overflow, and no rank takes it."""
+    model = stage.model()
+    optimizer = alone.optimizer_of(model)
+    scaler = flatfsdp.ShardedGradScaler(stage.device.type, init_scale=2.0**10)
+    losses: list[list[float]] = []
+    for step in range(STEPS):
+        loss = model(*net.batch(stage.device, stage.rank, step))
+        overflows = step == stage.course.skipped
+        scaler.scale(loss * float("inf") if overflows and stage.rank == stage.world - 1 else loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        halved = scaler.get_scale() == before / 2
+        require(halved == overflows, f"step {step}: the scale went from {before} to {scaler.get_scale()}")
+        losses.append([float(loss.detach())])
+    return Story(losses, wraps.whole_parameters(model))
+
+
+def in_few_bits(stage: Stage) -> Story:
+    """Parameters and gradients travel in few bits: the loss falls as it does in one process, about."""
+    return plain(stage)
+
+
+@contextmanager
+def _shared_folder(stage: Stage) -> Iterator[Path]:
+    """A new folder, the same on all ranks; removed by rank 0."""
+    box = [tempfile.mkdtemp() if stage.rank == 0 else ""]
+    if stage.world > 1:
+        dist.broadcast_object_list(box)
+    try:
+        yield Path(box[0])
+        if stage.world > 1:
+            dist.barrier()
+    finally:
+        if stage.rank == 0:
+            shutil.rmtree(box[0], ignore_errors=True)

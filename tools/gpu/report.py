@@ -1,0 +1,124 @@
+"""What a part finds, written to a file with each finding: whoever ends the part early reads what was found till then."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+WORST = 400  # characters of an error in a row
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        goal: what is promised; "" for a figure that nothing is promised of.
+        met: None where there is no goal, or where this machine cannot tell.
+    """
+
+    what: str
+    goal: str
+    found: str
+    met: bool | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures side by side."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+@dataclass
+class Findings:
+    """All that one part has found so far.
+
+    Attributes:
+        figures: numbers, for those who want to compute with them.
+        errors: whole tracebacks, by the row that they belong to.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path) -> Findings:
+        """What lies at `path`; nothing where nothing does."""
+        if not path.exists():
+            return Findings()
+        found = json.loads(path.read_text())
+        rows, tables = [Row(**row) for row in found["rows"]], [Table(**table) for table in found["tables"]]
+        return Findings(rows, tables, found["figures"], found["errors"])
+
+
+class Report:
+    """The findings of one part, in a file.
+
+    Attributes:
+        folder: where a part may leave files of its own.
+    """
+
+    def __init__(self, path: Path, folder: Path | None = None) -> None:
+        self.path, self.folder = path, path.parent if folder is None else folder
+        self.found = Findings.read(path)
+
+    def goal(self, what: str, goal: str, found: str, met: bool | None) -> None:
+        """``goal`` is promised, ``found`` was measured."""
+        self._add(Row(what, goal, found, met))
+
+    def figure(self, what: str, found: str) -> None:
+        """Something that was measured and of which nothing is promised."""
+        self._add(Row(what, "", found, None))
+
+    def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Figures side by side, in place of an earlier table of that title."""
+        self.found.tables = [table for table in self.found.tables if table.title != title]
+        self.found.tables.append(Table(title, list(header), [list(row) for row in rows]))
+        self._write()
+
+    def numbers(self, name: str, value: Any) -> None:
+        """Plain data, for the JSON alone."""
+        self.found.figures[name] = value
+        self._write()
+
+    def failed(self, what: str, goal: str, error: BaseException) -> None:
+        """``what`` raised."""
+        self.found.errors[what] = "".join(traceback.format_exception(error))
+        last = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
+        self._add(Row(what, goal, last[-WORST:], False if goal else None))
+
+    def attempt(self, what: str, goal: str, measure: Callable[[], tuple[str, bool | None]]) -> bool:
+        """A row of what `measure` finds and whether that is the goal, or of what it raised. Whether it did not raise."""
+        try:
+            found, met = measure()
+        except Exception as error:
+            self.failed(what, goal, error)
+            return False
+        self._add(Row(what, goal, found, met))
+        return True
+
+    def reload(self) -> None:
+        """Another process has written to the file."""
+        self.found = Findings.read(self.path)
+
+    def _add(self, row: Row) -> None:
+        self.found.rows.append(row)
+        sign = {True: "ok  ", False: "FAIL", None: "    "}[row.met]
+        print(f"{sign} {row.what}: {row.found}" + (f" (goal: {row.goal})" if row.goal else ""), flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(asdict(self.found)))
+        fresh.rename(self.path)  # at once: the runner reads it meanwhile

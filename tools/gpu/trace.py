@@ -1,0 +1,86 @@
+"""One step in the profiler's trace: what the device ran, for what the host waited, which operators it called."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tools.benchmark.gpu import Kernel, kernels_of
+from tools.benchmark.jobs import Training
+
+from .card import Card
+
+STEP = "gpu_check: step"
+WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cuCtxSynchronize")
+RUNTIME = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace of `record`, as the profiler exports it."""
+
+    content: dict[str, Any]
+
+    def kernels(self) -> list[Kernel]:
+        """The work of the device."""
+        return kernels_of(self.content)
+
+    def calls(self) -> Counter[str]:
+        """What the host called of CUDA within the step, all threads together."""
+        events = self.content["traceEvents"]
+        spans = [
+            (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == STEP and e.get("cat") == "user_annotation"
+        ]
+        begin, end = spans[0] if spans else (0.0, -1.0)
+        return Counter(e["name"] for e in events if e.get("cat") in RUNTIME and begin <= e["ts"] <= end)
+
+    def waits(self) -> dict[str, int]:
+        """For what the host waited within the step."""
+        calls = self.calls()
+        return {name: calls[name] for name in WAITS if calls[name]}
+
+    def write(self, path: Path) -> None:
+        """For a viewer."""
+        path.write_bytes(gzip.compress(json.dumps(self.content).encode()))
+
+
+def step(training: Training, batch: Any) -> None:
+    """A step that reads no loss."""
+    training.model(*batch).backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+
+
+def record(training: Training, card: Card, within: TorchDispatchMode) -> Trace:
+    """The next step's."""
+    batch = training.batch()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if card.is_real else [])]
+    card.synchronize()
+    with profile(activities=activities) as recorded, within:
+        with record_function(STEP):
+            step(training, batch)
+        card.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        return Trace(json.loads(path.read_text()))
+
+
+class Operators(TorchDispatchMode):
+    """Counts what torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
