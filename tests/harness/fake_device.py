@@ -77,6 +77,7 @@ class Event:
     def synchronize(self) -> None:
         """Let the host wait."""
         self.device.log.append(f"the host waits for {self.stream.name}")
+        self.device.host_waits.append(self.stream.name)
         self.device.host.learn(self.clock)
 
 
@@ -152,6 +153,7 @@ class FakeDevice(TorchDispatchMode):
     Attributes:
         races: a sentence for each access that could happen too early.
         log: what was recorded, waited for, allocated and freed, in the order of issue.
+        host_waits: for what the host waited.
         is_fast: whether the device is found to be past every event that the host asks about.
     """
 
@@ -160,6 +162,7 @@ class FakeDevice(TorchDispatchMode):
         self.is_fast = is_fast
         self.races: list[str] = []
         self.log: list[str] = []
+        self.host_waits: list[str] = []
         self.host = Clock()
         self._names = itertools.cycle(["reduce", "replicate"])  # of streams without priority, as a model makes them
         self._compute = Lane(self, "compute")
@@ -203,6 +206,7 @@ class FakeDevice(TorchDispatchMode):
         self._stack.enter_context(seam.standing_in(self))
         self._stack.enter_context(patch.object(FlatBuffer, "allocate", self._noted(FlatBuffer.allocate, "allocate")))
         self._stack.enter_context(patch.object(FlatBuffer, "free", self._noted(FlatBuffer.free, "free")))
+        self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resized()))
         self._stack.enter_context(patch.object(process_group_transport, "PendingWork", self._pending_work))
         self._stack.enter_context(patch.object(dist, "all_to_all_single", self._all_to_all))
         return self
@@ -225,6 +229,22 @@ class FakeDevice(TorchDispatchMode):
                     self._owned_by_current(buffer.tensor)
 
         return noted
+
+    def _resized(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        """`UntypedStorage.resize_`, by which memory comes and goes while tensors stay."""
+        resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            reference = weakref.ref(storage, self._died)
+            before = storage.nbytes()
+            if not size and before:
+                self._freed(self._memory.pop(reference, None), "tensor's memory")
+            result = resize(storage, size)
+            if size and not before:
+                self._memory[reference] = Memory(self.current_stream())
+            return result
+
+        return resized
 
     def _pending_work(self, *, work: Any = None, **others: Any) -> seam.PendingWork:
         return self._pending(work) if isinstance(work, dist.Work) else seam.PendingWork(work=work, **others)
@@ -273,6 +293,7 @@ class FakeDevice(TorchDispatchMode):
         access = stream.tick(name)
         if name == "_local_scalar_dense":
             self.host.learn(self.current_stream().clock)
+            self.host_waits.append(f"a value of {self.current_stream().name}")
         if not (func.is_view or name in _NOT_TOUCHING):
             written = _written(func, name, args, kwargs)
             for tensor in _tensors([*args, *kwargs.values()]):
@@ -305,10 +326,13 @@ class FakeDevice(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[Tensor]:
+    """Those that have memory: of one that is made of others, such as a DTensor, these."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            if value.numel():
+            if hasattr(type(value), "__tensor_flatten__"):
+                found += _tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+            elif value.numel():
                 found.append(value)
         elif isinstance(value, (list, tuple)):
             found += _tensors(value)

@@ -77,7 +77,8 @@ def _grows(report: Report, card: Card, name: str, found: dict[str, Any]) -> None
     late = found["late"]
     if late["step"] > EARLY:
         same = all(late[key] == found[key] for key in ("allocated", "between"))
-        words = f"peak {found['allocated'] / MIB:.1f} then {late['allocated'] / MIB:.1f} MiB, between steps {found['between'] / MIB:.1f} then {late['between'] / MIB:.1f}"
+        peaks, rests = ([f"{one[key] / MIB:.1f}" for one in (found, late)] for key in ("allocated", "between"))
+        words = f"peak {' then '.join(peaks)} MiB, between steps {' then '.join(rests)}"
         goal = f"equal at steps {EARLY} and {late['step']}"
         report.goal(
             f"{name}: memory over steps", goal, words if card.is_real else "no card", same if card.is_real else None

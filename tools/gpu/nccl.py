@@ -1,4 +1,4 @@
-"""Collectives by NCCL itself, which a world of one rank has no use for: an axis of one rank gathers and reduces nothing.
+"""Collectives by NCCL itself, for which a world of one rank has no use: an axis of one rank exchanges nothing.
 
 Here such an axis has NCCL's collectives all the same, of one rank; and two ranks on the one card are tried, which NCCL
 refuses unless it is a version that knows NCCL_MULTI_RANK_GPU_ENABLE.
@@ -27,10 +27,25 @@ from .card import Card, card_of
 from .report import Report
 
 # In float32 an axis of one rank has no unsharded form besides its shard.
-ONE = ("bf16, FULL_SHARD", "bf16, SHARD_GRAD_OP", "small units joined, bf16", "offload, pinned, bf16", "fully_shard, bf16",
-       "backward_prefetch BACKWARD_MID", "freed memory poisoned, bf16")  # fmt: skip
-TWO = ("FULL_SHARD, flat parameters", "NO_SHARD, flat parameters", "bf16, FULL_SHARD", "small units joined, bf16", "fully_shard, bf16",
-       "offload, pinned", "freed memory poisoned, bf16", "two microbatches, deferred reductions")  # fmt: skip
+ONE = (
+    "bf16, FULL_SHARD",
+    "bf16, SHARD_GRAD_OP",
+    "backward_prefetch BACKWARD_MID",
+    "small units joined, bf16",
+    "freed memory poisoned, bf16",
+    "offload, pinned, bf16",
+    "fully_shard, bf16",
+)
+TWO = (
+    "FULL_SHARD, flat parameters",
+    "NO_SHARD, flat parameters",
+    "bf16, FULL_SHARD",
+    "small units joined, bf16",
+    "two microbatches, deferred reductions",
+    "freed memory poisoned, bf16",
+    "offload, pinned",
+    "fully_shard, bf16",
+)
 
 
 def run(report: Report, card: Card, *, brief: bool) -> None:

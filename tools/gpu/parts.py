@@ -1,4 +1,4 @@
-"""The parts, in the order in which they run: what matters most comes first, since the budget may end before the last."""
+"""The parts, in the order in which they run: what matters most first, since the budget may end before the last."""
 
 from __future__ import annotations
 

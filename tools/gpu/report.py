@@ -1,11 +1,11 @@
-"""What a part finds, written to a file with each finding: whoever ends the part early reads what was found till then."""
+"""What a part finds, written to a file with each finding: of a part that is ended early it has what was found."""
 
 from __future__ import annotations
 
 import json
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,16 +96,6 @@ class Report:
         self.found.errors[what] = "".join(traceback.format_exception(error))
         last = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
         self._add(Row(what, goal, last[-WORST:], False if goal else None))
-
-    def attempt(self, what: str, goal: str, measure: Callable[[], tuple[str, bool | None]]) -> bool:
-        """A row of what `measure` finds and whether that is the goal, or of what it raised. Whether it did not raise."""
-        try:
-            found, met = measure()
-        except Exception as error:
-            self.failed(what, goal, error)
-            return False
-        self._add(Row(what, goal, found, met))
-        return True
 
     def reload(self) -> None:
         """Another process has written to the file."""

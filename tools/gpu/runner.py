@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,6 @@ def _news(outcome: Outcome, path: Path, seen: int, write: Callable[[], None]) ->
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a part and whatever it has started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

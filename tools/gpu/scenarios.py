@@ -17,19 +17,19 @@ from .wraps import BF16, FP16, FP32, Wrap, front, front_with_hooks, wrapper
 
 EXACT = 1e-5  # sums of ranks in another order, and kernels chosen by alignment
 LOW = 2e-2  # of two runs in bf16 or fp16
+PLAIN = Course()
 FEW_BITS = 0.5  # parameters go where they would, about
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One training. ``ranks``: the fewest with which it shows anything."""
+    """One training."""
 
     name: str
     wrap: Wrap
     play: Play = plays.plain
-    course: Course = Course()
+    course: Course = PLAIN
     within: float = EXACT
-    ranks: int = 1
 
 
 def all_scenarios() -> list[Scenario]:

@@ -1,4 +1,4 @@
-"""A few small steps and nothing else, for tools that watch every access of the device: `python -m tools.gpu.small_step`."""
+"""A few small steps and nothing else, for tools that watch each access of the device."""
 
 from __future__ import annotations
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
-from tools import gpu_check
 from tools.benchmark import gpu, jobs, machine, rounds
 from tools.benchmark.jobs import Setting
 from tools.benchmark.models import tiny_case
@@ -111,34 +105,3 @@ def test_worlds_in_which_a_gpu_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     rounds.inspect_all([TINY], ["flatfsdp", "fsdp2", "ddp", "floor"], "cuda")
     fake = World(gpu.FAKE_RANKS, "fake")
     assert worlds == {"flatfsdp": fake, "fsdp2": fake, "ddp": World(1, "nccl"), "floor": World(1, "")}
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_gpu_check_checks_all_that_it_promises(
-    spun: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def here(world: World, job: Callable[..., Any], *args: Any) -> list[Any]:
-        with fake_world(world.size) if world.backend else nullcontext():
-            return [job(0, *args)]
-
-    def tiny(case: Any, engine: str, *, device: str, bf16: bool) -> Setting:
-        assert device == "cuda"
-        return Setting(TINY, engine, bf16=bf16)
-
-    monkeypatch.setattr(gpu_check.ranks, "run", here)
-    monkeypatch.setattr(gpu, "record", lambda training, stand_ins: [])
-    has_one = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))
-    monkeypatch.setattr(gpu_check, "torch", has_one)  # not in torch itself: optimizers ask it, too
-    monkeypatch.setattr(gpu_check, "Setting", tiny)
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path / "found.json")])
-    assert gpu_check.main() == 1  # nothing overlaps on a CPU
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["machine"]["device"] == "none"
-    held = {check["check"]: check["holds"] for check in found["checks"]}
-    engines = [f"{engine}, {kind}" for engine in gpu_check.OURS for kind in ("float32", "bf16")]
-    promised = ["peak at most the peers'", "copies on lanes", "allocator retries", "losses of one process"]
-    assert held == {
-        **{f"{engine}: {what}": True for engine in engines for what in promised},
-        **{f"{engine}: collectives beside computation": False for engine in engines},
-    }
-    assert capsys.readouterr().out.count("FAIL") == len(engines)
