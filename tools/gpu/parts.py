@@ -39,14 +39,14 @@ class Part:
 PARTS = {
     part.name: part
     for part in (
-        Part("one_rank", "Parity with one process, one rank", 90, "parity", "one rank"),
-        Part("streams", "A step's kernels, copies and overlap", 75, "streams"),
+        Part("one_rank", "Parity with one process, one rank", 75, "parity", "one rank"),
+        Part("streams", "A step's kernels, copies and overlap", 90, "streams"),
         Part("memory", "Memory of a GPT, beside FSDP1 and FSDP2", 120, "memory"),
         Part("host", "Host time of a step", 60, "host"),
-        Part("two_ranks", "Parity with one process, two ranks on one card through gloo", 100, "parity", "two ranks"),
         Part("nccl", "Collectives by NCCL itself", 45, "nccl"),
-        Part("memcheck", "compute-sanitizer memcheck", 75, "sanitizer", "memcheck"),
+        Part("two_ranks", "Parity with one process, two ranks on one card through gloo", 90, "parity", "two ranks"),
         Part("compiled", "Parity under torch.compile", 60, "compiled"),
+        Part("memcheck", "compute-sanitizer memcheck", 75, "sanitizer", "memcheck"),
         Part("graphs", "CUDA graphs", 30, "graphs"),
         Part("racecheck", "compute-sanitizer racecheck", 60, "sanitizer", "racecheck"),
     )

@@ -137,6 +137,7 @@ def _fully_shard() -> Iterator[Scenario]:
     for reshard in (True, False):
         yield Scenario(f"fully_shard, reshard_after_forward {reshard}", front(reshard_after_forward=reshard))
     yield Scenario("fully_shard, bf16", front(mp_policy=mixed), **_low())
+    yield Scenario("fully_shard, small units joined, bf16", front(joined=True, mp_policy=mixed), **_low())
     yield Scenario("fully_shard, replicas", front(across=(0, 1)))
     yield Scenario(
         "fully_shard, offload", front(offload_policy=CPUOffloadPolicy()), partial(plays.offloaded, pinned=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.runtime.coalesced_collectives import apart
 
 from .net import Block, Net
 
@@ -35,16 +37,17 @@ def wrapper(**options: Any) -> Wrap:
     return wrap
 
 
-def front(**options: Any) -> Wrap:
-    """Under `fully_shard`, each block a unit, and the model around them."""
+def front(*, joined: bool = False, **options: Any) -> Wrap:
+    """Under `fully_shard`, each block a unit, and the model around them; ``joined`` as small units usually are."""
 
     def wrap(model: Net, device: torch.device) -> Any:
         given = {"mesh": _mesh(device, dist.get_world_size()), **options}
         if "across" in given:
             given["mesh"] = _mesh(device, *given.pop("across"))
-        for block in model.blocks:
-            flatfsdp.fully_shard(block, **given)
-        return flatfsdp.fully_shard(model, **given)
+        with nullcontext() if joined else apart():
+            for block in model.blocks:
+                flatfsdp.fully_shard(block, **given)
+            return flatfsdp.fully_shard(model, **given)
 
     return wrap
 
