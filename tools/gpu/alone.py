@@ -81,7 +81,7 @@ def train(course: Course, world: int, device: torch.device) -> Story:
                 values = {name: seen(name, parameter) for name, parameter in model.named_parameters()}
                 loss = functional_call(model, values, net.batch(device, rank, step, micro))
                 (loss.float() / (world * course.micro)).backward()
-                losses[-world + rank].append(float(loss))
+                losses[-world + rank].append(float(loss.detach()))
         if course.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), course.clip)
         if step != course.skipped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -106,11 +107,11 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 WAITS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "hooks after the optimizer": (
         lambda: patch.object(Stream, "follow_compute", nothing),
-        "on unshard may read before _foreach_add_ on compute has written",
+        r"(cat|div) on unshard may read before add_ on compute has written",
     ),
     "hooks after the gather": (
         lambda: patch.object(Device, "await_mark", nothing),
-        "on compute may read before _allgather_base_ on unshard has written",
+        r"(_to_copy|mul) on compute may read before \w+ on unshard has written",
     ),
     "memory after compute": (
         lambda: patch.object(Stream, "await_mark", nothing),
@@ -125,7 +126,7 @@ def test_every_wait_is_needed(wait: str, kind: Kind) -> None:
     without, race = WAITS[wait]
     with device_of() as device, without():
         train(sharded(kind))
-    assert any(race in found for found in device.races), device.races
+    assert any(re.search(race, found) for found in device.races), device.races
 
 
 def test_memory_that_hooks_made_goes_back_in_order_with_compute() -> None:

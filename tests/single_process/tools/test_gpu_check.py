@@ -1,4 +1,4 @@
-"""`tools/gpu_check.py` without a card: parts survive each other, all of them run, and what they read is read rightly."""
+"""`tools/gpu_check.py` without a card: parts survive each other, all run, and what they read is read rightly."""
 
 from __future__ import annotations
 
