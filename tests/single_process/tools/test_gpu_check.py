@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
-from tests.harness.thorough import is_thorough, some
+from tests.harness.thorough import is_thorough
 from tools.benchmark import ranks
 from tools.benchmark.gpu import Kernel, by_kind, hidden
 from tools.benchmark.ranks import World
@@ -145,7 +145,14 @@ class Stand(NoCard):
         return 2**20, 2**20
 
 
-@pytest.mark.parametrize("scenario", some(all_scenarios(), of=9), ids=lambda scenario: scenario.name)
+TRIED = ("fully_shard, small units joined, bf16", "two microbatches, deferred reductions")  # without --thorough
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [scenario for scenario in all_scenarios() if is_thorough() or scenario.name in TRIED],
+    ids=lambda scenario: scenario.name,
+)
 def test_scenarios_are_as_one_process_and_happen_in_order(scenario: Any, tmp_path: Path) -> None:
     """On one rank, where little travels; and on one of four, whose numbers mean nothing."""
     report = Report(tmp_path / "found.json")
@@ -181,6 +188,7 @@ def test_streams_of_a_step(here: None, tmp_path: Path) -> None:
     assert figures["collectives"] == 3 * 4 and figures["kernels"] == 0
 
 
+@pytest.mark.skipif(not is_thorough(), reason="seconds; with --thorough")
 def test_host_times(here: None, tmp_path: Path) -> None:
     report = Report(tmp_path / "found.json")
     host.run(report, NoCard(), brief=True)
@@ -188,6 +196,7 @@ def test_host_times(here: None, tmp_path: Path) -> None:
     assert rows_of(report) == {f"flatfsdp: host time per unit of {n} tensors": None for n in (2, 12)}
 
 
+@pytest.mark.skipif(not is_thorough(), reason="seconds; with --thorough")
 def test_memory_of_a_model(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a card on which everything is equal: what should be below others is not, what should be at most as much is."""
     monkeypatch.setattr(memory, "card_of", lambda kind: Stand())

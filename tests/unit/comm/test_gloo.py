@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from flatfsdp.engine.comm import gloo
-from flatfsdp.engine.comm.gloo import FIRST_TAG, SMALLEST, TAGS, PeerConnection, PeerMessages
-from flatfsdp.engine.comm.transport import DeterministicGloo
+from flatfsdp.engine.comm.gloo import FIRST_TAG, TAGS, PeerConnection, PeerMessages
 
 
 class Group:
@@ -77,11 +75,3 @@ def test_messages_are_for_few_ranks_on_one_host(
 def test_many_ranks_are_not_asked_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(gloo, "_on_one_host")
     assert not gloo.is_near(Group(9))
-
-
-def test_what_lies_elsewhere_passes_neither_through_shared_memory_nor_by_messages() -> None:
-    """Those are the host's; of an accelerator's memory gloo's own collectives make copies in order with its streams."""
-    served = DeterministicGloo.__new__(DeterministicGloo)
-    there = torch.empty(SMALLEST, device="meta")
-    assert served._shared_memory(there) is None
-    assert not served._is_for_pairs(there)
