@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from flatfsdp.engine.comm import process_groups
-from flatfsdp.engine.comm.axes import Axis
+from flatfsdp.engine.comm.axes import Axis, served_as
 from tools.benchmark import ranks
 from tools.benchmark.ranks import World
 
@@ -49,33 +49,35 @@ TWO = (
 
 
 def run(report: Report, card: Card, *, brief: bool) -> None:
-    """One rank, then two."""
-    if not card.is_real:
-        report.goal("collectives of one rank by NCCL", "parity", "no card", None)
-        return
+    """One rank, then two. Without a card gloo carries out what NCCL is asked for."""
     try:
-        ranks.run(World(1, "nccl"), with_collectives, report.path, card.kind, ONE[:1] if brief else ONE, timeout=25.0)
+        names = ONE[:1] if brief else ONE
+        ranks.run(World(1, card.backend), with_collectives, report.path, card.kind, names, timeout=25.0)
         report.reload()
     except Exception as error:
         report.reload()
         report.failed("collectives of one rank by NCCL", "parity", error)
     with tempfile.TemporaryDirectory() as folder:
+        store, names = str(Path(folder) / "store"), TWO[:1] if brief else TWO
         try:
-            store = str(Path(folder) / "store")
-            ranks.run(World(2, "none"), as_two, store, report.path, card.kind, TWO[:1] if brief else TWO, timeout=25.0)
+            ranks.run(World(2, "none"), as_two, store, report.path, card.kind, names, timeout=25.0)
             report.reload()
-            report.figure("two NCCL ranks on one card", "possible here")
+            report.figure("two NCCL ranks on one card", "possible here" if card.is_real else "no card")
         except ranks.RankFailed as error:
             report.reload()
-            report.figure(
-                "two NCCL ranks on one card", f"not possible here: {str(error).strip().splitlines()[-1]}"[:300]
+            words = f"not possible here: {str(error).strip().splitlines()[-1]}"[:300]
+            report.goal(
+                "two NCCL ranks on one card",
+                "" if card.is_real else "as by NCCL",
+                words,
+                None if card.is_real else False,
             )
 
 
 def with_collectives(rank: int, path: Path, kind: str, names: tuple[str, ...]) -> None:
     """A job: scenarios in which axes of one rank communicate. Collective."""
-    with communicating_alone():
-        parity.play_all(rank, path, kind, names)
+    with communicating_alone(), served_as("nccl"):
+        parity.play_all(rank, path, kind, names, "NCCL, one rank: ")
 
 
 @contextmanager
@@ -95,5 +97,6 @@ def as_two(rank: int, store: str, path: Path, kind: str, names: tuple[str, ...])
     card = card_of(kind)
     card.begin()
     limit = timedelta(seconds=20)
-    dist.init_process_group("nccl", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=limit)
-    parity.play_all(rank, path, kind, names)
+    dist.init_process_group(card.backend, store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=limit)
+    with served_as("nccl"):
+        parity.play_all(rank, path, kind, names, "NCCL, two ranks: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,15 @@ def run(report: Report, card: Card, where: str, *, brief: bool) -> None:
     report.reload()
 
 
-def play_all(rank: int, path: Path, kind: str, names: Sequence[str] | None) -> None:
-    """A job: all scenarios, or those of these `names`, one after the other; rank 0 reports. Collective."""
+def play_all(rank: int, path: Path, kind: str, names: Sequence[str] | None, how: str = "") -> None:
+    """A job: all scenarios, or those of these `names`, one after the other; rank 0 reports, with ``how`` they are
+    played. Collective."""
     warnings.simplefilter("ignore")  # that a hybrid of one rank shards nothing
     card, report, world = card_of(kind), Report(path) if rank == 0 else None, dist.get_world_size()
     card.begin()
     for scenario in all_scenarios():
         if names is None or scenario.name in names:
-            play(rank, world, card, report, scenario)
+            play(rank, world, card, report, replace(scenario, name=how + scenario.name))
 
 
 def play(rank: int, world: int, card: Card, report: Report | None, scenario: Scenario) -> None:

@@ -68,7 +68,7 @@ def inspect(rank: int, setting: Setting, keep: Path | None) -> dict[str, Any]:
     training.step()
     card.synchronize()
     allocated, reserved = card.peaks()
-    figures: dict[str, Any] = {"allocated": allocated, "reserved": reserved, "waits": _waits(training, card)}
+    figures: dict[str, Any] = {"allocated": allocated, "reserved": reserved}
     plain = trace.record(training, card, gpu.StandIns())
     operators = trace.Operators()
     trace.record(training, card, operators)
@@ -90,6 +90,7 @@ def inspect(rank: int, setting: Setting, keep: Path | None) -> dict[str, Any]:
         "hidden": {k: gpu.hidden(v, spun.kernels()) for k, v in gpu.by_kind(spun.kernels(), stand_ins.issued).items()},
         "collectives": len(stand_ins.issued),
         "retries": card.retries(),
+        "waits": _waits(training, card),  # last: it may fail
     }
 
 

@@ -375,7 +375,8 @@ class Iteration:
     def __del__(self) -> None:
         if self._resources.device.has_streams:  # whose memory would go back while a stream writes to it, or reads it
             self.wait_for_gradients()
-            self._resources.streams.unshard.follow_compute()
+            if self._resources.tracker.live["unsharded"]:
+                self._resources.streams.unshard.follow_compute()
 
     def retire_requests(self, *, written: bool = False) -> None:
         """Look after what users unsharded between iterations."""

@@ -123,7 +123,16 @@ def group_of(world: World) -> Iterator[None]:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_thread() -> Iterator[None]:
+    """As ranks have it: tensors are small, and other tests run beside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def here(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs run in this process."""
 
     def run(world: World, job: Callable[..., Any], *args: Any, timeout: float = 0.0) -> list[Any]:
@@ -153,7 +162,7 @@ TRIED = ("fully_shard, small units joined, bf16", "two microbatches, deferred re
     [scenario for scenario in all_scenarios() if is_thorough() or scenario.name in TRIED],
     ids=lambda scenario: scenario.name,
 )
-def test_scenarios_are_as_one_process_and_happen_in_order(scenario: Any, tmp_path: Path) -> None:
+def test_scenarios_are_as_one_process_and_happen_in_order(scenario: Any, one_thread: None, tmp_path: Path) -> None:
     """On one rank, where little travels; and on one of four, whose numbers mean nothing."""
     report = Report(tmp_path / "found.json")
     with group_of(World(1, "gloo")):
