@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple, cast, get_args
 from ...errors import ranks_by_value, ranks_in_words
 from ..base.foreign_text import parse
 from . import store as board
+from .start_name import state_of
 from .store import StoreClient, launcher_serves_it, who_serves_it
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
@@ -82,7 +83,7 @@ class ProcessIdentity(NamedTuple):
     @classmethod
     def this(cls) -> ProcessIdentity:
         """This one."""
-        return cls(os.getpid(), socket.gethostname(), _namespace(), _state(os.getpid())[1])
+        return cls(os.getpid(), socket.gethostname(), _namespace(), state_of(os.getpid())[1])
 
     @classmethod
     def of(cls, found: object) -> ProcessIdentity | None:
@@ -96,7 +97,7 @@ class ProcessIdentity(NamedTuple):
         """Whether it has ended; None where that cannot be seen from here, of other machines or without Linux."""
         if not self.started or (self.host, self.namespace) != (socket.gethostname(), _namespace()):
             return None
-        state, started = _state(self.pid)
+        state, started = state_of(self.pid)
         return state in "ZX" or started != self.started
 
 
@@ -105,16 +106,6 @@ def _namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def _state(pid: int) -> tuple[str, str]:
-    """The letter of a process's state and when it was started, by Linux; two times "" where there is none."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
 
 
 class StatusReport(NamedTuple):

@@ -1,4 +1,4 @@
-"""Notes between ranks, in the rendezvous store of the default process group."""
+"""Notes between ranks of one start, in the rendezvous store of the default process group. [Note: starts]"""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+
+from .start_name import name_of_this_start
 
 PERIOD = 1.0  # seconds between two readings of it by a rank
 READS = 1024  # such readings per second, of all ranks together
@@ -131,7 +133,8 @@ class StoreClient:
             with self._connecting:
                 if self._store is None:
                     self._connection = _line_to(self._given)
-                    self._store = dist.PrefixStore("flatfsdp", self._given.clone())
+                    store = dist.PrefixStore("flatfsdp", self._given.clone())
+                    self._store = dist.PrefixStore(name_of_this_start(store), store)
                     self._given = None  # its end is that of the process group
         if self._connection is not None and _is_closed(self._connection):
             raise StoreGone(f"the store of the process group{where_it_was()} is gone, and the process that served it")

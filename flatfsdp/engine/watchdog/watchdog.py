@@ -15,7 +15,7 @@ What it costs in a world of W ranks, in requests to the store:
 - per meeting of notes ([Note: agreement]), four requests by every rank and its looks for the outcome, ever more rarely;
   one rank removes the W notes of the meeting before. Only who words an error reads all W notes;
 - per status poll ([Note: status poll]), four requests by every rank and its looks for the result, and 3 W by one rank;
-- at its beginning and at its end, two or three requests by every process.
+- at its beginning three or four requests by every process, and at its end two or three.
 
 A count that adds is two requests: what stands there is looked at first. [Note: trust]
 
