@@ -26,10 +26,17 @@ Leaf = tuple[str, int]
 
 @dataclass(eq=False)
 class Region:
-    """A checkpoint around some calls; a reentrant one may be inside of another, without reentrance, `around` it."""
+    """A checkpoint around some calls; another one may be `around` it."""
 
     reentrant: bool
     around: Region | None = None
+
+
+@dataclass(eq=False)
+class Plain:
+    """Modules inside of a unit, and none themselves, under a reentrant checkpoint: the parameters that they use."""
+
+    leaves: list[Leaf]
 
 
 @dataclass(eq=False)
@@ -37,14 +44,19 @@ class Call:
     """One forward of a unit: `body` has calls inside of it, and the parameters that it uses, in order."""
 
     unit: str
-    body: list[Call | Leaf]
+    body: list[Call | Leaf | Plain]
     region: Region | None = None
     began: int | None = None
 
     @property
+    def reentrant(self) -> list[Region]:
+        """The reentrant checkpoints around it, the outermost first: each makes graphs in a task of its own."""
+        return [each for each in _outwards(self.region) if each.reentrant][::-1]
+
+    @property
     def is_reentrant(self) -> bool:
-        """Whether the innermost checkpoint around it is."""
-        return self.region is not None and self.region.reentrant
+        """Whether a checkpoint around it is reentrant, so that it has no graph at first."""
+        return any(each.reentrant for each in _outwards(self.region))
 
     def calls(self) -> Iterator[Call]:
         """This one and all inside, in the order of the forward."""
@@ -58,7 +70,7 @@ class Call:
         for each in self.body:
             if isinstance(each, Call):
                 yield from each.uses()
-            else:
+            elif not isinstance(each, Plain):
                 yield self, each
 
 
@@ -96,6 +108,11 @@ def _outwards(region: Region | None) -> Iterator[Region]:
         region = region.around
 
 
+def _leaves_in(each: Call | Leaf | Plain) -> list[Leaf]:
+    """The parameters that this item of a body uses itself."""
+    return [] if isinstance(each, Call) else each.leaves if isinstance(each, Plain) else [each]
+
+
 def _own(unit: str) -> list[Leaf]:
     return [(unit, index) for index in range(PARAMETERS)]
 
@@ -110,7 +127,7 @@ def drawn_program(seed: int) -> Program:
         again = [name for name in called[1:] if rng.random() < 0.5]
         name = waiting.pop(0) if waiting else (again or called[-1:])[0]
         called.append(name)
-        body: list[Call | Leaf] = [*_own(name)]
+        body: list[Call | Leaf | Plain] = [*_own(name)]
         for _ in range(rng.choice((0, 0, 1, 2)) if depth < 2 else 0):
             if waiting:
                 body.insert(rng.randint(0, len(body)), draw(depth + 1))
@@ -131,9 +148,13 @@ def drawn_program(seed: int) -> Program:
         if rng.random() < 0.15 and step.unit not in inner_names:  # called again, later
             steps.append(Call(step.unit, [*_own(step.unit)]))
     owners = _draw_tied(rng, steps) if rng.random() < 0.3 else {}
+    _draw_checkpoints(random.Random(f"tied {seed}") if owners else rng, steps)
+    # Where units share parameters, reentrant checkpoints may be inside of such, and no others are inside of each other:
+    # see docs/limits.md.
+    _draw_reentrant(random.Random(f"reentrant {seed}"), steps, inside=not owners)
     if not owners:
-        _draw_checkpoints(rng, steps)
-        _draw_reentrant(random.Random(f"reentrant {seed}"), steps)
+        _draw_nested(random.Random(f"nested {seed}"), steps)
+    _draw_plain(random.Random(f"plain {seed}"), steps)
     kinds: list[Any] = [rng.choice(("before", "halfway", "after", None))]
     if rng.random() < 0.2:
         kinds = ["before", "halfway", "after", None]
@@ -207,17 +228,19 @@ def _draw_checkpoints(rng: random.Random, steps: Sequence[Call | list[str]]) -> 
             each.region = region
 
 
-def _draw_reentrant(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
-    """Reentrant checkpoints around single calls: of units that are called again, inside of units, and of others."""
+def _draw_reentrant(rng: random.Random, steps: Sequence[Call | list[str]], *, inside: bool) -> None:
+    """Reentrant checkpoints around single calls: of units that are called again, inside of units and of each other, and
+    of others; `inside` of those without reentrance, too."""
     counts: dict[str, int] = {}
     for step in steps:
         for each in step.calls() if isinstance(step, Call) else ():
             counts[each.unit] = counts.get(each.unit, 0) + 1
     again = {unit for unit, count in counts.items() if count > 1 and rng.random() < 0.5}
     share = rng.choice((0.0, 0.3, 0.6))
+    nesting = rng.random() < 0.5
 
     def draw(call: Call) -> None:
-        if call.is_reentrant:
+        if (call.is_reentrant and not nesting) or (call.region is not None and not (call.is_reentrant or inside)):
             return
         several = any(counts[each.unit] > 1 for each in call.calls())
         if call.unit in again if several else rng.random() < share:
@@ -232,6 +255,37 @@ def _draw_reentrant(rng: random.Random, steps: Sequence[Call | list[str]]) -> No
     for step in steps:
         if isinstance(step, Call):
             draw(step)
+
+
+def _draw_nested(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
+    """Checkpoints of both kinds around single calls that are in others."""
+    counts: dict[str, int] = {}
+    for step in steps:
+        for each in step.calls() if isinstance(step, Call) else ():
+            counts[each.unit] = counts.get(each.unit, 0) + 1
+    share = rng.choice((0.0, 0.0, 0.3))
+    for step in steps:
+        for outer in step.calls() if isinstance(step, Call) else ():
+            around, several = outer.region, any(counts[each.unit] > 1 for each in outer.calls())
+            if around is None or several or rng.random() > share:
+                continue
+            region = Region(rng.random() < 0.5, around=around)
+            for each in outer.calls():
+                if each.region is around:
+                    each.region = region
+                for inner in _outwards(each.region):
+                    if inner.around is around and inner is not region:
+                        inner.around = region
+
+
+def _draw_plain(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
+    """Reentrant checkpoints around parts of units."""
+    share = rng.choice((0.0, 0.0, 0.2))
+    for step in steps:
+        for each in step.calls() if isinstance(step, Call) else ():
+            each.body = [
+                Plain([item]) if not isinstance(item, Call) and rng.random() < share else item for item in each.body
+            ]
 
 
 def _draw_tied(rng: random.Random, steps: Sequence[Call | list[str]]) -> dict[str, list[str]]:
@@ -293,6 +347,8 @@ class SimulatedRank:
         self._kept: set[str] = set()
         self._arrived: set[Leaf] = set()
         self._late: dict[str, int] = {}  # by unit, gradients that come again
+        self._task_of: dict[str, set[Leaf]] = {}  # by unit, the graph task in which it began to take part
+        self._arrived_inside: dict[str, set[int]] = {}  # by unit, gradients that came in tasks inside of that one
         self._missing: dict[str, set[int]] = {}
         self._open: dict[str, list[Call]] = {}
         self._in_flight: list[int] = []
@@ -326,7 +382,7 @@ class SimulatedRank:
         self._passing = {call for call in self._calls() if self.rng.random() < share}
         share = self.rng.choice((0.0, 0.3))
         self._left_out = {(call, leaf) for call in self._calls() for leaf in call.body if self.rng.random() < share}
-        uses = {leaf for call in self._calls() for leaf in call.body if not isinstance(leaf, Call)}
+        uses = {leaf for call in self._calls() for each in call.body for leaf in _leaves_in(each)}
         self._used = {leaf for leaf in sorted(uses) if leaf not in self.program.frozen and self.rng.random() < 0.8}
 
     def _calls(self) -> Iterator[Call]:
@@ -334,29 +390,32 @@ class SimulatedRank:
             yield from step.calls()
 
     def _run(self, call: Call, around: Call | None = None) -> Call:
-        region = call.region
-        segments = [self._segments.setdefault(each, _Segment()) for each in _outwards(region) if not each.reentrant]
+        record, reentrant, owners = self._record, call.reentrant, self.program.rules[call.unit].owners
+        # Without a graph, which is in the outermost reentrant one, checkpoints without reentrance do nothing.
+        saving = _outwards(reentrant[0].around if reentrant else call.region)
+        segments = [self._segments.setdefault(each, _Segment()) for each in saving]
         segment = segments[0] if segments else None
-        if region is not None and region.reentrant:
-            self._record.enter_without_graph(
-                call.unit, checkpoint=id(region), segment=segment, segments=lambda: segments
+        if reentrant:
+            record.enter_without_graph(
+                call.unit, checkpoint=id(reentrant[0]), segment=segment, segments=lambda: segments
             )
         else:
-            self._record.enter(call.unit, segment=segment, segments=lambda: segments)
-        began = self._record.entered_at
-        owners = self.program.rules[call.unit].owners
+            record.enter(call.unit, segment=segment, segments=lambda: segments)
+        began = record.entered_at
         for owner in owners:
-            self._record.enter_sharing(owner)
+            (record.enter_sharing_without_graph if reentrant else record.enter_sharing)(owner)
         body = [self._run(each, call) if isinstance(each, Call) else each for each in call.body]
-        if call.is_reentrant:
-            self._record.leave_without_graph(call.unit)
+        if reentrant:
+            record.leave_without_graph(call.unit)
         else:
-            self._record.leave(call.unit)
-        for owner in owners:
-            self._record.leave(owner)
-        ran = Call(call.unit, body, region, None if call.is_reentrant else began)
-        if region is not None and call.is_reentrant and not (around and around.region is region):
-            self._checkpointed.setdefault(region, []).append(ran)
+            record.leave(call.unit)
+            for owner in owners:
+                record.leave(owner, itself=False)
+        ran = Call(call.unit, body, call.region, None if reentrant else began)
+        entered = [*_outwards(around.region)] if around is not None else []
+        for region in reentrant:
+            if region not in entered:
+                self._checkpointed.setdefault(region, []).append(ran)
         return ran
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -365,8 +424,8 @@ class SimulatedRank:
         """The gradients that a graph task through these calls brings."""
         return {leaf for call in calls for leaf in call.body if leaf in self._used and self._uses(call, leaf)}
 
-    def _uses(self, call: Call, leaf: Leaf) -> bool:
-        """Whether the backward through `call` reads the parameter, and computes its gradient if it has one."""
+    def _uses(self, call: Call, leaf: Leaf | Plain) -> bool:
+        """Whether the backward through `call` reads the parameters, and computes their gradients if they have some."""
         return call in self._reached and call not in self._passing and (call, leaf) not in self._left_out
 
     def has_gradients(self) -> bool:
@@ -398,34 +457,45 @@ class SimulatedRank:
             return
         self._recomputed_regions.add(region)
         outer, self._node = self._node, self._next_node()
-        if region.around is not None:  # which saved what this one was given
+        if region.around is not None and not region.around.reentrant:  # which saved what this one was given
             self._recompute(region.around)
         calls = self._checkpointed[region]
         for call in calls:
-            self._run_again(call)
-        self._tasks.append(self.brought(each for call in calls for each in call.calls()))
+            self._run_again(call, inside=region)
+        self._tasks.append(
+            self.brought(each for call in calls for each in call.calls() if each.reentrant[-1] is region)
+        )
         for call in reversed(calls):
             self._through(call, inside=region)
         self._tasks.pop()
         self._node = outer
-
-    def _run_again(self, call: Call) -> None:
-        self.schedule.recomputed(call.unit, with_graph=True)
-        self._wait(call.unit)
-        for each in call.body:
-            if isinstance(each, Call):
-                self._run_again(each)
-        self.schedule.has_graph(call.unit)
 
     def _recompute(self, region: Region) -> None:
         """What a checkpoint without reentrance does when the first of its tensors is needed."""
         if region in self._recomputed_regions:
             return
         self._recomputed_regions.add(region)
-        for call in self._calls():
-            if region in _outwards(call.region):
-                self.schedule.recomputed(call.unit, with_graph=not call.is_reentrant)
-                self._wait(call.unit)
+        if region.around is not None and not region.around.reentrant:
+            self._recompute(region.around)
+        for step in self._steps:
+            self._run_again(step, inside=region)
+
+    def _run_again(self, call: Call, *, inside: Region) -> None:
+        """Run what is `inside` of a checkpoint: with a graph, unless it is in another one that is reentrant."""
+        regions = [*_outwards(call.region)]
+        again = inside in regions
+        if again:
+            with_graph = not any(each.reentrant for each in regions[: regions.index(inside)])
+            self.schedule.recomputed(call.unit, with_graph=with_graph)
+            needed = (*self.program.rules[call.unit].owners, call.unit)
+            for each in needed:
+                self._wait(each)
+        for inner in call.body:
+            if isinstance(inner, Call):
+                self._run_again(inner, inside=inside)
+        if again and with_graph:
+            for each in (call.unit, *self.program.rules[call.unit].owners):
+                self.schedule.has_graph(each)
 
     def _next_node(self) -> int:
         self._nodes += 1
@@ -434,8 +504,9 @@ class SimulatedRank:
     def _through(self, call: Call, *, inside: Region | None = None) -> None:
         """The backward of one call: its end, what is inside of it, its begin. `inside`: the reentrant checkpoint of
         which the graph task runs."""
-        if call.region is not None and call.is_reentrant and call.region is not inside:
-            self._reentrant(call.region)
+        further = call.reentrant[call.reentrant.index(inside) + 1 :] if inside is not None else call.reentrant
+        if further:
+            self._reentrant(further[0])
             return
         reached = call in self._reached
         if reached:
@@ -448,27 +519,33 @@ class SimulatedRank:
             elif self._uses(call, each) and self._flows_on(call, at):
                 if inside is None:
                     self._node = self._next_node()
-                if call.region is not None and not call.is_reentrant:
+                if call.region is not None and not call.region.reentrant:
                     self._recompute(call.region)
-                if each[0] not in self._waited:
-                    raise Problem(f"{each[0]} is used, and nobody waited for its gather")
-                if each in self._tasks[-1] and self._is_last_use(call, each):
-                    self._leaf_ready(*each)
+                if isinstance(each, Plain):
+                    self._tasks.append(self._used.intersection(each.leaves))
+                for leaf in reversed(_leaves_in(each)):
+                    if leaf[0] not in self._waited:
+                        raise Problem(f"{leaf[0]} is used, and nobody waited for its gather")
+                    if leaf in self._tasks[-1] and (isinstance(each, Plain) or self._is_last_use(call, leaf)):
+                        self._leaf_ready(*leaf)
+                if isinstance(each, Plain):
+                    self._tasks.pop()
         if reached and call in self._open.get(call.unit, ()):
             self._inputs_ready(call)
 
     def _flows_on(self, call: Call, at: int) -> bool:
         """Whether a gradient is computed by what is at this place of the body of `call`, or before."""
-        before = call.body[: at + 1]
-        return call in self._open.get(call.unit, ()) or any(
+        # A reentrant checkpoint has no graph where nothing that it is given has one.
+        before = (each for each in call.body[: at + 1] if not isinstance(each, Plain))
+        return self._is_given_gradients(call) or any(
             isinstance(each, Call) or each not in self.program.frozen for each in before
         )
 
     def _is_last_use(self, call: Call, leaf: Leaf) -> bool:
         """Whether no earlier call, to which the backward is yet to come, uses the parameter, too."""
         uses = (user for step in self._steps for user, used in step.uses() if used == leaf and self._uses(user, leaf))
-        own = call.region if call.is_reentrant else None  # what accumulates in a graph task of its own
-        return call is next(user for user in uses if (user.region if user.is_reentrant else None) is own)
+        own = call.reentrant[-1:]  # what accumulates in a graph task of its own
+        return call is next(user for user in uses if user.reentrant[-1:] == own)
 
     def _before_backward(self, call: Call) -> None:
         unit = call.unit
@@ -477,42 +554,59 @@ class SimulatedRank:
         done = unit in self._over or (not reads and all(map(self._has_its_gradients, needed)))
         if unit in self._completed and done:
             return
-        if self.in_inner_task():
-            again = range(PARAMETERS) if unit in self._completed else [i for u, i in self._arrived if u == unit]
-            self._late[unit] = sum(self._comes(unit, i) for i in again)
-        if self.program.has_inputs or call.is_reentrant or not self._is_given_no_gradient(call):
+        if self.in_inner_task() or (unit in self._completed and self._is_elsewhere(unit)):
+            for each in needed:
+                again = range(PARAMETERS) if each in self._completed else [i for u, i in self._arrived if u == each]
+                self._late[each] = sum(self._comes(each, i) for i in again)
+        if self._is_given_gradients(call):
             self._open.setdefault(unit, []).append(call)
         else:
             around, frozen = len([*call.calls()]) > 1, len(self._leaves(unit)) < PARAMETERS
-            if (around and (self.schedule.clock.recomputes or frozen)) or (len(needed) > 1 and frozen):
+            tied = unit in self.program.tied()
+            if (around and (self.schedule.clock.recomputes or frozen or tied)) or (len(needed) > 1 and frozen):
                 self._kept.add(unit)  # nothing tells when its backward is over
         begun = unit in self._expecting and unit not in self._completed and unit in self._unsharded
         if begun and unit not in self.program.tied():
+            self.schedule.reached_whole(unit)
             return
         self.schedule.reached(unit)
         for each in needed:
             if each in self._unsharded:
                 self._wait(each)
-        if unit not in self._completed:
+        if unit not in self._completed and unit not in self._expecting:
             self.take_part(unit)
 
-    def _is_given_no_gradient(self, call: Call) -> bool:
-        """Whether `call` is the first to run, or runs in this one before a parameter is used."""
-        first: Call | Leaf = self._steps[0]
+    def _is_given_gradients(self, call: Call) -> bool:
+        """Whether gradients flow on through what `call` is given: not where it is the first to run, or runs in this one
+        before a parameter is used."""
+        first: Call | Leaf | Plain = self._steps[0]
         while first is not call and isinstance(first, Call):
             first = first.body[0]
-        return first is call
+        return self.program.has_inputs or call.is_reentrant or first is not call
+
+    def _is_elsewhere(self, unit: str) -> bool:
+        """Whether another graph task runs than the one in which `unit` began to take part."""
+        return self._task_of.get(unit) is not self._tasks[-1]
 
     def _has_its_gradients(self, unit: str) -> bool:
-        return all((unit, i) in self._arrived or not self._comes(unit, i) for i in self._leaves(unit))
+        if self._late.get(unit, 0) > 0 or len(self._leaves(unit)) < PARAMETERS:
+            return False
+        come = () if self._is_elsewhere(unit) else self._arrived
+        return all((unit, i) in come or not self._comes(unit, i) for i in self._leaves(unit))
 
     def _leaf_ready(self, unit: str, index: int) -> None:
         if unit not in self._expecting:
             self.take_part(unit)
         if not self.gradient_has_arrived:
             self.gradient_arrived(watched=False)
-        if (unit, index) in self._arrived or unit in self._completed:
+        inside = self._arrived_inside.setdefault(unit, set())
+        again = (unit, index) in self._arrived or unit in self._completed
+        if again:
             self._late[unit] = self._late.get(unit, 0) - 1
+        if not self._is_elsewhere(unit):
+            inside.discard(index)
+        elif not again:
+            inside.add(index)
         self._arrived.add((unit, index))
         self._missing[unit].discard(index)
         if unit in self._completed:
@@ -536,6 +630,8 @@ class SimulatedRank:
         if self._open.get(unit) or self._late.get(unit, 0) > 0:
             return
         if self._leaves(unit) and unit not in self._completed and not self._missing[unit]:
+            if self._arrived_inside.get(unit) and self._awaits_more(unit):
+                return
             self._completed.add(unit)
             self._release(unit)
             self.schedule.ready(unit)
@@ -544,6 +640,14 @@ class SimulatedRank:
         for owner in self.program.rules[unit].owners:
             if owner in self._expecting:
                 self._advance(owner)
+
+    def _awaits_more(self, unit: str) -> bool:
+        """Whether gradients that came in tasks inside have another part to come."""
+        if self._is_elsewhere(unit):
+            return True
+        self._missing[unit].update(i for i in self._arrived_inside[unit] if self._comes(unit, i))
+        self._arrived_inside[unit].clear()
+        return bool(self._missing[unit])
 
     def _release(self, unit: str) -> None:
         lent = any(unit in rules.owners and self._open.get(user) for user, rules in self.program.rules.items())
@@ -560,11 +664,12 @@ class SimulatedRank:
 
     def facts(self) -> UnitFacts[str]:
         """What the schedule may ask of a unit."""
-        inside = {call.unit: [each.unit for each in call.calls()] for call in self._calls()}
+        inside = {call.unit: [each.unit for each in call.calls()][1:] for call in self._calls()}
         return UnitFacts(
             completed=self._completed.__contains__,
             expects_gradients=lambda unit: unit in self._expecting or unit in self._completed,
             is_over=self._over.__contains__,
+            has_late_gradients=lambda unit: True,
             is_unsharded=self._unsharded.__contains__,
             is_trained=lambda unit: bool(self._leaves(unit)),
             elements=lambda unit: len(self._leaves(unit)),
@@ -572,7 +677,7 @@ class SimulatedRank:
             awaits_gradients=self._awaits,
             may_still_run=lambda unit: bool(self._open.get(unit)) or self._awaits(unit),
             is_in_call=lambda unit, began: any(call.began == began for call in self._open.get(unit, ())),
-            inside=lambda unit: inside.get(unit, [unit]),
+            inside=lambda unit: inside.get(unit, ()),
         )
 
     def _leaves(self, unit: str) -> list[int]:
@@ -641,6 +746,8 @@ class SimulatedRank:
     def take_part(self, unit: str) -> None:
         leaves = self._leaves(unit)
         self._expecting.add(unit)
+        self._task_of[unit] = self._tasks[0 if unit in self.schedule.clock.planned else -1]
+        self._arrived_inside.pop(unit, None)
         self._missing[unit] = {index for index in leaves if (unit, index) not in self._arrived}
         if leaves:
             self._participates.add(unit)

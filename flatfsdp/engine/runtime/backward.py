@@ -59,6 +59,7 @@ FACTS: UnitFacts[Unit] = UnitFacts(
     completed=attrgetter("backward.completed"),
     expects_gradients=attrgetter("expects_gradients"),
     is_over=attrgetter("backward.finished"),
+    has_late_gradients=lambda unit: unit.leaves.single_use is False,
     is_unsharded=attrgetter("is_unsharded"),
     is_trained=lambda unit: bool(unit.trainable_leaves()),
     elements=lambda unit: sum(h.layout.params[i].numel for h in unit.handles for i in h.trainable_indices()),
@@ -323,7 +324,8 @@ class Backward:
                 defer_user_hooks(unit, kind, on_leaves=on_leaves)
             grads.let_collect(self.collecting)
             participates = participates or grads.participates
-        unit.backward.task = _torch.graph_task()
+        # Gradients of its graph come in this task, whatever recomputations bring in others.
+        unit.backward.task = self.task if unit in self.schedule.clock.planned else _torch.graph_task()
         unit.backward.arrived_in_inner_tasks.clear()
         if participates:
             self.schedule.expect(unit)

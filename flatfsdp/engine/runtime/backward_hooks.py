@@ -226,6 +226,7 @@ class BackwardHooks:
         begun = unit.phase is PRE_BACKWARD
         # Its own parameters may have been gathered for others that use them, and those it uses of others were not.
         if begun and not unit.is_tied and (unit.is_unsharded or not unit.options.schedule.unshard_in_backward):
+            backward.schedule.reached_whole(unit)
             return
         for views in unit.views:
             check_exposed(views, unit.name)
@@ -353,13 +354,12 @@ def _count_late_gradients(unit: Unit) -> int:
 
 
 def _may_be_read_after_its_gradients(unit: Unit, backward: Backward) -> bool:
-    """Whether something inside the module of `unit` may read parameters when all of the unit's own gradients have come:
-    gradients pass through frozen ones to others (those that it shares, too), and a segment with others reads what it is
-    recomputed with."""
+    """Whether something inside the module of `unit` may read parameters when all of its own gradients have come: frozen
+    ones pass on others (those that it shares, too), and what is recomputed reads all, parts that share some alone."""
     encloses = unit.encloses_others
     if not (encloses or unit.owning_units):
         return False
-    return (encloses and backward.schedule.clock.recomputes) or unit.has_frozen
+    return (encloses and (backward.schedule.clock.recomputes or bool(unit.sharing_units))) or unit.has_frozen
 
 
 def _is_done_reading(unit: Unit, backward: Backward) -> bool:

@@ -151,7 +151,7 @@ class ForwardGathers:
         if reached:
             record.leave(unit)
             for owning_unit in unit.owning_units:
-                record.leave(owning_unit)
+                record.leave(owning_unit, itself=False)
         elif self.iteration.training:
             record.leave_without_graph(unit)
         keep = keep or unit in self.lacking

@@ -26,6 +26,7 @@ class BackwardClock(Generic[U]):
         gathers: what has a turn to be gathered: the sequence and these.
         begun: those that are not known to be over, the next last.
         several: units to which several graphs, or a graph and a recomputation, bring gradients.
+        in_passes: those that ran in several passes, of which a backward may reach one alone.
         lent: units whose parameters others use after they began.
         again: units outside of the plan that ran more than once, at least the last time without a graph.
         called_again: all of these.
@@ -41,6 +42,7 @@ class BackwardClock(Generic[U]):
         self.began: dict[U, int] = {}
         self.ended: dict[U, int] = {}
         self.several: set[U] = set()
+        self.in_passes: set[U] = set()
         self.lent: set[U] = set()
         self.inside: dict[U, list[CheckpointRegion]] = {}
         unseen = self._read(record)
@@ -73,6 +75,8 @@ class BackwardClock(Generic[U]):
                     unseen.setdefault(unit, now)
                 elif how != "none":
                     first = began.setdefault(unit, now)
+                    if unit in earlier:
+                        self.in_passes.add(unit)
                     if how == "again" or (first != now and (how == "graph" or unit in earlier)):
                         several.add(unit)
                     elif first != now:
@@ -102,8 +106,9 @@ class BackwardClock(Generic[U]):
 
     def waits_for_first_call(self, unit: U) -> bool:
         """Whether `unit` is reduced when this backward is through with its first call, wherever its gradients come
-        from: units that have no graph yet, and are none of the plan, may have begun later. [Note: recomputed]"""
-        return unit in self.again or (self.recomputes and unit in self.several)
+        from: units that have no graph yet, and are none of the plan, may have begun later, and what it recomputes
+        itself brings gradients of which nothing tells before. [Note: recomputed]"""
+        return unit in self.called_again
 
     def is_around(self, unit: U, others: Sequence[U]) -> bool:
         """Whether one of `others` began inside of `unit`, or after it."""

@@ -42,6 +42,7 @@ class UnitFacts(Generic[U]):
         completed: whether every gradient has arrived that this backward awaits of it.
         expects_gradients: whether gradients are awaited, or all have come.
         is_over: whether its first call is over, and so all.
+        has_late_gradients: whether parts of it were recomputed by themselves, as far as backwards have shown.
         is_unsharded: whether it is gathered, or on its way.
         is_trained: whether a parameter of it requires a gradient.
         elements: of the gradients that it can get.
@@ -55,6 +56,7 @@ class UnitFacts(Generic[U]):
     completed: Callable[[U], bool]
     expects_gradients: Callable[[U], bool]
     is_over: Callable[[U], bool]
+    has_late_gradients: Callable[[U], bool]
     is_unsharded: Callable[[U], bool]
     is_trained: Callable[[U], bool]
     elements: Callable[[U], int]

@@ -15,8 +15,11 @@ Both cursors rest while nothing is known of what this rank will bring: in a grap
 no gradient of a parameter comes at all. Those ranks find out at the end.
 
 What had no graph when the backward began is gathered when a reentrant checkpoint recomputes it ([Note: recomputed]):
-after all that ended later was gathered, and that began after its end reduced, as far as ranks agree on. It gathers
-ahead right then: ranks need not reach all that they recompute, nor in one order.
+after all that ended later was gathered, and what began after its end is reduced then, as far as ranks agree on. It
+gathers ahead right then: ranks need not reach all that they recompute, nor in one order.
+
+A unit that is called again, or whose parameters others use, is reduced when its first call is over, once: parts of it
+that are recomputed reentrantly bring gradients of which nothing tells before, and on some ranks only.
 
 [Note: passed over] A backward may not reach a unit that another rank's does. Its reduction is issued in its turn, with
 zeros, when something is reached that ended before it began ([Note: backward order]): it, and what lacks gradients that
@@ -69,10 +72,10 @@ class BackwardSchedule(Generic[U]):
         self.lent: LentUnits[U] = LentUnits(clock, rules, facts)
         self._halfway: HalfwayTrigger[U] = HalfwayTrigger()
         self._repeats: Recomputations[U] = Recomputations(record, clock, driver.will_recompute)
-        to_come = self._repeats.to_come
-        self.recomputes_trained = bool(to_come) and any(facts.is_trained(unit) for _, unit in to_come)
+        will_run = self._repeats.will_run
+        self.recomputes_trained = bool(will_run) and any(map(facts.is_trained, will_run))
         # Rule 2 for gathers that cannot be issued ahead: what they are due before waits for them.
-        self.reductions: ReduceOrder[U] = ReduceOrder(record, clock.began, to_come)
+        self.reductions: ReduceOrder[U] = ReduceOrder(record, clock.began, self._repeats.to_come)
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
@@ -87,7 +90,9 @@ class BackwardSchedule(Generic[U]):
             self.clock.lent and self.lent.may_be_used(unit)
         ):
             return True
-        if unit in repeats.used_repeatedly:
+        if unit in repeats.used_repeatedly or unit in repeats.unreached:
+            return True
+        if self.clock.repeated and repeats.will_repeat(unit):
             return True
         return bool(self.clock.regions) and not repeats.are_over(unit) and repeats.hold(unit)
 
@@ -112,17 +117,27 @@ class BackwardSchedule(Generic[U]):
             self._complete_recomputed(but=unit)
         if self._repeats.used_repeatedly:
             self._end_repeated_use()
+        if self._repeats.unreached:
+            self._repeats.unreached.discard(unit)
         if self.clock.lent:
             self.lent.reached(unit)
+        # What a reentrant checkpoint made is reached at its place, which is not that of a graph that the unit may have
+        # besides; ranks need not reach it.
+        inner = self.clock.recomputes and self._driver.in_inner_task()
         needed = (*self._rules[unit].owners, unit)
-        # By then all of these gathers are due, which are waited for; a unit that is lent has ended with its last user.
-        ended = min(map(self.clock.ended.get, needed, repeat(NEVER)))
-        self._pass(ended)  # before others are gathered: each takes memory
+        if not inner:
+            # By then all of these gathers are due, which are waited for; a unit that is lent has ended with its last
+            # user. Before others are gathered: each takes memory.
+            self._pass(min(map(self.clock.ended.get, needed, repeat(NEVER))))
         for each in needed:
             if not (self._facts.is_unsharded(each) and self.gathers.is_past(each)):
                 self.gather_in_turn(each)
-        if unit in self.clock.planned and not self.gathers.is_over:
+        if unit in self.clock.planned and not (inner or self.gathers.is_over):
             self._prefetch_after(unit)
+
+    def reached_whole(self, unit: U) -> None:
+        """A gradient is about to flow into `unit` again, for which nothing is to be gathered."""
+        self._repeats.unreached.discard(unit)
 
     def gather_in_turn(self, unit: U) -> None:
         """Gather `unit` and all whose turn comes before."""
@@ -139,9 +154,15 @@ class BackwardSchedule(Generic[U]):
         """All gradients of `unit` that this backward computes have come: reduce it if it is its turn."""
         if self._rules[unit].prefetch == "halfway" and (following := self._halfway.end(unit)):
             self._gather_at_halfway(following)
-        if self._rules[unit].reduces and not self.clock.waits_for_first_call(unit):
-            self.reductions.ready(unit)
-            self._reduce(self.reductions.due())
+        if not self._rules[unit].reduces:
+            return
+        clock, facts = self.clock, self._facts
+        waits = unit in clock.called_again and (clock.recomputes or not facts.is_over(unit))
+        # That its first call is over is not known; nor that this backward comes to it, if it was in another pass.
+        if waits and (clock.recomputes or unit not in clock.in_passes or facts.has_late_gradients(unit)):
+            return
+        self.reductions.ready(unit)
+        self._reduce(self.reductions.due())
 
     def released(self, unit: U) -> None:
         """`unit` was resharded after its part."""
@@ -157,16 +178,22 @@ class BackwardSchedule(Generic[U]):
             self._complete_recomputed()
         if self._repeats.used_repeatedly:
             self._end_repeated_use()
-        planned = unit in self.clock.planned
-        if not planned:
-            self._recompute_outside_of_plan(unit, with_graph)
-        for each in (*self._rules[unit].owners, unit):
+        planned, needed = unit in self.clock.planned, (*self._rules[unit].owners, unit)
+        if self.clock.recomputes:
+            self._end_last_runs(needed, with_graph)
+        if not (planned and self.clock.planned.issuperset(needed)):
+            self._gather_passed(unit, with_graph)
+        for each in needed:
             self.gather_in_turn(each)
         if planned:
             self._repeats.record_run(unit, self._facts.is_in_call)
-            self._complete_before(unit, with_graph)
-        elif with_graph and not self.gathers.is_over:
-            self._prefetch_after(unit)
+        elif with_graph:
+            self._repeats.unreached.add(unit)
+            if not self.gathers.is_over:
+                self._prefetch_after(unit)
+        self._complete_before(unit, with_graph)
+        if self.clock.recomputes and not self._driver.in_inner_task():
+            self._repeats.record_reentrant_run(unit, needed, self._driver.running_node(), with_graph)
 
     def has_graph(self, unit: U) -> None:
         """`unit` was recomputed and has a graph from now on: on all ranks, of which maybe some bring it no gradient."""
@@ -286,7 +313,7 @@ class BackwardSchedule(Generic[U]):
         self._driver.complete(unit)
         if not self.clock.waits_for_first_call(unit):
             self._reduce_in_turn(unit)
-        if not (keep or self.keeps_unsharded(unit) or self._repeats.hold(unit)):
+        if not (keep or self.keeps_unsharded(unit) or self._repeats.will_repeat(unit) or self._repeats.hold(unit)):
             self._driver.reshard(unit)
 
     def _pass(self, tick: float) -> None:
@@ -323,28 +350,19 @@ class BackwardSchedule(Generic[U]):
 
     # -- recomputation -----------------------------------------------------------------------------------------------
 
-    def _recompute_outside_of_plan(self, unit: U, with_graph: bool) -> None:
-        inner = self._driver.in_inner_task()
-        if not inner:
-            self._end_last_run(unit, with_graph)
-        self._complete_before(unit, with_graph)
-        self._gather_passed(unit, with_graph)
-        if inner:
-            return
-        node = self._driver.running_node()
-        if self._repeats.record_reentrant_run(unit, with_graph):
-            self._repeats.record_use((*self._rules[unit].owners, unit), node, self.clock.planned)
-
-    def _end_last_run(self, unit: U, with_graph: bool) -> None:
-        """`unit` is recomputed: if it was before, or was used by others, free it as it is on ranks where all gradients
-        came of its parameters and inputs."""
-        now = self._driver.running_node()
-        if unit in self._repeats.trained:
-            if self._repeats.node != now:
-                self._driver.complete(unit)
-                self._driver.reshard(unit)
-        elif with_graph and not self._facts.is_trained(unit) and self._repeats.is_another(unit, now):
-            self._driver.reshard(unit)
+    def _end_last_runs(self, units: Iterable[U], with_graph: bool) -> None:
+        """`units`, one and its owners, are recomputed: those that another node made a graph of before are freed, as
+        they are on ranks where all gradients came of their parameters and inputs."""
+        if not self._driver.in_inner_task():
+            self._repeats.enter(self._driver.running_node())
+        for each in units:
+            another = self._repeats.is_another(each, with_graph)
+            if not another or each in self.clock.planned or self._repeats.will_repeat(each):
+                continue
+            self._repeats.unreached.discard(each)
+            if each in self._repeats.trained:
+                self._driver.complete(each)
+            self._driver.reshard(each)
 
     def _end_repeated_use(self) -> None:
         """Free what a node that is over used more than once."""
@@ -375,6 +393,9 @@ class BackwardSchedule(Generic[U]):
         if self._driver.in_inner_task() or (planned and not self._driver.brings_gradients()):
             return
         over, ended = [], self._repeats.end_of(unit, with_graph)
+        if (owners := self._rules[unit].owners) and self._repeats.is_segmented(unit):
+            # These gathers are waited for, too, and the unit may have been lent later.
+            ended = min(ended, *map(self.clock.due.get, owners, repeat(NEVER)))
         for each in self.reductions.outstanding():
             if not facts.completed(each) or self.clock.waits_for_first_call(each):
                 if facts.may_still_run(each) or self.clock.began.get(each, 0) < ended:

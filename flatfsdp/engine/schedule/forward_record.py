@@ -204,15 +204,16 @@ class ForwardRecord(Generic[U]):
 
     # -- and finish --------------------------------------------------------------------------------------------------
 
-    def leave(self, unit: U) -> None:
-        """`unit` finished its forward and its output can bring it a gradient."""
+    def leave(self, unit: U, *, itself: bool = True) -> None:
+        """`unit` finished its forward and its output can bring it a gradient; not `itself`: one that used its
+        parameters did. In which segment it ran has nothing to do with that."""
         self._anchored.pop(unit, None)
         self._anchored[unit] = None
         self._running.discard(unit)
         self.consumed = False  # if a backward inside of this forward has begun, another one is to come
         self._clock += 1
         self._now.ended[unit] = self._clock
-        if self._inside:
+        if self._inside and itself:
             self._leave_segments(unit)
 
     def leave_without_graph(self, unit: U) -> None:

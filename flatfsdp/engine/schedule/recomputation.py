@@ -8,13 +8,14 @@ whole, has a turn with theirs. Where a unit is recomputed more than once it is f
 gradients are reduced when this backward is through with its first run, whichever of them brought some on this rank.
 What is trained and was recomputed is reduced on all ranks, also where a rank's data brings it no gradient: when the
 node that recomputed it is over. An owner of tied parameters takes part as if it were run where a unit that holds them
-is.
+is: what one node made a graph of, or lent for one, is freed before another does, since ranks to which all gradients
+came have freed it.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from .backward_clock import NEVER, BackwardClock
@@ -37,6 +38,8 @@ class Recomputations(Generic[U]):
         node: the node whose backward ran such units again last.
         used_repeatedly: units outside of the plan that a reentrant checkpoint ran or lent more than once, and its node.
         to_come: when units outside of the plan began that reentrant checkpoints will run again, the next last.
+        unreached: units outside of the plan that ran again, and no gradient has flowed into them since.
+        will_run: all that reentrant checkpoints will run again, when the backward begins.
     """
 
     def __init__(
@@ -48,18 +51,25 @@ class Recomputations(Generic[U]):
         self.used_repeatedly: dict[U, int] = {}
         self._record, self._clock = record, clock
         lasting = [each for each in clock.regions if each.ended > each.began]
-        self._begins = sorted(each.began for each in lasting)
-        self._ends = sorted(each.ended for each in lasting)
+        self._bounds = sorted(each.began for each in lasting), sorted(each.ended for each in lasting)
+        self._begun_before = _begun_before(clock) if lasting and (clock.several or clock.lent) else {}
         self._runs: dict[U, int] = {}  # how many times those of the plan have run again
         self._runs_in_first_call: dict[U, int] = {}  # while the backward of the first of their calls went on
         self._used_in: dict[U, int] = {}  # the node whose backward ran them again last, or lent them
-        self._frozen_in: dict[U, int] = {}  # the node whose backward recomputed a frozen unit last
+        self._made_in: dict[U, int] = {}  # the node whose backward made graphs of them last, or lent them for one
+        self._outermost = 0  # the node that runs, or that the graph tasks run in that do
         self._made: dict[U, int] = {}  # of units outside of the plan, how many runs were recomputed, the last first
         self.to_come: list[tuple[int, U]] = []
+        self.will_run: dict[U, None] = {}
+        self.unreached: set[U] = set()
+        self._segmented: set[U] = set()  # units that checkpoints without reentrance run again
         for log in record.passes if record.ran_without_graph else ():
+            self._segmented.update(unit for unit, _, how, inside in log.runs if how == "graph" and inside is not None)
             for unit, began, checkpoint in log.reentrant:
-                if unit not in clock.planned and will_recompute(checkpoint):
-                    self.to_come.append((began, unit))
+                if will_recompute(checkpoint):
+                    self.will_run[unit] = None
+                    if unit not in clock.planned:
+                        self.to_come.append((began, unit))
         self._running: set[U] = set()  # of those whose graph is to come
         self._repeated: dict[U, int] = {}  # in how many segments the next of these ran again without a graph
 
@@ -76,7 +86,8 @@ class Recomputations(Generic[U]):
         """Whether all checkpoints around its first call have run `unit` again: each runs what is inside of it once."""
         own = self._clock.began.get(unit, NEVER)
         # Those that had begun by then, less those that had ended: not one by one, since every unit asks.
-        around = bisect.bisect_right(self._begins, own) - bisect.bisect_right(self._ends, own)
+        begins, ends = self._bounds
+        around = bisect.bisect_right(begins, own) - bisect.bisect_right(ends, own)
         if unit not in self._clock.several:
             return self._runs.get(unit, 0) >= around
         of_all_calls = sum(len([*inner.outwards()]) for inner in self._clock.inside.get(unit, ()))
@@ -84,9 +95,10 @@ class Recomputations(Generic[U]):
 
     def hold(self, unit: U) -> bool:
         """Whether `unit` stays whole until what may be recomputed with it is over."""
-        began, begun = self._clock.began, self._clock.begun
+        began, begun, before = self._clock.began, self._clock.begun, self._begun_before
         own = began.get(unit, NEVER)
-        held_for = min((each.began for each in self._clock.regions if each.began < own < each.ended), default=NEVER)
+        around = (each for each in self._clock.regions if each.began < own < each.ended)
+        held_for = min((before.get(each, each.began) for each in around), default=NEVER)
         holds = bool(begun) and began[begun[-1]] >= held_for
         if holds:
             self.held_unsharded[unit] = int(held_for)
@@ -101,35 +113,48 @@ class Recomputations(Generic[U]):
 
     # -- units outside of it -----------------------------------------------------------------------------------------
 
-    def record_use(self, units: Iterable[U], node: int, plan: Container[U]) -> None:
-        """`units`, one and its owners, run again in the reentrant checkpoint of `node`: they may more than once."""
-        for each in units:
-            if each not in plan:
-                if self._used_in.get(each) == node:
-                    self.used_repeatedly[each] = node
-                self._used_in[each] = node
+    def enter(self, node: int) -> None:
+        """`node` of the backward's own graph task runs units again, and what is inside of them."""
+        self._outermost = node
 
-    def is_another(self, unit: U, node: int) -> bool:
-        """Whether another node than this one recomputed `unit`, a frozen one, before."""
-        before, self._frozen_in[unit] = self._frozen_in.get(unit, node), node
-        return before != node
+    def is_another(self, unit: U, with_graph: bool) -> bool:
+        """Whether another node than the one that runs `unit` again made a graph of it before."""
+        before = self._made_in.get(unit, self._outermost)
+        if with_graph:
+            self._made_in[unit] = self._outermost
+        return before != self._outermost
 
     def end_of(self, unit: U, with_graph: bool) -> float:
         """When the last call of `unit` ended, and what is recomputed with it; or the one that is recomputed now where
         it had no graph, with what is recomputed before it gets one."""
-        if unit in self._clock.due:
-            return self._clock.due[unit]
-        return (self._segment_of(unit, with_graph) or self._left(unit)[0]).ended
+        due, ended = self._clock.due.get(unit, 0), (self._segment_of(unit, with_graph) or self._left(unit)[0]).ended
+        return max(due, ended) if not ended or unit in self._segmented else ended
 
-    def record_reentrant_run(self, unit: U, with_graph: bool) -> bool:
-        """`unit` runs again; True if it is not to be repeated before it gets a graph."""
+    def record_reentrant_run(self, unit: U, needed: Iterable[U], node: int, with_graph: bool) -> None:
+        """`unit` runs again in the backward of `node`, and so maybe do the `needed`, itself and its owners, more than
+        once: where it is not to be repeated before it gets a graph."""
+        if self.is_segmented(unit):
+            return
         if self._segment_of(unit, with_graph) is not None:
             _add_one(self._repeated, unit)
-            return False
+            return
         _add_one(self._made, unit)
         self._repeated.pop(unit, None)
         self._running.add(unit)
-        return True
+        for each in needed:
+            if each not in self._clock.planned:
+                if self._used_in.get(each) == node:
+                    self.used_repeatedly[each] = node
+                self._used_in[each] = node
+
+    def will_repeat(self, unit: U) -> bool:
+        """Whether a segment is to run `unit` again without a graph, from when on it stays whole: it is gathered once,
+        in its turn, though others may use its parameters before."""
+        return unit in self._clock.repeated and unit not in self._made
+
+    def is_segmented(self, unit: U) -> bool:
+        """Whether checkpoints without reentrance run `unit` again, as far as that can be told."""
+        return unit in self._segmented or (unit in self._clock.planned and unit not in self.will_run)
 
     def record_graph(self, unit: U) -> None:
         """`unit`, which runs again, has a graph, and its reduction a place."""
@@ -146,6 +171,18 @@ class Recomputations(Generic[U]):
 
     def _left(self, unit: U) -> tuple[CheckpointRegion, Sequence[CheckpointRegion]]:
         return self._record.left(unit, later=self._made.get(unit, 0))
+
+
+def _begun_before(clock: BackwardClock[U]) -> dict[CheckpointRegion, int]:
+    """When the first of the units in a segment began, where that was before the segment: one that was called earlier,
+    too, or whose parameters another unit had used. Until that is over its call in the segment may be to come."""
+    found: dict[CheckpointRegion, int] = {}
+    for unit, inside in clock.inside.items():
+        began = clock.began.get(unit, NEVER)
+        for each in {each for inner in inside for each in inner.outwards()}:
+            if began <= each.began:
+                found[each] = min(int(began), found.get(each, each.began))
+    return found
 
 
 def taken_from(nodes: dict[U, int], node: int) -> Sequence[U]:

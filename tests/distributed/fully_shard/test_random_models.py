@@ -42,8 +42,7 @@ def sharded(net: Net, how: How, drawn: random.Random) -> Any:
     for unit in net.units:
         if any(counted[parameter] > 1 for parameter in unit.parameters()):
             continue
-        # Ranks that pass over what is recomputed reentrantly inside a unit wait for each other, and say so.
-        if isinstance(unit, Nest) and (unit.recompute is True or drawn.random() < 0.7):
+        if isinstance(unit, Nest) and drawn.random() < 0.7:
             flatfsdp.fully_shard(unit.inner, reshard_after_forward=drawn.choice(ways), **settings)
         if drawn.random() < LISTED:
             waiting.append(unit)
@@ -119,6 +118,13 @@ def play(run: Run, seed: int, how: How) -> None:
 @pytest.mark.parametrize("seed", seeds(6, 300))
 def test_models_train_as_in_one_process(run: Run, seed: int) -> None:
     play(run, seed, How.drawn(seed))
+
+
+# 160 has ended a worker, and 23 waited until it was reported, where units that are called again, or in several forwards
+# before one backward, have parts that are recomputed reentrantly.
+@pytest.mark.parametrize(("seed", "world"), [(160, 2), (23, 3)])
+def test_so_they_do_where_parts_of_units_are_recomputed(run: Run, seed: int, world: int) -> None:
+    play(run, seed, How.drawn(seed)._replace(world=world))
 
 
 @pytest.mark.parametrize("seed", seeds(4, 300))

@@ -16,7 +16,7 @@ import pytest
 from flatfsdp.engine.schedule.backward_driver import UnitRules
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
 from flatfsdp.engine.schedule.forward_record import ForwardRecord
-from tests.harness.simulation import Call, Program, Region, call, problem_of, problem_of_program, program_of
+from tests.harness.simulation import Call, Plain, Program, Region, call, problem_of, problem_of_program, program_of
 from tests.harness.thorough import seeds
 
 AT_ONCE = 50  # programs of a test
@@ -53,9 +53,9 @@ def recomputed_and_listed() -> Program:
     return program_of(steps, {name: UnitRules(targets=("a",) if name == "c" else ()) for name in "xabcd"})
 
 
-def sharing(unit: str, owner: str, *inside: Call) -> Call:
+def sharing(unit: str, owner: str, *inside: Call, checkpoint: Region | None = None) -> Call:
     """A call of a unit that uses a parameter of its `owner`, too."""
-    made = call(unit, *inside)
+    made = call(unit, *inside, checkpoint=checkpoint)
     made.body.insert(len(inside) + 1, (owner, 0))
     return made
 
@@ -73,11 +73,52 @@ def owners_of_owners() -> Program:
     return program_of(steps, {name: UnitRules(None, owners=owners.get(name, ())) for name in "axbyd"})
 
 
+def recomputed_with_an_owner() -> Program:
+    """`b` and `c` are recomputed together, and `a` has used a parameter of `b` before: `c` may be passed over."""
+    together = Region(reentrant=False)
+    steps = [sharing("a", "b"), call("b", checkpoint=together), call("c", checkpoint=together)]
+    return program_of(steps, {name: UnitRules(None, owners=("b",) if name == "a" else ()) for name in "abc"})
+
+
+def owner_runs_between_its_users() -> Program:
+    """Each has a reentrant checkpoint of its own, and `b` is used by what runs before and after it."""
+    steps = [sharing("a", "b", checkpoint=Region(True)), call("b", checkpoint=Region(True))]
+    steps += [sharing("c", "b", checkpoint=Region(True)), call("d")]
+    return program_of(steps, {name: UnitRules(None, owners=("b",) if name in "ac" else ()) for name in "abcd"})
+
+
+def inside_of_what_had_no_graph() -> Program:
+    """`b` is recomputed by the checkpoint around `a`, and has a graph besides, since `c` uses a parameter of it."""
+    steps = [call("x"), call("a", call("b"), checkpoint=Region(True)), sharing("c", "b"), call("d")]
+    return program_of(steps, {name: UnitRules(None, owners=("b",) if name == "c" else ()) for name in "xabcd"})
+
+
+def plain(made: Call) -> Call:
+    """The same, with its first parameter used under a reentrant checkpoint."""
+    made.body[-2] = Plain([(made.unit, 0)])
+    return made
+
+
+def called_again_with_plain_parts() -> Program:
+    """Ranks know of gradients that `a` recomputes in its first call when they have come."""
+    return program_of([call("x"), plain(call("a")), plain(call("a"))], {name: UnitRules(None) for name in "xa"})
+
+
+def lent_to_plain_parts() -> Program:
+    """A parameter of `a` is used in a checkpoint inside of `b`, and by `a` itself before."""
+    user = call("b")
+    user.body.insert(0, Plain([("a", 0)]))
+    rules: dict[str, UnitRules[str]] = {n: UnitRules(None, owners=("a",) if n == "b" else ()) for n in "axb"}
+    return replace(program_of([call("a"), call("x"), user], rules), has_inputs=False)
+
+
 @pytest.mark.parametrize(
     "program",
     [
         *(passed_over_before_what_is_listed, conditional_listed_and_next),
         *(recomputed_and_listed, owner_is_over_before_a_user, owners_of_owners),
+        *(recomputed_with_an_owner, owner_runs_between_its_users, inside_of_what_had_no_graph),
+        *(called_again_with_plain_parts, lent_to_plain_parts),
     ],
 )
 def test_ranks_gather_alike_whatever_they_pass_over(program: Callable[[], Program]) -> None:
@@ -199,11 +240,36 @@ class EndsWithoutTheRest(Schedule):
         return
 
 
+class ReducesBeforeTheFirstCall(Schedule):
+    """A unit that is called again is reduced when its gradients have come, as far as this rank knows."""
+
+    def ready(self, unit: str) -> None:
+        if self._rules[unit].reduces:
+            self.reductions.ready(unit)
+            self._reduce(self.reductions.due())
+
+
+class LeavesOwnersAsTheyAre(Schedule):
+    """What another checkpoint ran, or lent, is as this rank has left it when it runs again."""
+
+    def _end_last_runs(self, units: Any, with_graph: bool) -> None:
+        return
+
+
+class GathersAsUnitsBegan(Schedule):
+    """What is recomputed together is freed when all that began first in the segment is over."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._repeats._begun_before.clear()
+
+
 WRONG: Sequence[type[Schedule]] = (
     *(ReducesWhatIsReady, GathersWhatIsReached, PassesOverNothing, ReducesBeforeGathers, FreesAtOnce),
     *(PrefetchesWhenFreedInEveryModel, LeavesRecomputedUnits, RecomputesWithoutGathers, RecomputesWithoutReductions),
     *(ReadsAheadOfHalf, EndsWithoutTheRest, FreesOwners, GathersRepeatedUnitsAsTheyRun),
     *(ReducesBeforeItRunsAgain, AwaitsGradientsOfThePlan),
+    *(ReducesBeforeTheFirstCall, LeavesOwnersAsTheyAre, GathersAsUnitsBegan),
 )
 
 

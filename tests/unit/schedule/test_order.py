@@ -138,6 +138,22 @@ def test_what_has_run_without_a_graph_is_over_with_that_run(lent: bool) -> None:
     assert BackwardClock(record).several == {"a"} and BackwardClock(record).ended["a"] == 6
 
 
+def test_a_segment_is_over_when_its_units_are_though_others_use_their_parameters() -> None:
+    class Segment: ...
+
+    record, segment = ForwardRecord[str](), Segment()
+    record.begin()
+    record.enter("a", segment=segment, segments=lambda: [segment])
+    record.leave("a")
+    record.enter("b")
+    record.enter_sharing("a")
+    record.leave("b")
+    record.leave("a", itself=False)
+    clock = BackwardClock(record)
+    assert [each.ended for each in clock.regions] == [2]
+    assert clock.ended["a"] == 6
+
+
 def test_what_a_user_runs_without_a_graph_brings_nothing_later() -> None:
     record: ForwardRecord[str] = ForwardRecord()
     record.begin()
