@@ -152,7 +152,7 @@ class PersistentParams(Observer):
             for ref in self.pinned:
                 evict(ref.unit, ref.kind)
         for ref in self.pinned:
-            handle = ref.handle
+            handle, ref.unit.kept.pinned = ref.handle, True
             handle.persistence = DEVICE
             if not ref.is_fetched:
                 fetch(ref.unit, ref.kind)
@@ -162,7 +162,7 @@ class PersistentParams(Observer):
         pinned, self.pinned = self.pinned or [], None
         model.observers.remove(self._no_training)
         for ref in pinned:
-            handle = ref.handle
+            handle, ref.unit.kept.pinned = ref.handle, False
             handle.persistence = persistence_of(ref.unit, handle)
             if handle.persistence is not DEVICE and handle.state is UNSHARDED:
                 model.resources.free(handle)

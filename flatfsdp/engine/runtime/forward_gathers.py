@@ -135,6 +135,7 @@ class ForwardGathers:
                 unit.reshard(SHOWS_SHARD)
         for unit in kept:
             unit.kept.by_choice = False
+            unit.kept.shards.clear()
 
     def repeat(self, unit: Unit) -> None:
         """`unit` runs again in this forward, and was not freed since."""

@@ -178,6 +178,7 @@ class Model:
         unit.reshard(SHOWS_NOTHING if awaits_backward else SHOWS_SHARD, unreached=iteration.backward is not None)
         unit.drop_post_forward_shards()
         unit.kept.by_choice = False
+        unit.kept.shards.clear()
 
 
 # The model of each unit, as long as both live.

@@ -116,6 +116,12 @@ def own(unit: Unit) -> None:
         extended.add(unit)
 
 
+def own_besides(unit: Unit, parameters: Iterable[nn.Parameter]) -> None:
+    """`unit` owns these, too, in whose places it has others: a module outside of it that holds one is tied to it."""
+    for parameter in parameters:
+        _of_parameters.add(parameter, unit)
+
+
 def disown(unit: Unit) -> None:
     """`unit` is being taken apart."""
     _with_holders.discard(unit)

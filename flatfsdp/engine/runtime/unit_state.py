@@ -76,14 +76,17 @@ class KeptUnsharded:
 
     Attributes:
         by_choice: because of what a user chose for it.
+        pinned: for the time of an `inference()`.
         maybe_stale: some ranks may have written to their shards since, and others not.
-        versions: of the shards of its handles, when a user asked for the unit.
+        versions: of the shards of its handles, when a user asked for the unit; shards: copies of them, of DTensors.
         post_forward: the transport over the post-forward axis; None where there is none. [Note: post-forward shards]
     """
 
     by_choice: bool = False
+    pinned: bool = False
     maybe_stale: bool = False
     versions: list[tuple[int, ...]] = field(default_factory=list)
+    shards: list[torch.Tensor] = field(default_factory=list)
     post_forward: Transport | None = None
 
 

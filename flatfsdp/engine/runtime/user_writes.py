@@ -2,14 +2,26 @@
 
 [Note: writes at rest] Between iterations leaves show the shard, and users may write to it, or give a module another
 parameter. Both is noticed before the unit is gathered again, by versions and identities, without looking at values.
+
+[Note: unnoticed writes] DTensors count no version for what is written to a list of them (`torch._foreach_*`), nor for
+what is written through their `.data`. So what is kept unsharded of such parameters is compared with the shard, value by
+value, before it is computed with: this reads twice the shard, where a gather would move all of the parameter. For what
+is still on its way then there is a copy of the shard. A comparison waits for the device: on accelerators it is made
+only of what a schedule keeps, of which ranks exchange a word at that point anyway, and nowhere inside `inference()`. Of
+what travels in few bits, or by hooks of a class of its own, the values are others than the shard's: versions have to
+do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from ..base import _torch
+from ..device.fake_tensors import is_memoryless
 from ..flat.flat_param import FlatParamHandle
+from ..flat.layout_views import own_pieces_of
 from ..flat.param_refs import ParamRef, check_param_refs, refuse_functional_call
 from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_requested
@@ -44,7 +56,7 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
             cast = cast or handle.precision is not before
             if handle.state is UNSHARDED and (wrote or _is_stale(unit, handle)):
                 unit.resources.free(handle)
-            elif handle.state is GATHERING and handle.writes.all != unit.kept.versions[kind]:
+            elif handle.state is GATHERING and _is_stale_on_its_way(unit, kind):
                 handle.wait_unshard()
                 unit.resources.free(handle)
             if handle.kept_source is not None and handle.state is SHARDED:
@@ -57,7 +69,41 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
 def _is_stale(unit: Unit, handle: FlatParamHandle) -> bool:
     """Whether what was kept unsharded is not what a gather would bring: the shard was written to since, or the dtype is
     that of evaluation, and this is training."""
-    return handle.writes.is_stale or handle.unsharded.dtype != unit.dtype_of(handle)
+    return handle.writes.is_stale or handle.unsharded.dtype != unit.dtype_of(handle) or _differs(unit, handle)
+
+
+def _is_stale_on_its_way(unit: Unit, kind: int) -> bool:
+    """The same of what is being gathered because a user asked for it."""
+    handle, kept = unit.handles[kind], unit.kept
+    if handle.writes.all != kept.versions[kind]:
+        return True
+    return bool(kept.shards) and not torch.equal(_bits(handle.shard.detach()), _bits(kept.shards[kind]))
+
+
+def _differs(unit: Unit, handle: FlatParamHandle) -> bool:
+    """Whether the unsharded parameters have other values than the shard, where nothing else shows it.
+    [Note: unnoticed writes]"""
+    if not handle.face.is_distributed or handle.unsharded.buffer is None:
+        return False
+    if handle.precision.gather is not None or handle.options.gathers or unit.kept.pinned or is_memoryless():
+        return False
+    keeps = unit.options.schedule.keeps_by_choice and handle.persistence is None
+    if unit.resources.device.has_streams and not keeps:
+        return False
+    flat = handle.unsharded.flat
+    found = own_pieces_of(flat, handle.layout, handle.rank)
+    return not all(
+        torch.equal(_bits(piece.detach().to(flat.device, flat.dtype)), _bits(own.detach()))
+        for piece, own in zip(handle.at_rest.pieces, found, strict=True)
+    )
+
+
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """`values` as whole numbers, of which all are equal to themselves."""
+    return values.view(_WHOLE_NUMBERS[values.itemsize]) if values.itemsize in _WHOLE_NUMBERS else values
 
 
 def apply_shard_writes(unit: Unit) -> None:
@@ -88,6 +134,9 @@ def begin_request(unit: Unit) -> None:
     """A user is about to unshard `unit`: remember what its shards are."""
     unit.kept.versions = [handle.writes.all for handle in unit.handles]
     unit.kept.by_choice = unit.shows_shard and unit.groups.shard.size > 1
+    compares = unit.kept.by_choice and not (unit.resources.device.has_streams or is_memoryless())
+    if compares and any([handle.face.is_distributed for handle in unit.handles]):
+        unit.kept.shards = [handle.shard.detach().clone() for handle in unit.handles]
 
 
 def retire_request(unit: Unit, *, written: bool) -> None:
@@ -101,7 +150,7 @@ def retire_request(unit: Unit, *, written: bool) -> None:
     # Leaves that show nothing, as a forward has left them, cannot be written to while a gather is on its way.
     shown = [views for views in unit.views if views.mode is SHOWS_UNSHARDED]
     if keeps and shown:
-        stale = any([views.handle.writes.is_stale for views in shown])
+        stale = any([views.handle.writes.is_stale or _differs(unit, views.handle) for views in shown])
         try:
             for views in shown:
                 check_requested(views, unit.name)

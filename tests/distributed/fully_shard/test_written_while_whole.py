@@ -1,0 +1,144 @@
+"""What is written to DTensors, by whatever means, while the unit of their parameters is kept unsharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatfsdp
+from tests.conftest import Run
+from tests.harness.thorough import is_thorough
+
+Write = Callable[[list[Any]], object]
+
+
+def lists(parameters: list[Any]) -> None:
+    torch._foreach_mul_(parameters, 0.5)
+
+
+def lists_of_data(parameters: list[Any]) -> None:
+    torch._foreach_mul_([each.data for each in parameters], 0.5)
+
+
+def lists_of_detached(parameters: list[Any]) -> None:
+    torch._foreach_add_([each.detach() for each in parameters], 0.25)
+
+
+def data(parameters: list[Any]) -> None:
+    for each in parameters:
+        each.data.mul_(0.5)
+
+
+def data_of_local(parameters: list[Any]) -> None:
+    for each in parameters:
+        each.to_local().data.add_(1.0)
+
+
+def numpys(parameters: list[Any]) -> None:
+    for each in parameters:
+        each.to_local().numpy()[...] *= 0.5
+
+
+def in_place(parameters: list[Any]) -> None:
+    for each in parameters:
+        each.mul_(0.5)
+
+
+def on_one_rank(parameters: list[Any]) -> None:
+    """Rows that the first rank has."""
+    if torch.distributed.get_rank() == 0:
+        parameters[0].to_local().data[0].fill_(3.0)
+
+
+WRITES: list[Write] = [
+    lists,
+    lists_of_data,
+    lists_of_detached,
+    data,
+    data_of_local,
+    numpys,
+    in_place,
+    on_one_rank,
+]
+
+
+def model_of(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    for layer in (model[0], model[2]):
+        flatfsdp.fully_shard(layer, **options)
+    return flatfsdp.fully_shard(model, **options)
+
+
+def after_backward(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def after_forward(model: Any) -> None:
+    model.set_reshard_after_forward(False)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+
+
+def asked_for(model: Any) -> None:
+    for layer in (model[0], model[2]):
+        layer.unshard()
+
+
+def on_its_way(model: Any) -> None:
+    for layer in (model[0], model[2]):
+        layer.unshard(async_op=True)
+
+
+def frozen(model: Any) -> None:
+    model.keep_frozen_unsharded()
+    model(torch.ones(2, 4))
+
+
+KEPT = (after_backward, after_forward, asked_for, on_its_way, frozen)
+LOW = flatfsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def outputs(rank: int, world: int, keep: Callable[[Any], None], policies: Sequence[Any]) -> list[str]:
+    """The writes after which a model that was kept whole computes with other values than one that was not; "gathers"
+    where it gathers though nobody wrote."""
+    found = []
+    for policy in policies:
+        for write in WRITES:
+            if write is on_one_rank and keep is frozen:
+                continue  # all ranks write to what is frozen
+            kept, other = model_of(mp_policy=policy), model_of(mp_policy=policy)
+            if keep is frozen:
+                kept.requires_grad_(False)
+            parameters = [list(each.parameters()) for each in (kept, other)]
+            keep(kept)
+            with torch.no_grad():
+                for each in parameters:
+                    write(each)
+            if not torch.equal(kept(torch.ones(2, 4)), other(torch.ones(2, 4))):
+                found.append(f"{write.__name__}, {policy}")
+        model = model_of(mp_policy=policy)
+        if keep is frozen:
+            model.requires_grad_(False)
+        keep(model)
+        with torch.no_grad():
+            model(torch.ones(2, 4))  # asked for, or kept: gathered already
+        figures = flatfsdp.stats(model)
+        figures.reset()
+        if keep in (after_forward, frozen):
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+            if "all_gather" in figures.comm:
+                found.append(f"gathers, {policy}")
+    return found
+
+
+@pytest.mark.parametrize("keep", KEPT, ids=lambda keep: keep.__name__)
+def test_what_was_written_is_computed_with(keep: Callable[[Any], None], pool2: Run) -> None:
+    policies = (None, LOW) if is_thorough() or keep is after_forward else (None,)
+    assert pool2(outputs, keep, policies, timeout=120) == [[], []]
