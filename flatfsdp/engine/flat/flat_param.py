@@ -87,7 +87,7 @@ def take_off_meta(leaves: Sequence[nn.Parameter], names: Sequence[str], device: 
     """Let `leaves`, which are on the meta device, be parameters without elements on `device`: the same objects.
 
     Raises:
-        UsageError: some module holds one in a way that forbids it, as LSTM does.
+        UsageError: autograd, or a weak reference, holds one in a way that forbids it.
     """
     for name, leaf in zip(names, leaves, strict=True):
         empty = nn.Parameter(torch.empty(0, dtype=leaf.dtype, device=device), leaf.requires_grad)
@@ -97,8 +97,8 @@ def take_off_meta(leaves: Sequence[nn.Parameter], names: Sequence[str], device: 
             torch.utils.swap_tensors(leaf, empty)
         except RuntimeError as error:
             raise UsageError(
-                f"parameter {name!r} is on the meta device, and its module holds weak references to it, so that it "
-                "cannot get memory later. Build this module on a real device"
+                f"parameter {name!r} is on the meta device, and something holds on to it (a graph, a weak reference), "
+                "so that it cannot get memory later. Build this module on a real device"
             ) from error
 
 

@@ -45,7 +45,7 @@ from ..runtime.model import Model, model_of
 from ..runtime.model_facts import own_pieces
 from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, put_at_rest, units_in
 from ..runtime.optimizer_hooks import guard_optimizers
-from ..runtime.param_registry import extended, models, own, owner_of, owners_of, unit_around
+from ..runtime.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
 from ..runtime.resources import ModelSettings, Resources
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
@@ -53,7 +53,7 @@ from ..state.model.submodules import watch
 from ..state.optim.stamp import stamp_state_dicts
 from .auto_wrap import check_called
 from .init_sync import failing_together, meeting_axes, synchronize
-from .materialize import materialize
+from .materialize import materialize, replace_referenced
 
 # Of what transforms made of parameters and the leaves of one handle, what gives it its face.
 Faces = Callable[[Sequence[TransformedParam], Sequence[nn.Parameter]], FaceMaker]
@@ -69,6 +69,8 @@ class Front:
         output_dtype: to which outputs are cast; None for as they are.
         faces: gives a face to the leaves of a handle; None for FSDP1's, as the config has it.
         transforms: those of parameters that it takes besides plain ones, with that of DTensors among them.
+        materializes: whether what is on the meta device gets memory and values as it is sharded; else the user gives
+            it memory later.
     """
 
     words: str = "FullyShardedDataParallel"
@@ -76,6 +78,7 @@ class Front:
     output_dtype: torch.dtype | None = None
     faces: Faces | None = None
     transforms: Callable[[TensorParallel], Sequence[Transform]] = lambda parallel: (parallel,)
+    materializes: bool = True
 
 
 WRAPPER = Front()
@@ -98,8 +101,11 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
-        if not front.entries or is_memoryless():
+        replaced: list[nn.Parameter] = []
+        if front.materializes or is_memoryless():
             materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
+        else:
+            replaced = replace_referenced(modules, skip=ignored_params, owner_of=owner_of)
         param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params, front)
         if not front.entries:
             check_called(module, [param_ref.path for param_ref in param_refs])
@@ -131,6 +137,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     for each, attributes in (*dict.fromkeys(ignored_modules).items(), *ignored_refs.items()):
         ignore(each, attributes)
     model = new_model(unit, ModelSettings.of(config, device), tracker, nested)
+    own_besides(unit, replaced)
     if initial_checksums is not None:
         initial_checksums.seal(own_pieces(unit))
         model.setup.initial_checksums[unit] = initial_checksums

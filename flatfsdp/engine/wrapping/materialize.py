@@ -7,6 +7,7 @@ on the meta device, so that wrapping it can be tried again. `param_init_fn` sees
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -77,6 +78,33 @@ def materialize(
                     f"param_init_fn left {', '.join(left)} of module {path or '<root>'!r} on the meta device"
                 )
             undo.pop_all()
+
+
+def replace_referenced(
+    modules: Iterable[tuple[str, nn.Module]],
+    *,
+    skip: set[nn.Parameter],
+    owner_of: Callable[[torch.Tensor], Unit | None],
+) -> list[nn.Parameter]:
+    """Put new parameters in the places of those on the meta device to which there are weak references, as recurrent
+    modules have them: such a one cannot get memory later as the same object. Returns those that were replaced. What has
+    an owner, and so is tied to a parameter of another unit, stays."""
+    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    replaced: list[nn.Parameter] = []
+    for _, module in modules:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta or parameter in skip:
+                continue
+            if id(parameter) not in made:
+                if not weakref.getweakrefcount(parameter) or owner_of(parameter) is not None:
+                    continue
+                other = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                other.__class__ = type(parameter)
+                vars(other).update(vars(parameter))
+                made[id(parameter)] = other
+                replaced.append(parameter)
+            setattr(module, name, made[id(parameter)])  # such modules follow an assignment
+    return replaced
 
 
 def _forget_values(modules: Iterable[tuple[str, nn.Module]], device: torch.device, skip: set[nn.Parameter]) -> None:

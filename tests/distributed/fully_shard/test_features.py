@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import flatfsdp
+from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.distributed.fully_shard.test_beside_torchs import WORDS, Case, Net, differences, sharded
+from tests.harness.front import TORCHS
 from tests.harness.meshes import named_mesh
 
 
@@ -95,3 +99,89 @@ def feature(rank: int, world: int, program: Callable[[nn.Module, int], None]) ->
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_features(name: str, pool2: Run) -> None:
     assert pool2(feature, PROGRAMS[name]) == [[], []]
+
+
+# --- recurrent modules ------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """A module with a list of its weights and weak references to them, tied inside its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(6, 6, batch_first=True, num_layers=2), nn.GRU(6, 6, batch_first=True)
+        self.gru.weight_hh_l0 = self.gru.weight_ih_l0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gru(self.lstm(x)[0])[0]
+
+
+def to_empty(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+    for module in (model.lstm, model.gru):
+        module.reset_parameters()  # type: ignore[operator]
+
+
+def assigned(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    whole = Recurrent().state_dict()
+    own = model.state_dict()
+    state = {name: distribute_tensor(whole[name], own[name].device_mesh, own[name].placements) for name in own}
+    model.load_state_dict(state, assign=True)
+
+
+def loaded(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    whole = Recurrent().state_dict()
+    for name, value in model.state_dict().items():
+        value.copy_(distribute_tensor(whole[name], value.device_mesh, value.placements))
+
+
+def recurrent(rank: int, world: int, api: str) -> list[Any]:
+    """The losses of models that begin on the meta device, and, first, of one that does not."""
+    found: list[Any] = []
+    fully_shard = import_module(api).fully_shard
+    for give_values in (None, loaded, assigned):
+        with torch.device("meta" if give_values else "cpu"):
+            torch.manual_seed(5)
+            model = Recurrent()
+        fully_shard(model.lstm)
+        fully_shard(model)
+        if give_values is not None:
+            give_values(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            loss = model(torch.ones(2, 3, 6) * (rank + step + 1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    with torch.device("meta"):
+        model = Recurrent()
+    fully_shard(model)
+    to_empty(model)
+    found.append(bool(model(torch.ones(2, 3, 6)).isfinite().all()))
+    return found
+
+
+def test_recurrent_modules_on_the_meta_device(pool2: Run) -> None:
+    """As torch's do."""
+    for found, torchs in zip(*(pool2(recurrent, api, timeout=60) for api in ("flatfsdp", TORCHS)), strict=True):
+        assert found == torchs and found[0] == found[1] == found[2] and found[3]
+
+
+def tied_outside(rank: int, world: int) -> str:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"lstm": nn.LSTM(4, 4), "other": nn.Linear(4, 16, bias=False)})
+    model.other.weight = model.lstm.weight_ih_l0
+    flatfsdp.fully_shard(model.lstm)
+    with pytest.raises(UsageError, match="tied to a parameter of another unit") as caught:
+        flatfsdp.fully_shard(model.other)
+    return str(caught.value)
+
+
+def test_ties_to_recurrent_modules_are_found(pool2: Run) -> None:
+    pool2(tied_outside)
