@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..engine.base.fqns import clean
 from ..engine.config.state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
+from ..engine.state.model.held_in_place import as_held, params_held_in_place
 from ..engine.state.model.types import sharing_memory
 from ..engine.state.named_param import NamedParam, named_buffers, named_state
 from ..engine.state.optim.descriptions import value_of
@@ -32,6 +33,7 @@ class _ModelSection(Section):
     def take(self, *, in_use: bool) -> None:
         with _sharded(self._model), sharing_memory() if in_use else nullcontext():
             self._own: dict[str, Any] = self._model.state_dict()
+        self._held = self._take_held(in_use=in_use)
         named = [each.names for each in named_state(self._model)]
         buffers = [each.names for each in named_buffers(self._model)]
         named += buffers
@@ -44,12 +46,29 @@ class _ModelSection(Section):
         self.buffers = {name for names in buffers for name in names}
         self.ties = {name: names[0] for names in named for name in names[1:] if {name, names[0]} <= self.state.keys()}
 
+    def _take_held(self, *, in_use: bool) -> dict[str, NamedParam]:
+        """Replace what modules hold of their units themselves by what this rank owns of it; the parameters, by key."""
+        named = params_held_in_place(self._model)
+        held = {key: named[clean(key)] for key in self._own if clean(key) in named}
+        made: dict[int, torch.Tensor] = {}  # tied names share one
+        for key, value in self._own.items() if held else ():
+            each = held.get(key)
+            local = value if each is None else each.local_view(each.handle.shard.detach())
+            if _is_tensor(value) and id(each or value) not in made:
+                if not in_use:
+                    local = torch.empty_like(local, device="cpu") if local.is_meta else local.to("cpu", copy=True)
+                made[id(each or value)] = local if each is None else each.interval(local)
+            self._own[key] = made.get(id(each or value), value)
+        return held
+
     def load(self, read: Mapping[str, Any]) -> None:
+        given = {**self._own, **{key: as_held(each, self._own[key]) for key, each in self._held.items()}}
         for key, value in self._own.items():
             if not _is_tensor(value):  # extra state of a module, as it was saved
-                self._own[key] = read.get(clean(key), value)
+                given[key] = read.get(clean(key), value)
+        on_meta = any(each.handle.shard.is_meta for each in self._held.values())
         with _sharded(self._model):
-            incompatible = self._model.load_state_dict(self._own, strict=False)
+            incompatible = self._model.load_state_dict(given, strict=False, assign=on_meta)
         missing, unread = incompatible.missing_keys, incompatible.unexpected_keys
         others = [key for key in unread if key not in self._added or not torch.equal(self._own[key], self._added[key])]
         if missing or others:
