@@ -30,6 +30,7 @@ from .fsdp_module import (
     UnshardHandle,
     disable_fsdp_module_new_init,
     fully_shard,
+    fully_shard_by_policy,
     share_comm_ctx,
 )
 from .fully_sharded_data_parallel import FullyShardedDataParallel
@@ -65,6 +66,7 @@ __all__ = [
     "ensure_unit_participation",
     "fail_together",
     "fully_shard",
+    "fully_shard_by_policy",
     "fuse_optimizer_steps",
     "inference",
     "join",

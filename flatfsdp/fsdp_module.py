@@ -9,9 +9,11 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from .api import BackwardPrefetch
 from .engine.facade.schedule_api import UnshardHandle
 from .engine.fully_shard import in_place
 from .engine.fully_shard.arguments import check_call
+from .engine.fully_shard.by_policy import shard_by_policy
 from .engine.fully_shard.class_swap import new_does_not_init, new_plain
 from .engine.fully_shard.controls import FSDP2Controls, share_streams
 from .engine.fully_shard.copies import deep_copy, reduce
@@ -25,6 +27,7 @@ __all__ = [
     "UnshardHandle",
     "disable_fsdp_module_new_init",
     "fully_shard",
+    "fully_shard_by_policy",
     "share_comm_ctx",
 ]
 
@@ -114,7 +117,8 @@ def fully_shard(
         shard_placement_fn: `shard_placement_fn(parameter)` is the placement of a parameter: `Shard(dim)`, or None for
             `Shard(0)`. Sizes need not be multiples of the number of ranks. A parameter is stored with `dim` as the
             slowest dimension in memory, which its views in forwards show by their strides. DTensors take `Shard(0)`.
-        mp_policy: a `MixedPrecisionPolicy`; None leaves all dtypes as they are.
+        mp_policy: a `MixedPrecisionPolicy`; None leaves all dtypes as they are. Or the wrapper's `MixedPrecision`, for
+            what that has besides: the dtype of buffers, parameters and gradients that travel in few bits.
         offload_policy: a `CPUOffloadPolicy`, or None for none. torch's own policies are understood.
         ignored_params: parameters that are left alone, wherever they are.
         dp_mesh_dims: refused for now.
@@ -148,6 +152,59 @@ def fully_shard(
         dp_mesh_dims=dp_mesh_dims,
     )
     in_place.shard(call, FSDPModule)
+    return module
+
+
+def fully_shard_by_policy(
+    module: M,
+    policy: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    sync_module_states: bool = False,
+    backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.BACKWARD_PRE,
+    forward_prefetch: bool = False,
+    limit_all_gathers: bool = True,
+) -> M:
+    """`fully_shard` for the modules inside `module` that a policy chooses, children first, then for `module`.
+
+    What is on the meta device gets memory and values as it is sharded, one unit after the other, so that no rank ever
+    has more than one of them whole. With the wrapper's `MixedPrecision` as `mp_policy` batch norms become units in full
+    precision, as there.
+
+    Args:
+        module: the whole model.
+        policy: as the wrapper's `auto_wrap_policy`: a set of module classes, a policy of `flatfsdp.wrap`, or a callable
+            `(module, recurse, nonwrapped_numel) -> bool`; None for a single unit. A policy that gives units arguments
+            of their own gives some of those below.
+        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params: as of
+            `fully_shard`, for every unit. With None for `reshard_after_forward` the outermost unit alone stays.
+        param_init_fn, sync_module_states, backward_prefetch, forward_prefetch, limit_all_gathers: as of
+            `FullyShardedDataParallel`.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: an argument; the message names it, what was given and what is accepted.
+        UsageError: as of `fully_shard`; a module on the meta device cannot be given values. Units that were sharded
+            before stay so.
+
+    Communicates nothing but to make communicators, the first time, and with `sync_module_states`.
+
+    Example (in a process group of one rank):
+        >>> import torch, flatfsdp
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        >>> flatfsdp.fully_shard_by_policy(model, {torch.nn.Linear})(torch.ones(4, 2)).shape
+        torch.Size([4, 1])
+    """
+    given = {name: value for name, value in locals().items() if name not in ("module", "policy")}
+    shard_by_policy(module, policy, FSDPModule, given)
     return module
 
 

@@ -16,7 +16,7 @@ from ..config.arguments import check_arguments, has_forward
 from ..runtime.entries import plain_class
 from ..runtime.unit import Unit
 from .placements import dims_of
-from .policies import MixedPrecisionPolicy, offload_of, precision_of
+from .policies import offload_of, precision_of
 
 CALL = "fully_shard"
 
@@ -30,6 +30,8 @@ class Call:
         holder: the one, or a list of them.
         policy: of mixed precision, as it was given.
         dims: along which dimension each parameter is split.
+        materializes: whether what is on the meta device gets memory and values now.
+        island: whether it computes in full precision among neighbors that do not.
     """
 
     modules: list[nn.Module]
@@ -38,6 +40,8 @@ class Call:
     output_dtype: torch.dtype | None
     policy: Any
     dims: dict[nn.Parameter, int]
+    materializes: bool = False
+    island: bool = False
 
 
 def check_call(
@@ -49,9 +53,12 @@ def check_call(
     mp_policy: Any,
     offload_policy: Any,
     ignored_params: Any,
-    dp_mesh_dims: Any,
+    dp_mesh_dims: Any = None,
+    materializes: bool = False,
+    island: bool = False,
+    **others: Any,
 ) -> Call:
-    """Refuse arguments that `fully_shard` cannot follow. Communicates nothing."""
+    """Refuse arguments that `fully_shard` cannot follow. `others` are the wrapper's. Communicates nothing."""
     modules = _modules(module)
     if dp_mesh_dims is not None:
         raise ConfigValueError(
@@ -60,7 +67,7 @@ def check_call(
         )
     if isinstance(reshard_after_forward, int | None) is False:
         refuse_type("reshard_after_forward", reshard_after_forward, "True, False, a number of ranks, or None")
-    precision, output_dtype = precision_of(mp_policy)
+    policy, precision, output_dtype = precision_of(mp_policy)
     offload = offload_of(offload_policy)
     ignored = _ignored(ignored_params)
     require_process_group(CALL)
@@ -69,6 +76,7 @@ def check_call(
     _check_parameters(holder, ignored)
     dims = dims_of(holder, shard_placement_fn, ignored)
     hybrid = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+    on_meta = any(p.is_meta for p in holder.parameters()) and not materializes
     config = check_arguments(
         holder,
         sharding_strategy=hybrid,
@@ -77,11 +85,12 @@ def check_call(
         device_id=torch.device(mesh.device_type),
         ignored_states=[p for p in holder.parameters() if p in ignored] or None,
         device_mesh=mesh,
-        check_values="off" if any(p.is_meta for p in holder.parameters()) else "warn",
+        check_values="off" if on_meta else "warn",
         reshard_after_forward=reshard_after_forward,
         layout="rows",
+        **others,
     )
-    return Call(modules, holder, config, output_dtype, mp_policy or MixedPrecisionPolicy(), dims)
+    return Call(modules, holder, config, output_dtype, policy, dims, materializes, island)
 
 
 def _modules(given: Any) -> list[nn.Module]:

@@ -38,9 +38,10 @@ def shard(call: Call, front_class: type) -> None:
             call.output_dtype,
             partial(_faces, call.config.device_mesh),
             lambda parallel: (GatherExtensions(parallel, call.policy), parallel),
+            call.materializes,
         )
         lay_out(call.dims)
-        model = build_unit(call.holder, resolve_groups(call.config), front=front)
+        model = build_unit(call.holder, resolve_groups(call.config), island=call.island, front=front)
     for module in call.modules:
         swap_class(module, front_class)
         module.__dict__["_unit"] = model.outermost

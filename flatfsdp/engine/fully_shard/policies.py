@@ -9,6 +9,7 @@ import torch
 
 from ...api import CPUOffload, MixedPrecision, check_bool
 from ...errors import refuse_type, refuse_value
+from ..config.arguments import own
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
 
@@ -66,12 +67,15 @@ class CPUOffloadPolicy(OffloadPolicy):
         check_bool("CPUOffloadPolicy.pin_memory", self.pin_memory)
 
 
-def precision_of(policy: Any) -> tuple[MixedPrecision, torch.dtype | None]:
-    """What `policy` sets for a unit, and the dtype of outputs."""
+def precision_of(policy: Any) -> tuple[Any, MixedPrecision, torch.dtype | None]:
+    """What `policy` sets for a unit, with FSDP2's fields and as the engine has it, and the dtype of outputs."""
     if policy is None:
         policy = MixedPrecisionPolicy()
+    if (whole := own(policy, MixedPrecision)) is not None:  # the wrapper's
+        casts = whole.cast_forward_inputs
+        return MixedPrecisionPolicy(whole.param_dtype, whole.reduce_dtype, None, casts), whole, None
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in (*_DTYPES, "cast_forward_inputs")):
-        refuse_type("mp_policy", policy, "a MixedPrecisionPolicy, ours or torch's")
+        refuse_type("mp_policy", policy, "a MixedPrecisionPolicy, ours or torch's, or a MixedPrecision")
     checked = MixedPrecisionPolicy(
         policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
     )
@@ -79,7 +83,7 @@ def precision_of(policy: Any) -> tuple[MixedPrecision, torch.dtype | None]:
     precision = MixedPrecision(
         checked.param_dtype, checked.reduce_dtype, cast_forward_inputs=casts, cast_root_forward_inputs=casts
     )
-    return precision, checked.output_dtype
+    return policy, precision, checked.output_dtype
 
 
 def offload_of(policy: Any) -> CPUOffload:

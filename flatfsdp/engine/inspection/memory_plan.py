@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigValueError, UsageError
-from ...fully_sharded_data_parallel import FullyShardedDataParallel
 from ..base._dtensor import local_bytes
 from ..device.fake_tensors import is_memoryless
 from ..features.optimizer_in_backward import OptimizerInBackward
@@ -85,8 +84,8 @@ def memory_plan(
         model: the outermost wrapper, or module of `fully_shard`, made inside `dry_run()`.
         optimizer: built on its parameters, or what `optimizer_in_backward` returned.
         microbatches: backwards of a step; all but the last only accumulate.
-        max_norm: what the step clips gradients to, by the wrapper's `clip_grad_norm_`; what torch's sends for DTensors
-            is not in the plan.
+        max_norm: what the step clips gradients to, by `model.clip_grad_norm_`; what torch's function of that name sends
+            for DTensors is not in the plan.
 
     Raises:
         ConfigValueError: `microbatches` below 1.
@@ -115,7 +114,7 @@ def memory_plan(
             for place in range(microbatches):
                 model.set_requires_gradient_sync(place == microbatches - 1)
                 model(torch.zeros(())).float().backward()
-            if max_norm is not None and isinstance(model, FullyShardedDataParallel):
+            if max_norm is not None:
                 model.clip_grad_norm_(max_norm)
             comm, at_peak, unsharded, grads = (
                 figures.comm,
