@@ -22,6 +22,7 @@ from flatfsdp.trainer.fields import (
     DataMode,
     DType,
     Extremum,
+    Front,
     Layout,
     Module,
     Named,
@@ -97,12 +98,15 @@ SchedulerName = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPArguments(Settings):
-    """How the model is sharded; what the arguments of `FullyShardedDataParallel` are made of.
+    """How the model is sharded; what the arguments of `FullyShardedDataParallel`, or of `fully_shard`, are made of.
 
     Raises:
         ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
     """
 
+    front: Front = setting(
+        "wrapper", "what shards the model: a FullyShardedDataParallel around it, or fully_shard in place, with DTensors"
+    )
     strategy: Strategy = setting("full_shard", "what is split over ranks, and for how long")
     reshard_after_forward: Count | bool | None = setting(
         None,
@@ -130,8 +134,10 @@ class FSDPArguments(Settings):
     )
     cpu_offload: bool = setting(False, "keep shards, gradients and optimizer state in host memory")
     use_orig_params: bool = setting(True, "the optimizer sees the original parameters, or one flat parameter per unit")
-    layout: Layout = setting(
-        "flat", "ranks split all parameters of a unit as one, with the least padding, or each of them by whole rows"
+    layout: Layout | None = setting(
+        None,
+        "ranks split all parameters of a unit as one, with the least padding (flat), or each of them by whole rows; "
+        "none for what the front has: the wrapper flat, fully_shard rows",
     )
     activation_checkpointing: bool = setting(False, "compute the activations of each unit again in the backward")
     checkpoint_every: Count = setting(1, "with activation_checkpointing: of every so many units one")
@@ -169,10 +175,22 @@ class FSDPArguments(Settings):
             self.refuse("units", f"{self.called('strategy')} {self.strategy} needs units, or {self.called('replicas')}")
         if self.reduce_error_feedback and self.reduce_bits is None:
             self.refuse("reduce_error_feedback", f"without {self.called('reduce_bits')} gradients lose nothing")
+        self._check_front()
         if self.strategy == "no_shard":
             for name in ("reshard_after_forward", "forward_prefetch", "gather_dtype"):
                 if getattr(self, name):
                     self.refuse(name, f"with {self.called('strategy')} no_shard parameters are never gathered")
+
+    def _check_front(self) -> None:
+        if self.front != "fully_shard":
+            return
+        front = f"with {self.called('front')} fully_shard"
+        if self.strategy == "no_shard":
+            self.refuse("strategy", f"{front} parameters are always split over ranks; the wrapper can leave them whole")
+        if not self.use_orig_params:
+            self.refuse("use_orig_params", f"{front} each parameter is a DTensor; flat ones belong to the wrapper")
+        if self.layout == "flat":
+            self.refuse("layout", f"{front} ranks split each parameter by rows")
 
     def _set_precision(self) -> None:
         """Put what `bf16` and `fp16` stand for into its fields."""

@@ -24,6 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from flatfsdp.errors import FlatFSDPError, UsageError
+from flatfsdp.trainer.model.fronts import class_of
 from flatfsdp.trainer.model.hugging_face import takes_input_ids
 from flatfsdp.trainer.model.sharding import is_recomputed
 from flatfsdp.trainer.objectives import CausalLM, Objective, call, check_fit, evaluating, logits_of
@@ -117,7 +118,7 @@ def find_head(model: nn.Module, logits: Callable[[], Tensor]) -> nn.Linear:
         hooks = [
             module.register_forward_hook(lambda module, _, output: calls.append((module, output.shape)))
             for module in names
-            if type(module) is nn.Linear  # what derives from it may compute something else
+            if class_of(module) is nn.Linear  # what derives from it may compute something else
         ]
         try:
             shape = _tried(logits).shape

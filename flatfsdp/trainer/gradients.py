@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, collective_region
+from flatfsdp import collective_region
 from flatfsdp.trainer.data_loading import Microbatch, Step
 from flatfsdp.trainer.launch import RankContext
+from flatfsdp.trainer.model.fronts import without_reductions
 from flatfsdp.trainer.objectives import Objective, evaluating, logits_of
 from flatfsdp.trainer.preemption import StopRequest
 
@@ -29,23 +30,21 @@ def weight_of(microbatch: Microbatch, objective: Objective) -> int:
     return int(objective.weight(microbatch.inputs)) if microbatch.ids else 0
 
 
-def loss_of(
-    microbatch: Microbatch, objective: Objective, model: FullyShardedDataParallel, world: RankContext
-) -> Tensor:
+def loss_of(microbatch: Microbatch, objective: Objective, model: nn.Module, world: RankContext) -> Tensor:
     """The sum of its losses, fp32; 0 of a stand-in, with gradients of 0."""
     loss = objective.loss(model, on_device(microbatch.inputs, world.device))
     return loss if microbatch.ids else loss * 0.0
 
 
 def add_gradients(
-    model: FullyShardedDataParallel,
+    model: nn.Module,
     step: Step,
     objective: Objective,
     *,
     world: RankContext,
     scale: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Forward and backward of a step's microbatches, all but the last under `no_sync`. Collective.
+    """Forward and backward of a step's microbatches, all but the last without reductions. Collective.
 
     Args:
         scale: applied to each loss before its backward; a gradient scaler's.
@@ -57,7 +56,7 @@ def add_gradients(
     # The engine averages gradients over ranks; this is a mean over tokens.
     share = world.size / max(step.weight, 1)
     for number, microbatch in enumerate(step.microbatches, 1):
-        with nullcontext() if number == len(step.microbatches) else model.no_sync():
+        with nullcontext() if number == len(step.microbatches) else without_reductions(model):
             loss = loss_of(microbatch, objective, model, world)
             scale(loss * share).backward()
             total += loss.detach()
@@ -82,7 +81,7 @@ Metrics = Callable[[Tensor, Any], Mapping[str, Any]]
 
 
 def evaluate(
-    model: FullyShardedDataParallel,
+    model: nn.Module,
     batches: Iterable[Microbatch],
     objective: Objective,
     *,

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from flatfsdp import FullyShardedDataParallel, ShardedGradScaler, Stats
+from flatfsdp import ShardedGradScaler, Stats
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
 from flatfsdp.trainer.data_loading import Loader, evaluation
 from flatfsdp.trainer.data_loading.sample_reader import Collate
@@ -45,7 +45,8 @@ class MemoryFootprint:
     @classmethod
     def measure(cls, stats: Stats, optimizer: torch.optim.Optimizer) -> MemoryFootprint:
         """Read `flatfsdp.stats` and the optimizer's tensors; call it while the gradients of a step are there."""
-        tensors = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+        values = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+        tensors = [value.to_local() if hasattr(value, "to_local") else value for value in values]  # of DTensors
         return cls(
             parameters=stats.bytes_params,
             gradients=stats.bytes_grads,
@@ -174,7 +175,8 @@ class Run:
         output: the run's folder: checkpoints `step-...`, and what callbacks write.
         parameters: elements of the model's parameters, as it was before it was sharded; flops_per_token: what it
             computes with them (`utilization`).
-        model: the wrapper; optimizer: on its parameters; scheduler: of its learning rates.
+        model: sharded: the wrapper, or the model itself after `fully_shard`; optimizer: on its parameters; scheduler:
+            of its learning rates.
         scaler: of losses, where gradients are fp16; objective: whose loss is trained on; loader: of the samples.
         eval_data, collate: what is evaluated on, None for nothing; what makes microbatches, None for torch's.
         manager: of the checkpoints; components: what they hold besides model and optimizer; files: writes small files
@@ -197,7 +199,7 @@ class Run:
     output: Path
     parameters: int
     flops_per_token: int
-    model: FullyShardedDataParallel
+    model: Any
     objective: Objective
     optimizer: Optimizer
     scaler: ShardedGradScaler

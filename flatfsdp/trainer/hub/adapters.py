@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError, few
 from flatfsdp.trainer.call_options import check_all_taken
 from flatfsdp.trainer.hub.cache import library
+from flatfsdp.trainer.model.fronts import inside, whole_parameters
 from flatfsdp.trainer.process_group import TrainerRanks
 from flatfsdp.trainer.settings import PlainValidator, of_several, options
 
@@ -81,20 +81,19 @@ def _give_values(layer: Any) -> None:
 
 def name_in_base(name: str) -> str | None:
     """What a parameter of a `PeftModel` is called in the model that it adapts; None for what that has not."""
-    inside = name.removeprefix("base_model.model.")
-    if ".lora_" in inside or ".modules_to_save." in inside:
+    own = name.removeprefix("base_model.model.")
+    if ".lora_" in own or ".modules_to_save." in own:
         return None
-    return inside.replace(".base_layer.", ".").replace(".original_module.", ".")
+    return own.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether `model`, sharded or not, is one of PEFT's."""
-    inside = model.module if isinstance(model, FullyShardedDataParallel) else model
-    return hasattr(inside, "peft_config")
+    return hasattr(inside(model), "peft_config")
 
 
 def export_adapter(
-    model: FullyShardedDataParallel,
+    model: nn.Module,
     folder: Path,
     *,
     ranks: TrainerRanks,
@@ -104,7 +103,7 @@ def export_adapter(
 ) -> None:
     """Write the adapters of `model` as `PeftModel.save_pretrained` does, by rank 0. Collective.
 
-    Units are gathered one after the other, so that no rank holds more than one of them whole.
+    Units, or parameters, are gathered one after the other, so that no rank holds more than one of them whole.
 
     Args:
         files: puts small files beside, such as the tokenizer's.
@@ -125,35 +124,15 @@ def export_adapter(
 
     ranks.collective_call(doing, look)
     found: dict[str, Tensor] = {}
-    for path, wrapper in _wrappers(model, ""):
-        with FullyShardedDataParallel.summon_full_params(wrapper, recurse=False, writeback=False):
-            for name, parameter in _own_parameters(wrapper.module, path):
-                if leads and name_in_base(name) is None:
-                    found[name] = parameter.detach().to("cpu", dtype, copy=True)
+    for name, whole in whole_parameters(model, lambda name: name_in_base(name) is None):
+        if leads:
+            found[name] = whole.to("cpu", dtype, copy=True)
 
     def write() -> None:
-        inside: Any = model.module
+        adapted: Any = inside(model)
         if leads:
-            inside.save_pretrained(folder, state_dict=found)
+            adapted.save_pretrained(folder, state_dict=found)
             if files is not None:
                 files(folder)
 
     ranks.collective_call(doing, write)
-
-
-def _wrappers(module: nn.Module, path: str) -> Iterator[tuple[str, FullyShardedDataParallel]]:
-    """The wrappers at and below `module`, by their paths without those of wrappers."""
-    if isinstance(module, FullyShardedDataParallel):
-        yield path, module
-        module = module.module
-    for name, child in module.named_children():
-        yield from _wrappers(child, f"{path}.{name}" if path else name)
-
-
-def _own_parameters(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters at and below `module` that are in no wrapper there, by their names in the model."""
-    for name, parameter in module.named_parameters(path, recurse=False):
-        yield name, parameter
-    for name, child in module.named_children():
-        if not isinstance(child, FullyShardedDataParallel):
-            yield from _own_parameters(child, f"{path}.{name}" if path else name)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import UsageError, refuse_type, refuse_value
+from flatfsdp.trainer.model.fronts import class_of, inside
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -85,16 +85,16 @@ def files_of(model: nn.Module, tokenizer: Any = None) -> Callable[[Path], None] 
     """
     if tokenizer is not None and not _can_be_saved(tokenizer):
         refuse_type("tokenizer", tokenizer, "a tokenizer or a processor of transformers, or what has save_pretrained()")
-    inside = model.module if isinstance(model, FullyShardedDataParallel) else model
+    own = inside(model)
     saved = [] if tokenizer is None else [tokenizer]
-    config: Any = getattr(inside, "config", None)
-    if _can_be_saved(config) and not hasattr(inside, "peft_config"):
+    config: Any = getattr(own, "config", None)
+    if _can_be_saved(config) and not hasattr(own, "peft_config"):
         config = copy.deepcopy(config)
-        config.architectures = [type(inside).__name__]
+        config.architectures = [class_of(own).__name__]
         dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtype).removeprefix("torch."))
         saved.append(config)
-        generation = getattr(inside, "generation_config", None)
+        generation = getattr(own, "generation_config", None)
         if _can_be_saved(generation):
             saved.append(copy.deepcopy(generation))
 
@@ -142,23 +142,23 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
 
     Training reads no cache, and a layer that is computed again would add to it twice.
     """
-    inside = plain(model)
-    uses_it = getattr(getattr(inside, "config", None), "use_cache", False)
-    return {"use_cache": False} if uses_it and "use_cache" in inspect.signature(inside.forward).parameters else {}
+    own = plain(model)
+    uses_it = getattr(getattr(own, "config", None), "use_cache", False)
+    return {"use_cache": False} if uses_it and "use_cache" in inspect.signature(own.forward).parameters else {}
 
 
 def is_causal(model: nn.Module) -> bool:
     """Whether `model` is one of transformers that predicts the next token."""
-    inside = plain(model)
-    named = type(inside).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    return _can_be_saved(inside) and (named or getattr(inside, "loss_type", None) == "ForCausalLM")
+    own = plain(model)
+    named = class_of(own).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return _can_be_saved(own) and (named or getattr(own, "loss_type", None) == "ForCausalLM")
 
 
 def classifies(model: nn.Module) -> bool:
     """Whether `model` is one of transformers that sorts sequences into more than one class."""
-    inside = plain(model)
-    config = getattr(inside, "config", None)
-    named = type(inside).__name__.endswith("ForSequenceClassification")
+    own = plain(model)
+    config = getattr(own, "config", None)
+    named = class_of(own).__name__.endswith("ForSequenceClassification")
     several = getattr(config, "num_labels", 1) > 1
     return named and several and getattr(config, "problem_type", None) in (None, "single_label_classification")
 
@@ -169,10 +169,10 @@ def takes_input_ids(model: nn.Module) -> bool:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The model inside FSDP's wrapper, and inside PEFT's."""
-    inside = model.module if isinstance(model, FullyShardedDataParallel) else model
-    base = getattr(inside, "get_base_model", None)
-    return base() if callable(base) else inside
+    """The model as its author wrote it, without FSDP's wrapper and PEFT's."""
+    own = inside(model)
+    base = getattr(own, "get_base_model", None)
+    return base() if callable(base) else own
 
 
 def _can_be_saved(thing: Any) -> bool:

@@ -7,6 +7,7 @@ that the unit is gathered once for what runs again and for its gradients.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,9 +21,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.errors import refuse_value
+from flatfsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard_by_policy,
+)
+from flatfsdp.errors import UsageError, refuse_value
 from flatfsdp.trainer.arguments import STRATEGIES, FSDPArguments
+from flatfsdp.trainer.model.fronts import inside, sharded_inside
 from flatfsdp.trainer.model.hugging_face import initializer_of
 from flatfsdp.trainer.model.units import policy_for
 from flatfsdp.trainer.process_group import warn_for_all
@@ -35,8 +43,9 @@ def shard(
     *,
     device: torch.device,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
-) -> FullyShardedDataParallel:
-    """`model` under FSDP, in place, over all ranks; build the optimizer on what it returns.
+) -> Any:
+    """`model` under FSDP, in place, over all ranks; build the optimizer on what it returns: the wrapper, or with the
+    front fully_shard the model itself.
 
     Collective where the constructor of `FullyShardedDataParallel` is; with `arguments.replicas` process groups are made
     over all ranks.
@@ -59,23 +68,16 @@ def shard(
     policy = policy_for(model, arguments.units, fallback=arguments.units_fallback, param_dtype=precision["param_dtype"])
     if arguments.activation_checkpointing:
         _check_can_recompute(model, policy)
-    sharded = FullyShardedDataParallel(
-        model,
-        sharding_strategy=STRATEGIES[arguments.strategy],
-        cpu_offload=arguments.cpu_offload,
-        auto_wrap_policy=policy,
-        backward_prefetch=None if arguments.backward_prefetch is None else arguments.backward_prefetch.upper(),
-        mixed_precision=None if not any(precision.values()) else MixedPrecision(**precision),
-        param_init_fn=param_init_fn or initializer_of(model),
-        device_id=None if device.type == "cpu" else device,
-        sync_module_states=arguments.sync_module_states,
-        forward_prefetch=arguments.forward_prefetch,
-        limit_all_gathers=arguments.limit_all_gathers,
-        use_orig_params=arguments.use_orig_params,
-        device_mesh=_mesh_of(arguments, device),
-        reshard_after_forward=arguments.reshard_after_forward,
-        layout=arguments.layout,
-    )
+    given: dict[str, Any] = {
+        "backward_prefetch": None if arguments.backward_prefetch is None else arguments.backward_prefetch.upper(),
+        "param_init_fn": param_init_fn or initializer_of(model),
+        "sync_module_states": arguments.sync_module_states,
+        "forward_prefetch": arguments.forward_prefetch,
+        "limit_all_gathers": arguments.limit_all_gathers,
+    }
+    mixed_precision = None if not any(precision.values()) else MixedPrecision(**precision)
+    make = _in_place if arguments.front == "fully_shard" else _wrapped
+    sharded = make(model, arguments, device, policy, mixed_precision, given)
     if arguments.activation_checkpointing:
         chosen = resolve(arguments.checkpoint_policy, argument="checkpoint_policy")
         if not recompute_units(sharded, every=arguments.checkpoint_every, policy=chosen):
@@ -87,14 +89,68 @@ def shard(
     return sharded
 
 
-def _mesh_of(arguments: FSDPArguments, device: torch.device) -> DeviceMesh | None:
-    if arguments.replicas is None:
-        return None
+def _wrapped(
+    model: nn.Module,
+    arguments: FSDPArguments,
+    device: torch.device,
+    policy: Any,
+    mixed_precision: MixedPrecision | None,
+    given: dict[str, Any],
+) -> Any:
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=STRATEGIES[arguments.strategy],
+        cpu_offload=arguments.cpu_offload,
+        auto_wrap_policy=policy,
+        mixed_precision=mixed_precision,
+        device_id=None if device.type == "cpu" else device,
+        use_orig_params=arguments.use_orig_params,
+        device_mesh=None if arguments.replicas is None else _mesh(arguments.replicas, device),
+        reshard_after_forward=arguments.reshard_after_forward,
+        layout=arguments.layout or "flat",
+        **given,
+    )
+
+
+def _in_place(
+    model: nn.Module,
+    arguments: FSDPArguments,
+    device: torch.device,
+    policy: Any,
+    mixed_precision: MixedPrecision | None,
+    given: dict[str, Any],
+) -> Any:
+    if not dist.is_initialized():
+        raise UsageError("fully_shard: there is no process group. Call torch.distributed.init_process_group() first")
+    keeps = STRATEGIES[arguments.strategy] in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+    reshard = arguments.reshard_after_forward
+    replicas = arguments.replicas or (_count_of_nodes() if arguments.strategy.startswith("hybrid") else None)
+    return fully_shard_by_policy(
+        model,
+        policy,
+        mesh=init_device_mesh(device.type, (dist.get_world_size(),)) if replicas is None else _mesh(replicas, device),
+        reshard_after_forward=False if reshard is None and keeps else reshard,
+        mp_policy=mixed_precision,
+        offload_policy=CPUOffloadPolicy() if arguments.cpu_offload else None,
+        **given,
+    )
+
+
+def _mesh(replicas: int, device: torch.device) -> DeviceMesh:
     world = dist.get_world_size()
-    if world % arguments.replicas:
+    if world % replicas:
         divisors = ", ".join(str(count) for count in range(1, world + 1) if world % count == 0)
-        refuse_value("replicas", arguments.replicas, f"a divisor of the {world} ranks: {divisors}")
-    return init_device_mesh(device.type, (arguments.replicas, world // arguments.replicas))
+        refuse_value("replicas", replicas, f"a divisor of the {world} ranks: {divisors}")
+    return init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def _count_of_nodes() -> int:
+    world = dist.get_world_size()
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or torch.accelerator.device_count()
+    if not of_node or world % of_node:
+        hint = "Nothing tells how many ranks a node has: launch with torchrun, or give the number."
+        refuse_value("replicas", None, f"a divisor of the {world} ranks", hint=hint)
+    return world // of_node
 
 
 def _check_can_recompute(model: nn.Module, policy: Any) -> None:
@@ -110,9 +166,7 @@ def _check_can_recompute(model: nn.Module, policy: Any) -> None:
 def units_inside(model: nn.Module) -> list[nn.Module]:
     """The modules of the units inside `model` but the outermost, in the order of `modules()`; without batch norms,
     which are units of their own under mixed precision."""
-    wrappers = FullyShardedDataParallel.fsdp_modules(model)
-    inside = [each.module for each in wrappers if isinstance(each, FullyShardedDataParallel) and each is not model]
-    return [module for module in inside if not _is_batch_norm(module)]
+    return [module for module in sharded_inside(model) if not _is_batch_norm(module)]
 
 
 def recompute_units(model: nn.Module, *, every: int = 1, policy: Any = None) -> int:
@@ -133,7 +187,7 @@ def recompute_units(model: nn.Module, *, every: int = 1, policy: Any = None) -> 
 def compile_units(model: nn.Module) -> None:
     """Compile each unit inside `model` in place, or all of a model that is one unit: gathering stays outside of what is
     compiled, and blocks that look the same share their code."""
-    for module in units_inside(model) or model.children():
+    for module in units_inside(model) or [inside(model)]:
         module.compile()
 
 

@@ -8,7 +8,6 @@ branch, finds the later ones in `OUTPUT/aside-1/`: steps of the same numbers are
 
 from __future__ import annotations
 
-import copy
 import glob
 import json
 import logging
@@ -16,7 +15,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -27,9 +25,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, checkpoint
+from flatfsdp import checkpoint
 from flatfsdp.checkpoint import Keeping, Listed, Saving
 from flatfsdp.errors import CheckpointError, few, refuse_value
+from flatfsdp.trainer.model.fronts import load_whole_state, whole_state
 from flatfsdp.trainer.process_group import TrainerRanks
 from flatfsdp.trainer.state.components import Component, choose, give, take
 
@@ -369,13 +368,7 @@ def _listed(there: Sequence[Listed]) -> str:
 
 def _whole(model: nn.Module, ranks: TrainerRanks) -> dict[str, torch.Tensor]:
     """The model's state dict in host memory of its own, on rank 0; on the others nothing. Collective."""
-    with _on_rank_0(model):
-        state = model.state_dict()
-    if ranks.rank != 0:
-        return {}
-    if not FullyShardedDataParallel.fsdp_modules(model):  # then these are the parameters themselves
-        state = copy.deepcopy(state)
-    return {key.replace("_orig_mod.", ""): value for key, value in state.items()}
+    return {key.replace("_orig_mod.", ""): value for key, value in whole_state(model, ranks).items()}
 
 
 def _load_whole(model: nn.Module, folder: Path, ranks: TrainerRanks) -> None:
@@ -394,18 +387,7 @@ def _load_whole(model: nn.Module, folder: Path, ranks: TrainerRanks) -> None:
     state: dict[str, torch.Tensor] = {}
     doing = f"loading {folder}"
     ranks.collective_call(doing, lambda: state.update(read()))
-
-    def load() -> None:
-        model.load_state_dict(state)
-
-    with _on_rank_0(model):
-        ranks.collective_call(doing, load)
-
-
-def _on_rank_0(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, state dicts are whole, in the host memory of rank 0."""
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    return FullyShardedDataParallel.state_dict_type(model, "FULL", config)
+    load_whole_state(model, state, ranks, doing=doing)
 
 
 def _weights_in(folder: Path) -> str:

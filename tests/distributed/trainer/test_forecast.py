@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import flatfsdp
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
 from flatfsdp.trainer.memory_estimate import forecast, on_meta
+from flatfsdp.trainer.model.fronts import without_reductions
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.optimizers import make_optimizer
 from tests.conftest import Run
@@ -62,7 +63,7 @@ def lived(rank: int, world: int, job: Job) -> dict[str, Any]:
     for _ in range(3):
         figures.reset()
         for place in reversed(range(training.accumulate)):
-            with model.no_sync() if place else nullcontext():
+            with without_reductions(model) if place else nullcontext():
                 model(job.batch()).float().square().mean().backward()
         if training.clip is not None:
             model.clip_grad_norm_(training.clip)
@@ -78,7 +79,7 @@ def lived(rank: int, world: int, job: Job) -> dict[str, Any]:
     state: dict[str, int] = {}
     for values in optimizer.state.values():
         for name, value in values.items():
-            state[name] = state.get(name, 0) + value.nbytes
+            state[name] = state.get(name, 0) + getattr(value, "_local_tensor", value).nbytes
     return found | {"params": figures.bytes_params, "optimizer": state, "units": figures.units}
 
 
@@ -89,6 +90,8 @@ JOBS = [
     Job(many, 1, {"use_orig_params": False}, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}),
     Job(mlp, 2, BF16, {"accumulate": 2, "clip": 1.0}),
     Job(tied, 2, {"strategy": "shard_grad_op", "activation_checkpointing": True}, {}),
+    Job(tied, 2, {"front": "fully_shard", "activation_checkpointing": True} | BF16, {"accumulate": 2, "clip": 1.0}),
+    Job(many, 2, {"front": "fully_shard", "cpu_offload": True}, {}),
     Job(many, 2, {"forward_prefetch": True}, {"accumulate": 2}),
     Job(mlp, 2, {"gather_dtype": "int8", "reduce_bits": 4} | BF16, {}),
     Job(many, 2, {"gather_dtype": "fp8", "reduce_bits": 8, "use_orig_params": False}, {"accumulate": 2}),

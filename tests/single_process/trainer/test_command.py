@@ -34,6 +34,9 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
     block = 4 * (64 * 192 + 192 + 64 * 64 + 64 + 2 * 4 * 64 * 64 + 4 * 64 + 64 + 4 * 64) * 2 // 64
     assert f"{block:,}" in shown
     assert not list(tmp_path.iterdir()), "no folder is made"
+    assert train.main([*OWN, *options, "--front", "fully_shard"]) == 0
+    shown = capsys.readouterr().out
+    assert "each unit: FULL_SHARD, 64 x 1, float32 in rows" in shown
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,10 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
         ("--layers 0", "argument --layers: got '0'. Input should be greater than or equal to 1."),
         ("--heads 3", "argument --heads: got 3, but --width 128 must be a multiple of twice 3"),
         ("--ranks 3 --strategy hybrid_shard --replicas 2", "--replicas: 3 ranks cannot form 2 equal replicas"),
+        (
+            "--front fully_shard --strategy no_shard",
+            "argument --strategy: got 'no_shard', but with --front",
+        ),
         ("--device nosuch", "device: this machine has no 'nosuch' device that torch can use"),
         ("--text /no/such/file", "text: there is no file or folder '/no/such/file'"),
         ("--output /dev/null", "--output: cannot make the folder '/dev/null': File exists"),

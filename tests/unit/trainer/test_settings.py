@@ -117,6 +117,22 @@ def test_values_have_one_normal_form() -> None:
         ),
         (lambda: FSDPArguments(strategy="hybrid_shard", units="none"), "FSDPArguments.units: got 'none', but strategy"),
         (
+            lambda: FSDPArguments(front="fully"),
+            "FSDPArguments.front: got 'fully'. Accepted: one of wrapper, fully_shard",
+        ),
+        (
+            lambda: FSDPArguments(front="fully_shard", strategy="no_shard"),
+            "FSDPArguments.strategy: got 'no_shard', but with front fully_shard parameters are always split over ranks",
+        ),
+        (
+            lambda: FSDPArguments(front="fully_shard", use_orig_params=False),
+            "FSDPArguments.use_orig_params: got False, but with front fully_shard each parameter is a DTensor",
+        ),
+        (
+            lambda: FSDPArguments(front="fully_shard", layout="flat"),
+            "FSDPArguments.layout: got 'flat', but with front fully_shard ranks split each parameter by rows",
+        ),
+        (
             lambda: FSDPArguments(reshard_after_forward=0),
             "got 0. Input should be greater than or equal to 1. Or: Input should be a valid boolean.",
         ),
@@ -340,10 +356,12 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
             "warmup_steps",
             "bf16",
             "fp16",
+            "front",
         }  # which other flags of this line exclude
     assert read("--accumulate", "3", "--optimizer-in-backward")["training"] == TrainingArguments(
         accumulate=3, optimizer_in_backward=True
     )
+    assert read("--front", "fully-shard")["fsdp"] == FSDPArguments(front="fully_shard")
     assert read("--reshard-after-forward", "false")["fsdp"].reshard_after_forward is False
 
 

@@ -1,0 +1,164 @@
+"""What differs between the fronts of the engine, for the rest of the trainer: after `FullyShardedDataParallel` there is
+a wrapper around the model; after `fully_shard` the model itself holds its parameters, as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp import FSDPModule, FullStateDictConfig, FullyShardedDataParallel, collective_region
+from flatfsdp.errors import CheckpointError, few
+from flatfsdp.trainer.process_group import TrainerRanks
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The model as its author wrote it, whatever holds its parameters now."""
+    return model.module if isinstance(model, FullyShardedDataParallel) else model
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of `module` as its author wrote it."""
+    kind = type(module)
+    return kind.__bases__[-1] if isinstance(module, FSDPModule) else kind
+
+
+def sharded_inside(model: nn.Module) -> list[nn.Module]:
+    """The modules of the units inside `model` but the outermost, in the order of `modules()`."""
+    if isinstance(model, FullyShardedDataParallel):
+        wrappers = FullyShardedDataParallel.fsdp_modules(model)
+        return [inside(each) for each in wrappers if each is not model]
+    return [each for each in model.modules() if isinstance(each, FSDPModule) and each is not model]
+
+
+@contextmanager
+def without_reductions(model: Any) -> Iterator[None]:
+    """A context whose backwards add whole gradients up, until the next one outside of it reduces them."""
+    if isinstance(model, FullyShardedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)  # after an exception there is no next backward
+
+
+# --- whole values -----------------------------------------------------------------------------------------------------
+
+
+def whole_parameters(model: nn.Module, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters with the names that are `wanted`, whole, one unit or one parameter after the other. Collective."""
+    if not isinstance(model, FullyShardedDataParallel):
+        for name, parameter in model.named_parameters():
+            if wanted(name):
+                yield name, _whole(parameter.detach())
+        return
+    for path, wrapper in _wrappers(model, ""):
+        with FullyShardedDataParallel.summon_full_params(wrapper, recurse=False, writeback=False):
+            yield from ((name, each.detach()) for name, each in _own_parameters(wrapper.module, path) if wanted(name))
+
+
+def _wrappers(module: nn.Module, path: str) -> Iterator[tuple[str, FullyShardedDataParallel]]:
+    """The wrappers at and below `module`, by their paths without those of wrappers."""
+    if isinstance(module, FullyShardedDataParallel):
+        yield path, module
+        module = module.module
+    for name, child in module.named_children():
+        yield from _wrappers(child, f"{path}.{name}" if path else name)
+
+
+def _own_parameters(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters at and below `module` that are in no wrapper there, by their names in the model."""
+    yield from module.named_parameters(path, recurse=False)
+    for name, child in module.named_children():
+        if not isinstance(child, FullyShardedDataParallel):
+            yield from _own_parameters(child, f"{path}.{name}" if path else name)
+
+
+def whole_state(model: nn.Module, ranks: TrainerRanks) -> dict[str, Tensor]:
+    """The state dict with whole values, in host memory of its own, on rank 0; on the others nothing. Collective."""
+    if holds_wrappers(model):
+        with _on_rank_0(model):
+            state: dict[str, Tensor] = model.state_dict()
+            return state if ranks.rank == 0 else {}
+    found: dict[str, Tensor] = {}
+    made: dict[int, Tensor] = {}  # tied ones share memory
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in made:
+            whole = _whole(value.detach()) if isinstance(value, Tensor) else value
+            if ranks.rank == 0:
+                made[id(value)] = whole.to("cpu", copy=True) if isinstance(value, Tensor) else whole
+        if ranks.rank == 0:
+            found[name] = made[id(value)]
+    return found
+
+
+def load_whole_state(model: nn.Module, state: dict[str, Tensor], ranks: TrainerRanks, *, doing: str) -> None:
+    """Load the state dict that rank 0 has. Collective.
+
+    Raises:
+        CheckpointError: on every rank: it does not fit. Nothing has been loaded then.
+    """
+    if holds_wrappers(model) or not any(isinstance(each, FSDPModule) for each in model.modules()):
+
+        def load() -> None:
+            model.load_state_dict(state)
+
+        with _on_rank_0(model):
+            ranks.collective_call(doing, load)
+        return
+    own = model.state_dict(keep_vars=True)
+    ranks.collective_call(doing, lambda: _check_fits(state, own) if ranks.rank == 0 else None)
+    done: set[int] = set()
+    with torch.no_grad(), collective_region():
+        for name, value in own.items():
+            if isinstance(value, Tensor) and id(value) not in done:
+                done.add(id(value))
+                _take(value, state.get(name))
+
+
+def _check_fits(state: dict[str, Tensor], own: dict[str, Any]) -> None:
+    missing, unexpected = own.keys() - state.keys(), state.keys() - own.keys()
+    shapes = [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
+    lines = {"missing": missing, "not in the model": unexpected, "of another shape": shapes}
+    if any(lines.values()):
+        raise CheckpointError("; ".join(f"{words}: {few(sorted(names))}" for words, names in lines.items() if names))
+
+
+def _take(value: Any, whole: Tensor | None) -> None:
+    """Copy rank 0's `whole` tensor, or this rank's rows of it, into `value`."""
+    if not hasattr(value, "to_local"):
+        device = value.device
+        sent = torch.empty_like(value) if whole is None else whole.to(device, value.dtype).contiguous()
+        dist.broadcast(sent, 0)
+        value.copy_(sent)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    device = value.device_mesh.device_type
+    sent = torch.empty(value.shape, device=device) if whole is None else whole
+    sent = sent.to(device, value.dtype)
+    value.to_local().copy_(distribute_tensor(sent, value.device_mesh, value.placements).to_local())
+
+
+def _whole(value: Any) -> Tensor:
+    if not hasattr(value, "full_tensor"):
+        return value
+    with collective_region():
+        found: Tensor = value.full_tensor()
+        return found
+
+
+def holds_wrappers(model: nn.Module) -> bool:
+    """Whether `model` is, or has inside, a `FullyShardedDataParallel`."""
+    return any(isinstance(each, FullyShardedDataParallel) for each in model.modules())
+
+
+def _on_rank_0(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, state dicts are whole, in the host memory of rank 0."""
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    return FullyShardedDataParallel.state_dict_type(model, "FULL", config)
