@@ -26,7 +26,6 @@ from flatfsdp import (
     CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
-    StateDictType,
     comm_hooks,
     errors,
     fuse_optimizer_steps,
@@ -38,10 +37,9 @@ from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.features import local_clipping
 from tests.conftest import Run
 from tests.harness import inspect
-from tests.harness.corners import full_gradients
 from tests.harness.error_feedback import owed_by_all
 from tests.harness.gradients import fill, names_of, together, unlike
-from tests.harness.meshes import replicas_of_shards
+from tests.harness.played_fronts import InPlace, Wrapper
 from tests.harness.thorough import seeds
 
 WIDTH = 6
@@ -145,9 +143,11 @@ class Player:
         strategies = ["FULL_SHARD"] * 3 + ["SHARD_GRAD_OP", "NO_SHARD"] + ["HYBRID_SHARD"] * 2 * (world == 4)
         strategy = drawn.choice(strategies)
         self.original = drawn.random() < 0.6
+        self.strategy = strategy
+        in_place = strategy != "NO_SHARD" and random.Random(f"front {seed}").random() < 0.35
+        self.front: type[Wrapper] = InPlace if in_place else Wrapper
+        self.original = self.original or in_place
         self.settings: dict[str, Any] = dict(
-            sharding_strategy=strategy,
-            device_mesh=replicas_of_shards() if strategy == "HYBRID_SHARD" else None,
             use_orig_params=self.original,
             cpu_offload=CPUOffload(offload_params=drawn.random() < (0.5 if strategy == "NO_SHARD" else 0.15)),
             mixed_precision=MixedPrecision(reduce_dtype=torch.float64) if drawn.random() < 0.2 else None,
@@ -166,9 +166,9 @@ class Player:
             self.settings["reshard_after_forward"] = 2
         units = drawn.choice(({Block, Outer}, {Block, Outer}, {Block}, {Outer}, None))
         self.names = names_of(net)
-        self.model: Any = FullyShardedDataParallel(net, auto_wrap_policy=units, **self.settings)
+        self.model: Any = self.front.shard(net, units, strategy, self.settings)
         register_fsdp_forward_method(self.model, "encode")
-        if strategy != "HYBRID_SHARD" and drawn.random() < 0.15 and not self.owes:
+        if strategy != "HYBRID_SHARD" and drawn.random() < 0.15 and not self.owes and not in_place:
             hooks = comm_hooks.reduce_scatter_hook, comm_hooks.allreduce_hook
             self.model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), hooks[strategy == "NO_SHARD"])
         self.kind = drawn.choice((*OPTIMIZERS,))
@@ -185,7 +185,7 @@ class Player:
         # Few operations again and again come to what all of them seldom do.
         few = random.Random(f"few operations {seed}")
         some = few.sample(ANYTIME + WHEN_REDUCED, 6) if few.random() < 0.5 else ANYTIME + WHEN_REDUCED
-        self.offered = operations or some
+        self.offered = [each for each in operations or some if not (in_place and each in OF_WRAPPERS)]
         self.wrong: list[str] = []
         self.nodes: list[Any] = []  # that are held
         self.described = self.describe()
@@ -245,8 +245,11 @@ class Player:
             how = partial(written_to_midway, self) if self.writes_midway_stay else once
         if how is with_an_interlude:
             interludes = (look, save, show_whole, peek, count, move, hold_nodes)
-            how = partial(with_an_interlude, self.drawn.choice(interludes), self)
-        wrapped = [at for at, part in enumerate(self.model.module.parts) if type(part) is FullyShardedDataParallel]
+            interlude = self.drawn.choice(interludes)
+            if self.front is InPlace and interlude in (look, save, count, hold_nodes):
+                interlude = peek  # modules hold what they compute with then
+            how = partial(with_an_interlude, interlude, self)
+        wrapped = self.parts_in_units()
         if how in WITH_MORE_INSIDE and wrapped and self.inside.random() < 0.3:
             how = partial(with_a_backward_inside, self.inside.choice(wrapped), how)
         manual = self.drawn.random() < 0.5
@@ -254,7 +257,7 @@ class Player:
         if not sync and manual:
             self.model.set_requires_gradient_sync(False)
         elif not sync:
-            context = self.model.no_sync()
+            context = self.front.no_sync(self.model)
         if self.reduced:
             self.before = [None if each.grad is None else each.grad.clone() for each in self.alone.parameters()]
         owed = owed_by_all(self.model) if self.owes and sync else {}
@@ -268,14 +271,15 @@ class Player:
 
     def compare_reduced(self, owed: dict[str, Tensor]) -> None:
         """Gradients were reduced; `owed`: what was before."""
-        fill(self.alone, together(self.model, self.names))
+        if self.front is Wrapper:
+            fill(self.alone, together(self.model, self.names))
         if self.owes:
             self.take_what_was_delivered(owed)
 
     def take_what_was_delivered(self, owed: dict[str, Tensor]) -> None:
         """What was delivered, and what is owed more than before (`owed`, which has no names yet before the first
         forward), are all gradients that there were; one process goes on with what was delivered."""
-        delivered, now = full_gradients(self.model), owed_by_all(self.model)
+        delivered, now = self.front.gradients(self.model), owed_by_all(self.model)
         for name, parameter in self.alone.named_parameters():
             found, more = delivered.get(name), now[name] - owed.get(name, torch.zeros(()))
             if found is None and more.any():
@@ -285,10 +289,15 @@ class Player:
                 self.same(f"what was delivered and is owed of {name}", all_of_it, parameter.grad)
                 parameter.grad = found
 
+    def parts_in_units(self) -> list[int]:
+        """Which parts of the model are units."""
+        units = set(self.front.units(self.model))
+        return [at for at, part in enumerate(self.front.inner(self.model).parts) if part in units]
+
     @property
     def writes_midway_stay(self) -> bool:
         """Whether what is written between forward and backward goes into what the parameters are between steps."""
-        return self.settings["sharding_strategy"] == "NO_SHARD" and not self.settings["cpu_offload"].offload_params
+        return self.strategy == "NO_SHARD" and not self.settings["cpu_offload"].offload_params
 
 
 def _loss(y: Tensor) -> Tensor:
@@ -449,7 +458,7 @@ def peek(player: Player) -> None:
 
 def count(player: Player) -> None:
     """What is sharded is described as this rank's shard."""
-    for unit in FullyShardedDataParallel.fsdp_modules(player.model):
+    for unit in player.front.units(player.model):
         for flat in inspect.unit(unit).flat_params:
             if flat.is_sharded:
                 found = [(leaf.shape, leaf.dtype, leaf.device) for leaf in flat.leaves]
@@ -561,7 +570,7 @@ def fail(player: Player) -> None:
     block = [each for each in player.model.modules() if isinstance(each, Block)][index]
     player.number += 1
     block.fails = player.drawn.choice(("forward", "backward"))
-    with nullcontext() if player.drawn.random() < 0.5 else player.model.no_sync():
+    with nullcontext() if player.drawn.random() < 0.5 else player.front.no_sync(player.model):
         try:
             loss = _loss(player.model(player.data(player.rank)))
             if block.fails == "forward":
@@ -578,15 +587,16 @@ def fail(player: Player) -> None:
 
 
 def look(player: Player) -> None:
-    with FullyShardedDataParallel.summon_full_params(player.model, writeback=False):
-        for (name, found), expected in zip(player.model.named_parameters(), player.alone.parameters(), strict=True):
-            player.same(name, found, expected)
+    for (name, found, _), expected in zip(
+        player.front.shown(player.model, False), player.alone.parameters(), strict=True
+    ):
+        player.same(name, found, expected)
 
 
 def write(player: Player) -> None:
-    with FullyShardedDataParallel.summon_full_params(player.model), torch.no_grad():
-        for parameter in player.model.parameters():
-            parameter.mul_(0.95)
+    if player.front is InPlace and player.exposed:
+        return  # what is written to whole parameters would be lost, and is refused
+    player.front.write(player.model)
     with torch.no_grad():
         for parameter in player.alone.parameters():
             parameter.mul_(0.95)
@@ -594,19 +604,21 @@ def write(player: Player) -> None:
 
 def save(player: Player) -> None:
     expected = player.alone.state_dict()
-    found = player.model.state_dict()
+    found = player.front.state(player.model)
     for name in expected:
         player.same(name, found[name], expected[name])
 
 
 def load(player: Player) -> None:
     state = {name: value * 0.9 for name, value in player.alone.state_dict().items()}
-    player.model.load_state_dict(state)
+    if player.front is InPlace and player.exposed:
+        return
+    player.front.load(player.model, state)
     player.alone.load_state_dict(state)
 
 
 def show_whole(player: Player) -> None:
-    units = FullyShardedDataParallel.fsdp_modules(player.model)
+    units = player.front.units(player.model)
     chosen = player.drawn.sample(units, player.drawn.randint(1, len(units)))
     for unit in chosen:
         unit.unshard()
@@ -617,11 +629,12 @@ def show_whole(player: Player) -> None:
 
 def compare(player: Player) -> None:
     """Parameters, and gradients."""
-    with FullyShardedDataParallel.summon_full_params(player.model, with_grads=player.original, writeback=False):
-        for (name, found), expected in zip(player.model.named_parameters(), player.alone.parameters(), strict=True):
-            player.same(name, found, expected)
-            if player.original:
-                player.same(f"gradient of {name}", found.grad, expected.grad)
+    for (name, found, grad), expected in zip(
+        player.front.shown(player.model, player.original), player.alone.parameters(), strict=True
+    ):
+        player.same(name, found, expected)
+        if player.original:
+            player.same(f"gradient of {name}", grad, expected.grad)
 
 
 def step(player: Player) -> None:
@@ -640,6 +653,8 @@ def clip(player: Player) -> None:
 
 def resume(player: Player) -> None:
     """The optimizer's state goes into another optimizer."""
+    if player.front is InPlace and player.exposed:
+        return  # it would be one of what modules compute with
     state = FullyShardedDataParallel.optim_state_dict(player.model, player.optimizer)
     player.optimizer = player._optimizer(player.model)
     player.optimizer.load_state_dict(
@@ -679,6 +694,7 @@ def go_on_with_a_copy(player: Player) -> None:
     state = FullyShardedDataParallel.optim_state_dict(player.model, player.optimizer)
     before = _leaves(player.model)
     player.model = copy.deepcopy(player.model)
+    player.front.at_rest(player.model)
     player.names = {leaf: player.names[old] for leaf, old in zip(_leaves(player.model), before, strict=True)}
     player.optimizer = player._optimizer(player.model)
     player.optimizer.load_state_dict(
@@ -688,10 +704,8 @@ def go_on_with_a_copy(player: Player) -> None:
 
 
 def save_and_load(player: Player) -> None:
-    kind = player.drawn.choice(list(StateDictType))
-    if kind is StateDictType.LOCAL_STATE_DICT and player.settings["layout"] == "rows":
-        kind = StateDictType.SHARDED_STATE_DICT  # which there is no other of
-    with FullyShardedDataParallel.state_dict_type(player.model, kind):
+    kind = player.drawn.choice(player.front.kinds(player.settings["layout"]))
+    with player.front.own_state(player.model, kind):
         state = {name: value.clone() for name, value in player.model.state_dict().items()}
         if not player.exposed:
             with torch.no_grad():
@@ -712,7 +726,7 @@ def freeze_or_thaw(player: Player) -> None:
 
 def control(player: Player) -> None:
     drawn, model = player.drawn, player.model
-    units = FullyShardedDataParallel.fsdp_modules(model)
+    units = player.front.units(model)
     unit, flag, recurse = drawn.choice(units), drawn.random() < 0.5, drawn.random() < 0.5
     others = [each for each in units if each is not unit and drawn.random() < 0.5]
     drawn.choice(
@@ -740,7 +754,7 @@ def keep(player: Player) -> None:
 
 
 def show_while_computing(player: Player) -> None:
-    units = FullyShardedDataParallel.fsdp_modules(player.model)
+    units = player.front.units(player.model)
     handles = [unit.unshard(async_op=True) for unit in units]
     player.number += 1
     player.same("output", player.model(player.data(0)), player.alone(player.data(0)))
@@ -760,9 +774,9 @@ def summon_a_part(player: Player) -> None:
 
 def save_a_part(player: Player) -> None:
     index = player.drawn.randrange(len(player.alone.parts))
-    if not isinstance(player.model.module.parts[index], FullyShardedDataParallel):
+    if index not in player.parts_in_units():
         return
-    found = player.model.module.parts[index].state_dict()
+    found = player.front.state(player.front.inner(player.model).parts[index])
     for name, expected in player.alone.parts[index].state_dict().items():
         player.same(name, found[name], expected)
 
@@ -807,6 +821,9 @@ WHEN_REDUCED = [
     load,
 ]
 
+
+# What modules of fully_shard do not have: nodes of whole parameters, and summons of parts.
+OF_WRAPPERS = (hold_nodes, let_nodes_go, summon_a_part)
 
 # What is only likely to be a mistake is said of programs that make it, and of no other.
 SUSPICIONS = ("no optimizer steps on", "ranks clip their gradients")
