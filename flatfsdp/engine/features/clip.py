@@ -28,6 +28,8 @@ def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dt
     """The sum of |g|^p over `grads` (the maximum of |g| for p = inf; the number of non-zeros for p = 0), in `dtype`."""
     total = torch.zeros((), dtype=dtype, device=device)
     for grad in grads:
+        if not grad.numel():  # a rank without rows of the parameter, whose largest value torch refuses to name
+            continue
         norm: Any = torch.linalg.vector_norm(
             grad.detach().to_dense() if grad.is_sparse else grad.detach(), p, dtype=dtype
         )

@@ -101,11 +101,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
-        replaced: list[nn.Parameter] = []
-        if front.materializes or is_memoryless():
-            materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
-        else:
-            replaced = replace_referenced(modules, skip=ignored_params, owner_of=owner_of)
+        replaced = _off_meta(modules, device, config, ignored_params, front)
         param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params, front)
         if not front.entries:
             check_called(module, [param_ref.path for param_ref in param_refs])
@@ -142,6 +138,21 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         initial_checksums.seal(own_pieces(unit))
         model.setup.initial_checksums[unit] = initial_checksums
     return model
+
+
+def _off_meta(
+    modules: list[tuple[str, nn.Module]],
+    device: torch.device,
+    config: Config,
+    ignored_params: set[nn.Parameter],
+    front: Front,
+) -> list[nn.Parameter]:
+    """Give memory and values to what is on the meta device, or make sure that it can get memory later; the parameters
+    that were replaced for that."""
+    if not (front.materializes or is_memoryless()):
+        return replace_referenced(modules, skip=ignored_params, owner_of=owner_of)
+    materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
+    return []
 
 
 def _options(config: Config, reshard: bool | int | None) -> UnitOptions:

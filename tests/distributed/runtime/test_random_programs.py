@@ -201,11 +201,13 @@ class Player:
         """What was not the same, by operation."""
         for _ in range(LENGTH):
             possible = [each for each in self.offered if self.reduced or each not in WHEN_REDUCED]
+            if self.front is InPlace and self.exposed:  # modules hold what they compute with
+                possible = [each for each in possible if each not in OF_HELD_PARAMETERS]
             operation = self.drawn.choice(possible or [train])
             operation(self)
             if operation in (drop, show_whole, ask_for_the_inputs_gradient, show_while_computing, keep):
                 self.exposed = True
-            elif operation in (train, accumulate, look):
+            elif operation in (train, accumulate) or (operation is look and self.front is Wrapper):
                 self.exposed = False
             if operation in (show_whole, show_while_computing):
                 self.asked = True
@@ -594,8 +596,6 @@ def look(player: Player) -> None:
 
 
 def write(player: Player) -> None:
-    if player.front is InPlace and player.exposed:
-        return  # what is written to whole parameters would be lost, and is refused
     player.front.write(player.model)
     with torch.no_grad():
         for parameter in player.alone.parameters():
@@ -611,8 +611,6 @@ def save(player: Player) -> None:
 
 def load(player: Player) -> None:
     state = {name: value * 0.9 for name, value in player.alone.state_dict().items()}
-    if player.front is InPlace and player.exposed:
-        return
     player.front.load(player.model, state)
     player.alone.load_state_dict(state)
 
@@ -653,8 +651,6 @@ def clip(player: Player) -> None:
 
 def resume(player: Player) -> None:
     """The optimizer's state goes into another optimizer."""
-    if player.front is InPlace and player.exposed:
-        return  # it would be one of what modules compute with
     state = FullyShardedDataParallel.optim_state_dict(player.model, player.optimizer)
     player.optimizer = player._optimizer(player.model)
     player.optimizer.load_state_dict(
@@ -824,6 +820,8 @@ WHEN_REDUCED = [
 
 # What modules of fully_shard do not have: nodes of whole parameters, and summons of parts.
 OF_WRAPPERS = (hold_nodes, let_nodes_go, summon_a_part)
+# What reaches the parameters that modules hold, which are to be those at rest.
+OF_HELD_PARAMETERS = (resume, load, save_and_load, freeze_or_thaw, edit_gradients, edit_shards, clear)
 
 # What is only likely to be a mistake is said of programs that make it, and of no other.
 SUSPICIONS = ("no optimizer steps on", "ranks clip their gradients")
