@@ -186,6 +186,7 @@ class RowFace(Face):
         self._shapes = [rows.shape for rows in self._rows]
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._places = ModulePlaces()
+        self._computes = False
         self._specs: dict[torch.dtype, list[Any]] = {}
         self.counters: list[torch.Tensor] = []
 
@@ -248,13 +249,16 @@ class RowFace(Face):
     # -- modules -----------------------------------------------------------------------------------------------------
 
     def put(self, param_ref: ParamRef) -> None:
-        self._places.add(param_ref, self._index[id(param_ref.leaf)])
-        param_ref.hold(self.holders[self._index[id(param_ref.leaf)]])
+        index = self._index[id(param_ref.leaf)]
+        self._places.add(param_ref, index)
+        param_ref.hold((self._leaves if self._computes else self.holders)[index])
 
     def compute(self) -> None:
+        self._computes = True
         self._places.show(self._leaves)
 
     def rest(self) -> None:
+        self._computes = False
         self._places.show(self.holders)
 
     def follow_requires_grad(self) -> None:

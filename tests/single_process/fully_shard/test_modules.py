@@ -410,3 +410,14 @@ def test_schedules_that_compute_gradients_of_inputs_first_are_refused() -> None:
         as_torch.uninstall()
     (expected,) = torch.autograd.grad(plain()(x).sum(), x)
     assert torch.equal(found, expected)
+
+
+def test_a_move_between_forward_and_backward_leaves_modules_what_they_compute_with() -> None:
+    """What is computed again in the backward reads it."""
+    model = fully_shard(nn.Linear(2, 2))
+    loss = model(torch.ones(1, 2)).sum()
+    computed_with = model.weight
+    assert not hasattr(computed_with, "placements")
+    assert model.to("cpu").float().weight is computed_with
+    loss.backward()
+    assert hasattr(model.weight, "placements")
