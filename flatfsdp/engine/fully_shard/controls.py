@@ -4,6 +4,7 @@ names."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, NoReturn, cast
 
 import torch
@@ -43,7 +44,8 @@ class FSDP2Controls(ScheduleControls):
             ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
         """
         model = initialized_model(self._unit, "clip_grad_norm_")
-        parameters = cast(nn.Module, self).parameters()
+        # Modules may hold the unsharded parameters, which have no gradients.
+        parameters = chain(model.steppable, cast(nn.Module, self).parameters())
         with model.agreement.collective_call("clip_grad_norm_()"):
             return clip_grad_norm(model, parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 

@@ -821,7 +821,7 @@ WHEN_REDUCED = [
 # What modules of fully_shard do not have: nodes of whole parameters, and summons of parts.
 OF_WRAPPERS = (hold_nodes, let_nodes_go, summon_a_part)
 # What reaches the parameters that modules hold, which are to be those at rest.
-OF_HELD_PARAMETERS = (resume, load, save_and_load, freeze_or_thaw, edit_gradients, edit_shards, clear)
+OF_HELD_PARAMETERS = (resume, load, save_and_load, freeze_or_thaw, edit_gradients, edit_shards, clear, write)
 
 # What is only likely to be a mistake is said of programs that make it, and of no other.
 SUSPICIONS = ("no optimizer steps on", "ranks clip their gradients")

@@ -99,3 +99,14 @@ def test_values_from_the_meta_device_are_those_of_the_wrapper() -> None:
         model = make(net("meta"))
         made.append([getattr(each, "full_tensor", each.detach)().flatten() for each in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*made, strict=True)) and len(made[0]) == 8
+
+
+def test_clipping_reaches_gradients_while_modules_hold_unsharded_parameters() -> None:
+    model = fully_shard_by_policy(net(), {nn.Linear})
+    parameters: list[Any] = list(model.parameters())
+    model(torch.ones(3, 3)).square().sum().backward()
+    before = torch.stack([each.grad.full_tensor().norm() for each in parameters]).norm()
+    model(torch.ones(3, 3))  # without a backward
+    torch.testing.assert_close(model.clip_grad_norm_(0.1), before)
+    after = torch.stack([each.grad.full_tensor().norm() for each in parameters]).norm()
+    torch.testing.assert_close(after, torch.tensor(0.1), rtol=1e-4, atol=1e-6)
