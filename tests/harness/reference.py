@@ -89,7 +89,7 @@ def sequential(recipe: Recipe, world: int, together: Together = ()) -> Story:
     is none, unless another one of a set that has them ``together`` is there. fp16 is divided before the sum by the
     next power of two, and the rest is made up afterwards.
     """
-    with one_thread():
+    with _one_thread():
         case, story = recipe.model, Story(together=together)
         master = case.build()
         ranks = [_Rank(master, recipe, world) for _ in range(world)]
@@ -114,7 +114,7 @@ def sequential(recipe: Recipe, world: int, together: Together = ()) -> Story:
 
 def concatenated(recipe: Recipe, world: int, together: Together = ()) -> Story:
     """Train one model on the ranks' batches put together: no cast, no rank. ``losses`` has one rank."""
-    with one_thread():
+    with _one_thread():
         case, story = recipe.model, Story(together=together)
         model = case.build()
         optimizer = recipe.optimize(model.parameters())
@@ -224,7 +224,7 @@ def _cast(inputs: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[Any, ...]
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
 
-class one_thread:
+class _one_thread:
     """Sums of one thread, as in the workers: with more threads a product is split, and rounds, elsewhere."""
 
     def __enter__(self) -> None:
