@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import fsdp_module as _fsdp_module
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .engine.base.aliases import install as _find_old_names
 from .engine.base.wait_limits import set_collective_timeout
@@ -22,17 +23,7 @@ from .engine.inspection.dry_run import dry_run
 from .engine.inspection.memory_plan import Plan, memory_plan
 from .engine.inspection.summary import Stats, UnitSummary, stats, summary, unsharded_shapes
 from .engine.watchdog.regions import collective_region, fail_together
-from .fsdp_module import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    UnshardHandle,
-    disable_fsdp_module_new_init,
-    fully_shard,
-    fully_shard_by_policy,
-    share_comm_ctx,
-)
+from .fsdp_module import *  # noqa: F403
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .sharded_grad_scaler import ShardedGradScaler
 
@@ -43,30 +34,22 @@ _find_old_names()
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
-    "CPUOffloadPolicy",
-    "FSDPModule",
     "FlatParameter",
     "FullyShardedDataParallel",
     "FusedSteps",
     "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
     "OptimizerInBackward",
     "Plan",
     "ShardedGradScaler",
     "ShardingStrategy",
     "Stats",
     "UnitSummary",
-    "UnshardHandle",
     "check_replicas",
     "collective_region",
     "detect_nonfinite",
-    "disable_fsdp_module_new_init",
     "dry_run",
     "ensure_unit_participation",
     "fail_together",
-    "fully_shard",
-    "fully_shard_by_policy",
     "fuse_optimizer_steps",
     "inference",
     "join",
@@ -75,10 +58,9 @@ __all__ = [
     "register_fsdp_forward_method",
     "retain_host_memory",
     "set_collective_timeout",
-    "share_comm_ctx",
     "share_host_memory",
     "stats",
     "summary",
     "unsharded_shapes",
 ]
-__all__ += _state_dict_configs.__all__
+__all__ += _state_dict_configs.__all__ + _fsdp_module.__all__

@@ -24,17 +24,10 @@ from .engine.state.model import loading, saving
 from .engine.state.model.types import StateDictTypes
 from .engine.state.optim.api import OptimStates
 from .engine.wrapping import serialization as copying
+from .engine.wrapping import wrapper_support
 from .engine.wrapping.auto_wrap import auto_wrapped
 from .engine.wrapping.build import build_unit
-from .engine.wrapping.wrapper_support import (
-    apply_to_tensors,
-    flat_params_hidden,
-    initialized_model,
-    keep_model,
-    no_sync,
-    register_comm_hook,
-    register_flat_params,
-)
+from .engine.wrapping.wrapper_support import register_comm_hook
 from .errors import one_voice
 
 
@@ -157,8 +150,8 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             model = build_unit(module, config, island=island)
             undo.pop_all()
         self._fsdp_wrapped_module = module
-        keep_model(self, model)
-        register_flat_params(self, self._unit)
+        wrapper_support.keep_model(self, model)
+        wrapper_support.register_flat_params(self, self._unit)
         self.register_load_state_dict_post_hook(loading.end)
 
     @classmethod
@@ -217,7 +210,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        apply_to_tensors(self, fn, lambda: super(FullyShardedDataParallel, self)._apply(fn, recurse))
+        wrapper_support.apply_to_tensors(self, fn, lambda: super(FullyShardedDataParallel, self)._apply(fn, recurse))
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -290,7 +283,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         Raises:
             UsageError: on a nested wrapper.
         """
-        return no_sync(self._unit)
+        return wrapper_support.no_sync(self._unit)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Average gradients by `hook` instead of by a reduction of the engine's, in all units, from now on.
@@ -355,7 +348,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         loading.forget(module)
         units = with_owning_units(units_in(module) if recurse else units_at(module))
         with (
-            flat_params_hidden(module),
+            wrapper_support.flat_params_hidden(module),
             full_params.summon(
                 units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
             ),
@@ -379,6 +372,6 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             UsageError: on a nested wrapper; an optimizer steps in backwards.
             ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
         """
-        model = initialized_model(self._unit, "clip_grad_norm_")
+        model = wrapper_support.initialized_model(self._unit, "clip_grad_norm_")
         with model.agreement.collective_call("clip_grad_norm_()"):
             return clip_grad_norm(model, self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -13,16 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint.metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..engine.base import _torch
 from ..engine.layout.boxes import boxes_of
@@ -83,27 +75,29 @@ def metadata_of(
             offsets.append(piece.offset)
             lengths.append(piece.length)
     described: dict[str, Any] = {key: _tensor(interval, chunks[key]) for key, interval in tensors.items()}
-    described |= {key: BytesStorageMetadata() for key in values}
+    described |= {key: dcp.BytesStorageMetadata() for key in values}
     places = _Call(
         dict,
         _Call(
             zip,
-            _Call(map, MetadataIndex, keys, begins),
+            _Call(map, dcp.MetadataIndex, keys, begins),
             _Call(map, _torch.storage_info(), names, offsets, lengths),
         ),
     )
     paths = {key: _for_dcp(interval.path) for key, interval in tensors.items()}
     paths |= {key: _for_dcp(path) for key, path in values.items()}
-    return pickle.dumps(_Call(Metadata, described, paths, places, StorageMeta(), CURRENT_DCP_VERSION), protocol=4)
+    return pickle.dumps(
+        _Call(dcp.Metadata, described, paths, places, dcp.StorageMeta(), CURRENT_DCP_VERSION), protocol=4
+    )
 
 
 def _tensor(interval: PlannedInterval, chunks: Mapping[tuple[int, ...], tuple[int, ...]]) -> _Call:
     offsets, sizes = _Call(map, torch.Size, list(chunks)), _Call(map, torch.Size, list(chunks.values()))
     return _Call(
-        TensorStorageMetadata,
-        TensorProperties(dtype_named(interval.dtype)),
+        dcp.TensorStorageMetadata,
+        dcp.TensorProperties(dtype_named(interval.dtype)),
         torch.Size(interval.shape),
-        _Call(list, _Call(map, ChunkStorageMetadata, offsets, sizes)),
+        _Call(list, _Call(map, dcp.ChunkStorageMetadata, offsets, sizes)),
     )
 
 

@@ -15,30 +15,19 @@ import torch
 from torch import nn
 
 from ..base import _torch
+from . import param_guard as guard
 from .deferred_grad import DeferredGradParameter
-from .param_guard import (
-    ORIGINAL,
-    ClassVariants,
-    CopiedAsOriginal,
-    DescribedAsShard,
-    call_with_shards,
-    data_of_shard,
-    handle_and_index_of,
-    has_handle,
-    leads_to_accumulator,
-    shard_of,
-)
 from .placeholder import asks, property_of
 from .write_tracker import TracksWrites
 
 
-class _LeftUnsharded(DescribedAsShard):
+class _LeftUnsharded(guard.DescribedAsShard):
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         if _torch.is_tracing():  # who compiles looks at what there is
-            return super(DescribedAsShard, cls).__torch_function__(func, types, args, kwargs or {})
+            return super(guard.DescribedAsShard, cls).__torch_function__(func, types, args, kwargs or {})
         return cls._answer(func, types, args, kwargs or {})
 
     @classmethod
@@ -49,7 +38,7 @@ class _LeftUnsharded(DescribedAsShard):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 
-class UnshardedParameter(CopiedAsOriginal, TracksWrites, _LeftUnsharded):
+class UnshardedParameter(guard.CopiedAsOriginal, TracksWrites, _LeftUnsharded):
     """What `nn.Parameter` objects are while they show the unsharded form that a forward left; never constructed."""
 
 
@@ -58,17 +47,22 @@ class CastParameter(_LeftUnsharded):
 
     @classmethod
     def _answer(cls, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]) -> Any:
-        if property_of(func) == "data" and has_handle(args[0]):
-            return data_of_shard(*args)
-        if asks(func) or func in _OF_AUTOGRAD or leads_to_accumulator(func, args) or _is_refused_by_autograd(func):
+        if property_of(func) == "data" and guard.has_handle(args[0]):
+            return guard.data_of_shard(*args)
+        if (
+            asks(func)
+            or func in _OF_AUTOGRAD
+            or guard.leads_to_accumulator(func, args)
+            or _is_refused_by_autograd(func)
+        ):
             return super()._answer(func, types, args, kwargs)
-        return call_with_shards(func, args, kwargs, of=CastParameter, shard=_shard)
+        return guard.call_with_shards(func, args, kwargs, of=CastParameter, shard=_shard)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A parameter of the shard."""
         if id(self) not in memo:
             copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-            copied.__class__ = ORIGINAL[type(self)]
+            copied.__class__ = guard.ORIGINAL[type(self)]
             vars(copied).update(vars(self))
         return memo[id(self)]
 
@@ -81,18 +75,18 @@ def _is_refused_by_autograd(func: Callable[..., Any]) -> bool:
 
 _OF_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)
 
-LEFT_WHOLE, LEFT_CAST = ClassVariants(UnshardedParameter), ClassVariants(CastParameter)
+LEFT_WHOLE, LEFT_CAST = guard.ClassVariants(UnshardedParameter), guard.ClassVariants(CastParameter)
 LEFT_WHOLE[DeferredGradParameter], LEFT_CAST[DeferredGradParameter] = UnshardedParameter, CastParameter
 
 
 def _shard(leaf: nn.Parameter) -> torch.Tensor:
-    if not has_handle(leaf):  # its model is gone
+    if not guard.has_handle(leaf):  # its model is gone
         with _torch.as_plain_tensors():
             return leaf.detach()
-    shard = shard_of(leaf)
+    shard = guard.shard_of(leaf)
     if not (leaf.requires_grad and torch.is_grad_enabled()):
         return shard
-    shown = handle_and_index_of(leaf)[0].unsharded.flat
+    shown = guard.handle_and_index_of(leaf)[0].unsharded.flat
     with _torch.as_plain_tensors():
         computed: torch.Tensor = _Shard.apply(leaf, shard, shown.device, shown.dtype)
     return computed

@@ -47,19 +47,9 @@ import torch.distributed as dist
 from ...errors import AgreementError, FlatFSDPError, LostRankError, WaitError
 from ..base import wait_limits as waits
 from ..base.foreign_text import parse
+from . import status_report as reports
 from .local_waits import BlockFailure, LocalWaits, SharedBlocks, Timekeeper
 from .process_exit import end_process_unless, in_words, print_immediately
-from .status_report import (
-    ANSWER,
-    PURPOSES,
-    ExitRecord,
-    ProcessIdentity,
-    Purpose,
-    StatusPoll,
-    StatusReport,
-    in_one_sentence,
-    server_ended,
-)
 from .store import AlarmReader, StoreClient, StoreGone, does_not_answer, where_it_was
 
 JOIN = 10.0  # seconds that the thread gets to finish its output, when the interpreter ends
@@ -75,7 +65,7 @@ class Watchdog:
         """`time_limit`: the seconds that the process group gives an operation."""
         self.store = store
         self._rank = rank
-        self._calls = StatusPoll(store, rank=rank, world=world)
+        self._calls = reports.StatusPoll(store, rank=rank, world=world)
         self._local = LocalWaits(store, time_limit=time_limit, period=self._period)
         self._blocks = SharedBlocks()
         self._last_words: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # of which models
@@ -87,13 +77,13 @@ class Watchdog:
         self._store_is_gone = False
         self._errands: list[Callable[[], bool]] = []  # of others, done when the thread looks
         # The main thread lost a connection, and waits until this is true; and how it was lost.
-        self._requested_poll: tuple[Callable[[], Any], Purpose] | None = None
+        self._requested_poll: tuple[Callable[[], Any], reports.Purpose] | None = None
         self._lost: AgreementError | None = None  # what it is to raise
         self._timekeeper = Timekeeper(store, period=self._period, patience=SILENCE, judge=self._judge_in_silence)
         atexit.register(close_watch, weakref.ref(self))
         self._timekeeper.start(self._runs)
         self._alarms = AlarmReader(store, self._period)
-        store.post(f"here/{rank}", json.dumps(ProcessIdentity.this()))
+        store.post(f"here/{rank}", json.dumps(reports.ProcessIdentity.this()))
 
     def _period(self) -> float:
         return self._calls.period
@@ -169,7 +159,9 @@ class Watchdog:
         broken = str(error).splitlines()[0] if str(error) else type(error).__name__
         self._requested_poll = lambda: self._lost or otherwise(), "timeout" if _RAN_OUT.search(broken) else "lost"
         self._wake.set()
-        self.store.wait(lambda: self._lost or otherwise() or not self._is_alive, 4 * ANSWER * self._calls.period)
+        self.store.wait(
+            lambda: self._lost or otherwise() or not self._is_alive, 4 * reports.ANSWER * self._calls.period
+        )
         self._requested_poll = None
         if self._lost is not None:
             return self._lost
@@ -179,7 +171,7 @@ class Watchdog:
         try:
             self.store.count("alarms", 0)
         except RuntimeError as gone:
-            return LostRankError(f"{gone}: {server_ended()}. A connection to another rank broke: {broken}")
+            return LostRankError(f"{gone}: {reports.server_ended()}. A connection to another rank broke: {broken}")
         return LostRankError(
             "a connection to another rank broke, and no rank reported why. Look for what ended the other ranks, or "
             f"their network: {broken}"
@@ -282,8 +274,8 @@ class Watchdog:
         ended = []
         for alarm in self._alarms.new():
             match parse(alarm):
-                case ["roll", int(number), int(by), str(purpose)] if purpose in PURPOSES:
-                    self._calls.answer(number, by, cast(Purpose, purpose), self._local.status())
+                case ["roll", int(number), int(by), str(purpose)] if purpose in reports.PURPOSES:
+                    self._calls.answer(number, by, cast(reports.Purpose, purpose), self._local.status())
                 case ["ended", int(number)]:
                     ended.append(number)
                 case ["failed", str(block), int(rank), str(words)] if rank != self._rank:
@@ -293,14 +285,14 @@ class Watchdog:
         watched = list(self._local.watched)
         self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in watched])]
         for number in ended:  # after the alarms that led to it
-            exit_record = ExitRecord.read(self.store, number)
+            exit_record = reports.ExitRecord.read(self.store, number)
             if exit_record is not None and exit_record.rank != self._rank:
                 self._lose([exit_record], leave=functools.partial(self._calls.let_all_read, f"ended/{number}"))
 
     def _judge_failures(self) -> None:
         """Does this rank wait, in a block, for one that failed there? All may fail alike, each in its time."""
         failures = self._blocks.failures_inside()
-        if failures and time.monotonic() - self._local.waited()[0] > ANSWER * self._calls.period:
+        if failures and time.monotonic() - self._local.waited()[0] > reports.ANSWER * self._calls.period:
             reported = "; ".join(f"rank {each.rank} {each.words}" for each in failures)
             self._blocks.failures = []
             self._fail(
@@ -309,7 +301,7 @@ class Watchdog:
 
     # -- what a status poll leads to ---------------------------------------------------------------------------------
 
-    def _follow(self, number: int, result: StatusReport) -> None:
+    def _follow(self, number: int, result: reports.StatusReport) -> None:
         since, announced = self._local.waited()
         waited = time.monotonic() - since
         if result.purpose == "report":
@@ -321,7 +313,7 @@ class Watchdog:
             self._local.reports()
         for rank, process in result.silent.items():
             if process.is_gone() and self.store.set_if_absent(f"gone/{rank}", "reported") == "reported":
-                ExitRecord(rank, f"was killed, or crashed: {process} is gone").publish(self.store, alarm=True)
+                reports.ExitRecord(rank, f"was killed, or crashed: {process} is gone").publish(self.store, alarm=True)
         error: AgreementError | None = None
         stands_again = self._local.proves(result.standing, asked=result.purpose == "prove")
         if result.parted and announced is not None:
@@ -346,7 +338,7 @@ class Watchdog:
         lost = [*result.lost]
         if result.purpose == "lost":
             lost += [
-                ExitRecord(rank, f"was killed, or crashed: {process} does not answer")
+                reports.ExitRecord(rank, f"was killed, or crashed: {process} does not answer")
                 for rank, process in result.silent.items()
                 if process.is_gone() is not False  # a machine may be too busy for an answer
             ]
@@ -358,8 +350,8 @@ class Watchdog:
                 "have destroyed its process group, or its network failed"
             )
 
-    def _lose(self, lost: Sequence[ExitRecord], *, leave: Callable[[], None]) -> None:
-        self._fail(LostRankError(in_one_sentence(lost)), [each.rank for each in lost], leave=leave)
+    def _lose(self, lost: Sequence[reports.ExitRecord], *, leave: Callable[[], None]) -> None:
+        self._fail(LostRankError(reports.in_one_sentence(lost)), [each.rank for each in lost], leave=leave)
 
     def _fail(
         self, error: AgreementError, ranks: Sequence[int] | None, *, leave: Callable[[], None] | None = None
@@ -389,11 +381,13 @@ class Watchdog:
             self._wake.wait(self._calls.period)
             self._wake.clear()
             since, _ = self._local.waited()
-            if time.monotonic() - max(since, gone_at) > 3 * ANSWER * self._calls.period and math.isfinite(since):
+            if time.monotonic() - max(since, gone_at) > 3 * reports.ANSWER * self._calls.period and math.isfinite(
+                since
+            ):
                 self._fail(
                     LostRankError(
                         f"the store of the process group{where_it_was()} is gone, and this rank waits for others: "
-                        f"{server_ended()}"
+                        f"{reports.server_ended()}"
                     ),
                     None,
                 )

@@ -17,7 +17,15 @@ from flatfsdp.engine.base import wait_limits as waits
 from flatfsdp.engine.watchdog import store as board
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.engine.watchdog.local_waits import Timekeeper
-from flatfsdp.engine.watchdog.status_report import ANSWER, ExitRecord, ProcessIdentity, RankStatus, lines_of, parted
+from flatfsdp.engine.watchdog.status_report import (
+    ANSWER,
+    ExitRecord,
+    ProcessIdentity,
+    RankStatus,
+    StatusPoll,
+    lines_of,
+    parted,
+)
 from flatfsdp.engine.watchdog.store import StoreGone
 from flatfsdp.engine.watchdog.watchdog import Watchdog
 from flatfsdp.errors import AgreementError, ConfigTypeError, ConfigValueError, LostRankError, WaitError, ranks_in_words
@@ -371,7 +379,7 @@ def test_a_process_is_found_gone_only_where_it_can_be() -> None:
 
 def test_a_large_world_looks_less_often(said: list[str]) -> None:
     assert World(2).watches[0]._calls.period == 0.01
-    calls = watch.StatusPoll(Notes({}), rank=0, world=4 * board.READS)
+    calls = StatusPoll(Notes({}), rank=0, world=4 * board.READS)
     assert calls.period == 0.04
 
 

@@ -21,12 +21,7 @@ from torch import nn
 from ....errors import UsageError
 from ...agreement.object_collectives import is_first_of
 from ...base.fqns import clean
-from ...config.state_dict_configs import (
-    LocalStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from ...config import state_dict_configs as configs
 from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import Placeholder, PlaceholderReadError
 from ...flat.states import SUMMONED
@@ -61,7 +56,7 @@ class StateDictCall:
         copies: of shards, by the id of the handle.
     """
 
-    settings: StateDictSettings
+    settings: configs.StateDictSettings
     first: bool
     active: list[Unit] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)
@@ -77,13 +72,13 @@ class StateDictCall:
     def is_without_communication(self) -> bool:
         """Whether the call communicates nothing."""
         config = self.settings.state_dict_config
-        return self.settings.state_dict_type is not StateDictType.FULL_STATE_DICT and (
+        return self.settings.state_dict_type is not configs.StateDictType.FULL_STATE_DICT and (
             getattr(config, "sharded_as", "interval") == "interval"
         )
 
     def is_flat(self, unit: Unit) -> bool:
         """Whether the parameters of `unit` are given as flat shards."""
-        if self.settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
+        if self.settings.state_dict_type is not configs.StateDictType.LOCAL_STATE_DICT:
             return False
         carrier = getattr(self.settings.state_dict_config, "sharded_as", "interval")
         return carrier_of(unit, carrier) != "whole"
@@ -91,7 +86,7 @@ class StateDictCall:
     @property
     def broadcasts_buffers(self) -> bool:
         """Whether every rank gets the first one's buffers. [Note: buffers of ranks]"""
-        return self.settings.state_dict_type is StateDictType.FULL_STATE_DICT and not self.rank0_only
+        return self.settings.state_dict_type is configs.StateDictType.FULL_STATE_DICT and not self.rank0_only
 
     def copy(self, value: torch.Tensor) -> torch.Tensor:
         """`value` in memory of its own, where the config wants it."""
@@ -129,7 +124,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     return destination
 
 
-def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> StateDictCall:
+def begin(unit: Unit, units: Sequence[Unit], chosen: configs.StateDictSettings) -> StateDictCall:
     """A call for `units`, outermost `unit`, which are brought to rest where they will be gathered."""
     job = StateDictCall(chosen, is_first(unit) and is_first_of(axes_of_parts(units)))
     for each in units:
@@ -268,7 +263,7 @@ def _values(job: StateDictCall, unit: Unit, kind: int, params: Sequence[NamedPar
         for each in params:
             yield id(each.leaf), each.interval(each.local_view(_shard_of(job, each.handle)))
         return
-    carrier = carrier_of(unit, config.sharded_as) if isinstance(config, ShardedStateDictConfig) else "whole"
+    carrier = carrier_of(unit, config.sharded_as) if isinstance(config, configs.ShardedStateDictConfig) else "whole"
     with consolidated(unit, kind) as unsharded:
         for each in params:
             view = unsharded[each.index]
@@ -300,7 +295,7 @@ def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) ->
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
     local = _shard_of(job, handle)[: span.numel]
-    if isinstance(job.settings.state_dict_config, LocalStateDictConfig) and not job.is_without_communication:
+    if isinstance(job.settings.state_dict_config, configs.LocalStateDictConfig) and not job.is_without_communication:
         return flat_of(local, span.start, layout.numel, unit.groups.shard)
     # The name identifies the layout.
     spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.numel,))
