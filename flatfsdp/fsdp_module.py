@@ -17,13 +17,16 @@ from .engine.fully_shard.by_policy import shard_by_policy
 from .engine.fully_shard.class_swap import new_does_not_init, new_plain
 from .engine.fully_shard.controls import FSDP2Controls, share_streams
 from .engine.fully_shard.copies import deep_copy, reduce
+from .engine.fully_shard.meshes import DataParallelMeshDims, ShardPlacementResult
 from .engine.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardPlacementResult",
     "UnshardHandle",
     "disable_fsdp_module_new_init",
     "fully_shard",
@@ -116,12 +119,17 @@ def fully_shard(
             stay, as in `set_reshard_after_forward`. None: freed, but for the outermost module.
         shard_placement_fn: `shard_placement_fn(parameter)` is the placement of a parameter: `Shard(dim)`, or None for
             `Shard(0)`. Sizes need not be multiples of the number of ranks. A parameter is stored with `dim` as the
-            slowest dimension in memory, which its views in forwards show by their strides. DTensors take `Shard(0)`.
+            slowest dimension in memory, which its views in forwards show by their strides. DTensors take `Shard(0)`. A
+            `ShardPlacementResult`, ours or torch's, has a mesh besides, over which this parameter is sharded in the
+            place of `mesh`, as those of experts are. It is gathered, freed and reduced with the others of the unit.
         mp_policy: a `MixedPrecisionPolicy`; None leaves all dtypes as they are. Or the wrapper's `MixedPrecision`, for
             what that has besides: the dtype of buffers, parameters and gradients that travel in few bits.
         offload_policy: a `CPUOffloadPolicy`, or None for none. torch's own policies are understood.
         ignored_params: parameters that are left alone, wherever they are.
-        dp_mesh_dims: refused for now.
+        dp_mesh_dims: a `DataParallelMeshDims`, ours or torch's. `mesh` is the mesh of all axes then, and parameters are
+            DTensors on it with `Replicate()` along the named dimensions, with which modules compute there: inputs are
+            DTensors of that mesh, too. Gradients that are partial sums along these dimensions are added up, and divided
+            as `set_gradient_divide_factor` says. Needs torch 2.13.
 
     Returns:
         `module`, or the list, whose classes now derive from `FSDPModule` as well.

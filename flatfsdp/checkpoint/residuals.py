@@ -69,14 +69,15 @@ class ResidualSection(Section):
         for name, unit in self._units.items():
             handles = [handle for handle in unit.handles if handle.precision.error_feedback]
             for number, (handle, residuals) in enumerate(zip(handles, residuals_of(unit), strict=True)):
-                numels = residual_numels(handle.layout.shard_numel, unit.groups)
+                numels = residual_numels(handle.layout.shard_numel, unit.axes.of(handle))
                 yield _Kind(f"{place}.{name or 'root'}.{number}", residuals, handle.precision.reduce, numels)
 
 
 def _facts(unit: Unit) -> Iterator[object]:
     """What the residuals of `unit` fit."""
-    for axis in (unit.groups.shard, unit.groups.replicate):
-        yield axis and axis.ranks
+    for groups in unit.axes.all:
+        for axis in (groups.shard, groups.replicate):
+            yield axis and axis.ranks
     for handle in unit.handles:
         yield handle.layout.digest(), handle.precision.reduce
 

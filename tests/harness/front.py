@@ -13,7 +13,9 @@ from itertools import combinations, product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -69,6 +71,8 @@ class FullyShard(Unsharded):
             settings["mesh"] = named_mesh(*mesh)
         if options["placement"] == "columns":
             settings["shard_placement_fn"] = partial(_columns, even=options.get("even", False))
+        if options["placement"] == "meshes":
+            settings["shard_placement_fn"] = _over_others(api, mesh)
         if options["offload"]:
             settings["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
         dtypes = recipe.compute, recipe.reduce
@@ -138,6 +142,19 @@ def _columns(parameter: nn.Parameter, *, even: bool) -> Shard | None:
     return Shard(1) if parameter.dim() == 2 and not (even and parameter.shape[1] % 2) else None
 
 
+def _over_others(api: Any, shape: tuple[int, ...] | None) -> Callable[[nn.Parameter], Any]:
+    """Weights are sharded where the other parameters are replicated, and the reverse."""
+    world = dist.get_world_size()
+    other = named_mesh(world) if shape is not None and len(shape) == 2 and shape[0] > 1 else named_mesh(world, 1)
+    if api.__name__ == TORCHS:
+        two = other.ndim == 2
+        info = HSDPMeshInfo(other, 1, 0) if two else FSDPMeshInfo(other, 0)
+        result: Any = ShardPlacementResult(None, info)
+    else:
+        result = api.ShardPlacementResult(None, other)
+    return lambda parameter: result if parameter.dim() == 2 else None
+
+
 class _Recomputed(nn.Module):
     """A module that is recomputed in the backward, with everything that its call does."""
 
@@ -184,7 +201,7 @@ ACCUMULATIONS: dict[str, str | None] = {
 FACTORS: dict[str, tuple[Any, ...]] = {
     "strategy": tuple(MESHES),
     "world": (2, 3, 4),
-    "placement": ("rows", "columns"),
+    "placement": ("rows", "columns", "meshes"),
     "units": ("single", "lists"),
     "reshard": (None, True, False, "int"),
     "precision": tuple(PRECISIONS),
@@ -251,7 +268,8 @@ class Cell:
         itself."""
         calls = self.model == "encoder" or (self.units == "lists" and self.accumulation == "no sync")
         apart = self.checkpointing == "reentrant checkpoints inside" and calls
-        if self.placement == "rows" and self.accumulation != "within replicas" and not apart:
+        rows = self.placement == "rows" or (self.placement == "meshes" and self.strategy != "2x2")
+        if rows and self.accumulation != "within replicas" and not apart:
             return 0.0
         return 1e-5 if self.precision == "full" and self.model != "dtypes" else 2e-2
 
@@ -275,6 +293,8 @@ def illegal(cell: Cell) -> str | None:
     around = cell.checkpointing in ("checkpoints around units", "reentrant checkpoints")
     if (cell.world == 4) != (cell.strategy == "2x2" or (cell.strategy == "1-D" and cell.reshard == "int")):
         return "four ranks are for two axes, and for parts of an axis"
+    if cell.placement == "meshes" and cell.reshard == "int" and cell.world == 4:
+        return "a number of ranks divides the shards of both meshes"
     if cell.roots == "several" and (cell.model not in SEQUENTIAL or cell.units == "lists"):
         return "what is around modules of a list, and has parameters, is a module of fully_shard"
     if cell.model in ("dtypes",) and cell.precision != "full":

@@ -14,6 +14,8 @@ import torch
 REASONS = {
     "device_mesh.DeviceMesh._concatenate": "parameters that are split by data and by tensor parallelism lie on the "
     "mesh of both, and only this makes one of two that exist without new process groups",
+    "device_mesh.DeviceMesh._flatten": "several data-parallel dimensions of a mesh are one axis of ranks, whose group "
+    "the mesh has to know, so that others that flatten the same dimensions find it",
     "tensor.placement_types._StridedShard": "rows that tensor parallelism has split are split again by data "
     "parallelism, which is the other way round in the order of the mesh; only this placement shows it",
     "tensor._dtensor_spec.DTensorSpec": "what a DTensor is made of without communication; `from_local` asks autograd "
@@ -116,6 +118,11 @@ def concatenated(meshes: Sequence[Any]) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh._concatenate(list(meshes))
+
+
+def flattened(mesh: Any, name: str) -> Any:
+    """The mesh of one dimension over all ranks of `mesh`. Collective where its group is made, once for each name."""
+    return mesh._flatten(name)
 
 
 def dtensor(local: torch.Tensor, spec: Any) -> Any:

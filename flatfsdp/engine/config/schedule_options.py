@@ -6,7 +6,7 @@ decide which collectives a unit issues, so they are part of what ranks compare w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from ...errors import refuse_value
@@ -63,6 +63,13 @@ class Schedule:
 
 
 AS_BUILT = Schedule()
+
+
+def reshard_choices(argument: str, value: bool | int | None, *, shards: Iterable[int]) -> bool | int | None:
+    """`reshard_choice` for a unit whose parameters are in different numbers of `shards`: a number counts where it does
+    for any of them."""
+    choices = [reshard_choice(argument, value, shards=each) for each in shards]
+    return next((each for each in choices if not isinstance(each, bool)), choices[0])
 
 
 def reshard_choice(argument: str, value: bool | int | None, *, shards: int) -> bool | int | None:

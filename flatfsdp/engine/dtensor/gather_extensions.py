@@ -76,13 +76,17 @@ class GatherExtensions(Transform):
         assert seen is not None
         if state.outer is not None:
             seen = _dtensor.dtensor(seen, state.outer.spec(seen.dtype))
-        made: torch.Tensor = _Seen.apply(leaf, seen)
+        made: torch.Tensor = _Seen.apply(leaf, seen, state.outer)
         return made
 
     def describe(self, state: ExtendedParam) -> str:
         """The class whose hooks are used, and how its DTensor lies."""
         outer = "" if state.outer is None else self._parallel.describe(state.outer)
         return f"{outer} gathered by the hooks of {state.hooks.kind.__name__}"
+
+    def can_be_pickled(self, state: ExtendedParam) -> bool:
+        """Unless its DTensor cannot."""
+        return state.outer is None
 
     def around(self, stored: torch.Tensor, state: ExtendedParam) -> torch.Tensor:
         """A tensor of the parameter's class that holds `stored` itself."""
@@ -120,12 +124,10 @@ class _Seen(torch.autograd.Function):
     """What modules see of a leaf, which has no memory; its gradient is the leaf's."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        ctx.spec = _dtensor.spec_of(seen) if _dtensor.is_dtensor(seen) else None
+    def forward(ctx: Any, leaf: torch.Tensor, seen: torch.Tensor, outer: StoredDTensor | None) -> torch.Tensor:
+        ctx.outer = outer
         return seen.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        if _dtensor.is_dtensor(grad):  # of a norm's weight under sequence parallelism it is a partial one
-            grad = _dtensor.local_of(grad.redistribute(placements=ctx.spec.placements))
-        return grad, None
+        return grad if ctx.outer is None else ctx.outer.gradient(grad), None, None

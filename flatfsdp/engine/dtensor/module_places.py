@@ -43,6 +43,11 @@ class ModulePlaces:
             self._places.append((param_ref, index))
             param_ref.keeps_place = True
 
+    def remove(self, param_ref: ParamRef) -> None:
+        """`param_ref` is a place of none of these parameters any more."""
+        self._slots = None
+        self._places = [each for each in self._places if each[0] is not param_ref]
+
     def show(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let modules hold these, unless they do: always the same list for the same purpose."""
         if parameters is self._shown:

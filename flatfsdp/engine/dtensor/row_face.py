@@ -35,8 +35,7 @@ class RowFaces:
 
     Attributes:
         mesh: the DeviceMesh of data parallelism, (shard,) or (replicate, shard); None in a copy for another process.
-        stored: for each leaf the DTensorSpec that it had on a mesh of its own (tensor parallelism); None for a plain
-            tensor. Empty where all are plain.
+        stored: for each leaf the `StoredDTensor` that it was; None for a plain tensor. Empty where all are plain.
         hooks: for each leaf its gather hooks, or None: what is there of it is a tensor of its own class. Empty where
             none has such.
     """
@@ -252,6 +251,9 @@ class RowFace(Face):
         index = self._index[id(param_ref.leaf)]
         self._places.add(param_ref, index)
         param_ref.hold((self._leaves if self._computes else self.holders)[index])
+
+    def leave(self, param_ref: ParamRef) -> None:
+        self._places.remove(param_ref)
 
     def compute(self) -> None:
         self._computes = True

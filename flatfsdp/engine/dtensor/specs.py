@@ -20,8 +20,7 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
         spec: the layout's entry of the parameter, as it is stored here.
         dim: the dimension that is split.
         dtype: of the parameter.
-        stored: the DTensorSpec of the parameter before it was sharded, on a mesh of its own (tensor parallelism);
-            None for one that was a plain tensor.
+        stored: the `StoredDTensor` that the parameter was before it was sharded; None for one that was a plain tensor.
 
     With tensor parallelism the mesh is that of both. Its rows are split by tensor parallelism first and by data
     parallelism then, so where both split `dim` the placement is `_StridedShard`.
@@ -37,6 +36,8 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
             prod(max(size, 1) for size in spec.shape[each + 1 :]) for each in range(len(spec.shape))
         )
         return _dtensor.new_spec(dp_mesh, [*replicas, Shard(dim)], spec.shape, stride, dtype)
+    if stored.spmd is not None:
+        return stored.spmd.at_rest(stored, dim, dtype)
     before = prod(
         stored.mesh.size(place)
         for place, placement in enumerate(stored.placements)
@@ -44,8 +45,7 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
     )
     split = Shard(dim) if before == 1 else _dtensor.strided_shard(dim, before)
     mesh = mesh_of_both(dp_mesh, stored.mesh)
-    meta = stored.tensor_meta
-    return _dtensor.new_spec(mesh, [*replicas, split, *stored.placements], meta.shape, meta.stride, dtype)
+    return _dtensor.new_spec(mesh, [*replicas, split, *stored.placements], stored.shape, stored.stride, dtype)
 
 
 def mesh_of_both(dp_mesh: Any, other: Any) -> Any:

@@ -17,11 +17,13 @@ import torch
 
 from ...errors import UsageError
 from ..base import _dtensor
-from ..comm.axes import Axis, ProcessGroups
+from ..comm.axes import Axis
 from ..flat.extensions import Transform
 from ..layout.layout import ParamSpec
 from ..layout.part import Part, Ranges, chunk, strided_chunk
+from .data_mesh import DataMeshes
 from .specs import require_dtensors, spec_at_rest
+from .spmd_mesh import SpmdMesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +33,14 @@ class StoredDTensor:
     Attributes:
         mesh, placements: where the parts are.
         shape, stride: of the whole.
+        spmd: what `mesh` is if it has the data-parallel dimensions, too. [Note: SPMD meshes]
     """
 
     mesh: Any
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    spmd: SpmdMesh | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredDTensor:
         return self  # copies of a model communicate over the same mesh
@@ -47,19 +51,52 @@ class StoredDTensor:
 
     def around(self, local: torch.Tensor) -> torch.Tensor:
         """The DTensor whose part is `local`, through which gradients reach that."""
+        if self.spmd is not None:
+            made: torch.Tensor = _OnSpmdMesh.apply(local, self)
+            return made
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
+    def gradient(self, grad: Any) -> Any:
+        """What this rank's part has of a gradient, which comes as a DTensor: that of a norm's weight is a partial sum
+        under sequence parallelism. Along data-parallel dimensions it stays what it is. Collective over the mesh."""
+        if not _dtensor.is_dtensor(grad):
+            return grad
+        placements = list(self.placements)
+        for place in self.spmd.dp_places if self.spmd is not None else ():
+            placements[place] = grad.placements[place]
+        return grad.redistribute(placements=placements).to_local()
+
+    @property
+    def beside(self) -> tuple[Any, tuple[Any, ...]]:
+        """The mesh of the ranks that have the other parts, None where this rank's is the whole; and the placements."""
+        if self.spmd is None:
+            return self.mesh, self.placements
+        return self.spmd.beside, self.spmd.others_of(self.placements)
+
+
+class _OnSpmdMesh(torch.autograd.Function):
+    """A DTensor of what this rank has. `DTensor.from_local` would sum its gradient over data-parallel dimensions."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, state: StoredDTensor) -> Any:
+        ctx.state = state
+        return _dtensor.dtensor(local.detach(), state.spec(local.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return ctx.state.gradient(grad), None
+
 
 class TensorParallel(Transform):
     """The transformation of DTensors that lie on a mesh beside the `groups` of their unit."""
 
-    def __init__(self, groups: ProcessGroups | None = None, mesh: Any = None) -> None:
-        """`mesh`: that of `groups`, if the user gave one. Without `groups` nothing more is stored."""
-        self._own = frozenset[int]() if groups is None else _ranks_of(groups, mesh)
+    def __init__(self, meshes: DataMeshes | None = None) -> None:
+        """`meshes`: over which the parameters are sharded besides. Without them nothing more is stored."""
+        self._meshes = meshes
 
     def __reduce__(self) -> tuple[type[TensorParallel], tuple[()]]:
         return TensorParallel, ()
@@ -74,8 +111,11 @@ class TensorParallel(Transform):
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         if mesh.get_coordinate() is None:
             raise UsageError(f"{path!r} is a DTensor on {mesh}, which this rank is not in. Wrap it on its ranks only")
-        ranks = set(mesh.mesh.flatten().tolist())
-        if len(shared := sorted(ranks & self._own)) > 1:
+        assert self._meshes is not None
+        own = self._meshes.of(parameter)
+        if own.spmd is not None:
+            own.spmd.check(path, parameter)
+        elif len(shared := sorted(own.ranks.intersection(mesh.mesh.flatten().tolist()))) > 1:
             raise UsageError(
                 f"{path!r} is a DTensor on {mesh}, of which ranks {', '.join(map(str, shared))} are among those over "
                 "which its unit is sharded, too. A parameter is sharded over the ranks that hold the same part of it: "
@@ -83,19 +123,23 @@ class TensorParallel(Transform):
             )
         if any(each.is_partial() for each in placements):
             raise UsageError(f"{path!r} is a DTensor with placements {placements}: a partial sum is no parameter")
-        part = part_of(parameter.shape, parameter.stride(), mesh, placements)
+        part = self.part(self._state_of(parameter))
+        expected = tuple(parameter.shape) if part is None else part.stored_shape
         local = tuple(_dtensor.local_of(parameter).shape)
-        if part.stored_shape != local:
+        if expected != local:
             raise UsageError(
                 f"{path!r} is a DTensor of shape {tuple(parameter.shape)} with placements {placements} on {mesh}, of "
-                f"which this rank has {local}; expected {part.stored_shape}, as torch.chunk divides it"
+                f"which this rank has {local}; expected {expected}, as torch.chunk divides it"
             )
 
     def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, StoredDTensor]:
         """This rank's part of `parameter`, and what it is a part of."""
-        mesh, placements = parameter.device_mesh, tuple(parameter.placements)  # type: ignore[attr-defined]
-        local = _dtensor.local_of(parameter.detach())
-        return local, StoredDTensor(mesh, placements, parameter.shape, tuple(parameter.stride()))
+        return _dtensor.local_of(parameter.detach()), self._state_of(parameter)
+
+    def _state_of(self, parameter: Any) -> StoredDTensor:
+        spmd = None if self._meshes is None else self._meshes.of(parameter).spmd
+        placements, stride = tuple(parameter.placements), tuple(parameter.stride())
+        return StoredDTensor(parameter.device_mesh, placements, parameter.shape, stride, spmd)
 
     def see(self, leaf: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
         """The DTensor of which `leaf` is this rank's part."""
@@ -106,6 +150,10 @@ class TensorParallel(Transform):
         names = state.mesh.mesh_dim_names or range(state.mesh.ndim)
         sides = (f"{n} of {state.mesh.size(d)}: {state.placements[d]}" for d, n in enumerate(names))
         return f" as a DTensor ({', '.join(sides)})"
+
+    def can_be_pickled(self, state: StoredDTensor) -> bool:
+        """Its mesh is of this job."""
+        return False
 
     def assemble(self, stored: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
         """The whole, from all ranks of the mesh. Collective over it."""
@@ -123,20 +171,22 @@ class TensorParallel(Transform):
 
     def sharded(self, rows: torch.Tensor, dp_mesh: Any, state: StoredDTensor) -> torch.Tensor:
         """The DTensor on both meshes that FSDP2 would have of this rank's `rows`."""
-        spec = spec_at_rest(dp_mesh, ParamSpec("", tuple(rows.shape)), 0, rows.dtype, state.spec(rows.dtype))
+        spec = spec_at_rest(dp_mesh, ParamSpec("", tuple(rows.shape)), 0, rows.dtype, state)
         made: torch.Tensor = _dtensor.dtensor(rows, spec)
         return made
 
-    def part(self, state: StoredDTensor) -> Part:
-        """Which part of the whole is stored here."""
-        return part_of(state.shape, state.stride, state.mesh, state.placements)
+    def part(self, state: StoredDTensor) -> Part | None:
+        """Which part of the whole is stored here; None where that is all of it."""
+        mesh, placements = state.beside
+        return None if mesh is None else part_of(state.shape, state.stride, mesh, placements)
 
     def axes(self, state: StoredDTensor, device: torch.device) -> list[tuple[Axis, bool]]:
         """The axes of its mesh, each with whether its ranks hold different parts, else copies."""
         found = []
-        for dim, placement in enumerate(state.placements):
-            if state.mesh.size(dim) > 1:
-                found.append((Axis.of(state.mesh.get_group(dim), device), not placement.is_replicate()))
+        mesh, placements = state.beside
+        for dim, placement in enumerate(placements):
+            if mesh.size(dim) > 1:
+                found.append((Axis.of(mesh.get_group(dim), device), not placement.is_replicate()))
         return found
 
 
@@ -154,8 +204,3 @@ def part_of(shape: Collection[int], stride: Collection[int], mesh: Any, placemen
             ranges[placement.dim] = strided_chunk(ranges[placement.dim], count, place, factor)
     whole = ParamSpec("", tuple(shape), tuple(stride))
     return Part(whole.shape, whole.stride, tuple(ranges), copy)
-
-
-def _ranks_of(groups: ProcessGroups, mesh: Any) -> frozenset[int]:
-    ranks = set(groups.shard.ranks) | set(groups.replicate.ranks if groups.replicate is not None else ())
-    return frozenset(ranks if mesh is None else ranks | set(mesh.mesh.flatten().tolist()))

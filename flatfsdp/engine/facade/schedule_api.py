@@ -12,7 +12,7 @@ from torch import nn
 from ...api import BackwardPrefetch, check_bool
 from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
 from ..base import _torch
-from ..config.schedule_options import reshard_choice
+from ..config.schedule_options import reshard_choices
 from ..config.unit_options import PrefetchTargets
 from ..device.streams import Device
 from ..features.persistent_params import budget, can_stay, keep_frozen, persistent_params_of
@@ -167,7 +167,8 @@ class ScheduleControls(AccumulatedGradients):
         if hook is not None and not callable(hook):
             refuse_type(f"{method}: hook", hook, "a callable that takes a tensor, or None")
         device = unit.resources.device
-        if stream is not None and (unit.groups.replicate is not None or not device.has_streams):
+        replicated = any(groups.replicate is not None for groups in unit.axes.all)
+        if stream is not None and (replicated or not device.has_streams):
             refuse_value(f"{method}: stream", stream, "None, unless on an accelerator and without replicas")
         check_outside(unit, method)
         if hook is not None and stream is not None:
@@ -202,10 +203,10 @@ class ScheduleControls(AccumulatedGradients):
             refuse_type(f"{method}: {name}", reshard_after_forward, "True, False, or a number of ranks")
         units = self._meant(method, recurse)
         options = [
-            reshard_choice(
+            reshard_choices(
                 f"{method}: {name}, of a {unit.entries.class_name}",
                 reshard_after_forward,
-                shards=unit.groups.shard.size,
+                shards=(groups.shard.size for groups in unit.axes.all),
             )
             for unit in units
         ]

@@ -69,14 +69,14 @@ class _Gradients(NamedTuple):
                     continue
                 if handle.trainable_indices():
                     found.dtypes.add(handle.precision.grad)
-                own = [] if handle.is_unsharded_at_rest else [unit.transports.gather]
+                own = [] if handle.is_unsharded_at_rest else [unit.axes.transports_of(handle).gather]
                 if unit.views[kind].extended:
                     for axes, grads in _by_axes(unit, kind, chosen.keys()):
                         found.over([*own, *axes]).extend(grads)
                     continue
                 grads = found.whole  # without the calls of `over`, for each unit
                 if own:
-                    grads = found.sharded.setdefault((unit.groups.shard.process_group,), (own, []))[1]
+                    grads = found.sharded.setdefault((own[0].group.process_group,), (own, []))[1]
                 present = [p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None]
                 grads.extend(map(handle.face.local_of, present) if handle.face.is_distributed else present)
         found.whole.extend([p.grad for key, p in chosen.items() if key not in managed and p.grad is not None])

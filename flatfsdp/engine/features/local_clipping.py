@@ -297,8 +297,9 @@ def _pieces_of(model: Model) -> tuple[Axis | None, list[GradientPiece]]:
     for unit in model.units:
         for handle in unit.handles:
             if not (handle.is_unsharded_at_rest or handle.options.packed or handle.face.is_distributed):
-                group = group or unit.groups.shard
-                if unit.groups.shard.ranks == group.ranks:
+                axis = unit.axes.of(handle).shard
+                group = group or axis
+                if axis.ranks == group.ranks:
                     numbered.append((count, handle))
             count += len(handle.leaves)
     pieces = []

@@ -274,7 +274,7 @@ def _begin(models: list[Model], units: list[Unit], max_bytes: int | None) -> Non
             model.agreement.forwards_are_silent = all(
                 HandleRef(unit, kind) in refs
                 for unit in model.units
-                if unit.groups.shard.size > 1
+                if unit.axes.is_spread
                 for kind in range(len(unit.handles))
             )
 

@@ -30,8 +30,13 @@ class PostForwardShards(Observer):
         self._due = False
         for unit in self._units:
             count, device = unit.options.schedule.post_forward_ranks, self._resources.device.device
-            axis = post_forward_axis(unit.groups.shard, count, device) if count is not None else None
-            found = self._resources.transport(axis, "neighbours") if axis is not None else None
-            if found is not unit.kept.post_forward:
+            found = {}
+            for handle in unit.handles if count is not None else ():
+                assert count is not None
+                axis = unit.axes.of(handle).shard
+                if axis.size > count:  # else it would be kept as it is sharded
+                    axis = post_forward_axis(axis, count, device)
+                    found[handle] = self._resources.transport(axis, "neighbours")
+            if found != unit.kept.post_forward:
                 unit.drop_post_forward_shards()
                 unit.kept.post_forward = found

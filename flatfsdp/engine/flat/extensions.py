@@ -95,6 +95,10 @@ class Transform:
         """What ranks compare of it, as the end of a phrase."""
         return ""
 
+    def can_be_pickled(self, state: Any) -> bool:
+        """Whether a pickle can hold `state`."""
+        return True
+
     def assemble(self, stored: torch.Tensor, state: Any) -> torch.Tensor:
         """The whole of the part that is `stored` here. Collective over the axes."""
         raise NotImplementedError

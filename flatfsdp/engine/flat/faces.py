@@ -89,6 +89,9 @@ class Face(Protocol):
         """Let a module hold what it holds at rest, in the place `param_ref` of a leaf; `compute` and `rest` reach that
         place from now on."""
 
+    def leave(self, param_ref: ParamRef) -> None:
+        """Undo `put`. Called of distributed holders only."""
+
     def compute(self) -> None:
         """Let modules hold the leaves, which are about to be unsharded. Called of distributed holders only."""
 

@@ -134,16 +134,18 @@ def check_param_refs(
     `shared_refs`: references to parameters that other units own; `names`: of all parameters of the model, by id.
     """
     shared_refs = list(shared_refs)
+    met: dict[int, ParamRef] = {}
     for param_ref in changed:
         held, where = param_ref.current, f"{param_ref.path!r} of unit {label} was changed after wrapping"
         if held is None:
             raise UsageError(f"{where}: it is gone. Delete parameters before wrapping, or keep them")
         if not isinstance(held, nn.Parameter):
             raise UsageError(f"{where}: it is a {type(held).__name__} now; expected the parameter, or a new one")
-        if id(held) in names:
+        first = met.setdefault(id(held), param_ref)
+        if id(held) in names or first.leaf is not param_ref.leaf:
             raise UsageError(
-                f"{where}: it was tied to {names[id(held)]!r}. Which unit owns a tied parameter is settled by "
-                "wrapping; tie parameters before it"
+                f"{where}: it was tied to {names.get(id(held), first.path)!r}. Which unit owns a tied parameter is "
+                "settled by wrapping; tie parameters before it"
             )
         if has_hooks(held) or hooks_on(held):
             raise UsageError(

@@ -271,6 +271,14 @@ class ParamViews:
             face.adopt(index, held)
             self.handle.writes.on_replacement()
 
+    def abandon(self, index: int) -> None:
+        """No module holds leaf `index` any more: nobody trains it, or waits for its values."""
+        handle = self.handle
+        handle.face.holder_of(index).requires_grad_(False)
+        view = handle.at_rest.views[index]
+        if view.is_meta or index in self.without_values:
+            self._store(index, torch.zeros(view.shape, dtype=view.dtype, device=handle.device), "what nobody holds")
+
     def adopt_flat(self) -> None:
         """Copy what the user put in the place of the flat parameter's `.data` into the shard."""
         handle = self.handle

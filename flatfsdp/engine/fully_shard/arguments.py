@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...api import Config, ShardingStrategy
+from ...api import Config
 from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
-from ..comm.process_groups import require_process_group, world_mesh
+from ..comm.process_groups import require_process_group
 from ..config.arguments import check_arguments, has_forward
+from ..dtensor.spmd_mesh import SpmdMesh
 from ..runtime.entries import plain_class
 from ..runtime.unit import Unit
-from .placements import dims_of
+from .meshes import ChosenMesh
+from .placements import placements_of
 from .policies import offload_of, precision_of
 
 CALL = "fully_shard"
@@ -29,7 +31,8 @@ class Call:
         modules: the entries: what was given, without modules that are inside others of these.
         holder: the one, or a list of them.
         policy: of mixed precision, as it was given.
-        dims: along which dimension each parameter is split.
+        mesh: the ranks over which the modules are sharded.
+        placed: along which dimension each parameter is split, and over which ranks.
         materializes: whether what is on the meta device gets memory and values now.
         island: whether it computes in full precision among neighbors that do not.
     """
@@ -39,9 +42,21 @@ class Call:
     config: Config
     output_dtype: torch.dtype | None
     policy: Any
-    dims: dict[nn.Parameter, int]
+    mesh: ChosenMesh
+    placed: dict[nn.Parameter, tuple[int, ChosenMesh]]
     materializes: bool = False
     island: bool = False
+
+    @property
+    def dims(self) -> dict[nn.Parameter, int]:
+        """Along which dimension each parameter is split."""
+        return {parameter: dim for parameter, (dim, _) in self.placed.items()}
+
+    @property
+    def elsewhere(self) -> dict[nn.Parameter, tuple[Config, SpmdMesh | None]]:
+        """Configs of parameters that are sharded over other ranks, and the mesh of all axes on which they lie."""
+        others = {mesh: (mesh.applied_to(self.config), mesh.spmd) for _, mesh in self.placed.values()}
+        return {parameter: others[mesh] for parameter, (_, mesh) in self.placed.items() if mesh is not self.mesh}
 
 
 def check_call(
@@ -58,39 +73,35 @@ def check_call(
     island: bool = False,
     **others: Any,
 ) -> Call:
-    """Refuse arguments that `fully_shard` cannot follow. `others` are the wrapper's. Communicates nothing."""
+    """Refuse arguments that `fully_shard` cannot follow. `others` are the wrapper's. Communicates nothing but to make
+    groups over dimensions of a mesh that become one axis."""
     modules = _modules(module)
-    if dp_mesh_dims is not None:
-        raise ConfigValueError(
-            "dp_mesh_dims: parameters that are DTensors on a mesh of all axes are not supported yet. Pass mesh=, the "
-            "mesh of the data-parallel axes alone"
-        )
     if isinstance(reshard_after_forward, int | None) is False:
         refuse_type("reshard_after_forward", reshard_after_forward, "True, False, a number of ranks, or None")
     policy, precision, output_dtype = precision_of(mp_policy)
     offload = offload_of(offload_policy)
     ignored = _ignored(ignored_params)
     require_process_group(CALL)
-    mesh = _mesh(mesh)
+    chosen = ChosenMesh.of(mesh, dp_mesh_dims)
     holder = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     _check_parameters(holder, ignored)
-    dims = dims_of(holder, shard_placement_fn, ignored)
-    hybrid = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+    placed = placements_of(holder, shard_placement_fn, ignored, chosen)
     on_meta = any(p.is_meta for p in holder.parameters()) and not materializes
     config = check_arguments(
         holder,
-        sharding_strategy=hybrid,
+        sharding_strategy=chosen.strategy,
         cpu_offload=offload,
         mixed_precision=precision,
-        device_id=torch.device(mesh.device_type),
+        device_id=torch.device(chosen.mesh.device_type),
         ignored_states=[p for p in holder.parameters() if p in ignored] or None,
-        device_mesh=mesh,
+        device_mesh=chosen.mesh,
         check_values="off" if on_meta else "warn",
         reshard_after_forward=reshard_after_forward,
         layout="rows",
         **others,
     )
-    return Call(modules, holder, config, output_dtype, policy, dims, materializes, island)
+    _check_on_meshes(holder, placed)
+    return Call(modules, holder, config, output_dtype, policy, chosen, placed, materializes, island)
 
 
 def _modules(given: Any) -> list[nn.Module]:
@@ -142,25 +153,6 @@ def _ignored(given: Any) -> set[nn.Parameter]:
     return set(found)
 
 
-def _mesh(given: Any) -> Any:
-    if given is None:
-        return world_mesh()
-    accepted = "None, a 1-D DeviceMesh, or a 2-D one (replicate, shard)"
-    if not (isinstance(getattr(given, "ndim", None), int) and callable(getattr(given, "get_group", None))):
-        refuse_type("mesh", given, accepted)
-    if given.ndim not in (1, 2):
-        raise ConfigValueError(
-            f"mesh: got a {given.ndim}-D mesh. Accepted: {accepted}. Of a mesh with axes for tensor parallelism, pass "
-            'the data-parallel part: mesh["dp"], or mesh["dp_replicate", "dp_shard"].'
-        )
-    if given.ndim == 2 and given.mesh_dim_names is None:
-        raise ConfigValueError(
-            "mesh: got a 2-D mesh whose axes have no names. Accepted: one that is made with mesh_dim_names, for "
-            'example ("dp_replicate", "dp_shard"): replicas and shards must not be mixed up.'
-        )
-    return given
-
-
 def _check_parameters(holder: nn.Module, ignored: set[nn.Parameter]) -> None:
     for name, parameter in holder.named_parameters():
         if parameter.dim() == 0 and parameter not in ignored and not getattr(parameter, "_fsdp_flattened", False):
@@ -168,3 +160,10 @@ def _check_parameters(holder: nn.Module, ignored: set[nn.Parameter]) -> None:
                 f"parameter {name!r} is a scalar, which has no rows to shard. Make it a 1-D tensor with one element, "
                 "or name it in ignored_params="
             )
+
+
+def _check_on_meshes(holder: nn.Module, placed: Mapping[nn.Parameter, tuple[int, ChosenMesh]]) -> None:
+    """Refuse parameters that do not lie on the mesh of all axes that was given for them."""
+    for name, parameter in holder.named_parameters():
+        if parameter in placed and (spmd := placed[parameter][1].spmd) is not None:
+            spmd.check(name, parameter)

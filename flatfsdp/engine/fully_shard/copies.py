@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import UsageError
 from ..agreement.once_per_job import warn_once_per_job
 from ..comm.axes import ProcessGroups
 from ..comm.process_groups import mesh_over
@@ -26,6 +27,7 @@ from ..device.memory import MemoryTracker
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
 from ..flat.extended_handle import handle_class
 from ..flat.extensions import Transform
+from ..flat.flat_param import FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import model_of
@@ -58,6 +60,9 @@ class UnitPlan:
         extended: (number of the handle, number of the leaf, state, transform) of each parameter that modules see
             transformed.
         left_alone: what was ignored.
+        shared: (module, attribute, path, owner, number of the handle, number of the leaf) of each reference to a
+            parameter that another unit owns, by its place among those that are copied. [Note: late ties]
+        elsewhere: the axes of handles that are sharded over others, by their numbers. [Note: several meshes]
     """
 
     entries: list[nn.Module]
@@ -65,9 +70,11 @@ class UnitPlan:
     handles: list[dict[str, Any]]
     leaves: list[list[tuple[bool, type, dict[str, Any]]]]
     homes: list[tuple[nn.Module, str, str, int, int]]
+    shared: list[tuple[nn.Module, str, str, int, int, int]]
     extended: list[tuple[int, int, Any, Transform]]
     left_alone: list[tuple[nn.Module, frozenset[str] | None]]
     groups: ProcessGroups
+    elsewhere: dict[int, ProcessGroups]
     mesh: Any
     settings: ModelSettings
     is_last_backward: bool
@@ -75,7 +82,28 @@ class UnitPlan:
     options: dict[str, Any]
 
 
-def _plan(unit: Unit) -> UnitPlan:
+def _plans(units: list[Unit]) -> list[UnitPlan]:
+    """What `units` are built again from: owners of tied parameters are among them.
+
+    Raises:
+        UsageError: one is not.
+    """
+    for unit in units:
+        if lacking := [owner for owner in unit.owning_units if owner not in units]:
+            raise UsageError(
+                f"unit {unit.label} holds parameters of unit {lacking[0].label}, which is not inside the module that "
+                "is copied or pickled. Take a module with both inside"
+            )
+    owned = {
+        id(leaf): (number, kind, index)
+        for number, unit in enumerate(units)
+        for kind, handle in enumerate(unit.handles)
+        for index, leaf in enumerate(handle.leaves)
+    }
+    return [_plan(unit, owned) for unit in units]
+
+
+def _plan(unit: Unit, owned: Mapping[int, tuple[int, int, int]]) -> UnitPlan:
     places = {}
     for number, handle in enumerate(unit.handles):
         if not handle.face.holds_leaves:
@@ -87,9 +115,13 @@ def _plan(unit: Unit) -> UnitPlan:
         handles=[*map(serialization.handle_plan, unit.handles)],
         leaves=[[(leaf.requires_grad, nn.Parameter, dict(vars(leaf))) for leaf in h.leaves] for h in unit.handles],
         homes=[(ref.module, ref.attribute, ref.path, *places[id(ref.leaf)]) for ref in unit.param_refs],
+        shared=[(ref.module, ref.attribute, ref.path, *owned[id(ref.leaf)]) for ref in unit.shared_refs],
         extended=[(*places[id(each.leaf)], each.state, each.transform) for v in unit.views for each in v.extended],
         left_alone=[each for entry in unit.entries for each in ignored_in(entry)],
         groups=unit.groups,
+        elsewhere={
+            n: unit.axes.elsewhere[handle] for n, handle in enumerate(unit.handles) if handle in unit.axes.elsewhere
+        },
         mesh=unit.built.device_mesh,
         settings=serialization.settings_of(unit),
         is_last_backward=model_of(unit).backwards.is_last_backward,
@@ -119,6 +151,7 @@ def _build(plan: UnitPlan, shards: Sequence[torch.Tensor]) -> Unit:
         ],
         built=BuiltWith(**plan.built, modules=WeakModules(plan.modules), device_mesh=plan.mesh),
         groups=plan.groups,
+        elsewhere={handles[number]: groups for number, groups in plan.elsewhere.items()},
         options=UnitOptions(**plan.options),
     )
     extended = [(handles[number].leaves[index], *how) for number, index, *how in plan.extended]
@@ -133,6 +166,16 @@ def _build(plan: UnitPlan, shards: Sequence[torch.Tensor]) -> Unit:
             register_fsdp_forward_method(entry, name)
     keep_model(plan.entries[0], model)
     return unit
+
+
+def _share(units: Sequence[Unit], plans: Sequence[UnitPlan]) -> None:
+    """Let `units`, built as `plans` say, hold parameters of each other."""
+    for unit, plan in zip(units, plans, strict=True):
+        owners = [units[number] for *_, number, _, _ in plan.shared]
+        for (module, attribute, path, _, kind, index), owner in zip(plan.shared, owners, strict=True):
+            unit.shared_refs.append(ParamRef(module, attribute, path, owner.handles[kind].leaves[index]))
+            owner.handles[kind].face.put(unit.shared_refs[-1])
+        unit.share_params_of(list(dict.fromkeys(owners)))
 
 
 @contextmanager
@@ -153,7 +196,8 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 @contextmanager
 def _without_parameters(units: list[Unit]) -> Iterator[None]:
     """Modules list nothing where `units` show parameters, and keep the places."""
-    held = [(ref.module._parameters, ref.attribute) for unit in units for ref in unit.param_refs]
+    refs = [ref for unit in units for ref in (*unit.param_refs, *unit.shared_refs)]
+    held = [(ref.module._parameters, ref.attribute) for ref in refs]
     before = [registry[attribute] for registry, attribute in held]
     for registry, attribute in held:
         registry[attribute] = None
@@ -174,12 +218,15 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     units = serialization.at_rest(module)
     with _taking(units):
         for unit in units:
-            for shared in (*unit.groups.process_groups, unit.built.device_mesh):
+            groups = {group for each in unit.axes.all for group in each.process_groups}
+            meshes = [handle.options.face.mesh for handle in unit.handles]  # type: ignore[attr-defined]
+            for shared in (*groups, *meshes, unit.built.device_mesh):
                 memo[id(shared)] = shared
         with _without_parameters(units):
             twin = _copy_attributes(module, memo)
-            plans = [copy.deepcopy(_plan(unit), memo) for unit in units]
+            plans = copy.deepcopy(_plans(units), memo)
         twins = [_build(plan, [each["shard"] for each in plan.handles]) for plan in plans]
+        _share(twins, plans)
     for unit, made in zip(units, twins, strict=True):
         for old, new in zip(unit.handles, made.handles, strict=True):
             holders = zip(old.face.holders, new.face.holders, strict=True)
@@ -213,18 +260,24 @@ def reduce(module: nn.Module, front: type) -> tuple[Any, ...]:
         )
     buffer = io.BytesIO()
     with _taking(units), _without_parameters(units):
-        plans = [_pickled(_plan(unit)) for unit in units]
+        plans = [_pickled(plan) for plan in _plans(units)]
         torch.save((module, plans, serialization.lists_of(units)), buffer)
     return _load, (buffer.getvalue(),)
 
 
 def _pickled(plan: UnitPlan) -> UnitPlan:
-    mesh = plan.mesh
-    handles = [
-        {**each, "options": replace(each["options"], face=replace(each["options"].face, mesh=None))}
-        for each in plan.handles
-    ]
-    return replace(plan, mesh=(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names), handles=handles)
+    options = [each["options"] for each in plan.handles]
+    described = [_on(each, _described(each.face.mesh)) for each in options]
+    handles = [{**each, "options": one} for each, one in zip(plan.handles, described, strict=True)]
+    return replace(plan, mesh=_described(plan.mesh), handles=handles)
+
+
+def _described(mesh: Any) -> Any:
+    return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names
+
+
+def _on(options: FlatParamOptions, mesh: Any) -> FlatParamOptions:
+    return replace(options, face=replace(options.face, mesh=mesh))  # type: ignore[type-var]
 
 
 def _blank(front: type, plain: type[nn.Module]) -> nn.Module:
@@ -236,17 +289,22 @@ def _blank(front: type, plain: type[nn.Module]) -> nn.Module:
 def _load(data: bytes) -> nn.Module:
     module, plans, lists = torch.load(io.BytesIO(data), weights_only=False)
     meshes: dict[str, Any] = {}
+
+    def mesh_of(groups: ProcessGroups, described: Any) -> Any:
+        key = str((described, groups.given_ranks))
+        if key not in meshes:
+            meshes[key] = mesh_over(groups, *described)
+        return meshes[key]
+
     units = []
     for plan in plans:
-        for settings in plan.handles:
-            serialization.check_rank("module", settings["rank"], plan.groups)
-        key = str((plan.mesh, plan.groups.given_ranks))
-        if key not in meshes:
-            meshes[key] = mesh_over(plan.groups, *plan.mesh)
-        for settings in plan.handles:
-            options = settings["options"]
-            settings["options"] = replace(options, face=replace(options.face, mesh=meshes[key]))
-        units.append(_build(replace(plan, mesh=meshes[key]), [each["shard"] for each in plan.handles]))
+        for number, settings in enumerate(plan.handles):
+            groups = plan.elsewhere.get(number, plan.groups)
+            serialization.check_rank("module", settings["rank"], groups)
+            settings["options"] = _on(settings["options"], mesh_of(groups, settings["options"].face.mesh))
+        mesh = mesh_of(plan.groups, plan.mesh)
+        units.append(_build(replace(plan, mesh=mesh), [each["shard"] for each in plan.handles]))
+    _share(units, plans)
     serialization.set_lists(units, lists)
     loaded: nn.Module = module
     return loaded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,9 +35,11 @@ def shard(call: Call, front_class: type) -> None:
             f"{CALL}()",
             call.modules,
             call.output_dtype,
-            partial(_faces, call.config.device_mesh),
+            _faces,
             lambda parallel: (GatherExtensions(parallel, call.policy), parallel),
             call.materializes,
+            call.mesh.spmd,
+            call.elsewhere,
         )
         lay_out(call.dims)
         model = build_unit(call.holder, resolve_groups(call.config), island=call.island, front=front)
@@ -48,16 +49,13 @@ def shard(call: Call, front_class: type) -> None:
     keep_model(call.modules[0], model)
 
 
-def _faces(mesh: Any, transformed: Sequence[TransformedParam], leaves: Sequence[nn.Parameter]) -> RowFaces:
+def _faces(transformed: Sequence[TransformedParam], leaves: Sequence[nn.Parameter], mesh: Any) -> RowFaces:
     """What makes the DTensors of `leaves` on `mesh`, on that of tensor parallelism too where they lie on one."""
     states = {id(each.leaf): each.state for each in transformed}
     found = [states.get(id(leaf)) for leaf in leaves]
     extended = [each if isinstance(each, ExtendedParam) else None for each in found]
     outer = [one if more is None else more.outer for one, more in zip(found, extended, strict=True)]
-    stored = [
-        each.spec(leaf.dtype) if isinstance(each, StoredDTensor) else None
-        for each, leaf in zip(outer, leaves, strict=True)
-    ]
+    stored = [each if isinstance(each, StoredDTensor) else None for each in outer]
     return RowFaces(mesh, tuple(stored), tuple(None if each is None else each.hooks for each in extended))
 
 

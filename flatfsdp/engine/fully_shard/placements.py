@@ -6,7 +6,7 @@ parameter is laid out that way before it is sharded, and neither gathers nor red
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,36 +14,53 @@ from torch import nn
 
 from ...errors import ConfigValueError, refuse_type
 from ..runtime.param_registry import owner_of
+from .meshes import ChosenMesh
 
 ARGUMENT = "shard_placement_fn"
 
 
-def dims_of(holder: nn.Module, chosen: Any, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
-    """The dimension along which each parameter in `holder` that no unit owns is to be split, as the user's function
-    `chosen` returns; 0 where that is None or returns it. `chosen` is called once for each of them.
+def placements_of(
+    holder: nn.Module, chosen: Any, ignored: Collection[nn.Parameter], default: ChosenMesh
+) -> dict[nn.Parameter, tuple[int, ChosenMesh]]:
+    """The dimension along which each parameter in `holder` that no unit owns is to be split, and over which ranks, as
+    the user's function `chosen` returns; 0 and `default` where that is None or returns it. `chosen` is called once for
+    each of them.
 
     Raises:
         ConfigTypeError, ConfigValueError: it is no callable, or returns no placement that can be followed.
     """
     if chosen is not None and not callable(chosen):
         refuse_type(ARGUMENT, chosen, "None, or a callable (parameter) -> Shard or None")
-    dims = {}
+    placed, meshes = {}, [default]
     for name, parameter in holder.named_parameters():
-        if parameter not in ignored and owner_of(parameter) is None:
-            dims[parameter] = 0 if chosen is None else _dim_of(chosen, name, parameter)
-    return dims
+        if parameter in ignored or owner_of(parameter) is not None:
+            continue
+        placement: Any = None if chosen is None else chosen(parameter)
+        mesh = default
+        if hasattr(placement, "mesh_info"):
+            mesh = _known(ChosenMesh.of_parameter(placement.mesh_info, name), meshes)
+            placement = placement.placement
+            if mesh.mesh.device_type != default.mesh.device_type:
+                raise ConfigValueError(
+                    f"{ARGUMENT}: got a mesh on {mesh.mesh.device_type} for parameter {name!r}, and one on "
+                    f"{default.mesh.device_type} for the module. A module computes on one type of device"
+                )
+        placed[parameter] = _dim_of(placement, name, parameter), mesh
+    return placed
 
 
-def _dim_of(chosen: Callable[[nn.Parameter], Any], name: str, parameter: nn.Parameter) -> int:
-    placement = chosen(parameter)
+def _known(mesh: ChosenMesh, meshes: list[ChosenMesh]) -> ChosenMesh:
+    """`mesh`, or what means the same among `meshes`."""
+    known = next((each for each in meshes if each.is_as(mesh)), None)
+    if known is None:
+        meshes.append(mesh)
+    return known or mesh
+
+
+def _dim_of(placement: Any, name: str, parameter: nn.Parameter) -> int:
     if placement is None:
         return 0
     accepted = "a torch.distributed.tensor.Shard, or None for Shard(0)"
-    if hasattr(placement, "mesh_info"):
-        raise ConfigValueError(
-            f"{ARGUMENT}: got a mesh for parameter {name!r}. Parameters of one call are sharded over one mesh: shard "
-            "the modules of the others first, each by a call of its own with their mesh="
-        )
     dim = getattr(placement, "dim", None)
     if type(placement).__name__ != "Shard" or not isinstance(dim, int):
         raise ConfigValueError(f"{ARGUMENT}: got {placement!r} for parameter {name!r}. Accepted: {accepted}")

@@ -57,7 +57,8 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     shown = [tuple(cell for column, cell in enumerate(row) if column not in common) for row in (header, *rows, last)]
     lines = aligned(shown, right=(2, 3, 4))
     lines += [f"each unit: {', '.join(common.values())}"] if common else []
-    lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in found)
+    axes = [groups for _, unit in found for groups in unit.axes.all]
+    lines += dict.fromkeys(f"ranks {extent_of(groups)}: {groups_in_words(groups)}" for groups in axes)
     lines += _early_waits([unit for _, unit in found])
     owned = {id(each) for _, unit in found for h in unit.handles for each in h.parameters}
     left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
@@ -80,15 +81,16 @@ def _early_waits(units: Sequence[Unit]) -> list[str]:
 
 def _waits_early(unit: Unit) -> bool | None:
     """Whether some reduction of `unit` is waited for where it is issued; None where that is not known yet."""
-    world = unit.groups.scatter.size
     if unit.options.comm_hook is not None:
         return False
-    sizes = [
-        handle.layout.shard_numel * (world - 1) * handle.precision.reduce.itemsize
-        for handle in unit.handles
-        if handle.options.trainable and handle.precision.reduce_bits is None
-    ]
-    return waits_early(unit.groups.scatter, unit.groups.device, max(sizes, default=0))
+    sizes = dict.fromkeys(unit.axes.all, 0)
+    for handle in unit.handles:
+        if handle.options.trainable and handle.precision.reduce_bits is None:
+            groups = unit.axes.of(handle)
+            size = handle.layout.shard_numel * (groups.scatter.size - 1) * handle.precision.reduce.itemsize
+            sizes[groups] = max(sizes[groups], size)
+    known = [waits_early(groups.scatter, groups.device, size) for groups, size in sizes.items()]
+    return any(known) or (None if None in known else False)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def _summary_of(name: str, unit: Unit) -> UnitSummary:
         bytes_per_rank=sum(handle.shard.numel() * handle.shard.element_size() for handle in unit.handles),
         padding=sum(handle.layout.padded_numel for handle in unit.handles) - parameters,
         strategy=unit.built.traits.strategy.name,
-        ranks=extent_of(unit.groups),
+        ranks=", ".join(dict.fromkeys(map(extent_of, unit.axes.all))),
         kinds=", ".join(_kind(unit, handle) + _kept(unit, handle) for handle in unit.handles) or "none of its own",
     )
 
@@ -338,7 +340,7 @@ def _kind(unit: Unit, handle: FlatParamHandle) -> str:
     reduced = precision.reduce_bits is not None and handle.options.trainable
     bits = f", gradients by {precision.reduce_bits} bits" if reduced else ""
     if reduced and precision.error_feedback:
-        numel = sum(residual_numels(handle.layout.shard_numel, unit.groups).values())
+        numel = sum(residual_numels(handle.layout.shard_numel, unit.axes.of(handle)).values())
         bits += f", residuals of {numel * precision.reduce.itemsize:,} bytes"
     rows = " in rows" if handle.options.layout == "rows" else ""
     return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}{rows}"

@@ -260,7 +260,8 @@ class Backward:
 
     def _waits_for_all(self, unit: Unit) -> bool:
         """Whether the host of each rank waits for the reduction of `unit`, to which no other rank can be missing."""
-        alike = unit.groups.world == len(self.agreement.peers.ranks) and unit.options.comm_hook is None
+        everywhere = all([groups.world == len(self.agreement.peers.ranks) for groups in unit.axes.all])
+        alike = everywhere and unit.options.comm_hook is None
         return alike and not unit.resources.device.has_streams
 
     def gradient_arrived(self, *, watched: bool) -> None:
@@ -307,9 +308,10 @@ class Backward:
         """Await the gradients of all leaves of `unit` that require one; zeros where this backward brings none.
         `share`: in the parameters' own places."""
         hooked, divide_by = unit.options.comm_hook is not None, unit.options.schedule.divide_by
-        world, sync = left_to_average(unit.groups) if hooked else unit.groups.world, self._rules[unit].reduces
-        participates = False
+        sync, participates = self._rules[unit].reduces, False
         for kind, (handle, _, grads) in enumerate(unit.kinds):
+            groups = unit.axes.of(handle) if unit.axes.elsewhere else unit.groups
+            world = left_to_average(groups) if hooked else groups.world
             grads.expect_gradients(
                 handle.trainable_indices(),
                 world=world,

@@ -32,8 +32,10 @@ class Coalescer:
         self._groups: dict[tuple[str, tuple[Unit, ...]], tuple[tuple[Unit, ...], ...]] = {}  # that were found before
 
     def measure(self, units: Iterable[Unit]) -> None:
-        """Find the small ones among `units`. Tied parameters are needed at other times than their unit."""
-        sizes = {unit: sum(map(_unsharded_bytes, unit.handles)) for unit in units if not unit.is_tied}
+        """Find the small ones among `units`. Tied parameters are needed at other times than their unit, and those of
+        other meshes travel elsewhere."""
+        alone = (unit for unit in units if not (unit.is_tied or unit.axes.elsewhere))
+        sizes = {unit: sum(map(_unsharded_bytes, unit.handles)) for unit in alone}
         self._bytes = {unit: size for unit, size in sizes.items() if 0 < size <= self._most}
         self.forget()
 
@@ -80,16 +82,16 @@ class Coalescer:
         size = self._bytes.get(unit)
         schedule = unit.options.schedule
         alone = unit.groups.shard.size == 1 or schedule.post_forward_ranks is not None or schedule.unshard_async_op
-        return None if size is None or alone else (size, id(unit.transports.quantized))
+        return None if size is None or alone else (size, id(unit.axes.own_transports.quantized))
 
     def _reduction_of(self, unit: Unit) -> tuple[int, object] | None:
         size, options = self._bytes.get(unit), unit.options
         hooked = options.all_reduce_hook is not None or options.comm_hook is not None
-        travels = unit.groups.shard.size > 1 or unit.second_stage_reducer is not None
+        travels = unit.groups.shard.size > 1 or unit.reducers[1] is not None
         if size is None or not travels or hooked:
             return None
         feedback = unit.built.mixed_precision.reduce_error_feedback
-        return size, (id(unit.transports.reducers[0]), id(unit.second_stage_reducer), feedback)
+        return size, (*map(id, unit.reducers), feedback)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class Coalescer:
             if sharded:
                 unit.record_event("gather")
                 found.append(unit)
-        transports = units[0].transports
+        transports = units[0].axes.own_transports
         for (dtype, is_exact), gathered in alike.items():
             together = CoalescedSource(dtype)
             for handle, _ in gathered:
@@ -139,7 +141,7 @@ class Coalescer:
         for unit in units:
             for part in unit.reduction_inputs():
                 by_dtype[part.handle.precision.reduce].append(part)
-        reducers, streams = (first.transports.reducers[0], first.second_stage_reducer), first.resources.streams
+        reducers, streams = first.reducers, first.resources.streams
         return [
             Reduction(parts, *reducers, streams.reduce, streams.replicate, coalesced=True)
             for parts in by_dtype.values()

@@ -177,10 +177,10 @@ class ForwardGathers:
     def _reshard(self, unit: Unit, *readers: Unit) -> None:
         """Free the unsharded parameters; where the backward of one of the `readers` is to come, they may stay among
         the ranks of the post-forward axis. [Note: post-forward shards]"""
-        if unit.kept.post_forward is not None and any(map(self.iteration.record.awaits, readers)):
-            for handle in unit.handles:
+        if unit.kept.post_forward and any(map(self.iteration.record.awaits, readers)):
+            for handle, neighbours in unit.kept.post_forward.items():
                 if handle.state is UNSHARDED and handle.persistence is None:
-                    handle.keep(PostForwardShard(handle.unsharded, unit.kept.post_forward, tracker=handle.tracker))
+                    handle.keep(PostForwardShard(handle.unsharded, neighbours, tracker=handle.tracker))
             unit.record_event("post_forward_shard")
         self.iteration.has_freed = True
         unit.reshard(SHOWS_NOTHING, unreached=self.iteration.backward is not None)

@@ -16,6 +16,7 @@ from ..agreement.model_check import Checksums, Fact
 from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
 from ..base import _torch
 from ..base.hashing import hash63
+from ..comm.process_groups import extent_of
 from ..comm.transport import Transport
 from ..flat.faces import fact_of
 from .part_axes import all_part_axes, beside, each_once
@@ -28,7 +29,8 @@ Flags = tuple[tuple[bool, ...], ...]  # of the leaves of a unit, by handle
 
 def own_axes(units: Sequence[Unit]) -> list[Transport]:
     """The axes over which `units` are gathered and reduced, each once."""
-    axes = [each for unit in reversed(units) for each in (unit.transports.scatter, unit.transports.replicate)]
+    found = [transports for unit in reversed(units) for transports in unit.axes.transports.values()]
+    axes = [each for transports in found for each in (transports.scatter, transports.replicate)]
     return each_once(axis for axis in axes if axis is not None and axis.group.size > 1)
 
 
@@ -48,11 +50,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
         facts += [
             (subject, f"of class {unit.entries.class_name}", False),
             (f"{subject}, sharding_strategy", groups.strategy.name, False),
-            (
-                f"{subject}, ranks",
-                f"{groups.shard.size} x {groups.replicate.size if groups.replicate is not None else 1}",
-                False,
-            ),
+            (f"{subject}, ranks", extent_of(groups), False),
             (f"{subject}, {argument}", value, False),
             (f"{subject}, layout", ", ".join(handle.options.layout for handle in unit.handles[:1]), False),
             (f"{subject}, mixed_precision", _unlike_default(unit.built.mixed_precision), False),
@@ -67,11 +65,16 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
         ]
         for handle, views in zip(unit.handles, unit.views, strict=True):
             kinds = {id(each.leaf): each.transform.describe(each.state) for each in views.extended}
+            over = (
+                f", sharded over {extent_of(unit.axes.elsewhere[handle])} ranks"
+                if handle in unit.axes.elsewhere
+                else ""
+            )
             for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True):
                 dtype = str(handle.shard.dtype).removeprefix("torch.")
                 grad = "requires_grad" if leaf.requires_grad else "no requires_grad"
                 stride = "" if spec.stride is None or spec.part is not None else f" strides {spec.stride}"
-                shape = f"{dtype} {spec.whole.shape}{stride}{kinds.get(id(leaf), '')}, {grad}"
+                shape = f"{dtype} {spec.whole.shape}{stride}{kinds.get(id(leaf), '')}, {grad}{over}"
                 facts.append((f"{subject}, parameter {spec.name}", shape, False))
     return facts
 
@@ -100,10 +103,12 @@ def initial_checksums(units: Sequence[Unit], known: dict[Unit, InitialChecksums]
     parts = all_part_axes(units)
     for unit in units:
         if (each := known.pop(unit, None)) is not None:
-            paths = [spec.name for handle in unit.handles for spec in handle.layout.params]
-            peers = hash63(str([axis.group.rank for axis in beside(unit, parts)]))
-            values = each.unchanged(paths, own_pieces(unit))
-            out += [(unit.entries.fqn(path), value, peers) for path, value in values]
+            peers: dict[str, int] = {}
+            for handle in unit.handles:
+                places = [axis.group.rank for axis in beside(unit.axes.of(handle), parts)]
+                peers.update(dict.fromkeys((spec.name for spec in handle.layout.params), hash63(str(places))))
+            values = each.unchanged(list(peers), own_pieces(unit))
+            out += [(unit.entries.fqn(path), value, peers[path]) for path, value in values]
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ..comm.axes import ProcessGroups
 from ..comm.transport import Transport
 from .unit import Unit
 
@@ -33,9 +34,8 @@ def part_axes(unit: Unit, kind: int) -> list[PartAxes]:
     return [axes.get(id(leaf), ()) for leaf in unit.handles[kind].leaves]
 
 
-def beside(unit: Unit, axes: Iterable[Transport]) -> list[Transport]:
-    """Those of `axes` on which no other rank is of the unit's own axes."""
-    groups = unit.groups
+def beside(groups: ProcessGroups, axes: Iterable[Transport]) -> list[Transport]:
+    """Those of `axes` on which no other rank is of the axes of `groups`."""
     own = {*groups.shard.ranks, *(groups.replicate.ranks if groups.replicate is not None else ())}
     return [axis for axis in axes if len(own & {*axis.group.ranks}) == 1]
 

@@ -56,7 +56,7 @@ class ReplicaChecks:
             return math.inf
         found = differences(self._agreement.peers, replicated_pieces(units))
         if not found:
-            return EVERY if any(unit.groups.replicate is not None for unit in units) else math.inf
+            return EVERY if any(g.replicate is not None for unit in units for g in unit.axes.all) else math.inf
         if again:
             found = f"{found}. They were the same {EVERY:,} backwards before"
         if not self._agreement.initial_values.differ:  # else it was reported, of all ranks
@@ -69,12 +69,14 @@ def replicated_pieces(units: Sequence[Unit]) -> list[Replicated]:
     has none."""
     rows: list[Replicated] = []
     for unit in units:
-        if unit.groups.replicate is not None:
-            pieces = own_pieces(unit)
-            for handle in unit.handles:
+        if all(groups.replicate is None for groups in unit.axes.all):
+            continue
+        pieces = own_pieces(unit)
+        for handle in unit.handles:
+            if (replicate := unit.axes.of(handle).replicate) is not None:
                 for spec in handle.layout.params:
                     own = checksum(pieces[spec.name]) if spec.name in pieces else 0
-                    rows.append((unit.groups.replicate.ranks, unit.entries.fqn(spec.name), own))
+                    rows.append((replicate.ranks, unit.entries.fqn(spec.name), own))
     return rows
 
 

@@ -16,11 +16,13 @@ from ..agreement.divergence import ModelNames
 from ..agreement.model_check import Checksums
 from ..agreement.once_per_job import warn_once_per_job
 from ..base.events import Observers
+from ..comm.axes import ProcessGroups
 from ..comm.block_codec import codecs
 from ..comm.comm_hook import reducers
 from ..comm.process_groups import extent_of, groups_in_words
 from .coalesced_collectives import Coalescer
 from .device_checks import check_hooked, check_placed, check_registered, check_targets
+from .late_ties import follow_ties
 from .model_facts import axes_of, describe, initial_checksums, names_in, names_of_leaves, unit_entries
 from .module_tree import entries
 from .resources import ModelSettings, Resources
@@ -86,7 +88,7 @@ class Setup:
         self.entries = entries(outermost)
         check_hooked(units)
         check_targets(units)
-        self.write_back([unit for unit in units if unit.entries.in_place])  # loaded in the place of meta tensors
+        self._take_over([unit for unit in units if unit.entries.in_place])
         self.check_placed()
         self.choose_unshard_stream()
         if not any(unit.handles for unit in units):
@@ -99,7 +101,7 @@ class Setup:
         self.agreement.connect(
             axes_of(units),
             ModelNames(unit_entries(units), names_in(units)),
-            sharded=any(unit.groups.shard.size > 1 for unit in units),
+            sharded=any(unit.axes.is_spread for unit in units),
             comm_stats=self.resources.comm_stats,
             events=self.resources.events,
         )
@@ -111,9 +113,15 @@ class Setup:
             self.checksums if training else None,
         )
         self.ready = True
-        for plan in {id(unit.groups): unit.groups for unit in units if unit.groups.replicate is not None}.values():
+        plans = {id(plan): plan for unit in units for plan in unit.axes.all if plan.replicate is not None}
+        for plan in plans.values():
             logger.info("%s over %s: %s", plan.strategy.name, extent_of(plan), groups_in_words(plan))
         logger.debug("initialised %d units: %s", len(units), ", ".join(unit.label for unit in units))
+
+    def _take_over(self, units: list[Unit]) -> None:
+        """What was loaded in the place of parameters, on the meta device or not, and tied after that."""
+        follow_ties(units)
+        self.write_back(units)
 
     def check_placed(self) -> None:
         """Refuse parameters that are in no unit, or are elsewhere than where they compute."""
@@ -124,15 +132,19 @@ class Setup:
         self.placed = True
 
     def connect(self, unit: Unit) -> None:
-        """Give `unit` its transports. [Note: communication hooks]"""
-        groups, hook, transport = unit.groups, unit.options.comm_hook, self.resources.transport
+        """Give `unit` its transports."""
+        unit.axes.connect({id(groups): self._transports(unit, groups) for groups in unit.axes.all})
+
+    def _transports(self, unit: Unit, groups: ProcessGroups) -> Transports:
+        """Those of `unit` over `groups`. [Note: communication hooks]"""
+        hook, transport = unit.options.comm_hook, self.resources.transport
         gather = transport(groups.shard if hook is None else groups.scatter, "gather")
         scatter = transport(groups.scatter, "scatter")
         replicate = transport(groups.replicate, "replicate") if groups.replicate is not None else None
         parameters, gradients = codecs(unit.built.mixed_precision)
         quantized = self.resources.quantized
         across = quantized(replicate, gradients) if replicate is not None else None
-        unit.transports = Transports(
+        return Transports(
             gather,
             scatter,
             replicate,

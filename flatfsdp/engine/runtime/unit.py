@@ -3,15 +3,16 @@
 [Note: unit] A unit's parameters live in one handle per kind, whose collectives are issued together. Here is *how* they
 are gathered, freed, reduced and brought to rest. *When* is decided by the drivers of forwards and backwards
 (`forward_driver.py`, `backward_driver.py`), *in which order* among units by the schedule. A unit has no way to its
-model; what it needs of it are values (`Resources`, `Transports`).
+model; what it needs of it are values (`Resources`, `UnitAxes`).
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NoReturn
 
 import torch
@@ -38,7 +39,8 @@ from ..flat.views import (
 )
 from .entries import Entries
 from .resources import Resources
-from .unit_state import BuiltWith, KeptUnsharded, Transports, UnitBackward, UnitPlace, WatchedLeaves
+from .unit_axes import UnitAxes
+from .unit_state import BuiltWith, KeptUnsharded, UnitBackward, UnitPlace, WatchedLeaves
 
 _state_of, _requires_grad = attrgetter("state"), attrgetter("requires_grad")  # faster than a generator each time
 
@@ -56,13 +58,13 @@ class Unit:
         owning_units: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one
             is. shared_refs: where modules of this unit hold those.
         sharing_units: units that hold parameters of this one too, weakly.
+        groups: the axes over which it is sharded; axes: those of handles that are elsewhere, too.
         options: what users chose.
         phase: [Note: lifecycle].
         backward: how far its backward has come.
     """
 
     resources: Resources
-    transports: Transports
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class Unit:
         *,
         built: BuiltWith,
         groups: ProcessGroups,
+        elsewhere: Mapping[FlatParamHandle, ProcessGroups] = MappingProxyType({}),
         options: UnitOptions,
         owning_units: Sequence[Unit] = (),
         shared_refs: Sequence[ParamRef] = (),
@@ -87,7 +90,7 @@ class Unit:
         self.owning_units: list[Unit] = []
         self.share_params_of(owning_units)
         self.built = built
-        self.groups = groups
+        self.groups, self.axes = groups, UnitAxes(groups, elsewhere)
         self.options = options
         self.phase = IDLE
         self.kept = KeptUnsharded()
@@ -243,7 +246,7 @@ class Unit:
             handle.drop_stale_source()
             if handle.kept_source is not None and handle.kept_source.serves(dtype):
                 return handle.kept_source
-        transports = self.transports
+        transports = self.axes.transports_of(handle) if self.axes.elsewhere else self.axes.own_transports
         return handle.shard_source(
             transports.gather if handle.precision.gather is None else transports.quantized, dtype
         )
@@ -316,29 +319,42 @@ class Unit:
 
     def reduce(self) -> list[Reduction]:
         """Issue the reductions of all kinds that take part. Collective over the shard axis."""
-        streams, scatter = self.resources.streams, self.transports.reducers[0]
-        return [
-            Reduction([part], scatter, self.second_stage_reducer, streams.reduce, streams.replicate)
-            for part in self.reduction_inputs()
-        ]
+        streams, (scatter, across) = self.resources.streams, self.reducers
+        made = []
+        for part in self.reduction_inputs():
+            if self.axes.elsewhere:
+                scatter, second = self.axes.transports_of(part.handle).reducers
+                across = second if self.options.schedule.all_reduce else None
+            made.append(Reduction([part], scatter, across, streams.reduce, streams.replicate))
+        return made
 
     def reduction_inputs(self) -> list[ReductionInput]:
         """The gradients of all kinds that take part in a reduction, for it."""
         if [grads for grads in self.grads if grads.occupies_params]:
             self.reshard(SHOWS_NOTHING, unreached=True)
         self.record_event("reduce")
-        completes, hook = self.completes, self.options.all_reduce_hook
-        return [grads.start_reduction(completes=completes, hook=hook) for grads in self.grads if grads.participates]
+        everywhere, hook = self.options.schedule.all_reduce, self.options.all_reduce_hook
+        return [
+            grads.start_reduction(
+                completes=everywhere or self.axes.transports_of(grads.handle).reducers[1] is None,
+                hook=hook,
+            )
+            for grads in self.grads
+            if grads.participates
+        ]
 
     @property
     def completes(self) -> bool:
-        """Whether a reduction brings the gradient, not a partial sum. [Note: partial sums]"""
-        return self.options.schedule.all_reduce or self.transports.reducers[1] is None
+        """Whether a reduction brings some gradient, not only partial sums. [Note: partial sums]"""
+        if self.options.schedule.all_reduce:
+            return True
+        return any([self.axes.transports_of(handle).reducers[1] is None for handle in self.handles])
 
     @property
-    def second_stage_reducer(self) -> Reducer | None:
-        """What carries out the second stage of a reduction now; None where there is none."""
-        return self.transports.reducers[1] if self.completes else None
+    def reducers(self) -> tuple[Reducer, Reducer | None]:
+        """What carries out both stages of a reduction over the unit's own axes now; None where there is no second."""
+        scatter, across = self.axes.own_transports.reducers
+        return scatter, across if self.options.schedule.all_reduce else None
 
     def finalize_grads(self) -> list[FlatParamHandle]:
         """Make the reduced gradients `.grad`; the handles of which that completes them."""
@@ -351,10 +367,7 @@ class Unit:
         if self.phase is SUMMONED:  # the parameters are the user's; units around it may have run
             return
         self.kept.by_choice = (
-            keep_unsharded
-            and self.options.schedule.keeps_by_choice
-            and self.groups.shard.size > 1
-            and self.is_unsharded
+            keep_unsharded and self.options.schedule.keeps_by_choice and self.axes.is_spread and self.is_unsharded
         )
         if keep_unsharded:
             for handle, views, _ in self.kinds:
@@ -363,7 +376,7 @@ class Unit:
                 views.show(SHOWS_SHARD)
         else:
             self.reshard(SHOWS_SHARD)
-        if self.kept.post_forward is not None:
+        if self.kept.post_forward:
             self.drop_post_forward_shards()
         self.phase = IDLE
         self.backward = UnitBackward()

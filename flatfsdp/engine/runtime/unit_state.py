@@ -13,6 +13,7 @@ from ...api import CPUOffload, MixedPrecision
 from ..base import autograd as hooks
 from ..comm.transport import Reducer, Transport
 from ..config.strategy import Traits
+from ..flat.flat_param import FlatParamHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class KeptUnsharded:
         pinned: for the time of an `inference()`.
         maybe_stale: some ranks may have written to their shards since, and others not.
         versions: of the shards of its handles, when a user asked for the unit; shards: copies of them, of DTensors.
-        post_forward: the transport over the post-forward axis; None where there is none. [Note: post-forward shards]
+        post_forward: the transports of handles over their post-forward axes. [Note: post-forward shards]
     """
 
     by_choice: bool = False
@@ -87,7 +88,7 @@ class KeptUnsharded:
     maybe_stale: bool = False
     versions: list[tuple[int, ...]] = field(default_factory=list)
     shards: list[torch.Tensor] = field(default_factory=list)
-    post_forward: Transport | None = None
+    post_forward: dict[FlatParamHandle, Transport] = field(default_factory=dict)
 
 
 class WatchedLeaves:

@@ -133,7 +133,7 @@ def check_left_unsharded(unit: Unit) -> None:
 def begin_request(unit: Unit) -> None:
     """A user is about to unshard `unit`: remember what its shards are."""
     unit.kept.versions = [handle.writes.all for handle in unit.handles]
-    unit.kept.by_choice = unit.shows_shard and unit.groups.shard.size > 1
+    unit.kept.by_choice = unit.shows_shard and unit.axes.is_spread
     compares = unit.kept.by_choice and not (unit.resources.device.has_streams or is_memoryless())
     if compares and any([handle.face.is_distributed for handle in unit.handles]):
         unit.kept.shards = [handle.shard.detach().clone() for handle in unit.handles]
@@ -146,7 +146,7 @@ def retire_request(unit: Unit, *, written: bool) -> None:
     Raises:
         UsageError: for what a user put in its place.
     """
-    keeps = unit.kept.by_choice or (unit.groups.shard.size == 1 and unit.is_unsharded)
+    keeps = unit.kept.by_choice or (not unit.axes.is_spread and unit.is_unsharded)
     # Leaves that show nothing, as a forward has left them, cannot be written to while a gather is on its way.
     shown = [views for views in unit.views if views.mode is SHOWS_UNSHARDED]
     if keeps and shown:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ..comm.axes import ProcessGroups
 from ..comm.transport import Transport
 from ..device.streams import Stream
 from ..flat.flat_param import FlatParamHandle
@@ -48,7 +49,7 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
     handle = unit.handles[kind]
     with torch.no_grad():
         own = handle.shard.detach() if shard is None else shard
-        flat = gather_shard(handle, own, unit.transports.gather, unit.resources.streams.unshard)
+        flat = gather_shard(handle, own, unit.axes.transports_of(handle).gather, unit.resources.streams.unshard)
     free = handle.tracker.allocate("consolidated", flat.nbytes)
     unit.record_event("consolidate")
     try:
@@ -57,10 +58,9 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
         free()
 
 
-def is_first(unit: Unit) -> bool:
+def is_first(groups: ProcessGroups) -> bool:
     """Whether this rank is the first of shard and replicate axis: the one that has what only one rank has."""
-    replicate = unit.groups.replicate
-    return unit.groups.shard.rank == 0 and (replicate is None or replicate.rank == 0)
+    return groups.shard.rank == 0 and (groups.replicate is None or groups.replicate.rank == 0)
 
 
 def store(layout: FlatLayout, rank: int, shard: torch.Tensor, index: int, unsharded: torch.Tensor) -> None:
@@ -94,8 +94,9 @@ def scatter(
     The first rank holds at most one shard besides `unsharded`, others hold their own.
     """
     handle = unit.handles[kind]
-    layout, axis, replicate = handle.layout, unit.transports.gather, unit.transports.replicate
-    values = (unsharded or ()) if is_first(unit) else ()
+    layout, transports = handle.layout, unit.axes.transports_of(handle)
+    axis, replicate = transports.gather, transports.replicate
+    values = (unsharded or ()) if is_first(unit.axes.of(handle)) else ()
 
     def assemble(rank: int) -> torch.Tensor:
         shard = torch.zeros(layout.shard_numel, dtype=dtype or handle.precision.master, device=handle.device)
@@ -126,9 +127,10 @@ def scatter_from_first(
 ) -> torch.Tensor:
     """`scatter` of whole tensors that the first of all ranks has, by their parameters' indices; others have None under
     the same ones. Collective over the axes of parts, too. [Note: parts of wholes]"""
-    params, sent = unit.handles[kind].layout.params, dtype or unit.handles[kind].precision.master
+    handle = unit.handles[kind]
+    params, sent, groups = handle.layout.params, dtype or handle.precision.master, unit.axes.of(handle)
     unsharded: list[torch.Tensor | None] = [None] * len(params)
-    axes = axes_beside(unit) if is_first(unit) else []
+    axes = axes_beside(unit, groups) if is_first(groups) else []
     with torch.no_grad():
         for index, whole in wholes.items():
             if axes:

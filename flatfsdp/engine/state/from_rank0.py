@@ -99,7 +99,7 @@ def take_buffers(unit: Unit, units: Collection[Unit], module: nn.Module, destina
     what a rank has without communication (sharded and local state dicts, NO_SHARD) holds its own. So do buffers that
     the first rank does not have, or that are no dense tensors there.
     """
-    if all(each.groups.shard.size == 1 for each in units):
+    if not any(each.axes.is_spread for each in units):
         return
     axes = own_axes([unit])
     keys = [prefix + name for each in named_buffers(module) for name in each.names]

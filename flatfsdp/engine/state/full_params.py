@@ -57,14 +57,14 @@ class _SummonedHandle:
         self.views = unit.views[kind]
         self.keep = keep
         stream = unit.resources.streams.unshard
-        handle = self.handle
+        handle, gather = self.handle, unit.axes.transports_of(self.handle).gather
         with torch.no_grad():
-            self.flat = gather_shard(handle, handle.shard.detach(), unit.transports.gather, stream)
+            self.flat = gather_shard(handle, handle.shard.detach(), gather, stream)
             self.grads: list[torch.Tensor | None] | None = None
             if with_grads:
                 shard, present = _gradient_shard(handle)
-                unsharded = gather_shard(handle, shard, unit.transports.gather, stream)
-                unit.transports.gather.all_reduce_now(present, maximum=True)
+                unsharded = gather_shard(handle, shard, gather, stream)
+                gather.all_reduce_now(present, maximum=True)
                 self.grad_dtype = unsharded.dtype
                 views = full_views(unsharded.cpu() if offload_to_cpu else unsharded, handle.layout) if keep else []
                 self.grads = [view if there else None for view, there in zip(views, present.tolist(), strict=False)]
@@ -224,7 +224,7 @@ def summon(
                         _SummonedHandle(
                             unit,
                             kind,
-                            keep=is_first(unit) or not rank0_only,
+                            keep=is_first(unit.groups) or not rank0_only,
                             offload_to_cpu=offload_to_cpu,
                             with_grads=with_grads,
                         )
@@ -265,7 +265,8 @@ def unwrap(unit: Unit) -> nn.Module:
     model_of(unit).setup.connect(unit)
     for handle, views in zip(unit.handles, unit.views, strict=True):
         with torch.no_grad():
-            flat = gather_shard(handle, handle.shard.detach(), unit.transports.gather, unit.resources.streams.unshard)
+            gather = unit.axes.transports_of(handle).gather
+            flat = gather_shard(handle, handle.shard.detach(), gather, unit.resources.streams.unshard)
         views.show_borrowed_views([view.clone() for view in full_views(flat, handle.layout)])
     register_leaves(unit)
     for views in unit.views:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..base.fqns import clean, fqn
+from ..comm.axes import ProcessGroups
 from ..flat.flat_param import FlatParamHandle
 from ..layout.layout import ParamSpec, Span
 from ..runtime.module_tree import units_in
@@ -72,7 +73,8 @@ class NamedParam:
         """`local`, one element for each that this rank owns, as a value that knows the other ranks."""
         assert self.unit is not None
         index, layout = self.index, self.handle.layout
-        made = interval_of(self.unit, local, self.spec, lambda rank: layout.span_in_param(index, rank))
+        groups = self.unit.axes.of(self.handle)
+        made = interval_of(groups, local, self.spec, lambda rank: layout.span_in_param(index, rank))
         if (found := transformed_of(self.unit, self.kind, index)) is not None:
             made.assemble = partial(found.transform.assemble, state=found.state)
         return made
@@ -87,15 +89,17 @@ class NamedParam:
         """Whether this rank saves it, of those that hold the same; `first`: whether this is the first of all ranks."""
         if self.unit is None:
             return first
-        replicate, part = self.unit.groups.replicate, self.spec.part
+        replicate, part = self.unit.axes.of(self.handle).replicate, self.spec.part
         return (replicate is None or replicate.rank == 0) and (part is None or part.copy == 0)
 
 
-def interval_of(unit: Unit, local: torch.Tensor, spec: ParamSpec, span: Callable[[int], Span]) -> OwnedInterval:
-    """`local` as an interval of `spec`, of which each rank of the shard axis of `unit` has its `span`."""
-    axis = unit.groups.shard
+def interval_of(
+    groups: ProcessGroups, local: torch.Tensor, spec: ParamSpec, span: Callable[[int], Span]
+) -> OwnedInterval:
+    """`local` as an interval of `spec`, of which each rank of the shard axis of `groups` has its `span`."""
+    axis = groups.shard
     ranks = range(axis.size)
-    others = RemoteElements(axis.process_group, unit.groups.device, lambda: [span(rank).numel for rank in ranks])
+    others = RemoteElements(axis.process_group, groups.device, lambda: [span(rank).numel for rank in ranks])
     own = span(axis.rank)
     return OwnedInterval(local, spec, own, names_empty=axis.rank == 0, others=others if axis.size > 1 else None)
 

@@ -13,6 +13,7 @@ import torch
 
 from ..agreement.object_collectives import is_first_of
 from ..base.wait_limits import blocked
+from ..comm.axes import ProcessGroups
 from ..comm.transport import Transport
 from ..flat.extensions import TransformedParam
 from ..layout.part import Part
@@ -33,9 +34,9 @@ def every_axis(units: Sequence[Unit]) -> list[Transport]:
     return each_once((*axes_of(units), *axes_of_parts(units)))
 
 
-def axes_beside(unit: Unit) -> list[Transport]:
-    """The axes of parts in the model of `unit` on which no other rank is of the unit's own axes."""
-    return beside(unit, axes_of_parts([unit]))
+def axes_beside(unit: Unit, groups: ProcessGroups) -> list[Transport]:
+    """The axes of parts in the model of `unit` on which no other rank is of the axes of `groups`."""
+    return beside(groups, axes_of_parts([unit]))
 
 
 def transformed_of(unit: Unit, kind: int, index: int) -> TransformedParam | None:

@@ -6,10 +6,11 @@ All that may fail in a user's hands is checked before the first parameter is tou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,14 +18,15 @@ from torch import nn
 from ...api import BackwardPrefetch, Config, MixedPrecision
 from ...errors import UsageError, warn
 from ..agreement.checksums import InitialChecksums
-from ..comm.axes import ProcessGroups
-from ..comm.process_groups import plan_groups
-from ..config.schedule_options import AS_BUILT, Schedule, reshard_choice
+from ..comm.process_groups import plan_groups, resolve_groups
+from ..config.schedule_options import AS_BUILT, Schedule, reshard_choices
 from ..config.strategy import traits
 from ..config.unit_options import UnitOptions
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
+from ..dtensor.data_mesh import DataMesh, DataMeshes
+from ..dtensor.spmd_mesh import SpmdMesh
 from ..dtensor.tensor_parallel import TensorParallel
 from ..features.conditional_units import ConditionalUnits
 from ..features.local_clipping import LocalClipping
@@ -55,8 +57,9 @@ from .auto_wrap import check_called
 from .init_sync import failing_together, meeting_axes, synchronize
 from .materialize import materialize, replace_referenced
 
-# Of what transforms made of parameters and the leaves of one handle, what gives it its face.
-Faces = Callable[[Sequence[TransformedParam], Sequence[nn.Parameter]], FaceMaker]
+# Of what transforms made of parameters, the leaves of one handle and the mesh over which they are sharded, what gives
+# it its face.
+Faces = Callable[[Sequence[TransformedParam], Sequence[nn.Parameter], Any], FaceMaker]
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Front:
         transforms: those of parameters that it takes besides plain ones, with that of DTensors among them.
         materializes: whether what is on the meta device gets memory and values as it is sharded; else the user gives
             it memory later.
+        spmd: the mesh on which all parameters lie, of which the config's is a part, if there is one.
+        elsewhere: the configs of parameters that are sharded over other ranks, with their such mesh.
     """
 
     words: str = "FullyShardedDataParallel"
@@ -79,6 +84,18 @@ class Front:
     faces: Faces | None = None
     transforms: Callable[[TensorParallel], Sequence[Transform]] = lambda parallel: (parallel,)
     materializes: bool = True
+    spmd: SpmdMesh | None = None
+    elsewhere: Mapping[nn.Parameter, tuple[Config, SpmdMesh | None]] = field(default_factory=dict)
+
+    def meshes(self, config: Config, device: torch.device) -> DataMeshes:
+        """Over which ranks parameters are sharded; `config` is that of the unit. Makes groups for reductions, once."""
+        made: dict[int, DataMesh] = {}
+        others = {}
+        for parameter, (other, spmd) in self.elsewhere.items():
+            if id(other) not in made:
+                made[id(other)] = DataMesh(plan_groups(resolve_groups(other), device), other.device_mesh, spmd)
+            others[id(parameter)] = made[id(other)]
+        return DataMeshes(DataMesh(plan_groups(config, device), config.device_mesh, self.spmd), others)
 
 
 WRAPPER = Front()
@@ -93,35 +110,38 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     Collective only for `sync_module_states`. Raises before any parameter is changed, except out of user functions.
     """
     device = compute_device(module, config)
-    groups = plan_groups(config, device)
+    meshes = front.meshes(config, device)
+    groups = meshes.own.groups
     axes = meeting_axes(groups, Device(device)) if config.sync_module_states else []
     nested = units_in(module)
     with failing_together(axes):
         _check_new(module, nested, front)
-        reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
+        shards = (each.groups.shard.size for each in (meshes.own, *meshes.others.values()))
+        reshard = reshard_choices("reshard_after_forward", config.reshard_after_forward, shards=shards)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
-        replaced = _off_meta(modules, device, config, ignored_params, front)
+        replaced = _off_meta(modules, device, config, ignored_params, front, meshes)
         param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params, front)
         if not front.entries:
             check_called(module, [param_ref.path for param_ref in param_refs])
         _check_untransformed(param_refs)
         users = users_transforms()
-        transforms = [*users, *front.transforms(TensorParallel(groups, config.device_mesh))]
+        transforms = [*users, *front.transforms(TensorParallel(meshes))]
         if not users:
             _check_plain(param_refs, transforms)
         move_buffers(modules, device)
     synchronize(module, modules, leaves_of(param_refs), axes)
     tracker = MemoryTracker()
     handles, param_refs, transformed, initial_checksums = _shard(
-        param_refs, transforms, config, groups, device, tracker, front.faces or _fsdp1_faces(config)
+        param_refs, transforms, config, meshes, device, tracker, front.faces or _fsdp1_faces(config)
     )
     unit = Unit(
         Entries(front.entries or [module], in_place=bool(front.entries)),
-        handles,
+        [handle for handle, _ in handles],
         param_refs,
         built=_built_with(config, [each for _, each in modules], front, island=island),
         groups=groups,
+        elsewhere={handle: mesh.groups for handle, mesh in handles if mesh is not meshes.own},
         options=_options(config, reshard),
         owning_units=owners_of(shared_refs),
         shared_refs=shared_refs,
@@ -146,13 +166,17 @@ def _off_meta(
     config: Config,
     ignored_params: set[nn.Parameter],
     front: Front,
+    meshes: DataMeshes,
 ) -> list[nn.Parameter]:
     """Give memory and values to what is on the meta device, or make sure that it can get memory later; the parameters
-    that were replaced for that."""
-    if not (front.materializes or is_memoryless()):
-        return replace_referenced(modules, skip=ignored_params, owner_of=owner_of)
-    materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
-    return []
+    that were replaced for that. What is new in their places has their `meshes`."""
+    places, replaced = meshes.places(each for _, each in modules), []
+    if front.materializes or is_memoryless():
+        materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
+    else:
+        replaced = replace_referenced(modules, skip=ignored_params, owner_of=owner_of)
+    meshes.follow(places)
+    return replaced
 
 
 def _options(config: Config, reshard: bool | int | None) -> UnitOptions:
@@ -178,11 +202,12 @@ def _built_with(config: Config, modules: Sequence[nn.Module], front: Front, *, i
 
 def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None:
     """Let modules of `unit` see what extensions make of some leaves."""
-    for each in extended:
-        each.transform.attach(each.state, each.param_refs[0].module, unit.built.device_mesh)
     for handle, views, _ in unit.kinds:
         leaves = set(map(id, handle.leaves))
         views.extended = [each for each in extended if id(each.leaf) in leaves]
+        for each in views.extended:
+            mesh = getattr(handle.options.face, "mesh", unit.built.device_mesh)
+            each.transform.attach(each.state, each.param_refs[0].module, mesh)
 
 
 def _homes(
@@ -214,18 +239,20 @@ def _shard(
     param_refs: list[ParamRef],
     transforms: list[Transform],
     config: Config,
-    groups: ProcessGroups,
+    meshes: DataMeshes,
     device: torch.device,
     tracker: MemoryTracker,
     faces: Faces,
-) -> tuple[list[FlatParamHandle], list[ParamRef], list[TransformedParam], InitialChecksums | None]:
-    """Handles of what the unit will own; with what extensions made of it, and the sums of values that ranks compare.
+) -> tuple[list[tuple[FlatParamHandle, DataMesh]], list[ParamRef], list[TransformedParam], InitialChecksums | None]:
+    """Handles of what the unit will own, with the mesh of each; with what extensions made of it, and the sums of values
+    that ranks compare.
 
     Where it fails, all is registered as it was.
     """
     with ExitStack() as undo:
         for param_ref in param_refs:
             undo.callback(param_ref.register)
+        over = [meshes.of(param_ref.leaf) for param_ref in param_refs]
         param_refs, transformed = transform(param_refs, transforms)
         _check_plain(param_refs)
         leaves = leaves_of(param_refs)
@@ -233,8 +260,9 @@ def _shard(
         packed = {id(param_ref.leaf) for param_ref in param_refs if param_ref.is_packed}
         parts = {id(each.leaf): part for each in transformed if (part := each.part) is not None}
         hooks = {id(each.leaf): found for each in transformed if (found := each.transform.gather_hooks(each.state))}
+        mesh_of = {id(param_ref.leaf): mesh for param_ref, mesh in zip(param_refs, over, strict=True)}
         faced = partial(faces, transformed)
-        handles = _flatten(leaves, packed, parts, hooks, config, groups, device, tracker, faced)
+        handles = _flatten(leaves, packed, parts, hooks, config, mesh_of, device, tracker, faced)
         undo.pop_all()
     if dropped := [path for leaf, path in leaves if leaf.grad is not None]:
         warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")
@@ -249,32 +277,32 @@ def _flatten(
     parts: dict[int, Part],
     hooks: dict[int, GatherHooks],
     config: Config,
-    groups: ProcessGroups,
+    mesh_of: Mapping[int, DataMesh],
     device: torch.device,
     tracker: MemoryTracker,
-    faces: Callable[[Sequence[nn.Parameter]], FaceMaker],
-) -> list[FlatParamHandle]:
-    """A handle for each kind among `leaves`, given with their paths. They still show their own memory.
+    faces: Callable[[Sequence[nn.Parameter], Any], FaceMaker],
+) -> list[tuple[FlatParamHandle, DataMesh]]:
+    """A handle for each kind among `leaves`, given with their paths, and its mesh. They still show their own memory.
 
     `packed`: the ids of those that are packed bytes; `parts`: of which wholes some are parts, `hooks`: what says what
-    is gathered of some, by their ids.
+    is gathered of some, `mesh_of`: over which ranks each is sharded, by their ids.
     """
-    kinds: dict[tuple[torch.dtype, bool, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
+    kinds: dict[tuple[DataMesh, torch.dtype, bool, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:
         kind = leaf.dtype, leaf.requires_grad, id(leaf) in packed, leaf.is_meta, id(leaf) in hooks
-        kinds.setdefault(kind, []).append((leaf, path))
-    return [
+        kinds.setdefault((mesh_of[id(leaf)], *kind), []).append((leaf, path))
+    made = [
         (ExtendedHandle if is_extended else FlatParamHandle).flatten(
             [leaf for leaf, _ in members],
             [path for _, path in members],
-            world=groups.shard.size,
-            rank=groups.shard.rank,
+            world=mesh.groups.shard.size,
+            rank=mesh.groups.shard.rank,
             device=device,
             options=FlatParamOptions(
                 mixed_precision=MixedPrecision() if is_packed_kind else config.mixed_precision,
                 offload=config.cpu_offload.offload_params,
                 pin_memory=config.cpu_offload.pin_memory,
-                face=faces([leaf for leaf, _ in members]),
+                face=faces([leaf for leaf, _ in members], mesh.mesh),
                 trainable=trainable,
                 packed=is_packed_kind,
                 layout=config.layout,
@@ -283,13 +311,14 @@ def _flatten(
             tracker=tracker,
             parts=parts,
         )
-        for (_, trainable, is_packed_kind, _, is_extended), members in kinds.items()
+        for (mesh, _, trainable, is_packed_kind, _, is_extended), members in kinds.items()
     ]
+    return list(zip(made, [mesh for mesh, *_ in kinds], strict=True))
 
 
 def _fsdp1_faces(config: Config) -> Faces:
     face: FaceMaker = OriginalFace if config.use_orig_params else FlatFace
-    return lambda transformed, leaves: face
+    return lambda transformed, leaves, mesh: face
 
 
 def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, nested: list[Unit]) -> Model:

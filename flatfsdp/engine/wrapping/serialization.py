@@ -257,9 +257,10 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
 
 
 def refuse_parts(units: list[Unit]) -> None:
-    """Refuse to pickle what tensor parallelism has split."""
-    specs = ((unit, spec) for unit in units for handle in unit.handles for spec in handle.layout.params)
-    if parts := [fqn(unit.name, spec.name) for unit, spec in specs if spec.part is not None]:
+    """Refuse to pickle what tensor parallelism has split, or what else lies on a mesh of its own."""
+    extended = ((unit, each) for unit in units for views in unit.views for each in views.extended)
+    held = [(unit, each.param_refs[0]) for unit, each in extended if not each.transform.can_be_pickled(each.state)]
+    if parts := [fqn(unit.name, param_ref.path) for unit, param_ref in held]:
         raise UsageError(
             f"a sharded model with DTensors ({few(parts)}) cannot be pickled: they lie on a mesh of this job, and "
             "torch's tensor parallelism leaves hooks in modules that no pickle can hold. Save its state_dict()"

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 import flatfsdp
@@ -67,6 +71,55 @@ def beside(rank: int, world: int, shape: tuple[int, ...], sequence: bool) -> lis
 @pytest.mark.parametrize("sequence", [True, False])
 def test_two_by_two(pool4: Run, sequence: bool) -> None:
     assert not [line for lines in pool4(beside, (2, 2), sequence) for line in lines]
+
+
+def between(rank: int, world: int, folder: str) -> list[str]:
+    """What one of the two has saved after two steps, optimizer included, the other reads; and goes on alike."""
+    shape, found = (2, 2), []
+    warnings.simplefilter("ignore")
+    for saves, loads in ((flatfsdp, theirs), (theirs, flatfsdp)):
+        where = f"{folder}/{saves.__name__}"
+        model, optimizer = trained(saves, shape, 2)
+        dcp.save(state_of(model, optimizer), checkpoint_id=where)
+        other, others = trained(loads, shape, 1)
+        state = state_of(other, others)
+        dcp.load(state, checkpoint_id=where)
+        set_state_dict(other, others, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for step in (2, 3):
+            for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+                of_one, of_two = optimizer.state[one], others.state[two]
+                pairs = [(one, two), *((of_one[key], of_two[key]) for key in ("exp_avg", "exp_avg_sq", "step"))]
+                found += [f"{saves.__name__}, {name}" for pair in pairs if not alike(*pair)]
+            losses = [step_ours(each, shape, step) for each in (model, other)]
+            for each in (optimizer, others):
+                each.step()
+                each.zero_grad()
+            found += [f"{saves.__name__}: losses {losses}"] * (losses[0] != losses[1])
+    return found
+
+
+def alike(one: Any, two: Any) -> bool:
+    if isinstance(one, DTensor) and isinstance(two, DTensor):
+        return one._spec == two._spec and torch.equal(one.to_local(), two.to_local())
+    return torch.equal(one, two)
+
+
+def trained(package: Any, shape: tuple[int, ...], steps: int) -> tuple[Any, torch.optim.Optimizer]:
+    model = made(package, shape, sequence=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for step in range(steps):
+        step_ours(model, shape, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def test_checkpoints_between_ours_and_torchs(pool4: Run, tmp_path: Path) -> None:
+    assert pool4(between, str(tmp_path), timeout=90) == [[]] * 4
 
 
 def copied(rank: int, world: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import flatfsdp
-from flatfsdp import fully_shard
+from flatfsdp import DataParallelMeshDims, fully_shard
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
 
 
@@ -65,6 +66,29 @@ def tied_dtensors() -> None:
     fully_shard(model, mesh=whole["dp"])
 
 
+def on_all_axes(
+    *placements: Any, dims: Any, names: tuple[str, ...] = ("dp", "tp"), given: Callable[[DeviceMesh], Any] | None = None
+) -> None:
+    """All parameters are DTensors on the mesh; plain ones without `placements`."""
+    whole = dist.init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
+    linear = nn.Linear(2, 2, bias=False)
+    if placements:
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), whole, placements))
+    fully_shard(linear, mesh=whole if given is None else given(whole), dp_mesh_dims=dims)
+
+
+def without_shards() -> None:
+    whole = mesh()
+    dims = flatfsdp.DataParallelMeshDims(replicate="dp")
+    linear = nn.Linear(2, 2, bias=False)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), whole, [Replicate()] * 2))
+    info = SimpleNamespace(mesh=whole["dp"], shard_mesh_dim=None, dp_mesh_dims=dims, spmd_mesh=whole)
+    fully_shard(linear, shard_placement_fn=lambda p: SimpleNamespace(placement=None, mesh_info=info))
+
+
+DP = DataParallelMeshDims(shard="dp")
+
+
 def of_another_shape() -> None:
     linear = layer()
     linear.weight = nn.Parameter(torch.ones(3, 2))
@@ -80,6 +104,55 @@ REFUSED: list[tuple[str, Callable[[], Any], type[FlatFSDPError], str]] = [
     ("_fsdp_param: tied", tied_over_lists, UsageError, "'1.weight' of Sequential is tied .*as a list"),
     ("_fsdp_param: tied DTensors", tied_dtensors, UsageError, "'1.weight' is tied .*into one unit"),
     ("_fsdp_param: another shape", of_another_shape, UsageError, r"shape \(3, 2\); expected .*distribute_tensor"),
+    (
+        "_fsdp_param: plain on all axes",
+        lambda: on_all_axes(dims=DP),
+        UsageError,
+        "'weight' is a Parameter.*distribute_module.*ignored_params=",
+    ),
+    (
+        "_fsdp_param: another mesh",
+        lambda: on_all_axes(Replicate(), Replicate(), dims=DP, given=lambda m: m["tp", "dp"]),
+        UsageError,
+        "'weight' is a DTensor on .*was given .*one mesh",
+    ),
+    (
+        "_fsdp_param: split already",
+        lambda: on_all_axes(Shard(0), Replicate(), dims=DP),
+        UsageError,
+        "is along 'dp'.*Expected Replicate",
+    ),
+    (
+        "_fsdp_init: no such dimension",
+        lambda: on_all_axes(Replicate(), Replicate(), dims=DataParallelMeshDims(shard="fsdp")),
+        ConfigValueError,
+        "dp_mesh_dims: got 'fsdp'.*'dp', 'tp'",
+    ),
+    (
+        "_fsdp_init: for both",
+        lambda: on_all_axes(Replicate(), Replicate(), dims=DataParallelMeshDims("dp", "dp")),
+        ConfigValueError,
+        "each dimension once",
+    ),
+    (
+        "_fsdp_init: no neighbours",
+        lambda: on_all_axes(*[Replicate()] * 3, dims=DataParallelMeshDims(("dp", "cp")), names=("dp", "tp", "cp")),
+        ConfigValueError,
+        "neighbours in the mesh",
+    ),
+    ("_fsdp_init: no names", lambda: on_all_axes(dims=DP, given=lambda m: 3), ConfigTypeError, "DeviceMesh of all"),
+    ("_fsdp_init: replicas alone", without_shards, ConfigValueError, "parameter 'weight'.*no dimension to shard over"),
+    (
+        "_fsdp_common: places",
+        lambda: fully_shard(
+            nn.Linear(2, 2),
+            shard_placement_fn=lambda p: flatfsdp.ShardPlacementResult(
+                None, SimpleNamespace(mesh=mesh(), shard_mesh_dim=1, replicate_mesh_dim=None)
+            ),
+        ),
+        ConfigValueError,
+        r"parameter 'weight': got dimensions \(replicate, shard\) \(None, 1\) of a 2-D mesh",
+    ),
     (
         "_fsdp_common: placements",
         lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Replicate()),

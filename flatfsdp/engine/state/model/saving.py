@@ -126,7 +126,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
 
 def begin(unit: Unit, units: Sequence[Unit], chosen: configs.StateDictSettings) -> StateDictCall:
     """A call for `units`, outermost `unit`, which are brought to rest where they will be gathered."""
-    job = StateDictCall(chosen, is_first(unit) and is_first_of(axes_of_parts(units)))
+    job = StateDictCall(chosen, is_first(unit.groups) and is_first_of(axes_of_parts(units)))
     for each in units:
         if job.is_flat(each):
             check_flat(each)
@@ -296,10 +296,10 @@ def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) ->
     span = layout.unpadded_part(handle.rank)
     local = _shard_of(job, handle)[: span.numel]
     if isinstance(job.settings.state_dict_config, configs.LocalStateDictConfig) and not job.is_without_communication:
-        return flat_of(local, span.start, layout.numel, unit.groups.shard)
+        return flat_of(local, span.start, layout.numel, unit.axes.of(handle).shard)
     # The name identifies the layout.
     spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.numel,))
-    made = interval_of(unit, local, spec, layout.unpadded_part)
+    made = interval_of(unit.axes.of(handle), local, spec, layout.unpadded_part)
     made.is_local = any(each.part is not None for each in layout.params)
     return made
 

@@ -97,7 +97,7 @@ def _description_of_first(model: nn.Module, axes: list[Transport], state_dict: A
                 "the dict; leave it out"
             )
         for unit in units_in(model) if not first else ():
-            if is_first(unit) and is_first_of(axes_beside(unit)):
+            if any(is_first(groups) and is_first_of(axes_beside(unit, groups)) for groups in unit.axes.all):
                 raise UsageError(
                     f"unit {unit.label} is spread over ranks without rank {ranks[0]}, which has the state, and sends "
                     "it to the ranks that it shares a unit with. Give every rank the dict, and call "

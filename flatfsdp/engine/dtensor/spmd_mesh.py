@@ -1,0 +1,116 @@
+"""A mesh of all axes, on which parameters are DTensors before data parallelism splits them.
+
+[Note: SPMD meshes] Such a parameter lies on data-parallel dimensions, too, as `Replicate()`, and modules compute with
+it there: inputs are DTensors of the same mesh. What this rank has of it is stored as under tensor parallelism; the
+other dimensions are those of its parts. Its gradient comes as a DTensor of that mesh and may be partial along the
+data-parallel dimensions: what this rank has of it is summed by the reduction of its unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ..base import _dtensor
+
+
+@dataclass(frozen=True, eq=False)
+class SpmdMesh:
+    """A mesh of all axes. [Note: SPMD meshes]
+
+    Attributes:
+        mesh: the DeviceMesh.
+        shard, replicate: the names of its data-parallel dimensions. Those of one kind are neighbours where both the
+            first has several.
+    """
+
+    mesh: Any
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpmdMesh:
+        return self  # copies of a model communicate over the same mesh
+
+    @cached_property
+    def dp(self) -> Any:
+        """The mesh of data parallelism: (shard,), (replicate,) or (replicate, shard). Makes a group where several
+        dimensions become one."""
+        parts = [self._flat(names) for names in (self.replicate, self.shard) if names]
+        return parts[0] if len(parts) == 1 else _dtensor.concatenated(parts)
+
+    def _flat(self, names: tuple[str, ...]) -> Any:
+        return self.mesh[names[0]] if len(names) == 1 else _dtensor.flattened(self.mesh[names], "_".join(names))
+
+    @cached_property
+    def dp_places(self) -> frozenset[int]:
+        """The places of the data-parallel dimensions."""
+        return frozenset(map(self.mesh.mesh_dim_names.index, (*self.shard, *self.replicate)))
+
+    @cached_property
+    def beside(self) -> Any:
+        """The mesh of the other dimensions; None where there is none."""
+        names = self.mesh.mesh_dim_names
+        others = tuple(name for place, name in enumerate(names) if place not in self.dp_places)
+        return self.mesh[others] if others else None
+
+    def others_of(self, placements: Sequence[Any]) -> tuple[Any, ...]:
+        """Those of `placements` that are along the other dimensions."""
+        return tuple(each for place, each in enumerate(placements) if place not in self.dp_places)
+
+    def check(self, path: str, parameter: Any) -> None:
+        """Refuse a parameter that is no DTensor of the mesh, or split by data parallelism already."""
+        call = "fully_shard(mesh=..., dp_mesh_dims=...)"
+        if not _dtensor.is_dtensor(parameter):
+            raise UsageError(
+                f"{path!r} is a {type(parameter).__name__}; {call} takes DTensors on the whole mesh, such as "
+                "torch.distributed.tensor.distribute_module(module, mesh) makes of all parameters. Name it in "
+                "ignored_params=, or pass mesh= of the data-parallel dimensions alone, without dp_mesh_dims="
+            )
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if mesh != self.mesh:
+            raise UsageError(f"{path!r} is a DTensor on {mesh}; {call} was given {self.mesh}. Both have to be one mesh")
+        for place in sorted(self.dp_places):
+            if not placements[place].is_replicate():
+                raise UsageError(
+                    f"{path!r} is a DTensor with placements {tuple(placements)}, of which {placements[place]} is along "
+                    f"{mesh.mesh_dim_names[place]!r}, a dimension of dp_mesh_dims. Expected Replicate() there: the "
+                    "split is what fully_shard() does"
+                )
+
+    def at_rest(self, stored: Any, dim: int, dtype: torch.dtype) -> Any:
+        """The DTensorSpec of a parameter between iterations, of which `dim` is split over the shards.
+
+        Several dimensions that are sharded over are one dimension of its mesh, with the replicas' in front.
+        """
+        from torch.distributed.tensor import Replicate, Shard
+
+        names, before = self.mesh.mesh_dim_names, stored.placements
+        placements: list[Any] = list(before)
+        for place in map(names.index, self.shard):
+            later = range(place + 1, self.mesh.ndim)
+            split = prod(self.mesh.size(each) for each in later if getattr(before[each], "dim", None) == dim)
+            placements[place] = Shard(dim) if split == 1 else _dtensor.strided_shard(dim, split)
+        if len(self.shard) < 2:
+            return _dtensor.new_spec(self.mesh, placements, stored.shape, stored.stride, dtype)
+        found: list[Any] = []
+        for place, name in enumerate(names):
+            if name == self.shard[0]:
+                found += [Replicate()] * (self.dp.ndim - 1) + [placements[place]]
+            elif place not in self.dp_places:
+                found.append(placements[place])
+        return _dtensor.new_spec(self._at_rest, found, stored.shape, stored.stride, dtype)
+
+    @cached_property
+    def _at_rest(self) -> Any:
+        names = self.mesh.mesh_dim_names
+        parts = [self.dp if name == self.shard[0] else self.mesh[name] for name in names if self._is_kept(name)]
+        return parts[0] if len(parts) == 1 else _dtensor.concatenated(parts)
+
+    def _is_kept(self, name: str) -> bool:
+        return name == self.shard[0] or name not in (*self.shard, *self.replicate)

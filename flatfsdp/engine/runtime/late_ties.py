@@ -1,0 +1,104 @@
+"""Parameters that were tied after `fully_shard`, and before anything was computed.
+
+[Note: late ties] What loads weights ties them again afterwards: a module then holds what another one shows at rest, in
+the place of a parameter of its own. That place refers to the other parameter from then on, as if both had been tied
+before. What it referred to stays in the shards of its unit, and if nothing else refers to it, nobody trains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ...errors import UsageError
+from ..flat.param_refs import ParamRef
+from .unit import Unit
+
+Place = tuple[Unit, int, int]  # a leaf: its unit, the number of its handle, its own
+
+
+def follow_ties(units: Sequence[Unit]) -> None:
+    """Let places in which modules of `units`, all of a model, hold a parameter of another place refer to that. No
+    communication.
+
+    Raises:
+        UsageError: they cannot: it is sharded over other ranks, stored as something else, or tied both ways.
+    """
+    changed = [(unit, param_ref) for unit in units for param_ref in ParamRef.changed(unit.param_refs)]
+    if not changed:
+        return
+    places: dict[int, Place] = {}
+    shown: dict[int, Place] = {}  # by what modules hold at rest
+    for unit in units:
+        for kind, handle in enumerate(unit.handles):
+            for index, leaf in enumerate(handle.leaves):
+                places[id(leaf)] = shown[id(handle.face.holder_of(index))] = unit, kind, index
+    left: list[Place] = []
+    for unit, param_ref in changed:
+        held = param_ref.current
+        if isinstance(held, nn.Parameter):
+            place = shown.setdefault(id(held), places[id(param_ref.leaf)])  # of a new one: where it is met first
+            if _leaf(place) is not param_ref.leaf:
+                _tie(unit, param_ref, place, places[id(param_ref.leaf)])
+                left.append(places[id(param_ref.leaf)])
+    for unit, kind, index in left:
+        holding = (unit, *unit.alive_sharing_units())
+        leaf = unit.handles[kind].leaves[index]
+        if not any(ref.leaf is leaf for each in holding for ref in (*each.param_refs, *each.shared_refs)):
+            unit.views[kind].abandon(index)
+
+
+def _leaf(place: Place) -> nn.Parameter:
+    unit, kind, index = place
+    return unit.handles[kind].leaves[index]
+
+
+def _tie(unit: Unit, param_ref: ParamRef, place: Place, before: Place) -> None:
+    """`param_ref` of `unit` refers to the leaf at `place`, and not to that which was there `before`."""
+    owner, kind, _ = place
+    _check(unit, param_ref, place, before)
+    made = param_ref.of(_leaf(place))
+    unit.handles[before[1]].face.leave(param_ref)
+    at = next(number for number, each in enumerate(unit.param_refs) if each is param_ref)
+    if owner is unit:
+        unit.param_refs[at] = made
+    else:
+        del unit.param_refs[at]
+        unit.shared_refs.append(made)
+        unit.share_params_of(list(dict.fromkeys([*unit.owning_units, owner])))
+    views = unit.views[before[1]]
+    for each in views.extended:
+        each.param_refs[:] = [ref for ref in each.param_refs if ref is not param_ref]
+    views.extended = [each for each in views.extended if each.param_refs]
+    for each in owner.views[kind].extended:
+        if each.leaf is made.leaf:
+            each.param_refs.append(made)
+    owner.handles[kind].face.put(made)
+
+
+def _check(unit: Unit, param_ref: ParamRef, place: Place, before: Place) -> None:
+    owner, kind, index = place
+    name = owner.entries.fqn(owner.handles[kind].layout.params[index].name)
+    where = f"{param_ref.path!r} of unit {unit.label} was tied to {name!r} after fully_shard()"
+    remedy = "Tie parameters before, and give their modules to fully_shard() in one call, as a list"
+    if owner is unit:
+        return
+    ranks = [each.axes.of(each.handles[at]).shard.ranks for each, at in ((owner, kind), (unit, before[1]))]
+    if ranks[0] != ranks[1] or unit.groups.shard.ranks != ranks[0]:
+        raise UsageError(f"{where}, which is sharded over other ranks. {remedy}")
+    if any(each.leaf is _leaf(of) for of in (place, before) for each in of[0].views[of[1]].extended):
+        raise UsageError(f"{where}, and one of them is a DTensor before it is sharded, or has gather hooks. {remedy}")
+    if unit in _owners_of(owner):
+        raise UsageError(f"{where}, whose unit holds parameters of this one, too, so that none comes first. {remedy}")
+
+
+def _owners_of(unit: Unit) -> set[Unit]:
+    found: set[Unit] = set()
+    following = [unit]
+    while following:
+        for each in following.pop().owning_units:
+            if each not in found:
+                found.add(each)
+                following.append(each)
+    return found

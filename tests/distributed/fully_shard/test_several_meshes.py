@@ -1,0 +1,208 @@
+"""Parameters of one module on several meshes, chosen by `shard_placement_fn`, side by side with torch's `fully_shard`:
+losses, gradients, norms, local shards, DTensors and optimizer states are equal bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor
+
+import flatfsdp
+from tests.conftest import Run
+from tests.harness.experts import Mixture, divide, loss_on
+from tests.harness.meshes import named_mesh
+
+
+@lru_cache(maxsize=1)
+def expert_mesh() -> DeviceMesh:
+    """Of four ranks: those that divide experts, and those over which each one's share is sharded. Collective at the
+    first call."""
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+
+
+def mixture(package: Any, *, divided: bool, torchs_objects: bool, **options: Any) -> Any:
+    """Experts on a mesh of their own, all else of their blocks on another. Of four ranks each replica of the dense part
+    is over the ranks that divide the experts; of two the experts are replicated."""
+    torch.manual_seed(1)
+    net: Any = Mixture()
+    if divided:
+        mesh = expert_mesh()
+        own, other = mesh, mesh["efsdp"]
+        divide(net, mesh["ep"])
+        info: Any = FSDPMeshInfo(other, shard_mesh_dim=0)
+    else:
+        own, other = named_mesh(2), named_mesh(2, 1)
+        info = HSDPMeshInfo(other, shard_mesh_dim=1, replicate_mesh_dim=0)
+    result = ShardPlacementResult(None, info) if torchs_objects else flatfsdp.ShardPlacementResult(None, other)
+    for block in net.blocks:
+        experts = set(block.experts.parameters())
+        choose = _chooser(experts, result)
+        package.fully_shard(block, mesh=own, shard_placement_fn=choose, **options)
+    package.fully_shard(net, mesh=own, **options)
+    for module in net.modules():
+        if isinstance(module, package.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # all that gloo has
+            module.set_gradient_divide_factor(1.0)
+    return net
+
+
+def _chooser(experts: set[nn.Parameter], result: Any) -> Callable[[nn.Parameter], Any]:
+    return lambda parameter: result if parameter in experts else None
+
+
+def stepped(net: Any, optimizer: Any, step: int, *, backward: Callable[[Any], None] | None = None) -> list[Any]:
+    """A step; the loss, the norm of each mesh's gradients, which are clipped, and the local gradients."""
+    loss = loss_on(net, step, dist.get_rank(), dist.get_world_size())
+    loss.backward()
+    by_mesh: dict[Any, list[Any]] = {}
+    for parameter in net.parameters():
+        by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+    norms = [torch.nn.utils.clip_grad_norm_(each, 0.1) for each in by_mesh.values()]
+    told = [loss.item(), *(norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item() for norm in norms)]
+    told += [p.grad.to_local().clone() for p in net.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return told
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+
+
+def same(one: list[Any], two: list[Any]) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+    return len(one) == len(two) and all(map(equal, one, two))
+
+
+def beside(rank: int, world: int, divided: bool) -> list[str]:
+    steps, stories = 2, []
+    for package, torchs in ((flatfsdp, False), (flatfsdp, True), (theirs, True)):
+        net = mixture(package, divided=divided, torchs_objects=torchs)
+        optimizer = adamw(net)
+        stories.append((net, optimizer, [stepped(net, optimizer, step) for step in range(steps)]))
+    net, of_ours, told = stories[0]
+    torchs_net, of_torchs, expected = stories[2]
+    found = [f"step {i}" for i, (a, b) in enumerate(zip(told, expected, strict=True)) if not same(a, b)]
+    if not all(map(same, stories[1][2], told)):
+        found.append("torch's objects")
+    for (name, one), two in zip(net.named_parameters(), torchs_net.parameters(), strict=True):
+        states = [
+            [it[p][key].to_local() for key in ("exp_avg", "exp_avg_sq")]
+            for it, p in ((of_ours.state, one), (of_torchs.state, two))
+        ]
+        if one._spec != two._spec:
+            found.append(f"{name}: {one._spec}, expected {two._spec}")
+        elif not (torch.equal(one.to_local(), two.to_local()) and same(*states)):
+            found.append(f"{name}: another local shard, or state")
+    return found + _unlike_one(net, told)
+
+
+def _unlike_one(net: Any, told: list[list[Any]]) -> list[str]:
+    """The first loss is that of one process."""
+    torch.manual_seed(1)
+    one = Mixture()
+    world = dist.get_world_size()
+    expected = loss_on(one, 0, dist.get_rank(), world).item()
+    return [] if abs(told[0][0] - expected) < 1e-6 else [f"loss {told[0][0]}, expected {expected}"]
+
+
+def test_divided_experts(pool4: Run) -> None:
+    assert pool4(beside, True, timeout=60) == [[]] * 4
+
+
+def test_replicated_experts(pool2: Run) -> None:
+    assert pool2(beside, False, timeout=60) == [[]] * 2
+
+
+def variants(rank: int, world: int, folder: str) -> list[str]:
+    """What else the front does: every number is that of the plain call."""
+    warnings.simplefilter("ignore")
+    divided, found = world == 4, []
+
+    def made(**options: Any) -> Any:
+        return mixture(flatfsdp, divided=divided, torchs_objects=False, **options)
+
+    net = made()
+    optimizer = adamw(net)
+    expected = [stepped(net, optimizer, step) for step in range(3)]
+    ahead = made()
+    ahead.blocks[0].set_modules_to_forward_prefetch([ahead.blocks[1]])
+    ahead.blocks[1].set_modules_to_backward_prefetch([ahead.blocks[0]])
+    others = [
+        ("prefetch lists", ahead),
+        ("kept whole", made(reshard_after_forward=False)),
+        ("offloaded", made(offload_policy=flatfsdp.CPUOffloadPolicy(pin_memory=False))),
+    ]
+    for name, other in [*others, ("fused steps", made())]:
+        of_other = adamw(other)
+        if name == "fused steps":
+            flatfsdp.fuse_optimizer_steps(of_other)
+        if not all(same(stepped(other, of_other, step), expected[step]) for step in range(2)):
+            found.append(name)
+    # Copies, pickles and checkpoints of what is after two steps, and the third step then.
+    net = made()
+    optimizer = adamw(net)
+    for step in range(2):
+        stepped(net, optimizer, step)
+    restored = {"a copy": copy.deepcopy((net, optimizer))}
+    if not divided:
+        restored["a pickle"] = pickle.loads(pickle.dumps((net, None)))
+    loaded = made()
+    of_loaded = adamw(loaded)
+    dcp.save(_state(net, optimizer), checkpoint_id=folder)
+    state = _state(loaded, of_loaded)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(loaded, of_loaded, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    restored["a checkpoint"] = loaded, of_loaded
+    for name, (other, of_other) in restored.items():
+        if of_other is None:
+            of_other = adamw(other)
+            of_other.load_state_dict(optimizer.state_dict())
+        if not same(stepped(other, of_other, 2), expected[2]):
+            found.append(name)
+    if divided:  # four shards stay among two ranks, two are freed
+        partly, freed = (_over_four(reshard_after_forward=choice) for choice in (2, True))
+        if not same(stepped(partly, adamw(partly), 0), stepped(freed, adamw(freed), 0)):
+            found.append("a number of ranks")
+    words = flatfsdp.summary(net)
+    if "2 x 2, 2 x 1" not in words and "2 x 1, 1 x 2" not in words:
+        found.append(words)
+    return found
+
+
+def _over_four(**options: Any) -> Any:
+    torch.manual_seed(1)
+    net: Any = Mixture()
+    result = flatfsdp.ShardPlacementResult(None, named_mesh(2, 2))
+    for block in net.blocks:
+        choose = _chooser(set(block.experts.parameters()), result)
+        flatfsdp.fully_shard(block, mesh=named_mesh(4), shard_placement_fn=choose, **options)
+    return flatfsdp.fully_shard(net, mesh=named_mesh(4))
+
+
+def _state(net: Any, optimizer: Any) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+
+
+def test_variants_of_divided_experts(pool4: Run, tmp_path: Path) -> None:
+    assert pool4(variants, str(tmp_path), timeout=90) == [[]] * 4
+
+
+def test_variants_of_replicated_experts(pool2: Run, tmp_path: Path) -> None:
+    assert pool2(variants, str(tmp_path), timeout=90) == [[]] * 2
