@@ -20,7 +20,7 @@ from flatfsdp.engine.wrapping.build import Front, build_unit
 def row_faces(mesh: Any) -> Iterator[None]:
     """Inside, wrappers give their parameters that look, over `mesh`."""
     face = RowFaces(mesh)
-    front = Front(faces=lambda transformed, leaves: face)
+    front = Front(faces=lambda transformed, leaves, unit_mesh: face)
     with patch.object(facade, "build_unit", partial(build_unit, front=front)):
         yield
 
