@@ -270,10 +270,11 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
             demo.held_out()  # reads the sizes of its files
         own = demo.task() if shows else task
         check_run(training, own, fsdp)
-        if command.dry_run and (code := code_named_by(own, training, fsdp)):
+        if command.dry_run and (code := code_named_by(own, training, fsdp, measured=command.measure)):
             print(f"imported and called now, on this machine, with your rights: {'; '.join(code)}\n", flush=True)
         check_options(own)
-        check_callbacks(training)
+        if not command.dry_run or command.measure:  # a plan makes none of them
+            check_callbacks(training)
         if training.resume is None and command.export is None and not command.dry_run:
             training = dataclasses.replace(training, output=unused(training.output))
         if not command.dry_run:
@@ -285,9 +286,14 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
     return Job(command, own, training, fsdp, demo if shows else None, placement, program, tuple(arguments), settings)
 
 
-def code_named_by(*tables: Settings) -> list[str]:
-    """The settings that name code to import, each as "name = value". A config file can name any."""
-    return [
+def code_named_by(task: Task, training: TrainingArguments, fsdp: FSDPArguments, *, measured: bool) -> list[str]:
+    """The settings that name code to import, each as "name = value". A config file can name any.
+
+    `measured`: a step is run, for which callbacks are made, too.
+    """
+    tables: tuple[Settings, ...] = (task, training, fsdp)
+    called = [f"callbacks = {name}" for name, _ in training.callbacks if measured and ":" in name]
+    return called + [
         f"{name} = {value}"
         for table in tables
         for name, parts in fields_of(type(table)).items()

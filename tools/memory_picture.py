@@ -1,7 +1,7 @@
 """Draws what each of two ranks holds over one step of training: `python tools/memory_picture.py [PICTURE.png]`.
 
 A small GPT trains for three steps on two CPU ranks. What lives is counted by torch's profiler, which sees every block
-that is taken and given back; whose it is, its own books have, which are written into the profile as they change.
+that is taken and given back; the engine's own books have whose it is, and are written into the profile as they change.
 Dashed are the two totals that the forecast of the same run gave, before it began and in this process.
 """
 

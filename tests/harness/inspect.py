@@ -261,7 +261,8 @@ class Unit:
     @property
     def post_forward_axis(self) -> Any:
         """Among which ranks parameters stay between forward and backward: `ranks`, and its `rank` there."""
-        return self._inner.kept.post_forward.group
+        (transport,) = self._inner.kept.post_forward.values()
+        return transport.group
 
     @property
     def forward_prefetch(self) -> list[str]:
@@ -458,7 +459,8 @@ def outboxes(model: Any) -> dict[str, int]:
     """The same for all that units of a model exchange by: parameters ("gather") and gradients ("reduce")."""
     found = {}
     for each in _model(model).units:
-        for name, transport in (("gather", each.transports.gather), ("reduce", each.transports.scatter)):
+        own = each.axes.own_transports
+        for name, transport in (("gather", own.gather), ("reduce", own.scatter)):
             made = vars(transport).get("_in_memory")  # by the first exchange
             found[name] = outbox_bytes(made) if made is not None else 0
     return found

@@ -13,7 +13,7 @@ from .rows import Timings
 from .statistics import Spread, paired_ratio
 from .table import MIB, load_lines, machine_line, markdown, spread_of
 
-# What issue 20 asked for: by comparison, engine, cost and what it is divided by, the most that it should be.
+# What steps should cost: by comparison, engine, cost and what it is divided by, the most that it should be.
 GOALS = (
     ("gpt, FULL_SHARD, 2 ranks", "flatfsdp", "step", BASE, 0.55),
     ("gpt, FULL_SHARD, 2 ranks", "flatfsdp", "step", TRUTH, 0.75),
@@ -64,7 +64,7 @@ def _goals(cells: Sequence[Cell]) -> list[str]:
         verdict = "met" if found.median <= most else "**not met**"
         rows.append([title, ENGINES[engine].title, what, f"{most:g}", spread_of(found, 1, form), verdict])
     lines = markdown(("comparison", "engine", "cost", "goal", "found", ""), rows)
-    return ["## Goals of issue 20", "", *lines] if lines else []
+    return ["## Goals", "", *lines] if lines else []
 
 
 def _times(cells: Sequence[Cell], title: str) -> list[str]:

@@ -4,7 +4,7 @@ a wrapper around the model; after `fully_shard` the model itself holds its param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FSDPModule, FullStateDictConfig, FullyShardedDataParallel, collective_region
-from flatfsdp.errors import CheckpointError, few
+from flatfsdp.errors import CheckpointError, UsageError, few
 from flatfsdp.trainer.process_group import TrainerRanks
 
 
@@ -43,8 +43,13 @@ def without_reductions(model: Any) -> Iterator[None]:
             yield
         return
     model.set_requires_gradient_sync(False)
-    yield
-    model.set_requires_gradient_sync(True)  # after an exception there is no next backward
+    try:
+        yield
+    except BaseException:
+        with suppress(UsageError):  # what failed may not be over
+            model.set_requires_gradient_sync(True)
+        raise
+    model.set_requires_gradient_sync(True)
 
 
 # --- whole values -----------------------------------------------------------------------------------------------------
@@ -86,12 +91,12 @@ def whole_state(model: nn.Module, ranks: TrainerRanks) -> dict[str, Tensor]:
             state: dict[str, Tensor] = model.state_dict()
             return state if ranks.rank == 0 else {}
     found: dict[str, Tensor] = {}
-    made: dict[int, Tensor] = {}  # tied ones share memory
+    made: dict[int, Any] = {}  # tied ones share memory
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in made:
+        if id(value) not in made:  # the same on all ranks: each gathers tied ones once
             whole = _whole(value.detach()) if isinstance(value, Tensor) else value
-            if ranks.rank == 0:
-                made[id(value)] = whole.to("cpu", copy=True) if isinstance(value, Tensor) else whole
+            kept = whole.to("cpu", copy=True) if ranks.rank == 0 and isinstance(value, Tensor) else whole
+            made[id(value)] = kept if ranks.rank == 0 else None
         if ranks.rank == 0:
             found[name] = made[id(value)]
     return found
@@ -101,7 +106,8 @@ def load_whole_state(model: nn.Module, state: dict[str, Tensor], ranks: TrainerR
     """Load the state dict that rank 0 has. Collective.
 
     Raises:
-        CheckpointError: on every rank: it does not fit. Nothing has been loaded then.
+        CheckpointError: on every rank: it does not fit, or the model has extra state under fully_shard. Nothing has
+            been loaded then.
     """
     if holds_wrappers(model) or not any(isinstance(each, FSDPModule) for each in model.modules()):
 
@@ -111,7 +117,12 @@ def load_whole_state(model: nn.Module, state: dict[str, Tensor], ranks: TrainerR
         with _on_rank_0(model):
             ranks.collective_call(doing, load)
         return
-    own = model.state_dict(keep_vars=True)
+    own = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict(keep_vars=True).items()}
+    if others := [name for name, value in own.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(
+            f"{doing}: with the front fully_shard extra state is not loaded from a file of whole "
+            f"weights: {few(others)}. Resume from a checkpoint of flatfsdp, or load it in your own program"
+        )
     ranks.collective_call(doing, lambda: _check_fits(state, own) if ranks.rank == 0 else None)
     done: set[int] = set()
     with torch.no_grad(), collective_region():
@@ -149,7 +160,8 @@ def _whole(value: Any) -> Tensor:
     if not hasattr(value, "full_tensor"):
         return value
     with collective_region():
-        found: Tensor = value.full_tensor()
+        # Shards may be the host's, for which the group of an accelerator has no backend.
+        found: Tensor = value.to(value.device_mesh.device_type).full_tensor()
         return found
 
 

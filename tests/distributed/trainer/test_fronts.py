@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FSDPModule, FullyShardedDataParallel
+from flatfsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from flatfsdp.checkpoint import load_safetensors
 from flatfsdp.errors import CheckpointError
 from flatfsdp.trainer import CausalLM, FSDPArguments, Task, Trainer
 from flatfsdp.trainer.model.fronts import whole_state
+from flatfsdp.trainer.process_group import TrainerRanks
 from tests.conftest import Run
 from tests.distributed.trainer.test_trainer import Record, make_model, sentences, training
 from tests.harness.thorough import is_thorough, some
@@ -99,6 +100,31 @@ def test_either_front_goes_on_from_a_checkpoint_of_the_other(run: Run, tmp_path:
         results.append(run(3, run_of, goes_on, again)[0])
     assert results[0][0] == results[1][0] and len(results[0][0]) == 3
     assert alike(results[0][1], results[1][1])
+
+
+class Tied(nn.Module):
+    """A head that is tied to the embedding, and is not the last parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.scale = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids)) + self.scale(self.embed(ids))
+
+
+def tied_state(rank: int, world: int) -> bool:
+    """Whether the expected whole state of a model with tied weights is found, under the front fully_shard."""
+    torch.manual_seed(0)
+    model = Tied()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    state = whole_state(fully_shard(model), TrainerRanks())
+    return (alike(state, expected) and state["head.weight"] is state["embed.weight"]) if rank == 0 else not state
+
+
+def test_tied_weights_are_gathered_once_on_all_ranks(run: Run) -> None:
+    assert run(2, tied_state) == [True, True]
 
 
 def from_whole_weights(rank: int, world: int, folder: Path, output: Path) -> tuple[str, dict[str, Tensor]]:
