@@ -7,7 +7,7 @@ before. What it referred to stays in the shards of its unit, and if nothing else
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -34,15 +34,20 @@ def follow_ties(units: Sequence[Unit]) -> None:
         for kind, handle in enumerate(unit.handles):
             for index, leaf in enumerate(handle.leaves):
                 places[id(leaf)] = shown[id(handle.face.holder_of(index))] = unit, kind, index
-    left: list[Place] = []
+    ties: list[tuple[Unit, ParamRef, Place, Place]] = []
+    owners: dict[Unit, list[Unit]] = {}  # that units get by these
     for unit, param_ref in changed:
         held = param_ref.current
         if isinstance(held, nn.Parameter):
-            place = shown.setdefault(id(held), places[id(param_ref.leaf)])  # of a new one: where it is met first
+            before = places[id(param_ref.leaf)]
+            place = shown.setdefault(id(held), before)  # of a new one: where it is met first
             if _leaf(place) is not param_ref.leaf:
-                _tie(unit, param_ref, place, places[id(param_ref.leaf)])
-                left.append(places[id(param_ref.leaf)])
-    for unit, kind, index in left:
+                _check(unit, param_ref, place, before, owners)
+                owners.setdefault(unit, []).append(place[0])
+                ties.append((unit, param_ref, place, before))
+    for tie in ties:  # none where one of them is refused
+        _tie(*tie)
+    for *_, (unit, kind, index) in ties:
         holding = (unit, *unit.alive_sharing_units())
         leaf = unit.handles[kind].leaves[index]
         if not any(ref.leaf is leaf for each in holding for ref in (*each.param_refs, *each.shared_refs)):
@@ -57,7 +62,6 @@ def _leaf(place: Place) -> nn.Parameter:
 def _tie(unit: Unit, param_ref: ParamRef, place: Place, before: Place) -> None:
     """`param_ref` of `unit` refers to the leaf at `place`, and not to that which was there `before`."""
     owner, kind, _ = place
-    _check(unit, param_ref, place, before)
     made = param_ref.of(_leaf(place))
     unit.handles[before[1]].face.leave(param_ref)
     at = next(number for number, each in enumerate(unit.param_refs) if each is param_ref)
@@ -77,7 +81,7 @@ def _tie(unit: Unit, param_ref: ParamRef, place: Place, before: Place) -> None:
     owner.handles[kind].face.put(made)
 
 
-def _check(unit: Unit, param_ref: ParamRef, place: Place, before: Place) -> None:
+def _check(unit: Unit, param_ref: ParamRef, place: Place, before: Place, owners: Mapping[Unit, Sequence[Unit]]) -> None:
     owner, kind, index = place
     name = owner.entries.fqn(owner.handles[kind].layout.params[index].name)
     where = f"{param_ref.path!r} of unit {unit.label} was tied to {name!r} after fully_shard()"
@@ -89,15 +93,16 @@ def _check(unit: Unit, param_ref: ParamRef, place: Place, before: Place) -> None
         raise UsageError(f"{where}, which is sharded over other ranks. {remedy}")
     if any(each.leaf is _leaf(of) for of in (place, before) for each in of[0].views[of[1]].extended):
         raise UsageError(f"{where}, and one of them is a DTensor before it is sharded, or has gather hooks. {remedy}")
-    if unit in _owners_of(owner):
+    if unit in _owners_of(owner, owners):
         raise UsageError(f"{where}, whose unit holds parameters of this one, too, so that none comes first. {remedy}")
 
 
-def _owners_of(unit: Unit) -> set[Unit]:
+def _owners_of(unit: Unit, owners: Mapping[Unit, Sequence[Unit]]) -> set[Unit]:
     found: set[Unit] = set()
     following = [unit]
     while following:
-        for each in following.pop().owning_units:
+        at = following.pop()
+        for each in (*at.owning_units, *owners.get(at, ())):
             if each not in found:
                 found.add(each)
                 following.append(each)

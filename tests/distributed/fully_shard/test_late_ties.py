@@ -164,9 +164,14 @@ def refused(rank: int, world: int) -> list[str]:
 
     def both_ways() -> None:
         model: Any = flatfsdp.fully_shard(nn.Sequential(*(flatfsdp.fully_shard(nn.Linear(4, 4)) for _ in range(2))))
+        weight, bias, expected = model[0].weight, model[1].bias, copy.deepcopy(model)(torch.ones(1, 4))
         model[0].weight = model[1].weight
         model[1].bias = model[0].bias
-        model(torch.ones(1, 4))
+        try:
+            model(torch.ones(1, 4))
+        finally:  # nothing was tied
+            model[0].weight, model[1].bias = weight, bias
+            assert torch.equal(model(torch.ones(1, 4)), expected)
 
     def elsewhere() -> None:
         model = net()
