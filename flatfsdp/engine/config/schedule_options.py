@@ -67,8 +67,12 @@ AS_BUILT = Schedule()
 
 def reshard_choices(argument: str, value: bool | int | None, *, shards: Iterable[int]) -> bool | int | None:
     """`reshard_choice` for a unit whose parameters are in different numbers of `shards`: a number counts where it does
-    for any of them."""
-    choices = [reshard_choice(argument, value, shards=each) for each in shards]
+    for any of them. Those in fewer shards stay as they are sharded, as if it was True."""
+    if value is None or isinstance(value, bool):
+        return value
+    counts = list(shards)
+    least = min(value, max(counts))
+    choices = [reshard_choice(argument, value, shards=each) if each >= least else True for each in counts]
     return next((each for each in choices if not isinstance(each, bool)), choices[0])
 
 

@@ -176,10 +176,12 @@ def variants(rank: int, world: int, folder: str) -> list[str]:
             of_other.load_state_dict(optimizer.state_dict())
         if not same(stepped(other, of_other, 2), expected[2]):
             found.append(name)
-    if divided:  # four shards stay among two ranks, two are freed
-        partly, freed = (_over_four(reshard_after_forward=choice) for choice in (2, True))
-        if not same(stepped(partly, adamw(partly), 0), stepped(freed, adamw(freed), 0)):
-            found.append("a number of ranks")
+    if divided:
+        freed, *others = (_over_four(reshard_after_forward=choice) for choice in (True, 2, 4))
+        numbers = stepped(freed, adamw(freed), 0)
+        for count, other in zip((2, 4), others, strict=True):  # of two: four shards stay among two ranks, two are freed
+            if not same(stepped(other, adamw(other), 0), numbers):
+                found.append(f"{count} ranks")
     words = flatfsdp.summary(net)
     if "2 x 2, 2 x 1" not in words and "2 x 1, 1 x 2" not in words:
         found.append(words)

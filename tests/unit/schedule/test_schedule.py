@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatfsdp.engine.config.schedule_options import AS_BUILT, Schedule, reshard_choice
+from flatfsdp.engine.config.schedule_options import AS_BUILT, Schedule, reshard_choice, reshard_choices
 from flatfsdp.errors import ConfigValueError
 
 
@@ -33,6 +33,22 @@ def test_other_numbers_are_refused(value: int) -> None:
     with pytest.raises(ConfigValueError) as caught:
         reshard_choice("it", value, shards=8)
     assert str(caught.value) == f"it: got {value}. Accepted: {accepted}"
+
+
+def test_a_number_is_for_the_meshes_that_are_larger() -> None:
+    numbers = {
+        (4, (8, 2)): 4,
+        (4, (4, 2)): True,
+        (4, (2, 4)): True,
+        (2, (2, 4)): 2,
+        (2, (2, 1)): True,
+        (1, (4, 2)): False,
+    }
+    for (value, shards), meant in numbers.items():
+        assert reshard_choices("it", value, shards=shards) is meant
+    for value, ranks in ((8, 4), (3, 4), (4, 6)):
+        with pytest.raises(ConfigValueError, match=f"divisor of the {ranks} ranks"):
+            reshard_choices("it", value, shards=(2, ranks))
 
 
 @pytest.mark.parametrize(
