@@ -49,6 +49,11 @@ class DataMeshes:
     own: DataMesh
     others: Mapping[int, DataMesh] = field(default_factory=dict)
 
+    @property
+    def all(self) -> list[DataMesh]:
+        """The unit's, then the others in the order of parameters, each once."""
+        return [self.own, *dict.fromkeys(self.others.values())]
+
     def of(self, parameter: torch.Tensor) -> DataMesh:
         """That of a `parameter`, as the user had it."""
         return self.others.get(id(parameter), self.own)

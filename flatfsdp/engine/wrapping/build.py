@@ -111,12 +111,12 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     """
     device = compute_device(module, config)
     meshes = front.meshes(config, device)
-    groups = meshes.own.groups
-    axes = meeting_axes(groups, Device(device)) if config.sync_module_states else []
+    axes_of = {mesh: meeting_axes(mesh.groups, Device(device)) for mesh in meshes.all if config.sync_module_states}
+    axes = [axis for each in axes_of.values() for axis in each]
     nested = units_in(module)
     with failing_together(axes):
         _check_new(module, nested, front)
-        shards = (each.groups.shard.size for each in (meshes.own, *meshes.others.values()))
+        shards = (each.groups.shard.size for each in meshes.all)
         reshard = reshard_choices("reshard_after_forward", config.reshard_after_forward, shards=shards)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
@@ -130,7 +130,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         if not users:
             _check_plain(param_refs, transforms)
         move_buffers(modules, device)
-    synchronize(module, modules, leaves_of(param_refs), axes)
+    synchronize(module, modules, leaves_of(param_refs), axes, lambda tensor: axes_of[meshes.of(tensor)])
     tracker = MemoryTracker()
     handles, param_refs, transformed, initial_checksums = _shard(
         param_refs, transforms, config, meshes, device, tracker, front.faces or _fsdp1_faces(config)
@@ -140,7 +140,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         [handle for handle, _ in handles],
         param_refs,
         built=_built_with(config, [each for _, each in modules], front, island=island),
-        groups=groups,
+        groups=meshes.own.groups,
         elsewhere={handle: mesh.groups for handle, mesh in handles if mesh is not meshes.own},
         options=_options(config, reshard),
         owning_units=owners_of(shared_refs),

@@ -7,7 +7,7 @@ failed, or in a forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -65,8 +65,10 @@ def synchronize(
     modules: list[tuple[str, nn.Module]],
     leaves: list[tuple[nn.Parameter, str]],
     axes: list[Transport],
+    axes_of: Callable[[torch.Tensor], list[Transport]],
 ) -> None:
-    """Overwrite parameters and buffers with those of rank 0. Collective over `axes`.
+    """Overwrite parameters and buffers with those of rank 0, each over those of `axes` along which ranks have the same
+    one, its `axes_of`. Collective over `axes`.
 
     Raises:
         AgreementError: on every rank, where ranks would send tensors that do not fit each other.
@@ -84,10 +86,12 @@ def synchronize(
     compare_facts(axes, facts, doing=f"copies the values of {subject} from rank 0")
     with torch.no_grad():
         for tensor, _ in tensors:
-            # Of a DTensor that an extension will store, the ranks of these axes have equal parts.
+            if not (same := axes_of(tensor)):
+                continue
+            # Of a DTensor the ranks of its own axes have the same part; others of the unit may have other parts.
             here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             on_device = here.detach().to(axes[0].device.device).contiguous()
-            for axis in axes:
+            for axis in same:
                 axis.broadcast(on_device)
             if on_device.data_ptr() != here.data_ptr():
                 here.copy_(on_device)

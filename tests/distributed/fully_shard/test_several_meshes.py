@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import flatfsdp
 from tests.conftest import Run
-from tests.harness.experts import Mixture, divide, loss_on
+from tests.harness.experts import Block, Mixture, divide, loss_on
 from tests.harness.meshes import named_mesh
 
 
@@ -182,6 +182,7 @@ def variants(rank: int, world: int, folder: str) -> list[str]:
         for count, other in zip((2, 4), others, strict=True):  # of two: four shards stay among two ranks, two are freed
             if not same(stepped(other, adamw(other), 0), numbers):
                 found.append(f"{count} ranks")
+        found += _synchronized()
     words = flatfsdp.summary(net)
     if "2 x 2, 2 x 1" not in words and "2 x 1, 1 x 2" not in words:
         found.append(words)
@@ -196,6 +197,34 @@ def _over_four(**options: Any) -> Any:
         choose = _chooser(set(block.experts.parameters()), result)
         flatfsdp.fully_shard(block, mesh=named_mesh(4), shard_placement_fn=choose, **options)
     return flatfsdp.fully_shard(net, mesh=named_mesh(4))
+
+
+def _synchronized() -> list[str]:
+    """Each rank gets the values of the first that has the same ones: of experts that of its row of the mesh."""
+    mesh, rank, found = expert_mesh(), dist.get_rank(), []
+    alone = named_mesh(4, 1)["shard"]
+    for own, other in ((named_mesh(4), mesh["efsdp"]), (alone, named_mesh(4))):
+        torch.manual_seed(1)
+        net: Any = Mixture()
+        expected = dict(copy.deepcopy(net).named_parameters())
+        if own is not alone:
+            divide(net, mesh["ep"])
+        experts = {p for block in net.blocks for p in block.experts.parameters()}
+        with torch.no_grad():
+            for p in net.parameters():
+                (p.to_local() if isinstance(p, DTensor) else p).add_(rank // 2 if isinstance(p, DTensor) else rank)
+        flatfsdp.fully_shard_by_policy(
+            net,
+            {Block},
+            mesh=own,
+            shard_placement_fn=_chooser(experts, flatfsdp.ShardPlacementResult(None, other)),
+            sync_module_states=True,
+        )
+        for name, p in net.named_parameters():
+            offset = rank if own is alone and "experts" not in name else 0  # there nobody else has what is not shared
+            if not torch.equal(p.full_tensor(), expected[name] + offset):
+                found.append(f"{name}, synchronized over {own}")
+    return found
 
 
 def _state(net: Any, optimizer: Any) -> dict[str, Any]:
