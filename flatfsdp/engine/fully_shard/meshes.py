@@ -51,7 +51,8 @@ class DataParallelMeshDims:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What `shard_placement_fn` returns of a parameter that is sharded over ranks of its own.
+    """What `shard_placement_fn` returns of a parameter that is sharded over ranks of its own. If these are fewer than
+    the module's, the parameter is a DTensor, on the mesh of the ranks that hold its other parts.
 
     Raises:
         ConfigTypeError: at construction, `mesh_info` is no mesh.

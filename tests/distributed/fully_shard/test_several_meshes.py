@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.tensor import DTensor
 
 import flatfsdp
+from flatfsdp.errors import ConfigValueError
 from tests.conftest import Run
 from tests.harness.experts import Block, Mixture, divide, loss_on
 from tests.harness.meshes import named_mesh
@@ -182,7 +184,7 @@ def variants(rank: int, world: int, folder: str) -> list[str]:
         for count, other in zip((2, 4), others, strict=True):  # of two: four shards stay among two ranks, two are freed
             if not same(stepped(other, adamw(other), 0), numbers):
                 found.append(f"{count} ranks")
-        found += _synchronized()
+        found += [*_synchronized(), *_apart()]
     words = flatfsdp.summary(net)
     if "2 x 2, 2 x 1" not in words and "2 x 1, 1 x 2" not in words:
         found.append(words)
@@ -225,6 +227,17 @@ def _synchronized() -> list[str]:
             if not torch.equal(p.full_tensor(), expected[name] + offset):
                 found.append(f"{name}, synchronized over {own}")
     return found
+
+
+def _apart() -> list[str]:
+    """A plain parameter of some of a module's ranks would be another one on the others."""
+    net: Any = Mixture()
+    choose = _chooser({net.head.weight}, flatfsdp.ShardPlacementResult(None, expert_mesh()["efsdp"]))
+    rank = dist.get_rank()
+    words = f"mesh of ranks {rank % 2}, {rank % 2 + 2} for parameter 'head.weight', .*over ranks 0, 1, 2, 3.*DTensor on"
+    with pytest.raises(ConfigValueError, match=words):
+        flatfsdp.fully_shard(net, mesh=named_mesh(4), shard_placement_fn=choose)
+    return []
 
 
 def _state(net: Any, optimizer: Any) -> dict[str, Any]:
