@@ -21,6 +21,7 @@ from flatfsdp.engine.comm.shared_memory.exchange import CONTROL
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import SHARDED, UNSHARDED
 from flatfsdp.engine.runtime.model import model_of
+from flatfsdp.engine.runtime.module_tree import units_in
 from flatfsdp.engine.watchdog.regions import current_watch
 
 
@@ -303,6 +304,11 @@ def comm_stats(model: Any) -> CommStats:
 def units(model: Any) -> list[Unit]:
     """All units of the model that `model` is the outermost wrapper of, or a part; the outermost last."""
     return [Unit(each) for each in _model(model).units]
+
+
+def copies_of_shards(model: Any) -> int:
+    """How many shards units keep a copy of, to notice what is written to them."""
+    return sum(len(each.kept.shards) for each in units_in(model))
 
 
 def unit(wrapper: Any) -> Unit:

@@ -25,6 +25,7 @@ from ..runtime.module_tree import units_in
 from ..runtime.persistence import evict, evict_all, fetch
 from ..runtime.rest import collective_call, free_unsharded, models_of, quiesce
 from ..runtime.unit import Unit
+from ..runtime.user_writes import is_compared
 
 
 class HandleRef(NamedTuple):
@@ -120,7 +121,7 @@ class PersistentParams(Observer):
                     reported.setdefault("not frozen any more", []).append(unit.label)
             elif unit.views[ref.kind].mode is not SHOWS_SHARD:
                 continue
-            elif unit.kept.maybe_stale:
+            elif unit.kept.maybe_stale or (wanted is DEVICE and is_compared(unit, handle)):
                 self._maybe_stale.append(ref)
                 reported.setdefault("asking whether what is kept was written to", []).append(unit.label)
             elif not ref.is_fetched:
@@ -286,7 +287,7 @@ def _end(model: Model) -> None:
     free_unsharded(model)
     persistent_params_of(model).unpin(model)
     for unit in model.units:
-        unit.kept.by_choice = False
+        unit.kept.end_choice()
     model.resources.limiter.free_all()
 
 

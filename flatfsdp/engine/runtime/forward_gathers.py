@@ -14,14 +14,14 @@ from ..base import _torch
 from ..base.events import Observers
 from ..flat.sources import PostForwardShard
 from ..flat.states import FORWARD, SUMMONED, UNSHARDED
-from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
+from ..flat.views import SHOWS_NOTHING
 from ..schedule.forward_record import ForwardOrder
 from .coalesced_collectives import Coalescer
 from .iteration import Iteration
 from .replica_checks import ReplicaChecks
 from .setup import Setup
 from .unit import Unit
-from .user_writes import apply_shard_writes
+from .user_writes import apply_shard_writes, follow_other_ranks
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class ForwardGathers:
             units = self.setup.units
             if self.replica_checks.due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
                 self.replica_checks.at_first(units)
-            self._follow_other_ranks()
+            follow_other_ranks(units, self.agreement)
             for act in self.observers.first_gather_agreed:
                 act()
         record = self.iteration.record
@@ -123,19 +123,6 @@ class ForwardGathers:
             following = self.order.upcoming()
             for each in itertools.islice(following, 1):
                 self._launch(each, following, ahead=True)
-
-    def _follow_other_ranks(self) -> None:
-        """Gather again what users keep unsharded, if any rank has written to its shards. Collective if they do.
-
-        An optimizer writes on some ranks only where others have no element of a unit.
-        """
-        kept = [unit for unit in self.setup.units if unit.kept.by_choice]
-        if kept and self.agreement.any_rank(not all(unit.is_unsharded for unit in kept)):
-            for unit in kept:
-                unit.reshard(SHOWS_SHARD)
-        for unit in kept:
-            unit.kept.by_choice = False
-            unit.kept.shards.clear()
 
     def repeat(self, unit: Unit) -> None:
         """`unit` runs again in this forward, and was not freed since."""

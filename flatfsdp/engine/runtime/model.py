@@ -33,7 +33,7 @@ from .replica_checks import ReplicaChecks
 from .resources import ModelSettings, Resources
 from .setup import Setup
 from .unit import Unit, refuse_without_model
-from .user_writes import begin_request, check_left_unsharded, retire_request
+from .user_writes import begin_request, check_left_unsharded, follow_before_request, retire_request
 
 
 class Model:
@@ -142,8 +142,12 @@ class Model:
         if not iteration.in_forward:
             self.resources.streams.unshard.follow_compute()
         for each in (*unit.owning_units, unit):
+            at_rest = iteration.is_at_rest and each.phase is IDLE
+            if at_rest:
+                retire_request(each, written=False)  # an earlier one
             setup.write_back([each])
-            begin_request(each)
+            follow_before_request(each, self.agreement, at_rest=at_rest)
+            begin_request(each, at_rest=at_rest)
             gathered = self.coalescer.launch_unshard((each,), ahead=True)
             if iteration.backward is not None:
                 iteration.backward.gathered += [unit.place.index for unit in gathered]
@@ -177,8 +181,7 @@ class Model:
         awaits_backward = not iteration.record.consumed and unit in iteration.record.entered
         unit.reshard(SHOWS_NOTHING if awaits_backward else SHOWS_SHARD, unreached=iteration.backward is not None)
         unit.drop_post_forward_shards()
-        unit.kept.by_choice = False
-        unit.kept.shards.clear()
+        unit.kept.end_choice()
 
 
 # The model of each unit, as long as both live.

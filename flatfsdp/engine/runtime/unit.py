@@ -376,6 +376,8 @@ class Unit:
                 views.show(SHOWS_SHARD)
         else:
             self.reshard(SHOWS_SHARD)
+        if self.kept.shards:  # of what was on its way
+            self.kept.shards.clear()
         if self.kept.post_forward:
             self.drop_post_forward_shards()
         self.phase = IDLE

@@ -90,6 +90,11 @@ class KeptUnsharded:
     shards: list[torch.Tensor] = field(default_factory=list)
     post_forward: dict[FlatParamHandle, Transport] = field(default_factory=dict)
 
+    def end_choice(self) -> None:
+        """What a user chose, or asked for, keeps it no longer."""
+        self.by_choice = False
+        self.shards.clear()
+
 
 class WatchedLeaves:
     """What is known of how gradients come to the leaves of a unit.

@@ -6,25 +6,30 @@ parameter. Both is noticed before the unit is gathered again, by versions and id
 [Note: unnoticed writes] DTensors count no version for what is written to a list of them (`torch._foreach_*`), nor for
 what is written through their `.data`. So what is kept unsharded of such parameters is compared with the shard, value by
 value, before it is computed with: this reads twice the shard, where a gather would move all of the parameter. For what
-is still on its way then there is a copy of the shard. A comparison waits for the device: on accelerators it is made
-only of what a schedule keeps, of which ranks exchange a word at that point anyway, and nowhere inside `inference()`. Of
-what travels in few bits, or by hooks of a class of its own, the values are others than the shard's: versions have to
-do.
+is still on its way then there is a copy of the shard. Values may change on some ranks only, so ranks exchange a word
+wherever something was compared, before any of them gathers: at the first gather of a forward, of what was kept by
+choice and of what stays because it is frozen, and when a user asks for such a unit. A comparison waits for the device:
+on accelerators it is made only of what a schedule keeps, of which ranks exchange that word anyway, and nowhere inside
+`inference()`. Of what travels in few bits, or by hooks of a class of its own, the values are others than the shard's:
+versions have to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..device.fake_tensors import is_memoryless
 from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import own_pieces_of
 from ..flat.param_refs import ParamRef, check_param_refs, refuse_functional_call
+from ..flat.sources import DEVICE
 from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_requested
+from .persistence import evict_all
 from .unit import Unit
 
 
@@ -83,12 +88,7 @@ def _is_stale_on_its_way(unit: Unit, kind: int) -> bool:
 def _differs(unit: Unit, handle: FlatParamHandle) -> bool:
     """Whether the unsharded parameters have other values than the shard, where nothing else shows it.
     [Note: unnoticed writes]"""
-    if not handle.face.is_distributed or handle.unsharded.buffer is None:
-        return False
-    if handle.precision.gather is not None or handle.options.gathers or unit.kept.pinned or is_memoryless():
-        return False
-    keeps = unit.options.schedule.keeps_by_choice and handle.persistence is None
-    if unit.resources.device.has_streams and not keeps:
+    if not is_compared(unit, handle) or handle.unsharded.buffer is None:
         return False
     flat = handle.unsharded.flat
     found = own_pieces_of(flat, handle.layout, handle.rank)
@@ -96,6 +96,16 @@ def _differs(unit: Unit, handle: FlatParamHandle) -> bool:
         torch.equal(_bits(piece.detach().to(flat.device, flat.dtype)), _bits(own.detach()))
         for piece, own in zip(handle.at_rest.pieces, found, strict=True)
     )
+
+
+def is_compared(unit: Unit, handle: FlatParamHandle) -> bool:
+    """Whether values are compared of what is kept unsharded of `handle`: the same on all ranks."""
+    if not handle.face.is_distributed or handle.precision.gather is not None or handle.options.gathers:
+        return False
+    if unit.kept.pinned or is_memoryless():
+        return False
+    keeps = unit.options.schedule.keeps_by_choice and handle.persistence is None
+    return keeps or not unit.resources.device.has_streams
 
 
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -130,13 +140,42 @@ def check_left_unsharded(unit: Unit) -> None:
             check_exposed(views, unit.name)
 
 
-def begin_request(unit: Unit) -> None:
+def follow_other_ranks(units: Iterable[Unit], agreement: Agreement) -> None:
+    """Gather again what users keep unsharded of `units`, if any rank has written to its shards. Collective if they do.
+
+    An optimizer writes on some ranks only where others have no element of a unit.
+    """
+    kept = [unit for unit in units if unit.kept.by_choice]
+    if kept and agreement.any_rank(not all(unit.is_unsharded for unit in kept)):
+        for unit in kept:
+            unit.reshard(SHOWS_SHARD)
+    for unit in kept:
+        unit.kept.end_choice()
+
+
+def follow_before_request(unit: Unit, agreement: Agreement, *, at_rest: bool) -> None:
+    """A user asks for `unit`: the same, of what was kept of it by choice and of what stays because it is frozen."""
+    stays = [handle for handle in unit.handles if handle.persistence is DEVICE]
+    if stays and not unit.kept.maybe_stale and not any([is_compared(unit, handle) for handle in stays]):
+        stays = []
+    shows = at_rest or unit.shows_shard  # or else it was computed with since
+    if agreement.forwards_are_silent or not shows or not (unit.kept.by_choice or stays):
+        return
+    with agreement.waiting(f"unshard() of unit {unit.label}"):
+        follow_other_ranks((unit,), agreement)
+        if stays and agreement.any_rank(any([handle.state is SHARDED for handle in stays])):
+            evict_all(unit)
+
+
+def begin_request(unit: Unit, *, at_rest: bool) -> None:
     """A user is about to unshard `unit`: remember what its shards are."""
     unit.kept.versions = [handle.writes.all for handle in unit.handles]
-    unit.kept.by_choice = unit.shows_shard and unit.axes.is_spread
+    unit.kept.by_choice = (at_rest or unit.shows_shard) and unit.axes.is_spread
     compares = unit.kept.by_choice and not (unit.resources.device.has_streams or is_memoryless())
     if compares and any([handle.face.is_distributed for handle in unit.handles]):
         unit.kept.shards = [handle.shard.detach().clone() for handle in unit.handles]
+    elif unit.kept.shards:
+        unit.kept.shards.clear()
 
 
 def retire_request(unit: Unit, *, written: bool) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import flatfsdp
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.thorough import is_thorough
 
 Write = Callable[[list[Any]], object]
@@ -68,7 +69,7 @@ WRITES: list[Write] = [
 
 def model_of(**options: Any) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))  # of which the second rank has no row
     for layer in (model[0], model[2]):
         flatfsdp.fully_shard(layer, **options)
     return flatfsdp.fully_shard(model, **options)
@@ -110,8 +111,6 @@ def outputs(rank: int, world: int, keep: Callable[[Any], None], policies: Sequen
     found = []
     for policy in policies:
         for write in WRITES:
-            if write is on_one_rank and keep is frozen:
-                continue  # all ranks write to what is frozen
             kept, other = model_of(mp_policy=policy), model_of(mp_policy=policy)
             if keep is frozen:
                 kept.requires_grad_(False)
@@ -142,3 +141,32 @@ def outputs(rank: int, world: int, keep: Callable[[Any], None], policies: Sequen
 def test_what_was_written_is_computed_with(keep: Callable[[Any], None], pool2: Run) -> None:
     policies = (None, LOW) if is_thorough() or keep is after_forward else (None,)
     assert pool2(outputs, keep, policies, timeout=120) == [[], []]
+
+
+def asked_for_again(rank: int, world: int) -> list[str]:
+    """The writes after which units are asked for and give other values than the shards; and what stays of requests."""
+    found = []
+    for keep in KEPT:
+        for write in (lists, on_one_rank):
+            kept, other = model_of(), model_of()
+            kept.requires_grad_(keep is not frozen)
+            both = [list(each.parameters()) for each in (kept, other)]
+            keep(kept)
+            layers = (kept[0], kept[2])
+            for times in (1, 2):
+                for index, layer in enumerate(layers):
+                    layer.unshard(async_op=(index + times) % 2 == 0)
+                with torch.no_grad():
+                    for parameters in both:
+                        write(parameters)
+            for layer in layers:
+                layer.unshard()
+            if not torch.equal(kept(torch.ones(2, 4)), other(torch.ones(2, 4))):
+                found.append(f"{keep.__name__}, {write.__name__}")
+            if inspect.copies_of_shards(kept):
+                found.append(f"{keep.__name__}: copies of shards")
+    return found
+
+
+def test_what_was_written_is_there_where_units_are_asked_for(pool2: Run) -> None:
+    assert pool2(asked_for_again, timeout=120) == [[], []]
