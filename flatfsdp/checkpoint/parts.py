@@ -66,9 +66,11 @@ class _ModelSection(Section):
         for key, value in self._own.items():
             if not _is_tensor(value):  # extra state of a module, as it was saved
                 given[key] = read.get(clean(key), value)
-        on_meta = any(each.handle.shard.is_meta for each in self._held.values())
+        on_meta = next((each.handle for each in self._held.values() if each.handle.shard.is_meta), None)
+        if on_meta is not None:
+            given |= self._held_by_no_unit(on_meta.device)
         with _sharded(self._model):
-            incompatible = self._model.load_state_dict(given, strict=False, assign=on_meta)
+            incompatible = self._model.load_state_dict(given, strict=False, assign=on_meta is not None)
         missing, unread = incompatible.missing_keys, incompatible.unexpected_keys
         others = [key for key in unread if key not in self._added or not torch.equal(self._own[key], self._added[key])]
         if missing or others:
@@ -77,6 +79,31 @@ class _ModelSection(Section):
                 f"({len(missing + others)} in all), and it is not what they have. Make the model as the run did that "
                 "saved (a quantised base of the same weights), and load then"
             )
+
+    def _held_by_no_unit(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Parameters and buffers outside of units themselves, with what was read, to be assigned by key: optimizers may
+        hold them. Those on the meta device are made on `device`."""
+        outside = (each for each in [*named_state(self._model), *named_buffers(self._model)] if each.unit is None)
+        leaves = {name: each.leaf for each in outside for name in each.names}
+        given: dict[str, torch.Tensor] = {}
+        made: dict[int, torch.Tensor] = {}  # one that has several names stays one
+        for key, value in self._own.items():
+            leaf = leaves.get(clean(key))
+            if leaf is None or not _is_tensor(value):
+                continue
+            if id(leaf) not in made:
+                made[id(leaf)] = _filled(leaf, value, device)
+            given[key] = made[id(leaf)]
+        return given
+
+
+def _filled(leaf: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`leaf` with that value; on the meta device, what takes its place on `device`."""
+    if leaf.is_meta:
+        placed = value.to(device)
+        return nn.Parameter(placed, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else placed
+    with torch.no_grad():
+        return leaf.copy_(value)
 
 
 def _is_added(key: str, value: Any, known: Collection[str]) -> bool:

@@ -87,6 +87,45 @@ def test_whole_values_of_rank_0(pool2: Run) -> None:
     assert pool2(from_rank0, timeout=60) == [[True, True]] * 2
 
 
+def with_others(device: str) -> Any:
+    """A model on that device, with what no unit holds: an ignored parameter of two names, and a buffer, that are there;
+    and one of each that are on the device."""
+    with torch.device(device):
+        model: Any = net(3)
+        model.shift = nn.Parameter(torch.full((2,), 1.0), requires_grad=False)
+        model.register_buffer("mean", torch.full((3,), 2.0))
+    model.scale = model[0].scale = nn.Parameter(torch.zeros(2))
+    model.register_buffer("seen", torch.zeros(()))
+    flatfsdp.fully_shard(model, ignored_params={model.scale, model.shift})
+    return model
+
+
+def into_meta(rank: int, world: int, folder: str) -> list[bool]:
+    """A checkpoint into a model on the meta device leaves what is there in its place, where optimizers have it."""
+    saved, loaded = with_others("cpu"), with_others("meta")
+    with torch.no_grad():
+        for tensor in (saved.scale, saved.seen):
+            tensor.fill_(5.0)
+    flatfsdp.checkpoint.save(folder, model=saved)
+    held = [loaded.scale, loaded.seen]
+    flatfsdp.checkpoint.load(folder, model=loaded)
+    own, others = saved.state_dict(), loaded.state_dict()
+    return [
+        loaded.scale is loaded[0].scale is held[0] and loaded.seen is held[1],
+        not loaded.shift.requires_grad and isinstance(loaded.shift, nn.Parameter),
+        own.keys() == others.keys() and all(torch.equal(whole(own[name]), whole(others[name])) for name in own),
+        torch.equal(saved(torch.ones(2, 4)), loaded(torch.ones(2, 4))),
+    ]
+
+
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def test_a_checkpoint_into_a_model_on_the_meta_device(pool2: Run, tmp_path: Path) -> None:
+    assert pool2(into_meta, str(tmp_path)) == [[True] * 4] * 2
+
+
 def copied(rank: int, world: int) -> list[bool]:
     """State dicts are copied and written by torch.save, of DTensors with their own memory alone."""
     model, optimizer = trained(flatfsdp, rank)
