@@ -383,6 +383,19 @@ def test_a_large_world_looks_less_often(said: list[str]) -> None:
     assert calls.period == 0.04
 
 
+@pytest.mark.parametrize(("seconds", "found"), [(0.05, ""), (5.0, "rank 0 a; rank 1 c")])
+def test_ranks_that_answer_at_different_moments_may_have_gone_on_between(
+    said: list[str], seconds: float, found: str
+) -> None:
+    """Only waits that are older than the poll were there at one moment."""
+    shared: dict[str, str] = {}
+    first, second = (StatusPoll(Notes(shared), rank=rank, world=2) for rank in range(2))
+    first.answer(1, 0, "report", RankStatus("a", seconds, (0, 1)))
+    time.sleep(0.1)
+    second.answer(1, 0, "report", RankStatus("c", seconds, (0, 1)))
+    assert dict(first.results())[1].parted == found
+
+
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
