@@ -550,7 +550,7 @@ class SimulatedRank:
     def _before_backward(self, call: Call) -> None:
         unit = call.unit
         needed = [*self.program.rules[unit].owners, unit]
-        reads = self.in_inner_task() or self.schedule.lent.awaits_own_call(unit)
+        reads = self.in_inner_task() or self.schedule.tied_owners.awaits_own_call(unit)
         done = unit in self._over or (not reads and all(map(self._has_its_gradients, needed)))
         if unit in self._completed and done:
             return
@@ -650,9 +650,9 @@ class SimulatedRank:
         return bool(self._missing[unit])
 
     def _release(self, unit: str) -> None:
-        lent = any(unit in rules.owners and self._open.get(user) for user, rules in self.program.rules.items())
+        in_use = any(unit in rules.owners and self._open.get(user) for user, rules in self.program.rules.items())
         if (
-            not lent
+            not in_use
             and unit not in self._kept
             and not self.schedule.keeps_unsharded(unit)
             and not self.schedule.reaches_again(unit)

@@ -369,7 +369,7 @@ def _is_done_reading(unit: Unit, backward: Backward) -> bool:
     An output may be reached later than that: the hidden states beside what a head makes of them, or what the unit was
     given. Other ranks may not reach it, so nothing is gathered for it.
     """
-    if backward.in_inner_task() or backward.schedule.lent.awaits_own_call(unit):
+    if backward.in_inner_task() or backward.schedule.tied_owners.awaits_own_call(unit):
         return False
     return all(map(_has_its_gradients, (unit, *unit.owning_units)))
 

@@ -27,7 +27,7 @@ class BackwardClock(Generic[U]):
         begun: those that are not known to be over, the next last.
         several: units to which several graphs, or a graph and a recomputation, bring gradients.
         in_passes: those that ran in several passes, of which a backward may reach one alone.
-        lent: units whose parameters others use after they began.
+        tied_owners: units whose parameters others use after they began.
         again: units outside of the plan that ran more than once, at least the last time without a graph.
         called_again: all of these.
         reached_once: those that ran once, so that one part of this backward is all.
@@ -43,7 +43,7 @@ class BackwardClock(Generic[U]):
         self.ended: dict[U, int] = {}
         self.several: set[U] = set()
         self.in_passes: set[U] = set()
-        self.lent: set[U] = set()
+        self.tied_owners: set[U] = set()
         self.inside: dict[U, list[CheckpointRegion]] = {}
         unseen = self._read(record)
         self.regions = {each: None for inside in self.inside.values() for inner in inside for each in inner.outwards()}
@@ -52,7 +52,7 @@ class BackwardClock(Generic[U]):
         self.gathers = self._with_repeated() if self.repeated else self.sequence
         self.recomputes = record.may_recompute or bool(unseen)
         self.again = record.begun_again.difference(self.planned)
-        self.called_again = self.several | self.lent | self.again
+        self.called_again = self.several | self.tied_owners | self.again
         self.reached_once = self.planned - self.several - record.begun_again
         for unit in self.again:
             self.began[unit] = record.began(unit)
@@ -80,7 +80,7 @@ class BackwardClock(Generic[U]):
                     if how == "again" or (first != now and (how == "graph" or unit in earlier)):
                         several.add(unit)
                     elif first != now:
-                        self.lent.add(unit)
+                        self.tied_owners.add(unit)
             self.ended |= log.ended
         unseen = {unit: now for unit, now in unseen.items() if unit in began}
         several.update(unseen)

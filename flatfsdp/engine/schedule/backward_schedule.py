@@ -36,9 +36,9 @@ from .backward_clock import NEVER, BackwardClock
 from .backward_driver import Driver, UnitFacts, UnitRules
 from .forward_record import ForwardRecord
 from .issue_order import Cut, GatherOrder, ReduceOrder
-from .lent_units import LentUnits
 from .mid_backward import HalfwayTrigger
 from .recomputation import Recomputations, taken_from
+from .tied_owners import TiedOwners
 
 U = TypeVar("U", bound=Hashable)
 
@@ -50,7 +50,7 @@ class BackwardSchedule(Generic[U]):
         clock: when units are due. gathers, reductions: what is to be issued, in order.
         recomputes_trained: whether reentrant checkpoints bring gradients, or do so on other ranks.
         windows: units that await gradients and will add them up unsharded.
-        lent: owners of tied parameters.
+        tied_owners: which of them this backward may come to again.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BackwardSchedule(Generic[U]):
         targets = {unit: rules[unit].targets for unit in record.anchored if rules[unit].targets}
         self.gathers: GatherOrder[U] = GatherOrder(clock.gathers[::-1], targets, coalesce=coalesce, together=together)
         self.windows: dict[U, None] = {}
-        self.lent: LentUnits[U] = LentUnits(clock, rules, facts)
+        self.tied_owners: TiedOwners[U] = TiedOwners(clock, rules, facts)
         self._halfway: HalfwayTrigger[U] = HalfwayTrigger()
         self._repeats: Recomputations[U] = Recomputations(record, clock, driver.will_recompute)
         will_run = self._repeats.will_run
@@ -87,7 +87,7 @@ class BackwardSchedule(Generic[U]):
         """Whether this backward may come to `unit` again, which other ranks' do not: it cannot be gathered for that."""
         repeats = self._repeats
         if (self.clock.has_more_calls(unit) and not self._facts.is_over(unit)) or (
-            self.clock.lent and self.lent.may_be_used(unit)
+            self.clock.tied_owners and self.tied_owners.may_be_used(unit)
         ):
             return True
         if unit in repeats.used_repeatedly or unit in repeats.unreached:
@@ -119,14 +119,14 @@ class BackwardSchedule(Generic[U]):
             self._end_repeated_use()
         if self._repeats.unreached:
             self._repeats.unreached.discard(unit)
-        if self.clock.lent:
-            self.lent.reached(unit)
+        if self.clock.tied_owners:
+            self.tied_owners.reached(unit)
         # What a reentrant checkpoint made is reached at its place, which is not that of a graph that the unit may have
         # besides; ranks need not reach it.
         inner = self.clock.recomputes and self._driver.in_inner_task()
         needed = (*self._rules[unit].owners, unit)
         if not inner:
-            # By then all of these gathers are due, which are waited for; a unit that is lent has ended with its last
+            # By then all of these gathers are due, which are waited for; a tied owner has ended with its last
             # user. Before others are gathered: each takes memory.
             self._pass(min(map(self.clock.ended.get, needed, repeat(NEVER))))
         for each in needed:
@@ -394,7 +394,7 @@ class BackwardSchedule(Generic[U]):
             return
         over, ended = [], self._repeats.end_of(unit, with_graph)
         if (owners := self._rules[unit].owners) and self._repeats.is_segmented(unit):
-            # These gathers are waited for, too, and the unit may have been lent later.
+            # These gathers are waited for, too, and an owner may have been used later.
             ended = min(ended, *map(self.clock.due.get, owners, repeat(NEVER)))
         for each in self.reductions.outstanding():
             if not facts.completed(each) or self.clock.waits_for_first_call(each):

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 U = TypeVar("U", bound=Hashable)
-# "graph": it began with one; "lent": a unit that began with one uses its parameters; "again": gradients may come to it
-# from a run of its own besides; "recomputed": a reentrant checkpoint will make its graph; "none": nothing is known to.
-How = Literal["graph", "lent", "again", "recomputed", "none"]
+# "graph": it began with one; "shared": a unit that began with one uses its parameters; "again": gradients may come to
+# it from a run of its own besides; "recomputed": a reentrant checkpoint will make its graph; "none": nothing is known.
+How = Literal["graph", "shared", "again", "recomputed", "none"]
 
 
 class ForwardPass:
@@ -85,7 +85,7 @@ class ForwardRecord(Generic[U]):
 
     Attributes:
         running: the pass that runs, if one does.
-        begun_again: units that began more than once, at least the last time without a graph, and those that were lent
+        begun_again: units that began more than once, at least the last time without a graph, and owners that were used
             without one.
         entered_at: when a unit was entered last.
         ran_without_graph: whether any unit did.
@@ -178,7 +178,7 @@ class ForwardRecord(Generic[U]):
     def enter_sharing(self, owning_unit: U) -> None:
         """Parameters of `owning_unit` are about to be used by another unit, in whose backward it takes part."""
         self._entered.setdefault(owning_unit)
-        self._now.runs.append((owning_unit, self._tick(owning_unit), "lent", None))
+        self._now.runs.append((owning_unit, self._tick(owning_unit), "shared", None))
 
     def enter_sharing_without_graph(self, owning_unit: U) -> None:
         """Parameters of `owning_unit` are about to be used by a unit that began without a graph: gradients may come to

@@ -8,7 +8,7 @@ whole, has a turn with theirs. Where a unit is recomputed more than once it is f
 gradients are reduced when this backward is through with its first run, whichever of them brought some on this rank.
 What is trained and was recomputed is reduced on all ranks, also where a rank's data brings it no gradient: when the
 node that recomputed it is over. An owner of tied parameters takes part as if it were run where a unit that holds them
-is: what one node made a graph of, or lent for one, is freed before another does, since ranks to which all gradients
+is: what one node made a graph of, or used in one, is freed before another does, since ranks to which all gradients
 came have freed it.
 """
 
@@ -36,7 +36,7 @@ class Recomputations(Generic[U]):
         held_unsharded: units that are through, and when what they may be recomputed with began.
         trained: what is outside of the plan and got a graph, so that it takes part in this backward.
         node: the node whose backward ran such units again last.
-        used_repeatedly: units outside of the plan that a reentrant checkpoint ran or lent more than once, and its node.
+        used_repeatedly: units outside of the plan that a reentrant checkpoint ran or used more than once, and its node.
         to_come: when units outside of the plan began that reentrant checkpoints will run again, the next last.
         unreached: units outside of the plan that ran again, and no gradient has flowed into them since.
         will_run: all that reentrant checkpoints will run again, when the backward begins.
@@ -52,11 +52,11 @@ class Recomputations(Generic[U]):
         self._record, self._clock = record, clock
         lasting = [each for each in clock.regions if each.ended > each.began]
         self._bounds = sorted(each.began for each in lasting), sorted(each.ended for each in lasting)
-        self._begun_before = _begun_before(clock) if lasting and (clock.several or clock.lent) else {}
+        self._begun_before = _begun_before(clock) if lasting and (clock.several or clock.tied_owners) else {}
         self._runs: dict[U, int] = {}  # how many times those of the plan have run again
         self._runs_in_first_call: dict[U, int] = {}  # while the backward of the first of their calls went on
-        self._used_in: dict[U, int] = {}  # the node whose backward ran them again last, or lent them
-        self._made_in: dict[U, int] = {}  # the node whose backward made graphs of them last, or lent them for one
+        self._used_in: dict[U, int] = {}  # the node whose backward ran them again last, or used them
+        self._made_in: dict[U, int] = {}  # the node whose backward made graphs of them last, or used them in one
         self._outermost = 0  # the node that runs, or that the graph tasks run in that do
         self._made: dict[U, int] = {}  # of units outside of the plan, how many runs were recomputed, the last first
         self.to_come: list[tuple[int, U]] = []

@@ -458,7 +458,7 @@ def test_gradients_zeroed_between_a_differentiable_backward_and_the_next(
     assert all(pool2(zero_between, strategy, to_none))
 
 
-class Borrowed(nn.Module):
+class UsesAnothersWeight(nn.Module):
     """A frozen weight that a nested unit owns and the root uses first."""
 
     def __init__(self) -> None:
@@ -473,7 +473,7 @@ class Borrowed(nn.Module):
 
 def frozen_tie(rank: int, world: int) -> bool:
     torch.manual_seed(0)
-    net = Borrowed()
+    net = UsesAnothersWeight()
     nets = [copy.deepcopy(net) for _ in range(world)]
     model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=True)
     x = _data(rank).requires_grad_()

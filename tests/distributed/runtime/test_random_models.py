@@ -427,7 +427,7 @@ def test_so_it_is_where_several_units_are_recomputed_together(pool3: Run, seed: 
 
 
 # 36 has ended the process where a unit that returns what it is given is run again with another one later, 13 where an
-# owner is free while the reentrant checkpoint that lent it goes on; 9 has waited for ever where it is reduced before,
+# owner is free while the reentrant checkpoint that used it goes on; 9 has waited for ever where it is reduced before,
 # 1172 and 1311 where a unit that is called again is passed over, and freed though others may run it again, 1911 where a
 # unit of a reentrant checkpoint runs again in another one around it.
 @pytest.mark.parametrize("seed", [9, 13, 36, 1172, 1311, 1911])

@@ -104,7 +104,7 @@ def called_again_with_plain_parts() -> Program:
     return program_of([call("x"), plain(call("a")), plain(call("a"))], {name: UnitRules(None) for name in "xa"})
 
 
-def lent_to_plain_parts() -> Program:
+def owner_used_in_plain_parts() -> Program:
     """A parameter of `a` is used in a checkpoint inside of `b`, and by `a` itself before."""
     user = call("b")
     user.body.insert(0, Plain([("a", 0)]))
@@ -118,7 +118,7 @@ def lent_to_plain_parts() -> Program:
         *(passed_over_before_what_is_listed, conditional_listed_and_next),
         *(recomputed_and_listed, owner_is_over_before_a_user, owners_of_owners),
         *(recomputed_with_an_owner, owner_runs_between_its_users, inside_of_what_had_no_graph),
-        *(called_again_with_plain_parts, lent_to_plain_parts),
+        *(called_again_with_plain_parts, owner_used_in_plain_parts),
     ],
 )
 def test_ranks_gather_alike_whatever_they_pass_over(program: Callable[[], Program]) -> None:
@@ -194,7 +194,7 @@ class FreesOwners(Schedule):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.lent.may_be_used = lambda owner: False  # type: ignore[method-assign]
+        self.tied_owners.may_be_used = lambda owner: False  # type: ignore[method-assign]
 
 
 class RecomputesWithoutReductions(Schedule):
@@ -250,7 +250,7 @@ class ReducesBeforeTheFirstCall(Schedule):
 
 
 class LeavesOwnersAsTheyAre(Schedule):
-    """What another checkpoint ran, or lent, is as this rank has left it when it runs again."""
+    """What another checkpoint ran, or used, is as this rank has left it when it runs again."""
 
     def _end_last_runs(self, units: Any, with_graph: bool) -> None:
         return

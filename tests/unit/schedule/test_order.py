@@ -125,14 +125,14 @@ def test_what_a_reentrant_checkpoint_recomputes_is_over_with_the_last_of_it() ->
     assert [record.left(unit)[0].ended for unit in "abcde"] == [4, 4, 6, 8, 10]
 
 
-@pytest.mark.parametrize("lent", [False, True])
-def test_what_has_run_without_a_graph_is_over_with_that_run(lent: bool) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_has_run_without_a_graph_is_over_with_that_run(shared: bool) -> None:
     record: ForwardRecord[str] = ForwardRecord()
     record.begin()
     record.enter_without_graph("a", checkpoint=1)
     record.leave_without_graph("a")
     for unit in "b", "a":
-        (record.enter_sharing if lent and unit == "a" else record.enter)(unit)
+        (record.enter_sharing if shared and unit == "a" else record.enter)(unit)
         record.leave(unit)
     assert list(BackwardClock(record).began.items()) == [("a", 1), ("b", 3)]
     assert BackwardClock(record).several == {"a"} and BackwardClock(record).ended["a"] == 6

@@ -1,6 +1,6 @@
-"""Units whose parameters others use beside their own (tied parameters), while one backward runs; pure.
+"""Owners of tied parameters, which other units use beside their own, while one backward runs; pure.
 
-[Note: lent] Such a unit, the owner, is gathered with each of its users, and its gradients may all have come before this
+[Note: tied owners] An owner is gathered with each of its users, and its gradients may all have come before this
 backward reaches one of them, or its own call: a rank's data may leave out the use that other ranks' gradients come
 from. Freed then, it would be gathered again by that rank alone. So it stays until its own call is over, and those of
 users that began later: the backward comes to these first, or passes over them.
@@ -17,25 +17,25 @@ from .backward_driver import UnitFacts, UnitRules
 U = TypeVar("U", bound=Hashable)
 
 
-class LentUnits(Generic[U]):
+class TiedOwners(Generic[U]):
     """Which owners this backward may come to again."""
 
     def __init__(self, clock: BackwardClock[U], rules: Mapping[U, UnitRules[U]], facts: UnitFacts[U]) -> None:
         self._clock, self._rules, self._facts = clock, rules, facts
-        self._reached: set[U] = set()  # of those that are lent
+        self._reached: set[U] = set()  # of the owners
 
     def reached(self, unit: U) -> None:
         """A gradient is about to flow into a call of `unit`."""
-        if unit in self._clock.lent:
+        if unit in self._clock.tied_owners:
             self._reached.add(unit)
 
     def awaits_own_call(self, unit: U) -> bool:
         """Whether others use parameters of `unit`, which this backward has not come to itself."""
-        return unit in self._clock.lent and unit not in self._reached
+        return unit in self._clock.tied_owners and unit not in self._reached
 
     def may_be_used(self, owner: U) -> bool:
         """Whether this backward may still come to `owner`, or to units that use its parameters and began later."""
-        if owner not in self._clock.lent:
+        if owner not in self._clock.tied_owners:
             return False
         began, rules = self._clock.began, self._rules
         users = (unit for unit in self._clock.begun if began[unit] > began[owner] and owner in rules[unit].owners)
