@@ -1,5 +1,5 @@
-"""Values of state dicts that take communication: those that only arrive where they are copied to, and those in torch's
-classes for distributed tensors, which others wrote, or ask for.
+"""Values of state dicts that take communication: whole ones, those that only arrive where they are copied to, and those
+in torch's classes for distributed tensors, which others wrote, or ask for.
 
 The latter split a tensor by rows, not where our shards end: both ways take communication. Where an `OwnedInterval` will
 do, nothing here is needed.
@@ -21,7 +21,8 @@ from ...device.streams import accelerator
 from ...flat.placeholder import Placeholder, asks, name_of
 from ...runtime.unit import Unit
 from ..owned_interval import block_of
-from ..parts import transformed_of
+from ..parts import assembled, transformed_of
+from .types import StateDictRequest
 
 
 class LazyValue(torch.Tensor):
@@ -143,44 +144,57 @@ def carrier_of(unit: Unit, sharded_as: str) -> str:
     return "sharded_tensor" if unit.built.device_mesh is None else "dtensor"
 
 
-def rows_of_part(stored: torch.Tensor, unit: Unit, kind: int, index: int, *, offload_to_cpu: bool = False) -> Any:
-    """This rank's rows of what is `stored` of a parameter, which is a part of a whole, as a DTensor of the whole, in
-    (host) memory of its own. Rows are split over the shard axis of `unit` as `torch.chunk` does. No communication."""
-    axis, found = unit.groups.shard, transformed_of(unit, kind, index)
+def carried(
+    view: torch.Tensor, unit: Unit, kind: int, index: int, request: StateDictRequest, *, keeps: bool
+) -> torch.Tensor | None:
+    """What a state dict has for `view`, what is stored here of parameter `index`, or of a state of it, unsharded: the
+    whole, for ranks that keep it, or rows; in memory of its own. Collective where it is a part, or becomes rows."""
+    carrier, offload = carrier_of(unit, request.carrier), request.offload_to_cpu
+    if carrier == "dtensor" and unit.handles[kind].layout.params[index].part is not None:
+        return _rows_of_part(view, unit, kind, index, offload_to_cpu=offload)
+    whole = assembled(unit, kind, index, view)
+    if carrier != "whole":
+        return _rows_of(whole, unit, as_dtensor=carrier == "dtensor", offload_to_cpu=offload)
+    if not keeps:
+        return None
+    return whole if whole is not view and not offload else request.copy(whole)
+
+
+def _own_rows(unsharded: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """This rank's rows, in memory of their own. They are split over `axis` as `torch.chunk` does, the last ranks may
+    have none."""
+    chunks = unsharded.chunk(axis.size, 0)
+    return (chunks[axis.rank] if axis.rank < len(chunks) else unsharded[:0]).clone()
+
+
+def _rows_of_part(stored: torch.Tensor, unit: Unit, kind: int, index: int, *, offload_to_cpu: bool) -> Any:
+    """This rank's rows of what is `stored` of a parameter, which is a part of a whole, as a DTensor of the whole. No
+    communication."""
+    found = transformed_of(unit, kind, index)
     assert found is not None
     if unit.built.device_mesh is None:
         raise UsageError(
             "a state dict of DTensors, of parameters that are DTensors themselves, needs the mesh of the wrapper: give "
             'it device_mesh=mesh["dp"] instead of a process group, or use sharded_as="interval" in the config'
         )
-    chunks = stored.chunk(axis.size, 0)
-    rows = (chunks[axis.rank] if axis.rank < len(chunks) else stored[:0]).clone()
-    made: Any = found.transform.sharded(rows, unit.built.device_mesh, found.state)
+    made: Any = found.transform.sharded(_own_rows(stored, unit.groups.shard), unit.built.device_mesh, found.state)
     return made.cpu() if offload_to_cpu else made  # its mesh stays where it is
 
 
-def rows_of(unsharded: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_to_cpu: bool = False) -> Any:
-    """This rank's rows of `unsharded` as a DTensor or a ShardedTensor, in (host) memory of its own.
+def _rows_of(unsharded: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_to_cpu: bool) -> Any:
+    """This rank's rows of `unsharded` as a DTensor or a ShardedTensor.
 
-    Rows are split over the shard axis of `unit` as `torch.chunk` does, the last ranks may have none. What has no rows
-    stays a tensor (DTensor: replicated where it has no dimensions). A DTensor lies on the mesh that the unit was given,
-    on (Replicate, Shard(0)) of that of a hybrid. Collective over the axis.
+    What has no rows stays a tensor (DTensor: replicated where it has no dimensions). A DTensor lies on the mesh that
+    the unit was given, on (Replicate, Shard(0)) of that of a hybrid. Collective over the shard axis.
     """
     axis = unit.groups.shard
     _require_ranks(axis)
-    chunks = unsharded.chunk(axis.size, 0) if unsharded.dim() else ()
-    own = (
-        chunks[axis.rank].clone()
-        if axis.rank < len(chunks)
-        else unsharded[:0].clone()
-        if unsharded.dim()
-        else unsharded.clone()
-    )
+    own = _own_rows(unsharded, axis) if unsharded.dim() else unsharded.clone()
     if as_dtensor:
         made = _torch.dtensor_of_rows(own, unsharded, axis.process_group, unit.built.device_mesh)
         return made.cpu() if offload_to_cpu else made  # its mesh stays where it is
     own = own.cpu() if offload_to_cpu else own
     if not unsharded.dim() or not unsharded.shape[0]:
         return own  # of nothing torch makes no ShardedTensor
-    first = sum(chunk.shape[0] for chunk in chunks[: axis.rank])
+    first = min(axis.rank * -(-unsharded.shape[0] // axis.size), unsharded.shape[0])
     return _torch.sharded_tensor_of_rows(own, first, unsharded.shape, axis.process_group)

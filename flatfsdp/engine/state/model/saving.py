@@ -21,7 +21,7 @@ from torch import nn
 from ....errors import UsageError
 from ...agreement.object_collectives import is_first_of
 from ...base.fqns import clean
-from ...config import state_dict_configs as configs
+from ...config.state_dict_configs import StateDictSettings, StateDictType
 from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import Placeholder, PlaceholderReadError
 from ...flat.states import SUMMONED
@@ -35,10 +35,10 @@ from ..from_rank0 import take_buffers
 from ..full_params import summon
 from ..named_param import NamedParam, by_handle, interval_of, params_of
 from ..owned_interval import OwnedInterval
-from ..parts import assembled, axes_of_parts
-from .distributed_values import carrier_of, flat_of, rows_of, rows_of_part
+from ..parts import axes_of_parts
+from .distributed_values import carried, carrier_of, flat_of
 from .placeholders import Placeholders, placeholder_for
-from .types import only_rank0, settings_of, shares_memory
+from .types import StateDictRequest, settings_of, shares_memory
 
 FLAT = "_flat_param"
 
@@ -48,50 +48,36 @@ class StateDictCall:
     """One call from outside, and those that it leads to.
 
     Attributes:
-        settings: of what kind values are.
-        first: whether this rank is the one that has values where only one has.
+        request: what values are to be.
+        is_local: whether parameters are given as flat shards, where ranks split them.
+        keeps: whether this rank gets what is gathered.
         active: units whose modules make their state dict at the moment, outermost first.
         values: made so far, by the id of the leaf; they are kept, so that tied names share them.
         made: the values that are not modules' own, by their ids, which are theirs as long as they are kept.
         copies: of shards, by the id of the handle.
     """
 
-    settings: configs.StateDictSettings
-    first: bool
+    request: StateDictRequest
+    is_local: bool
+    keeps: bool
     active: list[Unit] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)
     made: dict[int, Any] = field(default_factory=dict)
     copies: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def rank0_only(self) -> bool:
-        """Whether only the first rank gets values."""
-        return only_rank0(self.settings)
-
-    @property
-    def is_without_communication(self) -> bool:
-        """Whether the call communicates nothing."""
-        config = self.settings.state_dict_config
-        return self.settings.state_dict_type is not configs.StateDictType.FULL_STATE_DICT and (
-            getattr(config, "sharded_as", "interval") == "interval"
-        )
+    def communicates(self) -> bool:
+        """Whether the call communicates."""
+        return self.request.carrier != "interval"
 
     def is_flat(self, unit: Unit) -> bool:
         """Whether the parameters of `unit` are given as flat shards."""
-        if self.settings.state_dict_type is not configs.StateDictType.LOCAL_STATE_DICT:
-            return False
-        carrier = getattr(self.settings.state_dict_config, "sharded_as", "interval")
-        return carrier_of(unit, carrier) != "whole"
+        return self.is_local and carrier_of(unit, self.request.carrier) != "whole"
 
     @property
     def broadcasts_buffers(self) -> bool:
         """Whether every rank gets the first one's buffers. [Note: buffers of ranks]"""
-        return self.settings.state_dict_type is configs.StateDictType.FULL_STATE_DICT and not self.rank0_only
-
-    def copy(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` in memory of its own, where the config wants it."""
-        value = value.detach()
-        return value.to("cpu", copy=True) if self.settings.state_dict_config.offload_to_cpu else value.clone()
+        return self.request.carrier == "whole" and not self.request.rank0_only
 
 
 _job: ContextVar[StateDictCall | None] = ContextVar("state dict under way", default=None)
@@ -114,7 +100,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     start = len(destination)
     token = _job.set(job)
     try:
-        with collective_call(units, "state_dict()", when=not job.is_without_communication):
+        with collective_call(units, "state_dict()", when=job.communicates):
             _add(job, wrapper, destination, prefix)
             if job.broadcasts_buffers:
                 take_buffers(unit, units, wrapper, destination, prefix)
@@ -124,15 +110,18 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     return destination
 
 
-def begin(unit: Unit, units: Sequence[Unit], chosen: configs.StateDictSettings) -> StateDictCall:
+def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> StateDictCall:
     """A call for `units`, outermost `unit`, which are brought to rest where they will be gathered."""
-    job = StateDictCall(chosen, is_first(unit.groups) and is_first_of(axes_of_parts(units)))
+    request = StateDictRequest.of(chosen.state_dict_config)
+    is_local = chosen.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    first = is_first(unit.groups) and is_first_of(axes_of_parts(units))
+    job = StateDictCall(request, is_local, keeps=first or not request.rank0_only)
     for each in units:
         if job.is_flat(each):
             check_flat(each)
-    communicates = not job.is_without_communication
-    quiesce(units, collective=communicates, shards=communicates, check=lambda each: check_idle(each, "state_dict()"))
-    if not communicates:
+    collective = job.communicates
+    quiesce(units, collective=collective, shards=collective, check=lambda each: check_idle(each, "state_dict()"))
+    if not collective:
         for each in units:
             if each.shows_shard:
                 model_of(each).setup.write_back([each])
@@ -201,7 +190,7 @@ def _add_values(job: StateDictCall, unit: Unit, destination: Any, prefix: str, s
             if id(value) in leaves:
                 destination[key] = placeholder_for(value, [unit])
             elif id(value) not in job.made and _storage(value) in memory:  # made of a parameter, or a part of one
-                _put(job, destination, key, job.copy(value))
+                _put(job, destination, key, job.request.copy(value))
 
 
 def _storage(value: Any) -> int | None:
@@ -256,37 +245,23 @@ def _put(job: StateDictCall, destination: Any, key: str, value: Any) -> None:
 
 
 def _values(job: StateDictCall, unit: Unit, kind: int, params: Sequence[NamedParam]) -> Iterator[tuple[int, Any]]:
-    """(id of the leaf, value) of some parameters of one handle. Collective over the shard axis unless the job is
-    without communication."""
-    config = job.settings.state_dict_config
-    if job.is_without_communication:
+    """(id of the leaf, value) of some parameters of one handle. Collective over the shard axis if the job
+    communicates."""
+    if not job.communicates:
         for each in params:
             yield id(each.leaf), each.interval(each.local_view(_shard_of(job, each.handle)))
         return
-    carrier = carrier_of(unit, config.sharded_as) if isinstance(config, configs.ShardedStateDictConfig) else "whole"
     with consolidated(unit, kind) as unsharded:
         for each in params:
             view = unsharded[each.index]
-            if carrier == "dtensor" and each.spec.part is not None:
-                yield id(each.leaf), rows_of_part(view, unit, kind, each.index, offload_to_cpu=config.offload_to_cpu)
-                continue
-            whole = assembled(unit, kind, each.index, view)
-            if carrier != "whole":
-                as_dtensor, offload = carrier == "dtensor", config.offload_to_cpu
-                yield id(each.leaf), rows_of(whole, unit, as_dtensor=as_dtensor, offload_to_cpu=offload)
-            elif job.rank0_only and not job.first:
-                yield id(each.leaf), None
-            elif whole is view or config.offload_to_cpu:
-                yield id(each.leaf), job.copy(whole)
-            else:
-                yield id(each.leaf), whole
+            yield id(each.leaf), carried(view, unit, kind, each.index, job.request, keeps=job.keeps)
 
 
 def _shard_of(job: StateDictCall, handle: FlatParamHandle) -> torch.Tensor:
     if shares_memory():
         return handle.shard.detach()
     if id(handle) not in job.copies:
-        job.copies[id(handle)] = job.copy(handle.shard)
+        job.copies[id(handle)] = job.request.copy(handle.shard)
     return job.copies[id(handle)]
 
 
@@ -295,7 +270,7 @@ def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) ->
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
     local = _shard_of(job, handle)[: span.numel]
-    if isinstance(job.settings.state_dict_config, configs.LocalStateDictConfig) and not job.is_without_communication:
+    if job.communicates:
         return flat_of(local, span.start, layout.numel, unit.axes.of(handle).shard)
     # The name identifies the layout.
     spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.numel,))
@@ -305,9 +280,9 @@ def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) ->
 
 
 def _finish(job: StateDictCall, destination: Any, start: int, *, keep_vars: bool) -> None:
-    offload = job.settings.state_dict_config.offload_to_cpu and not shares_memory()
+    offload = job.request.offload_to_cpu and not shares_memory()
     for key, value in list(islice(destination.items(), start, None)):
-        if job.rank0_only and not job.first:
+        if not job.keeps:
             del destination[key]
         elif isinstance(value, torch.Tensor) and id(value) not in job.made:
             value = value if keep_vars else value.detach()

@@ -87,11 +87,11 @@ def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any
     under_way.remove()
     keys = [key for key, value in destination.items() if key.startswith(prefix) and type(value) is Placeholder]
     job, unit = under_way.job, under_way.unit
-    with collective_call([unit], "state_dict()", when=not job.is_without_communication):
+    with collective_call([unit], "state_dict()", when=job.communicates):
         fill(job, unit, destination, keys, prefix)
         if job.broadcasts_buffers:
             take_buffers(unit, [unit, *unit.owning_units], module, destination, prefix)
-    if job.rank0_only and not job.first:
+    if not job.keeps:
         for key in keys:
             del destination[key]
 

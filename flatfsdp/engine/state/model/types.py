@@ -1,17 +1,20 @@
 """Which kind of state dict a model gives: a choice for all wrappers in a module, for the time of a context or from now
-on; and whether its values share memory with the model."""
+on; what that asks of each value; and whether values share memory with the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from ....errors import UsageError
 from ...config.state_dict_configs import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
     OptimStateDictConfig,
     StateDictConfig,
     StateDictSettings,
@@ -40,9 +43,41 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     return found[-1] if found else StateDictSettings()
 
 
+@dataclass(frozen=True)
+class StateDictRequest:
+    """What the values of a state dict are to be, of a model or of an optimizer.
+
+    Attributes:
+        carrier: "whole" tensors; else what this rank has: an "interval", which takes no communication, rows as
+            "sharded_tensor" or "dtensor", or "fsdp1" (see `carrier_of`).
+        offload_to_cpu: whether tensors go to the CPU.
+        rank0_only: whether only the first rank gets, or has, values; for whole tensors.
+    """
+
+    carrier: str
+    offload_to_cpu: bool = True
+    rank0_only: bool = False
+
+    @classmethod
+    def of(cls, config: StateDictConfig | OptimStateDictConfig) -> StateDictRequest:
+        """What `config` asks for."""
+        whole = isinstance(config, FullStateDictConfig | FullOptimStateDictConfig)
+        carrier = "whole" if whole else getattr(config, "sharded_as", "interval")
+        return cls(carrier, config.offload_to_cpu, getattr(config, "rank0_only", False))
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where tensors go; None for where they are."""
+        return torch.device("cpu") if self.offload_to_cpu else None
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` in memory of its own, where tensors go."""
+        return tensor.detach().to(self.device or tensor.device, copy=True)
+
+
 def only_rank0(chosen: StateDictSettings) -> bool:
     """Whether only the first rank gets, or has, the values of a model's state dict."""
-    return getattr(chosen.state_dict_config, "rank0_only", False)
+    return StateDictRequest.of(chosen.state_dict_config).rank0_only
 
 
 class StateDictTypes:

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from ....errors import ConfigValueError, refuse_type
-from ...config.state_dict_configs import OptimStateKeyType, StateDictType, default_carrier
-from ..model.types import settings_of
+from ...config.state_dict_configs import OptimStateKeyType, default_carrier
+from ..model.types import StateDictRequest, settings_of
 from .descriptions import value_of
 from .load_plan import check_dict
 from .loading import load
 from .param_map import ParamMap, groups_of
-from .saving import StateDictRequest, state_by_name
+from .saving import state_by_name
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
@@ -67,14 +67,7 @@ class OptimStates:
             >>> loadable = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved)
             >>> optimizer.load_state_dict(loadable)
         """
-        settings = settings_of(model)
-        config = settings.optim_state_dict_config
-        unsharded = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        wanted = StateDictRequest(
-            "whole" if unsharded else getattr(config, "sharded_as", "interval"),
-            offload_to_cpu=config.offload_to_cpu,
-            rank0_only=getattr(config, "rank0_only", False),
-        )
+        wanted = StateDictRequest.of(settings_of(model).optim_state_dict_config)
         return state_by_name(model, optim, optim_state_dict, wanted, group=group)
 
     @staticmethod
@@ -111,9 +104,7 @@ class OptimStates:
                 this model's, in words.
             AgreementError: ranks have different dicts, or that of another rank is wrong.
         """
-        settings = settings_of(model)
-        full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        from_first = full and getattr(settings.optim_state_dict_config, "rank0_only", False)
+        from_first = StateDictRequest.of(settings_of(model).optim_state_dict_config).rank0_only
         loadable = load(model, optim, optim_state_dict, from_first=from_first, by_name=is_named_optimizer, group=group)
         if load_directly:
             own = {} if "param_groups" in loadable else {"param_groups": optim.state_dict()["param_groups"]}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from ...runtime.module_tree import units_in
 from ...runtime.rest import collective_call, initialize, models_of
 from ...runtime.unit import Unit
 from ..consolidate import consolidated
-from ..model.distributed_values import carrier_of, rows_of, rows_of_part
-from ..model.types import shares_memory
+from ..model.distributed_values import carried
+from ..model.types import StateDictRequest, shares_memory
 from ..named_param import NamedParam, by_handle
-from ..parts import assembled, every_axis
+from ..parts import every_axis
 from .descriptions import Description, OtherState, ParamShaped, agree, description_of, value_of
 from .initial_state import state_before_first_step
 from .load_plan import check_dict
@@ -43,27 +42,6 @@ DOING = {
     "dtensor": "gathers the state of an optimizer into DTensors",
     "fsdp1": "gathers the state of an optimizer as FSDP1 has it",
 }
-
-
-@dataclass(frozen=True)
-class StateDictRequest:
-    """Which state dict.
-
-    Attributes:
-        carrier: "whole" tensors; else what this rank has: an "interval", rows as "sharded_tensor" or "dtensor", or
-            "fsdp1" (see `carrier_of`).
-        offload_to_cpu: whether tensors go to the CPU.
-        rank0_only: whether only the first rank gets a dict that is not empty; for whole tensors.
-    """
-
-    carrier: str
-    offload_to_cpu: bool = True
-    rank0_only: bool = False
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where tensors go; None for where they are."""
-        return torch.device("cpu") if self.offload_to_cpu else None
 
 
 def state_by_name(
@@ -211,7 +189,7 @@ class _Saving:
                 having = [named for named, states in described.items() if states.get(name) == ParamShaped(dtype)]
                 with consolidated(unit, kind, self._shard_of(handle, having, name, dtype)) as views:
                     for named in having if self.keeps or unit.views[kind].extended else ():
-                        value = self._carried(unit, kind, named, views[named.index])
+                        value = carried(views[named.index], unit, kind, named.index, wanted, keeps=self.keeps)
                         if self.keeps:
                             self._made[named.name][name] = value
         for named, states in described.items():
@@ -226,16 +204,6 @@ class _Saving:
                     if not shares_memory():
                         local = local.to(wanted.device or handle.shard.device, copy=True)
                     self._made[named.name][name] = named.interval(local)
-
-    def _carried(self, unit: Unit, kind: int, named: NamedParam, view: torch.Tensor) -> Any:
-        """What has the values of `view`, as it is stored here, in the state dict. Collective where it is a part."""
-        offload, carrier = self._wanted.offload_to_cpu, carrier_of(unit, self._wanted.carrier)
-        if carrier == "dtensor" and named.spec.part is not None:
-            return rows_of_part(view, unit, kind, named.index, offload_to_cpu=offload)
-        whole = assembled(unit, kind, named.index, view)
-        if carrier == "whole":
-            return _copied(whole, self._wanted.device) if self.keeps else None
-        return rows_of(whole, unit, as_dtensor=carrier == "dtensor", offload_to_cpu=offload)
 
     def _state(self, named: NamedParam, name: str) -> Any:
         return self.own[self.holder.by_name[named.name].key][name]
