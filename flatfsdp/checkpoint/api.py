@@ -21,10 +21,9 @@ from .foreign import DcpFolder
 from .keeping import Keeping
 from .loading import compare, find, is_foreign
 from .nested import flatten, plain
-from .parts import parts_of
+from .parts import Section, parts_of
 from .ranks import CheckpointRanks
 from .saving import Contents, SaveRequest, save_contents
-from .section import Section
 
 __all__ = ["async_save", "load", "save"]
 

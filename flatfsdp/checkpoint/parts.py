@@ -1,18 +1,27 @@
-"""A model and its optimizer as parts of a checkpoint: what this rank owns of them, and how they take it back."""
+"""The parts of a checkpoint: what this rank owns of a model, of its optimizer and of what quantized gradients have
+lost, and how they take it back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..engine.agreement.once_per_job import warn_once_per_job
 from ..engine.base.fqns import clean
+from ..engine.comm.error_feedback import Residuals, residual_numels
 from ..engine.config.state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
-from ..engine.state.model.held_in_place import as_held, params_held_in_place
+from ..engine.runtime.module_tree import units_in
+from ..engine.runtime.rest import check_idle, quiesce, residuals_of
+from ..engine.runtime.unit import Unit
 from ..engine.state.model.types import sharing_memory
 from ..engine.state.named_param import NamedParam, named_buffers, named_state
 from ..engine.state.optim.descriptions import value_of
@@ -21,8 +30,52 @@ from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigValueError, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from .nested import flatten
-from .residuals import ResidualSection, has_residuals
-from .section import Section
+
+
+class Section:
+    """One part, under its name in the checkpoint; as it is here, a state dict that the user has made, and will load.
+
+    Attributes:
+        state: nested mappings.
+        ties: names in `state` of a parameter or buffer that has several, with the first of them.
+        buffers: names in `state` of buffers, of which each rank may have another one.
+        is_optional: a checkpoint may be without it, or have another one: what is there is not compared with `state`.
+    """
+
+    ties: Mapping[str, str] = MappingProxyType({})
+    buffers: Collection[str] = ()
+    is_optional = False
+
+    def __init__(self, name: str, state: Mapping[str, Any]) -> None:
+        self.name, self.state = name, state
+
+    def take(self, *, in_use: bool) -> None:
+        """Find `state`, whose tensors may be `in_use`; otherwise they are there to be filled. Collective."""
+
+    def expect(self, there: Mapping[str, TensorSpec]) -> None:
+        """Make `state` what is to be loaded from a checkpoint that has these tensors, by key ([Note: keys])."""
+
+    def load(self, read: Mapping[str, Any]) -> None:
+        """Take back `read`, which is `state` with the values of the checkpoint. Collective."""
+        _replace_values(self.state, read)
+
+
+def _replace_values(state: Any, read: Any) -> None:
+    """Put what was read in the place of plain values of `state`; its tensors have been filled."""
+    if isinstance(state, list) and isinstance(read, list) and len(state) == len(read):
+        places: Iterable[Any] = range(len(state))
+    elif isinstance(state, MutableMapping) and isinstance(read, Mapping):
+        places = [key for key in state if key in read]
+    else:
+        return
+    for place in places:
+        if isinstance(state[place], Mapping | list) and isinstance(read[place], Mapping | list):
+            _replace_values(state[place], read[place])
+        elif not isinstance(state[place], torch.Tensor):
+            state[place] = read[place]
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
 
 
 class _ModelSection(Section):
@@ -47,8 +100,13 @@ class _ModelSection(Section):
         self.ties = {name: names[0] for names in named for name in names[1:] if {name, names[0]} <= self.state.keys()}
 
     def _take_held(self, *, in_use: bool) -> dict[str, NamedParam]:
-        """Replace what modules hold of their units themselves by what this rank owns of it; the parameters, by key."""
-        named = params_held_in_place(self._model)
+        """Replace what modules hold of their units themselves, DTensors, which know neither the layout of shards nor
+        which of several ranks saves what, by what this rank owns of it; the parameters, by key."""
+        units = [unit for unit in units_in(self._model) if unit.entries.in_place]
+        # Shards have then what users put in the place of parameters.
+        quiesce(units, collective=False, check=lambda unit: check_idle(unit, "state_dict()"))
+        params = named_state(self._model) if units else []
+        named = {name: each for each in params if each.unit and each.unit.entries.in_place for name in each.names}
         held = {key: named[clean(key)] for key in self._own if clean(key) in named}
         made: dict[int, torch.Tensor] = {}  # tied names share one
         for key, value in self._own.items() if held else ():
@@ -62,7 +120,7 @@ class _ModelSection(Section):
         return held
 
     def load(self, read: Mapping[str, Any]) -> None:
-        given = {**self._own, **{key: as_held(each, self._own[key]) for key, each in self._held.items()}}
+        given = {**self._own, **{key: _as_held(each, self._own[key]) for key, each in self._held.items()}}
         for key, value in self._own.items():
             if not _is_tensor(value):  # extra state of a module, as it was saved
                 given[key] = read.get(clean(key), value)
@@ -97,6 +155,15 @@ class _ModelSection(Section):
         return given
 
 
+def _as_held(named: NamedParam, owned: OwnedInterval) -> torch.Tensor:
+    """`owned`, what this rank owns of a parameter, as modules hold it, for `load_state_dict()`."""
+    handle = named.handle
+    home = handle.shard.device
+    if home.type == "meta":
+        home = torch.device("cpu") if handle.options.offload else handle.device
+    return handle.face.like_holder((named.index,), owned.local.to(home))
+
+
 def _filled(leaf: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`leaf` with that value; on the meta device, what takes its place on `device`."""
     if leaf.is_meta:
@@ -108,6 +175,9 @@ def _filled(leaf: torch.Tensor, value: torch.Tensor, device: torch.device) -> to
 
 def _is_added(key: str, value: Any, known: Collection[str]) -> bool:
     return _is_tensor(value) and not isinstance(value, OwnedInterval) and clean(key) not in known
+
+
+# --- optimizer --------------------------------------------------------------------------------------------------------
 
 
 class _OptimizerSection(Section):
@@ -182,6 +252,83 @@ def _sharded(model: nn.Module) -> AbstractContextManager[None]:
     )
 
 
+# --- residuals --------------------------------------------------------------------------------------------------------
+
+# [Note: saved residuals] What quantized gradients have lost ([Note: error feedback]) is each rank's own, and lies in
+# flat parameters, so it fits only ranks and wrapping as they were. The keys of its tensors begin with a digest of these
+# and the rank's number: whoever finds no such keys begins at zero.
+
+
+class _Kind(NamedTuple):
+    """One flat parameter: its key, its residuals, and of which dtype and how many these are, by axis."""
+
+    key: str
+    residuals: Residuals
+    dtype: torch.dtype
+    numels: Mapping[str, int]
+
+
+class _ResidualSection(Section):
+    """[Note: saved residuals]"""
+
+    is_optional = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__("error_feedback", {})
+        self._units = dict(_units(model))
+        self._has_others = False
+
+    def take(self, *, in_use: bool) -> None:
+        # Otherwise the checkpoint decides which there are (`expect`).
+        kinds = self._kinds() if in_use else ()
+        self.state = {f"{kind.key}.{axis}": each.cpu() for kind in kinds for axis, each in kind.residuals.held.items()}
+
+    def expect(self, there: Mapping[str, TensorSpec]) -> None:
+        saved = {key.partition(".")[2] for key in there if key.startswith(f"{self.name}.")}
+        mine = ((f"{kind.key}.{axis}", kind, numel) for kind in self._kinds() for axis, numel in kind.numels.items())
+        self.state = {key: torch.empty(numel, dtype=kind.dtype) for key, kind, numel in mine if key in saved}
+        self._has_others = bool(saved) and not self.state
+
+    def load(self, read: Mapping[str, Any]) -> None:
+        if self._has_others:
+            warn_once_per_job(
+                "the checkpoint has what quantized gradients had lost (reduce_error_feedback) on other ranks, or in "
+                "units that were wrapped otherwise: what they lose begins at zero again"
+            )
+        for kind in self._kinds():
+            own = {axis: self.state.get(f"{kind.key}.{axis}") for axis in kind.numels}
+            kind.residuals.load({axis: each for axis, each in own.items() if each is not None})
+
+    def _kinds(self) -> Iterator[_Kind]:
+        facts = [(name, *_facts(unit)) for name, unit in self._units.items()]
+        place = f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.{dist.get_rank()}"
+        for name, unit in self._units.items():
+            handles = [handle for handle in unit.handles if handle.precision.error_feedback]
+            for number, (handle, residuals) in enumerate(zip(handles, residuals_of(unit), strict=True)):
+                numels = residual_numels(handle.layout.shard_numel, unit.axes.of(handle))
+                yield _Kind(f"{place}.{name or 'root'}.{number}", residuals, handle.precision.reduce, numels)
+
+
+def _facts(unit: Unit) -> Iterator[object]:
+    """What the residuals of `unit` fit."""
+    for groups in unit.axes.all:
+        for axis in (groups.shard, groups.replicate):
+            yield axis and axis.ranks
+    for handle in unit.handles:
+        yield handle.layout.digest(), handle.precision.reduce
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, Unit]]:
+    for name, module in model.named_modules():
+        if isinstance(unit := module.__dict__.get("_unit"), Unit):
+            yield clean(name), unit
+
+
+def _has_residuals(model: nn.Module) -> bool:
+    """Whether gradients of `model` travel with error feedback."""
+    return any(grads.residuals is not None for _, unit in _units(model) for grads in unit.grads)
+
+
 def parts_of(model: Any, optimizer: Any) -> list[Section]:
     """The parts, for arguments as users give them.
 
@@ -205,6 +352,6 @@ def parts_of(model: Any, optimizer: Any) -> list[Section]:
         parts.append(Section("optimizer", optimizer))
     elif optimizer is not None:
         refuse_type("optimizer", optimizer, "an optimizer, or a state dict")
-    if isinstance(model, nn.Module) and has_residuals(model):
-        parts.append(ResidualSection(model))
+    if isinstance(model, nn.Module) and _has_residuals(model):
+        parts.append(_ResidualSection(model))
     return parts
