@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from ..errors import CheckpointError
@@ -17,23 +16,14 @@ class Saving:
     """A save under way; `flatfsdp.checkpoint.async_save` returns it."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
+        executor = ThreadPoolExecutor(1, "flatfsdp checkpoint")
+        self._saved = executor.submit(work)
+        executor.shutdown(wait=False)  # the thread ends with the work, for which the interpreter waits at its end
         self._was_raised = False
-        self._work = work
-        self._thread = threading.Thread(target=self._run, name="flatfsdp checkpoint")
-        self._thread.start()  # not a daemon: the interpreter waits for it at its end
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:  # raised by `result`, or by the next save
-            self._error = error
-        finally:
-            del self._work  # and with it the copies
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
-        return not self._thread.is_alive()
+        return self._saved.done()
 
     def result(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is complete, at most `timeout` seconds. Not collective.
@@ -42,18 +32,16 @@ class Saving:
             CheckpointError: it could not be saved; on every rank.
             TimeoutError: it is not complete yet.
         """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not wait([self._saved], timeout).done:
             raise TimeoutError(f"the checkpoint is not complete after {timeout} seconds")
-        if self._error is not None:
-            self._was_raised = True
-            raise self._error
+        self._was_raised = True
+        self._saved.result()
 
     def raise_unreported(self) -> None:
         """Raise an error that nobody has asked for."""
-        if self._error is not None and not self._was_raised:
-            self._was_raised = True
-            raise CheckpointError(f"the save before this one, in the background, failed: {self._error}")
+        error, was_raised, self._was_raised = self._saved.exception(), self._was_raised, True
+        if error is not None and not was_raised:
+            raise CheckpointError(f"the save before this one, in the background, failed: {error}")
 
 
 _last: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()
@@ -64,7 +52,7 @@ def finish_before(ranks: CheckpointRanks, take: Callable[[], Contents]) -> Calla
     last = _last.pop(ranks.key, None)
     if last is None:
         return take
-    last._thread.join()
+    wait([last._saved])
 
     def take_if_all_is_well() -> Contents:
         last.raise_unreported()

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import warnings
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def failing_in_the_background(rank: int, world: int, path: str) -> tuple[list[st
 
 def _settle(manager: CheckpointManager) -> None:
     assert manager._saving is not None
-    manager._saving._thread.join(60)
+    wait([manager._saving._saved], 60)
 
 
 def test_a_save_that_failed_in_the_background_is_told_to_all_once_and_costs_nothing(pool2: Any, tmp_path: Path) -> None:
