@@ -14,9 +14,6 @@ from contextlib import contextmanager
 import torch
 
 from ..comm.axes import ProcessGroups
-from ..comm.transport import Transport
-from ..device.streams import Stream
-from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views, pieces_of, segments_of
 from ..layout.layout import FlatLayout
 from ..runtime.unit import Unit
@@ -24,12 +21,14 @@ from .owned_interval import OwnedInterval
 from .parts import axes_beside, cut, sent_by_first
 
 
-def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, stream: Stream) -> torch.Tensor:
-    """The whole of `shard` (1-D, one per rank of the shard axis) on the compute device, in new memory of
-    (padded_numel,) elements of its dtype. Collective over the shard axis."""
-    own, layout = shard.to(handle.device), handle.layout
+def gather_shard(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> torch.Tensor:
+    """The whole of what is laid out like the shard of one handle, or of that itself, on the compute device, in new
+    memory of (padded_numel,) elements of its dtype. Collective over the shard axis."""
+    handle = unit.handles[kind]
+    transport, stream = unit.axes.transports_of(handle).gather, unit.resources.streams.unshard
+    own, layout = (handle.shard if shard is None else shard).detach().to(handle.device), handle.layout
     make = torch.empty if len(layout.segments) == 1 else torch.zeros  # what lies between segments comes from nobody
-    flat = make(layout.padded_numel, dtype=shard.dtype, device=handle.device)
+    flat = make(layout.padded_numel, dtype=own.dtype, device=handle.device)
     segments, pieces = segments_of(flat, layout), pieces_of(own, layout)
     stream.follow_compute()  # which has just written what travels
     if len(segments) == 1:
@@ -48,8 +47,7 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
     """
     handle = unit.handles[kind]
     with torch.no_grad():
-        own = handle.shard.detach() if shard is None else shard
-        flat = gather_shard(handle, own, unit.axes.transports_of(handle).gather, unit.resources.streams.unshard)
+        flat = gather_shard(unit, kind, shard)
     free = handle.tracker.allocate("consolidated", flat.nbytes)
     unit.record_event("consolidate")
     try:

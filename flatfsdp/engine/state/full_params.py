@@ -23,7 +23,7 @@ from ..runtime.model_facts import own_axes
 from ..runtime.module_tree import put_at_rest, register_leaves
 from ..runtime.rest import collective_call, quiesce
 from ..runtime.unit import Unit
-from .consolidate import gather_shard, is_first, scatter, store
+from .consolidate import consolidated, gather_shard, is_first, scatter, store
 from .parts import broadcast_tensor
 
 
@@ -56,15 +56,14 @@ class _SummonedHandle:
         self.handle = unit.handles[kind]
         self.views = unit.views[kind]
         self.keep = keep
-        stream = unit.resources.streams.unshard
-        handle, gather = self.handle, unit.axes.transports_of(self.handle).gather
+        handle = self.handle
         with torch.no_grad():
-            self.flat = gather_shard(handle, handle.shard.detach(), gather, stream)
+            self.flat = gather_shard(unit, kind)
             self.grads: list[torch.Tensor | None] | None = None
             if with_grads:
                 shard, present = _gradient_shard(handle)
-                unsharded = gather_shard(handle, shard, gather, stream)
-                gather.all_reduce_now(present, maximum=True)
+                unsharded = gather_shard(unit, kind, shard)
+                unit.axes.transports_of(handle).gather.all_reduce_now(present, maximum=True)
                 self.grad_dtype = unsharded.dtype
                 views = full_views(unsharded.cpu() if offload_to_cpu else unsharded, handle.layout) if keep else []
                 self.grads = [view if there else None for view, there in zip(views, present.tolist(), strict=False)]
@@ -263,11 +262,9 @@ def unwrap(unit: Unit) -> nn.Module:
     The undoing of a wrap: for a constructor that fails after some units were made.
     """
     model_of(unit).setup.connect(unit)
-    for handle, views in zip(unit.handles, unit.views, strict=True):
-        with torch.no_grad():
-            gather = unit.axes.transports_of(handle).gather
-            flat = gather_shard(handle, handle.shard.detach(), gather, unit.resources.streams.unshard)
-        views.show_borrowed_views([view.clone() for view in full_views(flat, handle.layout)])
+    for kind, views in enumerate(unit.views):
+        with consolidated(unit, kind) as whole:
+            views.show_borrowed_views([view.clone() for view in whole])
     register_leaves(unit)
     for views in unit.views:
         for extended in views.extended:
