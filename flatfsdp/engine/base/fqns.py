@@ -7,8 +7,8 @@ which, in the order of `modules()`, is the one.
 
 from __future__ import annotations
 
-WRAPPED = "_fsdp_wrapped_module"
-TRANSPARENT = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
+WRAPPED, COMPILED = "_fsdp_wrapped_module", "_orig_mod"
+TRANSPARENT = frozenset({WRAPPED, "_checkpoint_wrapped_module", COMPILED})
 
 
 def fqn(path: str, name: str) -> str:

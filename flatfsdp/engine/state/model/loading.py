@@ -23,7 +23,7 @@ from ....errors import UsageError
 from ...agreement.object_collectives import all_or_none, is_first_of
 from ...agreement.once_per_job import warn_once_per_job
 from ...base import _torch
-from ...base.fqns import WRAPPED, clean, clean_text
+from ...base.fqns import COMPILED, TRANSPARENT, WRAPPED, clean, clean_text, fqn
 from ...config.state_dict_configs import StateDictType
 from ...flat.faces import FlatFace
 from ...flat.flat_param import FlatParamHandle
@@ -273,29 +273,18 @@ def _with_metadata(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping
 
 
 def _rename(state_dict: dict[str, Any], prefix: str, wrapper: nn.Module) -> None:
-    """Give keys the paths by which torch walks from `wrapper` on."""
+    """Give keys the paths by which torch walks from `wrapper` on: with the attributes under which torch.compile's
+    modules hold theirs. Other wrappers find their keys themselves."""
+    walked: dict[str, str] = {}  # paths of modules, as keys may have them
+    for path, _ in wrapper.get_submodule(WRAPPED).named_modules(remove_duplicate=False):  # what is inside comes later
+        walks = ".".join(part for part in path.split(".") if part == COMPILED or part not in TRANSPARENT)
+        walked[clean(path)] = walked[walks] = walks
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        rest = key[len(prefix) :]
-        state_dict[f"{prefix}{WRAPPED}.{_path_of(rest, wrapper._modules[WRAPPED])}"] = state_dict.pop(key)
-
-
-def _path_of(name: str, module: nn.Module | None) -> str:
-    """`name` below `module` with the attributes under which torch.compile's modules hold theirs."""
-    out: list[str] = []
-    parts = name.split(".")
-    while parts:
-        if module is not None and "_orig_mod" in module._modules and parts[0] != "_orig_mod":
-            out.append("_orig_mod")
-            module = module._modules["_orig_mod"]
-            continue
-        if module is not None:  # other wrappers find their keys themselves
-            wrappers = [each for each in (WRAPPED, "_checkpoint_wrapped_module") if each in module._modules]
-            if wrappers and parts[0] not in wrappers:
-                module = module._modules[wrappers[0]]
-                continue
-        out.append(parts.pop(0))
-        module = module._modules.get(out[-1]) if module is not None else None
-    return ".".join(out)
+        owner, _, name = key.removeprefix(prefix).rpartition(".")
+        while owner not in walked:
+            owner, _, outer = owner.rpartition(".")
+            name = fqn(outer, name)
+        state_dict[f"{prefix}{WRAPPED}.{fqn(walked[owner], name)}"] = state_dict.pop(key)
 
 
 def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
@@ -309,13 +298,13 @@ def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         flat = _flat_of(value, handle, key)
         shard = torch.zeros(layout.shard_numel, dtype=flat.dtype, device=flat.device)
         shard[: flat.numel()] = flat
-        param_refs = {
-            id(leaf): [param_ref for param_ref in unit.param_refs if param_ref.leaf is leaf] for leaf in handle.leaves
+        intervals = {
+            id(param.leaf): OwnedInterval(param.local_view(shard), layout.params[param.index], param.span_in_param)
+            for param in params_of([unit])
+            if param.kind == kind
         }
-        for index, leaf in enumerate(handle.leaves):
-            local = shard[layout.span_in_shard(index, handle.rank).slice]
-            interval = OwnedInterval(local, layout.params[index], layout.span_in_param(index, handle.rank))
-            for param_ref in param_refs[id(leaf)]:
+        for param_ref in unit.param_refs:
+            if (interval := intervals.get(id(param_ref.leaf))) is not None:
                 state_dict[f"{prefix}{param_ref.path}"] = interval  # FSDP1 may have put its 1-D shard there
     if unit.options.state_dict.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         for param_ref in unit.shared_refs:  # their values come with the flat shards of other units
