@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from operator import sub
 from pathlib import Path
@@ -78,23 +77,19 @@ class TensorReader:
     def _fill_in_order(self, chunks: Sequence[Chunk], dtype: torch.dtype, interval: OwnedInterval) -> None:
         span, local = interval.span, interval.local.detach()
         direct = local.device.type == "cpu" and local.dtype == dtype and local.is_contiguous()
-        most = LARGEST // dtype.itemsize
+        most = span.numel if direct else LARGEST // dtype.itemsize
         done = span.start
-        number = max(0, bisect_right(chunks, done, key=lambda chunk: chunk.start) - 1)
-        while done < span.stop:
-            if number == len(chunks) or not chunks[number].start <= done < chunks[number].stop:
-                raise CheckpointError(f"{interval.spec.name!r}: element {done} is in no file of {self._folder}")
-            chunk = chunks[number]
-            piece = Span(done, min(span.stop, chunk.stop, done + (span.numel if direct else most)))
-            into = local[piece.shift(-span.start).slice]
-            if direct:
-                self._read(chunk, piece, into)
-            else:
-                data = torch.empty(piece.numel, dtype=dtype)
+        for chunk in chunks:
+            while chunk.start <= done < min(chunk.stop, span.stop):
+                piece = Span(done, min(span.stop, chunk.stop, done + most))
+                into = local[piece.shift(-span.start).slice]
+                data = into if direct else torch.empty(piece.numel, dtype=dtype)
                 self._read(chunk, piece, data)
-                into.copy_(data)
-            done = piece.stop
-            number += done == chunk.stop
+                if not direct:
+                    into.copy_(data)
+                done = piece.stop
+        if done < span.stop:
+            raise CheckpointError(f"{interval.spec.name!r}: element {done} is in no file of {self._folder}")
 
     def _read(self, chunk: Chunk, span: Span, into: torch.Tensor) -> None:
         """Elements `span` of `chunk` into a tensor on the CPU of the saved dtype."""

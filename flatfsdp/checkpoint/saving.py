@@ -31,10 +31,10 @@ from .manifest import Manifest, SavedFile, SavedTensor
 from .nested import Path, decode, encode, flatten, shown
 from .plan import PlannedInterval, assign, digest
 from .ranks import CheckpointRanks
-from .raw import dtype_named, intervals_of
+from .raw import dtype_named
 from .replacement import Replacement, written_by
 from .weights import BlockChecksums, WeightFiles, is_weight, is_whole_everywhere
-from .writing import Rows, held_by, write
+from .writing import Rows, held_by, pieces_of, write
 
 T = TypeVar("T")
 
@@ -295,14 +295,8 @@ class _Save(Replacement):
             plain = {key: decode(value) for key, (_, value) in values.items()} if self.ranks.rank == 0 else {}
             done = write(self.place.new / f"__{self.ranks.rank}_0.distcp", plan.writes, self.contents.tensors, plain)
             if plan.weights is not None:
-                tensors, own = self.contents.tensors, {(each.key, each.start) for each in plan.weighty}
-                pieces = (
-                    (str(interval.path[1]), piece)
-                    for interval in {each.key: each for each in plan.weighty}.values()
-                    for piece in intervals_of(interval.key, tensors[interval.key])
-                    if (interval.key, piece.span.start) in own
-                )
-                plan.weights.write(self.place.new, pieces)
+                pieces = pieces_of(plan.weighty, self.contents.tensors)
+                plan.weights.write(self.place.new, ((str(each.path[1]), piece) for each, piece in pieces))
             return done.file, done.digest, None if done.digest == plan.digest else done.tensors, done.values
 
         answers = self.all(write_mine)

@@ -62,6 +62,15 @@ def held_by(key: str, path: Path, value: torch.Tensor) -> list[PlannedInterval]:
     ]
 
 
+def pieces_of(
+    writes: Iterable[PlannedInterval], tensors: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[PlannedInterval, OwnedInterval]]:
+    """Each of the intervals that a rank writes, with its elements of `tensors`."""
+    for key, own in groupby(writes, attrgetter("key")):
+        inside = {each.span.start: each for each in intervals_of(key, tensors[key])}
+        yield from ((each, inside[each.start]) for each in own)
+
+
 def write(
     path: FilePath, writes: Iterable[PlannedInterval], tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
 ) -> WrittenFile:
@@ -74,10 +83,8 @@ def write(
     """
     with disk().create(path) as file:
         out = _SequentialFile(file)
-        rows: Rows = []
-        for key, own in groupby(writes, attrgetter("key")):
-            inside = {each.span.start: each for each in intervals_of(key, tensors[key])}
-            rows += [(key, each.start, [*map(out.add, _cut(each, inside[each.start]))]) for each in own]
+        pieces = pieces_of(writes, tensors)
+        rows: Rows = [(each.key, each.start, [*map(out.add, _cut(each, piece))]) for each, piece in pieces]
         plain = [(key, 0, [out.add(value)]) for key, value in values.items()]
         file.sync()
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
