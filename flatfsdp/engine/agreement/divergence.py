@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import few, ranks_in_words
+from ...errors import few, ranks_by_value, ranks_in_words
 from .ops import IN_FORWARD, ISSUED, Op, StepConditions, UnitEntry
 
 Ranks = tuple[int, ...]
@@ -72,10 +72,8 @@ def _unlike_conditions(found: Mapping[Ranks, StepConditions]) -> str:
 
 def _by(found: Mapping[Ranks, StepConditions], what: str) -> dict[Any, str]:
     """The ranks for each value of one of the conditions, in words."""
-    by: dict[Any, list[int]] = {}
-    for ranks, each in found.items():
-        by.setdefault(getattr(each, what), []).extend(ranks)
-    return {value: ranks_in_words(sorted(ranks)) for value, ranks in by.items()}
+    values = {rank: getattr(each, what) for ranks, each in found.items() for rank in ranks}
+    return {value: ranks_in_words(sorted(ranks)) for value, ranks in ranks_by_value(values).items()}
 
 
 def _trained_differently(ops: Mapping[Ranks, Op], names: ModelNames) -> str:

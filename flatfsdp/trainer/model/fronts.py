@@ -62,18 +62,10 @@ def whole_parameters(model: nn.Module, wanted: Callable[[str], bool]) -> Iterato
             if wanted(name):
                 yield name, _whole(parameter.detach())
         return
-    for path, wrapper in _wrappers(model, ""):
+    wrappers = [(path, each) for path, each in model.named_modules() if isinstance(each, FullyShardedDataParallel)]
+    for path, wrapper in wrappers:
         with FullyShardedDataParallel.summon_full_params(wrapper, recurse=False, writeback=False):
             yield from ((name, each.detach()) for name, each in _own_parameters(wrapper.module, path) if wanted(name))
-
-
-def _wrappers(module: nn.Module, path: str) -> Iterator[tuple[str, FullyShardedDataParallel]]:
-    """The wrappers at and below `module`, by their paths without those of wrappers."""
-    if isinstance(module, FullyShardedDataParallel):
-        yield path, module
-        module = module.module
-    for name, child in module.named_children():
-        yield from _wrappers(child, f"{path}.{name}" if path else name)
 
 
 def _own_parameters(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
