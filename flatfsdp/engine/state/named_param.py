@@ -124,25 +124,21 @@ def by_handle(params: Iterable[NamedParam]) -> list[tuple[Unit, int, list[NamedP
 def named_state(module: nn.Module) -> list[NamedParam]:
     """Every parameter inside `module` once, units' own and others, in the order of its state dict. No communication."""
     units = units_in(module)
-    owned = {id(each.leaf): each for each in params_of(units)}
+    known = {id(each.leaf): each for each in params_of(units)}
     referred: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for unit in units:
         for param_ref in (*unit.param_refs, *unit.shared_refs):
             referred.setdefault(id(param_ref.module), []).append((param_ref.attribute, param_ref.leaf))
     flat = {id(handle.flat_param) for unit in units for handle in unit.handles}
     names: dict[int, list[str]] = {}
-    leaves: dict[int, nn.Parameter] = {}
     for path, inside in module.named_modules(remove_duplicate=False):  # several times where held several times
-        prefix = f"{clean(path)}." if clean(path) else ""
         own = dict(referred.get(id(inside), ()))
         for attribute, parameter in inside._parameters.items():
             if parameter is not None and id(parameter) not in flat:
                 own.setdefault(attribute, parameter)
         for attribute, leaf in own.items():
-            leaves[id(leaf)] = leaf
-            names.setdefault(id(leaf), []).append(f"{prefix}{attribute}")
-    outside = {key: NamedParam("", (), leaf) for key, leaf in leaves.items() if key not in owned}
-    known = owned | outside
+            known.setdefault(id(leaf), NamedParam("", (), leaf))
+            names.setdefault(id(leaf), []).append(fqn(clean(path), attribute))
     return [replace(known[key], name=found[0], names=tuple(found)) for key, found in names.items()]
 
 
