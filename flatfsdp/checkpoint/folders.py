@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,12 +126,8 @@ class CheckpointFolder:
                     f"{self.path} is complete already. Save to another folder, or pass overwrite=True: then the old "
                     "one stays until the new one is complete"
                 )
-            listed = [
-                each.files
-                for folder, each in candidates(CheckpointFolder(self.path), damaged=True)
-                if folder == self.path
-            ]
-            known = {*self._beside(), *(file.name for files in listed for file in files)}
+            here = dict(candidates(CheckpointFolder(self.path), damaged=True)).get(self.path)
+            known = {*self._beside(), *(file.name for file in (here.files if here else ()))}
             found = {name for name in found if name.partition("/")[0] not in known and name not in known}
             found = {name for name in found if not OWN.fullmatch(name)} - {self.marker, metadata.NAME}
         if found:
@@ -283,22 +279,18 @@ def leader_of(place: CheckpointFolder, ranks: CheckpointRanks, doing: str, *, pe
         CheckpointError: on every rank, naming those that do not see what rank 0 writes (without `per_node`).
     """
     writes = per_node or ranks.rank == 0
+    with ExitStack() as undo:
 
-    mine: list[Path] = []
+        def leave() -> str:
+            token = leave_token(place.path)
+            undo.callback(drop_token, token)
+            return token.name
 
-    def leave() -> str:
-        mine.append(leave_token(place.path))
-        return mine[0].name
-
-    try:
         tokens = ranks.exchange(doing, lambda: leave() if writes else "")
         if per_node:
             names = ranks.together(doing, lambda: {each.name for each in place.path.parent.iterdir()})
             return next(rank for rank, token in enumerate(tokens) if token in names)
         seen = ranks.exchange(doing, lambda: _sees(place.path.with_name(tokens[0])))
-    finally:
-        for token in mine:
-            drop_token(token)
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
         raise CheckpointError(

@@ -154,11 +154,8 @@ def _saved_in(folder: Path, named: str) -> list[tuple[Path, Manifest]]:
             if fnmatchcase(inside.name[1:-4], named):
                 _finish_removal(CheckpointFolder(folder / inside.name[1:-4]))
         elif fnmatchcase(inside.name, named) and not inside.name.startswith(".") and not inside.is_symlink():
-            found += [
-                (path, manifest)
-                for path, manifest in candidates(CheckpointFolder(inside), damaged=True)
-                if path == inside
-            ]
+            there = candidates(CheckpointFolder(inside), damaged=True)
+            found += [(path, manifest) for path, manifest in there if path == inside]
     return sorted(found, key=lambda each: each[1].place(each[0].name))
 
 
