@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...errors import UsageError
 from ..base.overrides import Override
 from ..flat.faces import adoptions
-from ..flat.flat_param import FlatParameter
+from ..flat.flat_param import FlatParameter, FlatParamHandle
 from . import param_registry as registry
 from .model import Model
 from .rest import before_step
@@ -122,20 +122,20 @@ def _writes_unnoticed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
     return bool(group.get("fused")) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
+def handles_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, FlatParamHandle]]:
+    """The handles that own what `optimizer` steps on, with the models that they are of."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in registry.models:
+        for handle in (handle for unit in model.units for handle in unit.handles):
+            if not held.isdisjoint(map(id, handle.face.holders)):
+                yield model, handle
+
+
 def models_of(optimizer: torch.optim.Optimizer) -> list[Model]:
     """The models of which `optimizer` steps parameters, and does so on every rank: one that has no element of what it
     would step may have no optimizer for it."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [
-        model
-        for model in registry.models
-        if any(
-            not held.isdisjoint(map(id, handle.face.holders))
-            for unit in model.units
-            for handle in unit.handles
-            if handle.layout.owned(handle.layout.world - 1)  # the last rank is the first to have none
-        )
-    ]
+    held = handles_of(optimizer)  # of a handle the last rank is the first to have no element
+    return list({model: None for model, handle in held if handle.layout.owned(handle.layout.world - 1)})
 
 
 def _is_managed(parameter: torch.Tensor) -> bool:

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ....errors import UsageError
-from ...flat.flat_param import FlatParameter, FlatParamHandle
-from ...runtime import param_registry as registry
-from ...runtime.optimizer_hooks import models_of
+from ...runtime.optimizer_hooks import handles_of, models_of
 
 KEY = "flatfsdp_shards"
 
@@ -62,7 +60,8 @@ def _comparing(torchs_own: Callable[..., None]) -> Callable[..., None]:
 def stamp_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Whose shards `optimizer` steps on, as plain data: "shards", a [rank, number of ranks] for each axis over which
     its parameters are split, and "layout", a digest of how. None where nothing is split. No communication."""
-    layouts = {(h.rank, h.layout.world, h.layout.digest()) for h in _handles(optimizer) if h.layout.world > 1}
+    split = [h for _, h in handles_of(optimizer) if h.layout.world > 1 and not h.face.is_distributed]
+    layouts = {(h.rank, h.layout.world, h.layout.digest()) for h in split}
     if not layouts:
         return None
     digests = sorted(digest for _, _, digest in layouts)
@@ -70,23 +69,6 @@ def stamp_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         "shards": [[rank, world] for rank, world in sorted({each[:2] for each in layouts})],
         "layout": digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
     }
-
-
-def _handles(optimizer: torch.optim.Optimizer) -> Iterator[FlatParamHandle]:
-    """Those that own what `optimizer` steps on, each once."""
-    found: dict[int, FlatParamHandle] = {}  # by the leaf
-    seen: set[int] = set()
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        if isinstance(parameter, FlatParameter):
-            handle = parameter._handle_ref() if parameter._handle_ref is not None else None
-        else:
-            unit = registry.owner_of(parameter) if id(parameter) not in found else None
-            if unit is not None:
-                found |= {id(leaf): each for each in unit.handles for leaf in each.leaves}
-            handle = found.get(id(parameter))
-        if handle is not None and id(handle) not in seen:
-            seen.add(id(handle))
-            yield handle
 
 
 def _compare(given: dict[str, Any], own: dict[str, Any] | None) -> None:
