@@ -267,17 +267,10 @@ def files_of(entries: Iterable[Entry]) -> list[Path]:
     return sorted({entry.file for entry in entries})
 
 
-def _header(path: Path) -> list[Entry]:
-    try:
-        return read_header(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-
 def _entries_at(source: Path) -> dict[str, Entry]:
     """The tensors of a file or a folder, by name."""
     if source.is_file():
-        return {entry.name: entry for entry in _header(source)}
+        return {entry.name: entry for entry in read_header(source)}
     place = CheckpointFolder.at(source, CHECKSUMS)
     folder = next(iter(place.complete()), place.path)
     index = folder / INDEX
@@ -291,7 +284,9 @@ def _entries_at(source: Path) -> dict[str, Entry]:
             }
         except ValueError as error:
             raise CheckpointError(f"{index} is no index of safetensors: {error}") from error
-        files = {name: {entry.name: entry for entry in _header(folder / name)} for name in sorted(set(places.values()))}
+        files = {
+            name: {entry.name: entry for entry in read_header(folder / name)} for name in sorted(set(places.values()))
+        }
         absent = [f"{name} in {file}" for name, file in places.items() if name not in files[file]]
         if absent:
             raise CheckpointError(f"{index} names tensors that are not in their files: {few(absent)}")
@@ -300,4 +295,4 @@ def _entries_at(source: Path) -> dict[str, Entry]:
     paths = [single] if single.is_file() else sorted(folder.glob(f"*{SUFFIX}"))
     if not paths:
         raise CheckpointError(f"{source}: no safetensors file there")
-    return {entry.name: entry for path in paths for entry in _header(path)}
+    return {entry.name: entry for path in paths for entry in read_header(path)}

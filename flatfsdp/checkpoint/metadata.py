@@ -49,12 +49,7 @@ def metadata_of(
     """
     specs = {key: interval.spec for key, interval in tensors.items()}
     chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {key: {} for key in tensors}  # sizes by offsets
-    # One column for each argument of the places' classes.
-    keys: list[str] = []
-    begins: list[tuple[int, ...] | None] = []
-    names: list[str] = []
-    offsets: list[int] = []
-    lengths: list[int] = []
+    places: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []  # the arguments of the places' classes
     for name, rows, plain in files:
         for key, first, pieces in rows:
             spec, known = specs[key], chunks[key]
@@ -63,31 +58,17 @@ def metadata_of(
                 first += piece.numel
                 if box.offsets not in known:  # else another node has it too
                     known[box.offsets] = box.sizes
-                    keys.append(key)
-                    begins.append(box.offsets)
-                    names.append(name)
-                    offsets.append(piece.offset)
-                    lengths.append(piece.length)
-        for key, _, (piece,) in plain:
-            keys.append(key)
-            begins.append(None)
-            names.append(name)
-            offsets.append(piece.offset)
-            lengths.append(piece.length)
+                    places.append((key, box.offsets, name, piece.offset, piece.length))
+        places += [(key, None, name, piece.offset, piece.length) for key, _, (piece,) in plain]
     described: dict[str, Any] = {key: _tensor(interval, chunks[key]) for key, interval in tensors.items()}
     described |= {key: dcp.BytesStorageMetadata() for key in values}
-    places = _Call(
-        dict,
-        _Call(
-            zip,
-            _Call(map, dcp.MetadataIndex, keys, begins),
-            _Call(map, _torch.storage_info(), names, offsets, lengths),
-        ),
-    )
+    columns = [[place[number] for place in places] for number in range(5)]
+    indices, infos = _Call(map, dcp.MetadataIndex, *columns[:2]), _Call(map, _torch.storage_info(), *columns[2:])
+    stored = _Call(dict, _Call(zip, indices, infos))
     paths = {key: _for_dcp(interval.path) for key, interval in tensors.items()}
     paths |= {key: _for_dcp(path) for key, path in values.items()}
     return pickle.dumps(
-        _Call(dcp.Metadata, described, paths, places, dcp.StorageMeta(), CURRENT_DCP_VERSION), protocol=4
+        _Call(dcp.Metadata, described, paths, stored, dcp.StorageMeta(), CURRENT_DCP_VERSION), protocol=4
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -71,29 +71,24 @@ def header_of(file: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int, .
     ordered = sorted(tensors, key=lambda each: -each[1].itemsize)
     head: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    places = []
+    entries = []
     for name, dtype, shape in ordered:
         if dtype not in _NAMES:
             raise ConfigTypeError(f"{name} is of {dtype}. Accepted: {', '.join(map(str, _NAMES))}.")
-        size = prod(shape) * dtype.itemsize
-        head[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [end, end + size]}
-        places.append(end)
-        end += size
+        entries.append(Entry(file, name, dtype, shape, end))
+        end += entries[-1].size
+        head[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [entries[-1].offset, end]}
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    first = 8 + len(text)
-    entries = [
-        Entry(file, name, dtype, shape, first + place)
-        for (name, dtype, shape), place in zip(ordered, places, strict=True)
-    ]
-    return len(text).to_bytes(8, "little") + text, entries
+    header = len(text).to_bytes(8, "little") + text
+    return header, [replace(entry, offset=len(header) + entry.offset) for entry in entries]
 
 
 def read_header(path: Path) -> list[Entry]:
     """The tensors of a file. Nothing of it is executed.
 
     Raises:
-        CheckpointError: it is no such file, or has lost its end.
+        CheckpointError: it is no such file, has lost its end, or cannot be read.
     """
     try:
         with disk().open(path) as file:
@@ -131,6 +126,8 @@ def read_header(path: Path) -> list[Entry]:
                 raise ValueError(f"{one} and {other} lie in the same bytes")
     except ValueError as error:
         raise CheckpointError(f"{path} is no whole safetensors file: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     return entries
 
 
