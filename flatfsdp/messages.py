@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .engine.agreement import object_collectives
 from .engine.agreement.collective_calls import meet
 from .engine.agreement.object_collectives import description_of
-from .engine.base.plain_data import decode, encode
+from .engine.base.plain_data import decode, encode, gathered
 from .engine.device.streams import accelerator
 from .engine.watchdog.regions import expecting
 
@@ -95,4 +95,4 @@ def gather_bytes(content: bytes, group: dist.ProcessGroup) -> list[bytes]:
         dist.all_gather(rows, own, group=group)
         return torch.cat(rows)
 
-    return object_collectives.gathered(content, device, gather)
+    return gathered(content, device, gather)

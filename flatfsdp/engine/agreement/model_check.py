@@ -14,6 +14,7 @@ from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..watchdog.regions import expecting
 from .collective_calls import meet
+from .object_collectives import ranks_over
 from .rank_exchange import NO_ANSWER, RankExchange
 
 # A value that ranks must have in common: what it is of, the value, and whether the first has to be called the same.
@@ -60,7 +61,7 @@ def exchange_facts(
 ) -> dict[int, list[int]] | None:
     """Every rank's number for its `facts`, and an `extra` one; None where process groups move nothing. Collective over
     all axes."""
-    members = sorted({rank for axis in peers.axes for rank in axis.group.ranks})
+    members = ranks_over(peers.axes)
     with expecting(members, doing or f"compares its model with that of ranks {', '.join(map(str, members))}"):
         # Comparisons meet each other, be it in constructors or at the first forward. [Note: calls]
         for axis in peers.axes:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...errors import AgreementError, FlatFSDPError, by_ranks, current_rank
-from ..base.plain_data import bytes_of, decode, encode
+from ..base.plain_data import bytes_of, decode, encode, gathered
 from ..comm.transport import Transport
 from ..watchdog.regions import expecting
 from .collective_calls import meet
@@ -33,17 +33,6 @@ def _everyones(axes: Sequence[Transport], content: bytes, *, doing: str) -> dict
             meet(axis.group.process_group, axis.group.ranks, doing)
         rows = gathered(rank.to_bytes(8, "big") + content, axes[0].device.device, gather)
     return {int.from_bytes(row[:8], "big"): row[8:] for row in sorted(rows)}
-
-
-def gathered(content: bytes, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]) -> list[bytes]:
-    """Every rank's `content`, one byte or more, in the order in which `gather` puts the ranks' tensors on `device`
-    behind one another, 1-D ones of one size, in any shape. Collective as that is, two times."""
-    own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    sizes = gather(torch.tensor([own.numel()], device=device)).view(-1).tolist()
-    block = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    block[: own.numel()] = own.to(device)
-    rows = gather(block).cpu().view(len(sizes), -1)
-    return [bytes_of(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
 def firsts(axes: Sequence[Transport], content: bytes) -> bytes:

@@ -65,6 +65,17 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
+def gathered(content: bytes, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]) -> list[bytes]:
+    """Every rank's `content`, one byte or more, in the order in which `gather` puts the ranks' tensors on `device`
+    behind one another, 1-D ones of one size, in any shape. Collective as that is, two times."""
+    own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    sizes = gather(torch.tensor([own.numel()], device=device)).view(-1).tolist()
+    block = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    block[: own.numel()] = own.to(device)
+    rows = gather(block).cpu().view(len(sizes), -1)
+    return [bytes_of(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
 class _Writer:
     def __init__(self, objects: bool) -> None:
         self.parts: list[bytes] = []

@@ -8,7 +8,6 @@ with is made of it once, and filled again. Leaves show their shape meanwhile, wi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from ...errors import UsageError
 from ..base import _torch
+from ..base.plain_data import decode, encode, gathered
 from ..comm.transport import Transport
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer
@@ -89,11 +89,9 @@ class OpaqueParam(UnshardedParam):
         self, own: list[list[Input]], problem: UsageError | None, handle: ExtendedHandle, transport: Transport
     ) -> None:
         """Lay the bytes out as the first rank gives them. Collective; what is wrong on any rank is refused on all."""
-        facts = json.dumps([str(problem or ""), own])
-        given = [facts] * self._world if is_memoryless() else _exchanged(facts, transport)
-        decoded: list[tuple[str, list[list[Input]]]] = []
-        for wrong, found in map(json.loads, given):
-            decoded.append((wrong, [[Input(tuple(shape), dtype) for shape, dtype in each] for each in found]))
+        facts, device = encode((str(problem or ""), own)), transport.device.device
+        given = [facts] * self._world if is_memoryless() else gathered(facts, device, transport.gather_now)
+        decoded: list[tuple[str, list[list[Input]]]] = list(map(decode, given))
         for rank, (wrong, _) in enumerate(decoded):
             if wrong:
                 raise problem or UsageError(f"on rank {rank} of the shards: {wrong}")
@@ -242,14 +240,3 @@ def _layout_of(hooks: Sequence[GatherHooks], inputs: Sequence[Sequence[Input]], 
     """The layout of bytes, with a row for each rank of each tensor."""
     named = [(f"{each.name}[{k}]", one) for each, own in zip(hooks, inputs, strict=True) for k, one in enumerate(own)]
     return FlatLayout.pack_rows([ParamSpec(name, (world, one.nbytes)) for name, one in named], world=world, align=ALIGN)
-
-
-def _exchanged(text: str, transport: Transport) -> list[str]:
-    """The texts of all ranks. Collective."""
-    device = transport.device.device
-    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    sizes = transport.gather_now(torch.tensor([own.numel()], device=device)).view(-1).tolist()
-    padded = own.new_zeros(max(sizes))
-    padded[: own.numel()] = own
-    rows = transport.gather_now(padded).cpu()
-    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
