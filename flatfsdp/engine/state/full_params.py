@@ -29,21 +29,14 @@ from .parts import broadcast_tensor
 
 def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
     """(the sharded gradient as one flat tensor, zero where there is none; which parameters have one, as 0/1)."""
-    grads = [handle.flat_param.grad] if handle.face.is_flat else handle.face.grads_of_leaves()
+    grads = handle.face.grads_of_leaves()
     dtype = next((grad.dtype for grad in grads if grad is not None), handle.precision.grad)
     flat = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
     present = torch.zeros(len(handle.leaves), dtype=torch.int32, device=handle.device)
-    if handle.face.is_flat:
-        if grads[0] is not None:
-            flat.copy_(grads[0])
-            present.fill_(1)
-        return flat, present
-    pieces = handle.at_rest.views_of(flat)
-    for owned in handle.layout.owned(handle.rank):
-        grad = grads[owned.index]
+    for index, (grad, piece) in enumerate(zip(grads, handle.at_rest.views_of(flat), strict=False)):
         if grad is not None:
-            present[owned.index] = 1
-            pieces[owned.index].copy_(grad)
+            present[index] = 1
+            piece.copy_(grad)
     return flat, present
 
 
@@ -122,7 +115,7 @@ class _SummonedHandle:
                         misfits.append(f"{spec.name} of unit {self.unit.label}: {tuple(leaf.shape)}, not {spec.shape}")
                     elif leaf.data_ptr() != view.data_ptr():
                         view.copy_(leaf)
-            unsharded_grads = [leaf.grad for leaf in handle.leaves] if self.keep and self.grads is not None else []
+            unsharded_grads = [leaf.grad if self.keep else None for leaf in handle.leaves]
             if self.keep:
                 for leaf in handle.leaves:
                     leaf.grad = None
@@ -157,9 +150,7 @@ class _SummonedHandle:
         """Copy this rank's part of the user's `unsharded` gradients back. Collective if `from_rank0`."""
         handle = self.handle
         layout = handle.layout
-        present = torch.zeros(len(layout.params), dtype=torch.int32, device=handle.device)
-        for index, grad in enumerate(unsharded):
-            present[index] = grad is not None
+        present = torch.tensor([grad is not None for grad in unsharded], dtype=torch.int32, device=handle.device)
         if from_rank0:
             present = broadcast_tensor(own_axes([self.unit]), present, present.shape, present.dtype, handle.device)
             shard = scatter(self.unit, self.kind, unsharded, dtype=self.grad_dtype)
@@ -174,14 +165,11 @@ class _SummonedHandle:
             if not there[owned.index]:
                 continue
             grad, piece = grads[owned.index] if grads else None, pieces[owned.index]
-            if handle.face.is_flat:
-                if handle.flat_param.grad is not None:
-                    handle.flat_param.grad[owned.in_shard.slice].copy_(piece.reshape(-1))
-            elif grad is None:
+            if grad is not None:
+                grad.copy_(piece)
+            elif not handle.face.is_flat:
                 holder = handle.face.holder_of(owned.index)
                 assign_grad(holder, handle.face.like_holder((owned.index,), piece.clone()))
-            else:
-                grad.copy_(piece)
 
 
 def _check_summonable(unit: Unit, *, with_grads: bool) -> None:
