@@ -97,7 +97,8 @@ class PadCollate:
 
     A sample is a mapping. Its "input_ids", "labels", "attention_mask" and "token_type_ids", as far as it has them, are
     sequences of numbers or 1-D tensors; the batch holds them as int64 of shape (samples, longest). "attention_mask" is
-    there always, 1 where a sample has a token. What else a sample has is left to torch's `default_collate`.
+    there always, 1 where a sample has a token. What else a sample has, "labels" that are one number, a class, included,
+    is left to torch's `default_collate`.
 
     Attributes:
         pad: what to fill "input_ids" up with.
@@ -126,7 +127,8 @@ class PadCollate:
                     f"{', '.join(map(str, first))}; all need the same"
                 )
         fills = {"input_ids": self.pad, "labels": self.label_pad, "attention_mask": 0, "token_type_ids": 0}
-        padded = {name: [_row(name, sample[name]) for sample in samples] for name in first if name in fills}
+        names = [name for name in first if name in fills and not isinstance(first[name], int)]
+        padded = {name: [_row(name, sample[name]) for sample in samples] for name in names}
         if not padded:
             raise ConfigValueError(f"PadCollate: a sample has {', '.join(map(str, first))}, and no 'input_ids' to pad")
         lengths = [row.numel() for row in next(iter(padded.values()))]
@@ -135,7 +137,7 @@ class PadCollate:
                 raise ConfigValueError(f"PadCollate: {name!r} of a sample is not as long as its {next(iter(padded))!r}")
         padded.setdefault("attention_mask", [torch.ones(length, dtype=torch.int64) for length in lengths])
         width = -(-max(lengths) // self.multiple_of) * self.multiple_of
-        others = default_collate([{name: sample[name] for name in first if name not in fills} for sample in samples])
+        others = default_collate([{name: sample[name] for name in first if name not in padded} for sample in samples])
         return others | {name: _stacked(rows, width, fills[name]) for name, rows in padded.items()}
 
 

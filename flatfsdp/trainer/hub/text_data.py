@@ -21,7 +21,7 @@ from flatfsdp.trainer.hub.packing import packed_on_disk
 from flatfsdp.trainer.hub.records import SOURCES, Records, records_of
 from flatfsdp.trainer.settings import Count, Settings, Text, dataclass, setting
 
-__all__ = ["SOURCES", "DataOptions", "TextCollate", "TextData"]
+__all__ = ["SOURCES", "DataOptions", "TextData"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +83,9 @@ class TextData:
             return packed_on_disk(records, encode, options.sequence_length)
         return EncodedRecords(records, encode)
 
-    def collate(self, tokenizer: Any) -> TextCollate:
+    def collate(self, tokenizer: Any) -> PadCollate:
         """What makes microbatches of its samples."""
-        return TextCollate(PadCollate(pad=tokenizer.pad_token_id or 0))
+        return PadCollate(pad=tokenizer.pad_token_id or 0)
 
 
 @plain_dataclass(frozen=True)
@@ -182,24 +182,3 @@ class TextStream(IterableDataset[dict[str, Tensor]]):
         """Go on from there."""
         self._records.load_state_dict(state["records"])
         self._rest = [(int(token), int(label)) for token, label in state["rest"]]
-
-
-@plain_dataclass(frozen=True)
-class TextCollate:
-    """Pads tokens; labels are padded with them, or are one number for each sample.
-
-    Attributes:
-        pad: of what there is besides classes.
-    """
-
-    pad: PadCollate
-
-    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """The batch."""
-        labels = [sample.get("labels") for sample in samples]
-        if not isinstance(labels[0], int):
-            return self.pad(samples)
-        rest: list[Mapping[str, Any]] = [
-            {name: value for name, value in sample.items() if name != "labels"} for sample in samples
-        ]
-        return self.pad(rest) | {"labels": torch.tensor(labels)}
