@@ -21,19 +21,20 @@ from flatfsdp.errors import ConfigTypeError, ConfigValueError, shown
 class TokenWindows:
     """A long text cut into windows of `context` tokens, one after the other; sample i is the i-th window.
 
-    A sample is {"input_ids": ..., "labels": ...}, both the window's tokens, int64, (context,): what is to be predicted
-    from a token is the one behind it, and whoever computes the loss shifts. Tokens at the end that do not fill a window
-    are left out.
+    A sample is {"input_ids": ..., "labels": ...}, both int64, (context,), and the window's tokens unless labels are
+    given: what is to be predicted from a token is the one behind it, and whoever computes the loss shifts. Tokens at
+    the end that do not fill a window are left out.
 
     Args:
         tokens: 1-D, of any integer dtype; it is not copied.
         context: tokens of a window.
+        labels: those of the tokens, in place of these, as many.
 
     Raises:
         ConfigValueError: `tokens` has another shape, or does not fill one window.
     """
 
-    def __init__(self, tokens: Tensor, *, context: int) -> None:
+    def __init__(self, tokens: Tensor, *, context: int, labels: Tensor | None = None) -> None:
         if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
             raise ConfigValueError(
                 f"tokens: got {tokens.dtype} of shape {tuple(tokens.shape)}. Accepted: whole numbers in one dimension."
@@ -45,6 +46,7 @@ class TokenWindows:
             )
         self.tokens = tokens
         self.context = context
+        self.labels = tokens if labels is None else labels
 
     def __len__(self) -> int:
         return self.tokens.numel() // self.context
@@ -52,8 +54,8 @@ class TokenWindows:
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         if not 0 <= number < len(self):
             raise IndexError(f"window {number} of {len(self)}")
-        window = self.tokens[number * self.context :][: self.context].long()
-        return {"input_ids": window, "labels": window.clone()}
+        place = slice(number * self.context, (number + 1) * self.context)
+        return {"input_ids": self.tokens[place].long(), "labels": self.labels[place].to(torch.int64, copy=True)}
 
 
 class JsonLines:

@@ -15,35 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flatfsdp.errors import ConfigValueError
+from flatfsdp.trainer.data_loading.datasets import TokenWindows
 from flatfsdp.trainer.hub.records import Records
 
 FOLDER = "FLATFSDP_CACHE"  # the environment variable that names it; by default below the user's cache
 
 
-class PackedWindows:
-    """Sample i is the i-th window of `length` tokens; those at the end that fill none are left out.
-
-    Args:
-        pairs: int32, (2, tokens): tokens, and their labels.
-    """
-
-    def __init__(self, pairs: Tensor, length: int) -> None:
-        self._pairs, self._length = pairs, length
-
-    def __len__(self) -> int:
-        return self._pairs.shape[1] // self._length
-
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        if not 0 <= number < len(self):
-            raise IndexError(f"window {number} of {len(self)}")
-        window = self._pairs[:, number * self._length :][:, : self._length].long()
-        return {"input_ids": window[0], "labels": window[1]}
-
-
-def packed_on_disk(records: Records, encode: Any, length: int) -> PackedWindows:
+def packed_on_disk(records: Records, encode: Any, length: int) -> TokenWindows:
     """Windows over the tokens of all `records`, which `encode` makes.
 
     Raises:
@@ -65,8 +45,8 @@ def packed_on_disk(records: Records, encode: Any, length: int) -> PackedWindows:
     count = path.stat().st_size // 8
     if count < length:
         raise ConfigValueError(f"{records.name}: its {count} tokens do not fill one sample of {length}")
-    pairs = torch.from_file(str(path), shared=False, size=2 * count, dtype=torch.int32)
-    return PackedWindows(pairs.view(2, count), length)
+    tokens, labels = torch.from_file(str(path), shared=False, size=2 * count, dtype=torch.int32).view(2, count).unbind()
+    return TokenWindows(tokens, context=length, labels=labels)
 
 
 def _write(path: Path, records: Records, encode: Callable[[Any], Any]) -> None:
