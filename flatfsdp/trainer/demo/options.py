@@ -20,6 +20,7 @@ from flatfsdp.trainer.arguments import Task, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback, SampleText
 from flatfsdp.trainer.data_loading import TokenWindows
 from flatfsdp.trainer.demo.model import ByteTransformer
+from flatfsdp.trainer.hub.records import files_below
 from flatfsdp.trainer.objectives import CausalLM
 from flatfsdp.trainer.settings import Count, Field, FilePath, Settings, Text, Whole, dataclass, setting
 
@@ -113,15 +114,9 @@ def corpus_files(path: Path | None) -> list[Path]:
         return sorted(
             file for file in root.rglob("*.py") if SKIPPED_FOLDERS.isdisjoint(file.relative_to(root).parts[:-1])
         )
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
+    if not (path.is_file() or path.is_dir()):
         raise ConfigValueError(f"text: there is no file or folder {str(path)!r}")
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    files = files_below(path)
     if not files:
         raise ConfigValueError(f"text: the folder {str(path)!r} holds no files")
     return files

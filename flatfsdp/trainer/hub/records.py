@@ -90,9 +90,7 @@ def records_of(name: str, *, split: str, streaming: bool = False) -> Records:
     path = Path(rest).expanduser()
     if kind == "jsonl":
         return Records(name, JsonLines(path), _identity([path]))
-    files = (
-        [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file() and _shows(each, path))
-    )
+    files = files_below(path)
     if not files:
         raise ConfigValueError(f"{name}: there is no file, nor a folder with files, at {str(path)!r}")
     return Records(name, _TextFiles(files), _identity(files))
@@ -115,8 +113,12 @@ def _of_library(name: str, rest: str, split: str, streaming: bool) -> Records:
     return Records(name, found, json.dumps([rest, split, getattr(found, "_fingerprint", "")]))
 
 
-def _shows(path: Path, root: Path) -> bool:
-    return not any(part.startswith(".") for part in path.relative_to(root).parts)
+def files_below(path: Path) -> list[Path]:
+    """`path` itself if it is a file, or the files below it in sorted order, without hidden ones."""
+    if path.is_file():
+        return [path]
+    files = (each for each in path.rglob("*") if each.is_file())
+    return sorted(each for each in files if not any(part.startswith(".") for part in each.relative_to(path).parts))
 
 
 def _identity(files: list[Path]) -> str:
