@@ -90,7 +90,7 @@ def install() -> None:
             if name in vars(module):
                 by_id[id(vars(module)[name])] = ours
     for module in [*sys.modules.values()]:
-        if isinstance(module, ModuleType) and _is_to_be_told(module):
+        if isinstance(module, ModuleType) and _has_names_to_replace(module):
             names = vars(module)
             for name, value in [*names.items()]:
                 if id(value) in by_id:
@@ -115,7 +115,7 @@ def uninstall() -> None:
             names[name] = before
 
 
-def _is_to_be_told(module: ModuleType) -> bool:
+def _has_names_to_replace(module: ModuleType) -> bool:
     """Whether the names of `module` are a program's, or those under which programs find torch's FSDP."""
     if module in (*_PUBLIC, dcp_state_dict, nn.utils, clip_grad) or module.__name__ in _IN_TORCH:
         return True

@@ -191,7 +191,7 @@ def warn(message: str) -> None:
 
     Found by the frames' packages instead of a counted ``stacklevel``, which is wrong whenever a helper is added.
     """
-    if _silent:
+    if _only_logs:
         logger.info("%s", message)
         return
     frame = outermost = sys._getframe()
@@ -214,18 +214,18 @@ def warn(message: str) -> None:
         del frame, outermost
 
 
-_silent = False
+_only_logs = False
 
 
 @contextmanager
-def one_voice(*, speaks: bool) -> Iterator[None]:
-    """A context for what all ranks do alike: its warnings come from the one that `speaks`, and are logged elsewhere."""
-    global _silent
-    before, _silent = _silent, _silent or not speaks
+def one_rank_warns(*, this_rank: bool) -> Iterator[None]:
+    """A context for what all ranks do alike: its warnings are shown where `this_rank` is true, and logged elsewhere."""
+    global _only_logs
+    before, _only_logs = _only_logs, _only_logs or not this_rank
     try:
         yield
     finally:
-        _silent = before
+        _only_logs = before
 
 
 _warned: set[Hashable] = set()

@@ -28,7 +28,7 @@ from .engine.wrapping import wrapper_support
 from .engine.wrapping.auto_wrap import auto_wrapped
 from .engine.wrapping.build import build_unit
 from .engine.wrapping.wrapper_support import register_comm_hook
-from .errors import one_voice
+from .errors import one_rank_warns
 
 
 class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, OptimStates, nn.Module):
@@ -140,7 +140,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         layout: Literal["flat", "rows"] = "flat",
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
-        with one_voice(speaks=is_first_of(process_group, device_mesh)):
+        with one_rank_warns(this_rank=is_first_of(process_group, device_mesh)):
             config = check_arguments(module, **given)
             super().__init__()
             self._wrap(module, resolve_groups(config))

@@ -32,7 +32,7 @@ class FoundCheckpoint:
     """A complete checkpoint.
 
     Attributes:
-        folder: the one that it is in, which is not always the path asked for ([Note: siblings]).
+        folder: the one that it is in, which is not always the path that was given ([Note: siblings]).
         manifest: its table of contents.
         here: of each rank the names of the files that it sees.
     """
@@ -134,32 +134,32 @@ class FoundCheckpoint:
     ) -> None:
         """Read tensors by key, in place: `own` from files that this rank sees, and `shared`, whole ones, from any
         rank's. Collective."""
-        mine = {key: each for key, each in shared.items() if ranks.rank in self._seers(key)}
+        mine = {key: each for key, each in shared.items() if ranks.rank in self._readers(key)}
         ranks.exchange(doing, lambda: self.read_tensors({**own, **mine}))
         if all(here == self.here[0] for here in self.here):
             return
-        asked = ranks.exchange(doing, lambda: shared.keys() - mine.keys())
+        missing = ranks.exchange(doing, lambda: shared.keys() - mine.keys())
 
         def read_for_others() -> dict[str, torch.Tensor]:
-            keys = {key for each in asked for key in each if self._seers(key)[0] == ranks.rank}
+            keys = {key for each in missing for key in each if self._readers(key)[0] == ranks.rank}
             read = {key: _empty(self.manifest.tensors[key]) for key in keys}
             self.read_tensors(read)
             return read
 
         for read in ranks.exchange(doing, read_for_others):
-            for key in read.keys() & asked[ranks.rank]:
+            for key in read.keys() & missing[ranks.rank]:
                 shared[key].copy_(read[key])
 
-    def _seers(self, key: str) -> list[int]:
+    def _readers(self, key: str) -> list[int]:
         """The ranks that see the files with the tensor `key`.
 
         Raises:
             CheckpointError: none sees all of them.
         """
-        seers = [rank for rank, here in enumerate(self.here) if self.sees(here, key)]
-        if not seers:
+        readers = [rank for rank, here in enumerate(self.here) if self.sees(here, key)]
+        if not readers:
             raise CheckpointError(f"{self.folder}: no rank sees all files with {key!r}; copy them into one folder")
-        return seers
+        return readers
 
     def sees(self, names: Collection[str], key: str) -> bool:
         """Whether the files `names` have all elements of a tensor."""

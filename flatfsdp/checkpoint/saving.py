@@ -22,7 +22,7 @@ import torch
 
 from ..engine.agreement.checksums import checksum
 from ..engine.state.owned_interval import OwnedInterval
-from ..errors import CheckpointError, ConfigTypeError, few, one_voice, refuse_value, warn_once
+from ..errors import CheckpointError, ConfigTypeError, few, one_rank_warns, refuse_value, warn_once
 from . import metadata
 from .disk import disk
 from .folders import CheckpointFolder, candidates, last_sequence, refuse_link
@@ -278,7 +278,7 @@ class _Save(Replacement):
 
     def warn_once(self, key: Hashable, message: str) -> None:
         """Warn of what all ranks know: on the first of them."""
-        with one_voice(speaks=self.ranks.rank == 0):
+        with one_rank_warns(this_rank=self.ranks.rank == 0):
             warn_once(key, f"{self.doing}: {message}")
 
     def checksums(self, weights: WeightFiles) -> list[BlockChecksums]:

@@ -214,12 +214,12 @@ class _LinearCrossEntropy(Function):
             counts = wanted != ignore_index
             index = wanted.where(counts, 0)[:, None]
             logits = F.linear(chunk, weight, bias).float()
-            normaliser = torch.logsumexp(logits, 1)
-            total += (normaliser - logits.gather(1, index)[:, 0]).where(counts, 0).sum()
+            normalizer = torch.logsumexp(logits, 1)
+            total += (normalizer - logits.gather(1, index)[:, 0]).where(counts, 0).sum()
             if not (of_hidden or of_weight or of_bias):
                 continue
             # The gradient of a row of logits: its softmax, less one at its target.
-            slope = logits.sub_(normaliser[:, None]).exp_()
+            slope = logits.sub_(normalizer[:, None]).exp_()
             slope.scatter_add_(1, index, slope.new_full(index.shape, -1.0)).mul_(counts[:, None])
             if for_bias is not None:
                 for_bias += slope.sum(0)

@@ -112,7 +112,7 @@ def evaluate(
         for microbatch in batches:
             if asked is not None and (stopped_by := asked()):
                 return {}, stopped_by
-            asked = _asked_by_anyone(stop, world)
+            asked = _requests_of_ranks(stop, world)
             add("loss", loss_of(microbatch, objective, model, world))
             add("tokens", weight_of(microbatch, objective))
             if functions:
@@ -155,7 +155,7 @@ def _means(sums: Mapping[str, Tensor], objective: Objective, world: RankContext)
     return metrics | {f"eval_{name}": value / max(tokens, 1.0) for name, value in found.items()}
 
 
-def _asked_by_anyone(stop: StopRequest, world: RankContext) -> Callable[[], int]:
+def _requests_of_ranks(stop: StopRequest, world: RankContext) -> Callable[[], int]:
     """Sends whether this rank was asked to stop, which goes to all while the next forward runs; what reads the highest
     number of a request, or 0."""
     most = torch.tensor(float(stop.number), device=world.device)

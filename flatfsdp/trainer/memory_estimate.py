@@ -30,7 +30,7 @@ from flatfsdp.trainer.terminal import size_in_words
 _WORDS = {
     "shard": "parameters (shards)",
     "unsharded": "parameters, gathered",
-    "post_forward_shard": "parameters, kept by neighbours",
+    "post_forward_shard": "parameters, kept by neighbors",
     "host copy": "parameters, kept on the host",
     "slots": "gradients, to be reduced",
     "partial": "gradients, to be all-reduced",

@@ -35,22 +35,22 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: what Slur
 ECHO_SECONDS = 3.0
 REPORT_SECONDS = 30.0  # from a request to the report where the run is
 BLOCKED_SECONDS = 2.0  # that the main thread has for a second signal
-ASKED = 1  # a request's number where the program asked; otherwise the signal's
+REQUESTED = 1  # a request's number where the program asked; otherwise the signal's
 
 
 class StopRequest:
     """Whether this rank was asked to stop.
 
     Attributes:
-        number: 0 for no, `ASKED`, or the number of the signal.
+        number: 0 for no, `REQUESTED`, or the number of the signal.
     """
 
     def __init__(self) -> None:
         self.number = 0
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Request it from within the program; a signal that came goes first."""
-        self.number = self.number or ASKED
+        self.number = self.number or REQUESTED
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
@@ -185,4 +185,4 @@ def meant(number: int) -> int:
 
 def in_words(number: int) -> str:
     """The name of a request's number: "SIGTERM", or "the program"."""
-    return "the program" if number == ASKED else signal.Signals(number).name
+    return "the program" if number == REQUESTED else signal.Signals(number).name

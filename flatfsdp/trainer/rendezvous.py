@@ -40,7 +40,7 @@ def store_of_this_start() -> Iterator[dist.Store | None]:
     agents = dist.TCPStore(address, port, is_master=False, timeout=PATIENCE)
     common: Any = dist.PrefixStore("flatfsdp-starts", agents)
     if rank:
-        yield dist.PrefixStore(f"flatfsdp-start-{_asked(common, rank)}", agents)
+        yield dist.PrefixStore(f"flatfsdp-start-{_request(common, rank)}", agents)
         return
     name, over = uuid.uuid4().hex, threading.Event()
     answering = threading.Thread(target=_answer, args=(common.clone(), world, name, over), daemon=True)
@@ -52,9 +52,9 @@ def store_of_this_start() -> Iterator[dist.Store | None]:
         answering.join()
 
 
-def _asked(store: dist.Store, rank: int) -> str:
+def _request(store: dist.Store, rank: int) -> str:
     number = uuid.uuid4().hex
-    store.set(f"question/{rank}", number)
+    store.set(f"request/{rank}", number)
     deadline = time.monotonic() + PATIENCE.total_seconds()
     while time.monotonic() < deadline:
         answered, _, name = _read(store, f"answer/{rank}").partition(" ")
@@ -65,11 +65,11 @@ def _asked(store: dist.Store, rank: int) -> str:
 
 
 def _answer(store: dist.Store, world: int, name: str, over: threading.Event) -> None:
-    """Answer the ranks until the process group is there: a question may be one of a start before, and come anew."""
+    """Answer the ranks until the process group is there: a request may be one of a start before, and come anew."""
     answered: dict[int, str] = {}
     while not over.wait(_PAUSE):
         for rank in range(1, world):
-            number = _read(store, f"question/{rank}")
+            number = _read(store, f"request/{rank}")
             if number and answered.get(rank) != number:
                 store.set(f"answer/{rank}", f"{number} {name}")
                 answered[rank] = number

@@ -25,7 +25,7 @@ from flatfsdp.trainer.data_loading.sample_reader import Collate
 from flatfsdp.trainer.gradients import evaluate
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.objectives import Objective
-from flatfsdp.trainer.preemption import ASKED, StopRequest
+from flatfsdp.trainer.preemption import REQUESTED, StopRequest
 from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
 from flatfsdp.trainer.references import resolve
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
@@ -138,7 +138,7 @@ class TrainingResult:
         tokens_per_second: of them.
         losses: of the first and the last of them; empty where there was none.
         evaluation: the last one's metrics.
-        stopped_by: 0 for the end that was planned, `preemption.ASKED`, or a signal's number.
+        stopped_by: 0 for the end that was planned, `preemption.REQUESTED`, or a signal's number.
         ended_by: what ended it, in words: its steps, the data, the clock, or who stopped it.
         checkpoint: the one saved last, by this run or the one that it goes on from.
         footprint: this rank's bytes.
@@ -161,7 +161,7 @@ class TrainingResult:
     @property
     def exit_code(self) -> int:
         """What a program exits with: 0, or 128 and the number of the signal that ended the run before its time."""
-        return 128 + self.stopped_by if self.stopped_by > ASKED else 0
+        return 128 + self.stopped_by if self.stopped_by > REQUESTED else 0
 
 
 @dataclass(eq=False)
@@ -240,7 +240,7 @@ class Run:
 
     def ask_to_stop(self) -> None:
         """End the run within three steps, on all ranks, as a signal would; any rank may ask."""
-        self.stop.ask()
+        self.stop.request()
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss over the data to evaluate on, and the tokens in it; empty where there is none, or when the run was

@@ -130,7 +130,7 @@ class Trainer(Run):
             with self.stop.handling_signals(), looking:
                 self._check_folder()
                 self.resume()
-                self._say_from_where()
+                self._print_from_where()
                 if self.checkpoint is not None and self.training.resume != "latest":
                     self.aside = self.manager.set_aside(self.checkpoint)
                 self._check_schedule()
@@ -179,7 +179,7 @@ class Trainer(Run):
         asked = self.training.resume
         return asked is not None and (asked != "latest" or self.manager.find(asked) is not None)
 
-    def _say_from_where(self) -> None:
+    def _print_from_where(self) -> None:
         if not self.world.leads or self.training.resume is None:
             return
         if self.checkpoint is None:

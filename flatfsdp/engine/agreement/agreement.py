@@ -33,7 +33,7 @@ class Agreement:
         initial_values: whether ranks begin from the same ones.
         stepped, loaded: an optimizer stepped, or a state dict was loaded, since a step began with it; noted where it
             happens.
-        forwards_are_silent: forwards communicate nothing: ranks may differ in them.
+        forwards_are_local: forwards communicate nothing: ranks may differ in them.
     """
 
     def __init__(self, *, check_values: str) -> None:
@@ -43,7 +43,7 @@ class Agreement:
         self.rest, self.refuse, self.explain = self.sequence.rest, self.sequence.refuse, self.sequence.explain
         self.initial_values = InitialValues(check_values)
         self.stepped = self.loaded = False
-        self.forwards_are_silent = False
+        self.forwards_are_local = False
         self._sharded = False
         self._names = ModelNames()
         self._entered: list[Op] = []  # by unit
@@ -119,7 +119,7 @@ class Agreement:
 
         `trained`: which parameters require a gradient now. `device_type`: where autocast may be on.
         """
-        if not self.peers.axes or self.forwards_are_silent:
+        if not self.peers.axes or self.forwards_are_local:
             return
         self.sequence.busy = True
         self._kind = self._opening = TRAINING if training else EVALUATION
@@ -136,7 +136,7 @@ class Agreement:
         `schedule`: what users set, in words. Where no unit is sharded a forward communicates nothing, and ranks may
         differ in it.
         """
-        if not self._sharded or self.forwards_are_silent:
+        if not self._sharded or self.forwards_are_local:
             return
         op = self._entered[unit]
         if self._opening is not None:
@@ -151,7 +151,7 @@ class Agreement:
 
     def check_request(self, unit: int, method: str) -> None:
         """A user asks for this unit to be gathered or freed by this `method`."""
-        if not self._sharded or self.forwards_are_silent:
+        if not self._sharded or self.forwards_are_local:
             return
         entry = self._names.units[unit]
         op = ops.requested(unit, entry, method)
@@ -171,7 +171,7 @@ class Agreement:
     def resume_forward(self) -> None:
         """A backward inside of a forward has ended, which goes on."""
         self.rest()
-        if self.peers.axes and self._sharded and not self.forwards_are_silent:
+        if self.peers.axes and self._sharded and not self.forwards_are_local:
             self.sequence.busy = True
             self.sequence.start("a forward, after a backward inside of it")
 
@@ -243,7 +243,7 @@ class Agreement:
             self.sequence.next(ops.called(call, units, self._names.units))
             yield
 
-    def ask(self, what: str, mine: int) -> dict[int, int]:
+    def numbers_of_ranks(self, what: str, mine: int) -> dict[int, int]:
         """Every rank's number, as all ranks ask for `what` between iterations. Collective over all axes: 24 bytes of
         each rank.
         """

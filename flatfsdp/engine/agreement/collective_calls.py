@@ -61,7 +61,7 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
             notes.erase(f"{place}/first", f"{place}/here")
         raise watch.failure
     if verdict != SAME:
-        notes.post(f"{place}/says/{dist.get_rank()}", call)
+        notes.post(f"{place}/note/{dist.get_rank()}", call)
         reported = by_ranks({rank: one_line(text) for rank, text in texts_at(notes, place, ranks).items()})
         notes.let_all_read(place, len(ranks), READING)
         raise AgreementError(f"{reported}. These calls are collective: all ranks must make the same, in the same order")
@@ -92,7 +92,7 @@ def texts_at(
 
     def all_there() -> bool:
         for rank in ranks:
-            if rank not in found and (text := notes.read(f"{place}/says/{rank}")) is not None:
+            if rank not in found and (text := notes.read(f"{place}/note/{rank}")) is not None:
                 found[rank] = text
         return len(found) == len(ranks)
 
@@ -102,4 +102,4 @@ def texts_at(
 
 def erase(notes: StoreClient, place: str, ranks: Sequence[int] = ()) -> None:
     """Nobody will read what stands at `place` any more, and what these `ranks` have written there."""
-    notes.erase(f"{place}/first", f"{place}/here", f"{place}/verdict", *(f"{place}/says/{rank}" for rank in ranks))
+    notes.erase(f"{place}/first", f"{place}/here", f"{place}/verdict", *(f"{place}/note/{rank}" for rank in ranks))

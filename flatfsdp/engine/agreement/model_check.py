@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from ...errors import AgreementError, few, one_voice, ranks_in_words, warn
+from ...errors import AgreementError, few, one_rank_warns, ranks_in_words, warn
 from ..base.foreign_text import parse
 from ..base.hashing import hash63
 from ..comm.transport import Transport
@@ -126,7 +126,7 @@ class InitialValues:
         """Raise or warn, as `check` has it: ranks hold different values, and all of them have found it out."""
         if self.check == "raise":
             raise AgreementError(message)
-        with one_voice(speaks=peers.is_first):
+        with one_rank_warns(this_rank=peers.is_first):
             warn(message)
 
 

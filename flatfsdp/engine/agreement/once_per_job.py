@@ -1,8 +1,8 @@
 """Warnings that a job gives once, and not once on each of its ranks.
 
-[Note: one warning] What ranks find together, in an exchange, the first of them reports (`errors.one_voice`). What each
-finds by itself may be there on one rank alone: whoever has it first leaves a note in the store and reports it, and the
-others, whose words are the same, have it in their log. Nobody waits for anybody, and nothing is asked of the store
+[Note: one warning] What ranks find together, in an exchange, the first of them reports (`errors.one_rank_warns`). What
+each finds may be there on one rank alone: the first one that has it leaves a note in the store and reports it, and the
+others, whose words are the same, have it in their log. No rank waits for another, and nothing is requested of the store
 unless there is something to report.
 """
 
@@ -13,7 +13,7 @@ from collections import Counter
 
 import torch.distributed as dist
 
-from ...errors import one_voice, warn
+from ...errors import one_rank_warns, warn
 from ..base.hashing import hash63
 from ..watchdog.regions import current_watch
 
@@ -28,7 +28,7 @@ def warn_once_per_job(message: str, *, names_rank: bool = False) -> None:
     """
     alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     first = alone or "fake" in str(dist.get_backend_config()) or _is_first_with(message)
-    with one_voice(speaks=first):
+    with one_rank_warns(this_rank=first):
         warn(message if alone or not names_rank else f"rank {dist.get_rank()}: {message}")
 
 

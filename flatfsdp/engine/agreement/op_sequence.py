@@ -76,7 +76,7 @@ class Meetings:
         """Write what this rank does at `at`, and the verdict if that decides it. `alarm`: for others if it is the
         first note."""
         notes, place = self._peers.store, self._place(at)
-        notes.post(f"{place}/says/{self._peers.rank}", op.to_text(self.required))
+        notes.post(f"{place}/note/{self._peers.rank}", op.to_text(self.required))
         here = come(notes, place, str(op.code), len(self._peers.ranks))
         if here == 1 and alarm is not None:
             notes.raise_alarm(alarm)
@@ -165,7 +165,7 @@ class OpSequence:
         peers = self._peers
         assert peers.watch is not None
         self.unused.answers.connect(peers.rank, peers.scope, peers.store)
-        peers.watch.add(self, self.unused.answers.publish_last_words)
+        peers.watch.add(self, self.unused.answers.publish_what_is_left)
 
     # -- the parts of an iteration -----------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class UnusedAnswers:
         self._lock = threading.Lock()
         self._own: dict[int, MissingGradients] = {}  # by place in the sequence
         self._requested: set[int] = set()  # such places, to which this rank has yet to come
-        self._heard: set[int] = set()  # of calls
+        self._called_at: set[int] = set()  # of calls
         self._due: set[int] = set()  # kinds of backwards of which all take part in the next
         self._rank, self._scope = 0, ""
         self._store: StoreClient | None = None
@@ -90,8 +90,8 @@ class UnusedAnswers:
             self._due.discard(kind)
             if self._requested:
                 self._requested = {place for place in self._requested if place > at}
-            if self._heard:
-                self._heard = {place for place in self._heard if place >= at}
+            if self._called_at:
+                self._called_at = {place for place in self._called_at if place >= at}
             if len(self._own) > KEPT:
                 del self._own[next(iter(self._own))]
         return takes_part
@@ -101,10 +101,10 @@ class UnusedAnswers:
         with self._lock:
             self._due.add(kind)
 
-    def has_heard(self, at: int) -> None:
+    def record_call(self, at: int) -> None:
         """This rank calls the others in the backward at this place."""
         with self._lock:
-            self._heard.add(at)
+            self._called_at.add(at)
 
     # -- for the watchdog --------------------------------------------------------------------------------------------
 
@@ -121,15 +121,15 @@ class UnusedAnswers:
             if own is not None and answers:
                 own.is_published = True
                 self._due.add(own.kind)
-            hears = calls and at not in self._heard
-            if hears:
-                self._heard.add(at)
+            is_first_call = calls and at not in self._called_at
+            if is_first_call:
+                self._called_at.add(at)
         if own is not None and answers:
             self._store.append(key, entry_of(self._rank, own.lacking, takes_part=False))
-        if hears:
-            self._store.append(f"{key}/heard", entry_of(self._rank, 0, takes_part=True))
+        if is_first_call:
+            self._store.append(f"{key}/calls", entry_of(self._rank, 0, takes_part=True))
 
-    def publish_last_words(self) -> None:
+    def publish_what_is_left(self) -> None:
         """This rank answers no more, for its model is gone or its program ends: leave what it would answer."""
         with self._lock:
             text = "".join(entry_of(at, own.lacking, takes_part=False) for at, own in self._own.items())
@@ -137,7 +137,7 @@ class UnusedAnswers:
             self._store.post(f"{self._scope}/unused/left/{self._rank}", text)
 
 
-def last_words_of(rank: int, at: int, scope: str, store: StoreClient) -> int | None:
+def left_by(rank: int, at: int, scope: str, store: StoreClient) -> int | None:
     """What `rank`, which may have ended, lacked in the backward at this place; None if it has not left that."""
     left = entries_in(store.read(f"{scope}/unused/left/{rank}") or "")
     return left[at][0] if at in left else None
@@ -275,7 +275,10 @@ class UnusedParams:
         comes = self._all_take_part or relied
         entry = entry_of(self._peers.rank, lacking, takes_part=True)
         found = self._publish(
-            key, entry, "which parameters the others brought no gradients to", ask_after=LATE * 10 if comes else SOON
+            key,
+            entry,
+            "which parameters the others brought no gradients to",
+            request_after=LATE * 10 if comes else SOON,
         )
         all_took_part = all(took_part for _, took_part in found.values())
         own = self._peers.rank
@@ -283,19 +286,19 @@ class UnusedParams:
             with contextlib.suppress(StoreGone):
                 self._peers.store.erase(*self._old)  # whoever is in this round has read all earlier ones
             self._old = []
-        self._old += [key, f"{key}/heard"] if relied else [key]
+        self._old += [key, f"{key}/calls"] if relied else [key]
         return {rank: lacks for rank, (lacks, _) in found.items()}, all_took_part
 
     def _call(self) -> None:
         """Let all ranks read that this one does not lack what was foreseen, and wait until they have."""
         self._called = True
-        self.answers.has_heard(self._at)
+        self.answers.record_call(self._at)
         entry = entry_of(self._peers.rank, 0, takes_part=True)
         what = "the others to read of gradients that are not there, or were not expected"
-        self._publish(f"{self._key()}/heard", entry, what, ask_after=SOON, calls=True)
+        self._publish(f"{self._key()}/calls", entry, what, request_after=SOON, calls=True)
 
     def _publish(
-        self, key: str, entry: str, what: str, *, ask_after: float, calls: bool = False
+        self, key: str, entry: str, what: str, *, request_after: float, calls: bool = False
     ) -> dict[int, tuple[int, bool]]:
         """Add `entry` at `key`; what stands there when all ranks have done so. Those that do not come by themselves are
         asked after so many seconds."""
@@ -303,20 +306,20 @@ class UnusedParams:
         assert peers.watch is not None
         store, began = peers.store, time.monotonic()
         found: dict[int, tuple[int, bool]] = {}
-        sounded = False
+        raised = False
 
         def complete() -> bool:
-            nonlocal sounded
+            nonlocal raised
             peers.raise_verdict()
             found.update(entries_in(store.read(key) or ""))
             missing = [rank for rank in peers.ranks if rank not in found]
             waited = time.monotonic() - began
-            if missing and waited > ask_after and not sounded:
-                sounded = True
+            if missing and waited > request_after and not raised:
+                raised = True
                 store.raise_alarm(json.dumps(["unused", peers.scope, self._at, calls]))
             if missing and waited > LATE:
                 for rank in missing:
-                    if (lacks := last_words_of(rank, self._at, peers.scope, store)) is not None:
+                    if (lacks := left_by(rank, self._at, peers.scope, store)) is not None:
                         found[rank] = lacks, False
             return not missing
 

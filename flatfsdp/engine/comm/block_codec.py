@@ -140,7 +140,7 @@ class BlockCodec:
         if self.bits == 8:
             codes.copy_(numbers)
             return
-        # The halves of a block, not neighbours, share bytes: both are read in one go.
+        # The halves of a block, not neighbors, share bytes: both are read in one go.
         integers, half = numbers.to(torch.int8), codes.shape[2]
         low, high = integers[..., :half], integers[..., half:]
         torch.bitwise_and(low, 15, out=codes)

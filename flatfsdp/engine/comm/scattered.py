@@ -1,6 +1,6 @@
 """Many small tensors that are copied by few calls, to or from a place where they lie one behind the other.
 
-[Note: scattered] To copy a small parameter takes longer than its bytes do. So neighbours in a list that lie in one
+[Note: scattered] To copy a small parameter takes longer than its bytes do. So neighbors in a list that lie in one
 storage are taken together: an *index* of that storage has their places, in units of as many bytes as all starts and
 sizes are multiples of, and one call copies them all. Units move as they are, in a dtype of as many bytes.
 """

@@ -26,7 +26,7 @@ class SpmdMesh:
 
     Attributes:
         mesh: the DeviceMesh.
-        shard, replicate: the names of its data-parallel dimensions. Those of one kind are neighbours where both the
+        shard, replicate: the names of its data-parallel dimensions. Those of one kind are neighbors where both the
             first has several.
     """
 

@@ -20,7 +20,7 @@ from ..runtime.model import model_of
 from ..runtime.module_tree import ignored_in
 from ..runtime.rest import check_outside, initialize
 from ..runtime.unit import Unit
-from ..state.dcp_state_dict import teach
+from ..state.dcp_state_dict import register_wrappers
 from .schedule_api import check_prefetches_on_request
 
 
@@ -56,7 +56,7 @@ class FSDP1Names:
     @property
     def _fqn_modifiers(self) -> Any:
         # torch's get_state_dict and set_state_dict ask for this before anything else. [Note: get_state_dict]
-        teach(FSDP1Names)
+        register_wrappers(FSDP1Names)
         raise AttributeError("_fqn_modifiers")  # the wrapped module's own, if it has one
 
     def _lazy_init(self) -> None:

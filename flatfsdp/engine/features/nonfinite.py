@@ -106,7 +106,7 @@ class NonFiniteDetector(Observer):
             self._look(OUTPUT, unit, tensor)
         if not outermost:
             return
-        if self._agreement.compares_forwards and not self._agreement.forwards_are_silent:
+        if self._agreement.compares_forwards and not self._agreement.forwards_are_local:
             self._raise_together("a forward")
         elif self._found is not None and not torch.is_grad_enabled():
             raise NonFiniteError(f"this rank's forward has {self._found.describe(self._units)}")

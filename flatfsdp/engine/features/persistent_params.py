@@ -272,7 +272,7 @@ def _begin(models: list[Model], units: list[Unit], max_bytes: int | None) -> Non
         for model in models:
             model.resources.streams.unshard.follow_compute()
             persistent_params_of(model).pin(model, [ref for ref in refs if model_of(ref.unit) is model])
-            model.agreement.forwards_are_silent = all(
+            model.agreement.forwards_are_local = all(
                 HandleRef(unit, kind) in refs
                 for unit in model.units
                 if unit.axes.is_spread
@@ -283,7 +283,7 @@ def _begin(models: list[Model], units: list[Unit], max_bytes: int | None) -> Non
 def _end(model: Model) -> None:
     if persistent_params_of(model).pinned is None:
         return
-    model.agreement.forwards_are_silent = False
+    model.agreement.forwards_are_local = False
     free_unsharded(model)
     persistent_params_of(model).unpin(model)
     for unit in model.units:

@@ -36,7 +36,7 @@ class PostForwardShards(Observer):
                 axis = unit.axes.of(handle).shard
                 if axis.size > count:  # else it would be kept as it is sharded
                     axis = post_forward_axis(axis, count, device)
-                    found[handle] = self._resources.transport(axis, "neighbours")
+                    found[handle] = self._resources.transport(axis, "neighbors")
             if found != unit.kept.post_forward:
                 unit.drop_post_forward_shards()
                 unit.kept.post_forward = found

@@ -16,7 +16,7 @@ import weakref
 
 import torch
 
-from ...errors import few, one_voice, warn_once
+from ...errors import few, one_rank_warns, warn_once
 from ..base.events import Observer
 from ..flat.faces import FlatFace
 from ..flat.flat_param import FlatParamHandle
@@ -106,7 +106,7 @@ def _warn(model: Model, in_vain: str) -> None:
     if any(handle.face.is_flat for unit in model.units for handle in unit.handles):
         names = [f"{unit.name}._flat_param".lstrip(".") for unit in model.units if unit.handles]
         cause = f"Names of flat parameters end in '_flat_param' ({few(names)}), {FlatFace.words.names}"
-    with one_voice(speaks=model.agreement.peers.is_first):
+    with one_rank_warns(this_rank=model.agreement.peers.is_first):
         warn_once(
             "unstepped",
             "no optimizer steps on the parameters of this model: it has got gradients in two backwards, and the "

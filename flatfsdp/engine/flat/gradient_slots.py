@@ -267,7 +267,7 @@ class Accumulation:
         for parameter, share, indices in handle.face.window_shares(slots.buffer.tensor):
             grad = parameter.grad
             if is_ours := grad is None:
-                # `.data` has a version counter of its own: an edit of one mark is not one of its neighbours.
+                # `.data` has a version counter of its own: an edit of one mark is not one of its neighbors.
                 own = share.data.to(device=handle.shard.device, dtype=handle.precision.grad)
                 grad = handle.face.like_holder(indices, own)
                 assign_grad(parameter, grad)
@@ -289,7 +289,7 @@ class Accumulation:
                 "under no_sync(). Until gradients are synchronised it shows only a piece of what has accumulated; edit "
                 "it after a backward outside of no_sync(), or drop it with zero_grad()"
             )
-        # An empty piece looks zero whatever was done to it; its neighbours show it.
+        # An empty piece looks zero whatever was done to it; its neighbors show it.
         zeroed = [mark for mark in changed if not mark.local.any() and (mark.local.numel() or not edited)]
         dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
         for mark in marks:

@@ -17,7 +17,7 @@ from torch import nn
 from ..base import _torch
 from . import param_guard as guard
 from .deferred_grad import DeferredGradParameter
-from .placeholder import asks, property_of
+from .placeholder import is_query, property_of
 from .write_tracker import TracksWrites
 
 
@@ -50,7 +50,7 @@ class CastParameter(_LeftUnsharded):
         if property_of(func) == "data" and guard.has_handle(args[0]):
             return guard.data_of_shard(*args)
         if (
-            asks(func)
+            is_query(func)
             or func in _OF_AUTOGRAD
             or guard.leads_to_accumulator(func, args)
             or _is_refused_by_autograd(func)

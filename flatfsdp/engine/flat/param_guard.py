@@ -31,7 +31,7 @@ from ...errors import UsageError
 from ..base import _torch
 from .deferred_grad import DeferredGradParameter, wait_for_grad
 from .flat_param import FlatParamHandle
-from .placeholder import asks, name_of, property_of
+from .placeholder import is_query, name_of, property_of
 from .write_tracker import TracksWrites
 
 ORIGINAL: dict[type, type] = {}  # by class for a time, that of before
@@ -108,7 +108,7 @@ class DescribedAsShard(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if asks(func):
+        if is_query(func):
             asked = property_of(func)
             if asked == "grad":
                 wait_for_grad(args[0])
@@ -125,7 +125,7 @@ class UnusableParameter(DescribedAsShard):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if asks(func):
+        if is_query(func):
             return super().__torch_function__(func, types, args, kwargs)
         if property_of(func) == "data":
             return data_of_shard(*args)
@@ -160,7 +160,7 @@ class ExpandedParameter(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if asks(func):
+        if is_query(func):
             return super().__torch_function__(func, types, args, kwargs or {})
         used = (*args, *(kwargs or {}).values())
         names = _names(each.leaf for each in used if isinstance(each, ExpandedParameter))

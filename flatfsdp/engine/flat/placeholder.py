@@ -19,7 +19,7 @@ from torch import nn
 from ...errors import UsageError
 
 # What asks about a tensor, or hangs something on it, without reading its elements.
-_ASKS = frozenset(
+_QUERIES = frozenset(
     "__get__ __set__ __delete__ __repr__ __hash__ __len__ __format__ size dim ndimension numel nelement stride "
     "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device data_ptr "
     "untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook".split()
@@ -28,9 +28,9 @@ _ASKS = frozenset(
 _READ = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
-def asks(func: Callable[..., Any]) -> bool:
+def is_query(func: Callable[..., Any]) -> bool:
     """Whether `func`, as `__torch_function__` gets it, reads and writes no elements of the tensors that it is given."""
-    return getattr(func, "__name__", "") in _ASKS and property_of(func) not in _READ
+    return getattr(func, "__name__", "") in _QUERIES and property_of(func) not in _READ
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -76,7 +76,7 @@ class Placeholder(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if asks(func):
+        if is_query(func):
             return super().__torch_function__(func, types, args, kwargs or {})
         name = getattr(func, "__name__", "")
         target = args[0] if args else None

@@ -1,4 +1,4 @@
-"""Where the unsharded form of a flat parameter comes from: the shards, what was kept among neighbours, or the host.
+"""Where the unsharded form of a flat parameter comes from: the shards, what was kept among neighbors, or the host.
 
 [Note: post-forward shards] With `reshard_after_forward=n` the unsharded parameter is cut again after a forward, into n
 pieces that n consecutive ranks of the shard axis, the *post-forward axis*, keep in the compute dtype. The backward's

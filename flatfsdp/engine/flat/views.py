@@ -1,6 +1,6 @@
 """What the user's parameters show. The only file that assigns a parameter's `.data`.
 
-[Note: exposure] A handle's leaves show one of these things, together: their place in the *shard* (at rest), the
+[Note: view modes] A handle's leaves show one of these things, together: their place in the *shard* (at rest), the
 *unsharded* parameters (N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded
 and the backward, where a shard of one element would broadcast unnoticed; [Note: hidden]). Where a backward is through
 with them they show the shard already, *guarded*, unless it is of another dtype or elsewhere: what is to be shown next
@@ -53,7 +53,7 @@ class ParamViews:
         is_left_unsharded: a forward has left the leaves unsharded, in the shard itself, and no backward has come to
             them.
         without_values: leaves whose places in the shard came from the meta device, and have no values yet.
-        mode: [Note: exposure].
+        mode: [Note: view modes].
     """
 
     def __init__(self, handle: FlatParamHandle) -> None:

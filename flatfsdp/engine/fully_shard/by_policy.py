@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...api import MixedPrecision
-from ...errors import ConfigTypeError, did_you_mean, one_voice, refuse_type
+from ...errors import ConfigTypeError, did_you_mean, one_rank_warns, refuse_type
 from ..comm.process_groups import is_first_of
 from ..config.arguments import check_arguments, own
 from ..wrapping.auto_wrap import plan_wrapping
@@ -22,7 +22,7 @@ def shard_by_policy(module: Any, policy: Any, front_class: type, settings: dict[
     `fully_shard`, and others of the wrapper."""
     if not isinstance(module, nn.Module):
         refuse_type("module", module, "an nn.Module")
-    with one_voice(speaks=is_first_of(None, settings["mesh"])):
+    with one_rank_warns(this_rank=is_first_of(None, settings["mesh"])):
         whole = _checked(module, {**settings, "shard_placement_fn": None})  # all but that, before anything is sharded
         settings = {**settings, "mesh": whole.config.device_mesh}
         policy = check_arguments(module, auto_wrap_policy=policy).auto_wrap_policy

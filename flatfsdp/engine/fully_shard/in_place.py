@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import one_voice
+from ...errors import one_rank_warns
 from ..base import _torch
 from ..comm.process_groups import is_first_of, resolve_groups
 from ..dtensor.gather_extensions import ExtendedParam, GatherExtensions
@@ -30,7 +30,7 @@ _changed: list[Unit] | None = None
 
 def shard(call: Call, front_class: type) -> None:
     """Make one unit of the modules of `call`, and let them be of classes that derive from `front_class` too."""
-    with one_voice(speaks=is_first_of(None, call.config.device_mesh)):
+    with one_rank_warns(this_rank=is_first_of(None, call.config.device_mesh)):
         front = Front(
             f"{CALL}()",
             call.modules,

@@ -169,7 +169,7 @@ def _spmd_mesh(given: Any, dims: Any, argument: str) -> SpmdMesh:
     if places != list(range(places[0], places[0] + len(places))) if len(places) > 1 else False:
         raise ConfigValueError(
             f"dp_mesh_dims: got shard={shard!r} of a mesh with dimensions {names}. Dimensions that become one axis of "
-            "shards are neighbours in the mesh, in its order"
+            "shards are neighbors in the mesh, in its order"
         )
     return SpmdMesh(given, shard, replicate)
 

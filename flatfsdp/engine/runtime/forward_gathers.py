@@ -77,7 +77,7 @@ class ForwardGathers:
             if words := observe():
                 schedule += f"; {words}" if schedule else words
         self.agreement.check_order(unit.place.index, schedule=schedule)
-        if first and not self.agreement.forwards_are_silent:
+        if first and not self.agreement.forwards_are_local:
             units = self.setup.units
             if self.replica_checks.due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
                 self.replica_checks.at_first(units)
@@ -165,9 +165,9 @@ class ForwardGathers:
         """Free the unsharded parameters; where the backward of one of the `readers` is to come, they may stay among
         the ranks of the post-forward axis. [Note: post-forward shards]"""
         if unit.kept.post_forward and any(map(self.iteration.record.awaits, readers)):
-            for handle, neighbours in unit.kept.post_forward.items():
+            for handle, neighbors in unit.kept.post_forward.items():
                 if handle.state is UNSHARDED and handle.persistence is None:
-                    handle.keep(PostForwardShard(handle.unsharded, neighbours, tracker=handle.tracker))
+                    handle.keep(PostForwardShard(handle.unsharded, neighbors, tracker=handle.tracker))
             unit.record_event("post_forward_shard")
         self.iteration.has_freed = True
         unit.reshard(SHOWS_NOTHING, unreached=self.iteration.backward is not None)

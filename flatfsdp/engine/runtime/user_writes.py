@@ -159,7 +159,7 @@ def follow_before_request(unit: Unit, agreement: Agreement, *, at_rest: bool) ->
     if stays and not unit.kept.maybe_stale and not any([is_compared(unit, handle) for handle in stays]):
         stays = []
     shows = at_rest or unit.shows_shard  # or else it was computed with since
-    if agreement.forwards_are_silent or not shows or not (unit.kept.by_choice or stays):
+    if agreement.forwards_are_local or not shows or not (unit.kept.by_choice or stays):
         return
     with agreement.waiting(f"unshard() of unit {unit.label}"):
         follow_other_ranks((unit,), agreement)

@@ -39,7 +39,7 @@ class _Either(type):
         return of_model
 
 
-def teach(ours: type) -> None:
+def register_wrappers(ours: type) -> None:
     """Let torch's functions know wrappers of the class `ours`, if they are loaded. Idempotent."""
     module = sys.modules.get(MODULE)
     torchs = getattr(module, "FSDP", None)

@@ -100,19 +100,19 @@ class _SummonedHandle:
         Collective if `from_rank0`.
         """
         handle = self.handle
-        misfits = []
+        unlike = []
         with torch.no_grad():
             if self.keep:
                 self._take_seen()
             if self.keep and writeback:
                 # What a user put in a parameter's place, instead of into it, counts too.
                 if handle.face.is_flat:
-                    misfits += self._take_flat()
+                    unlike += self._take_flat()
                 for spec, leaf, view in zip(
                     handle.layout.params, handle.leaves, full_views(self.flat, handle.layout), strict=True
                 ):
                     if leaf.shape != view.shape:
-                        misfits.append(f"{spec.name} of unit {self.unit.label}: {tuple(leaf.shape)}, not {spec.shape}")
+                        unlike.append(f"{spec.name} of unit {self.unit.label}: {tuple(leaf.shape)}, not {spec.shape}")
                     elif leaf.data_ptr() != view.data_ptr():
                         view.copy_(leaf)
             unsharded_grads = [leaf.grad if self.keep else None for leaf in handle.leaves]
@@ -134,7 +134,7 @@ class _SummonedHandle:
                 if self.grads is not None:
                     self._write_grads(unsharded_grads, from_rank0=from_rank0)
         handle.tracker.remove("summoned", self.bytes)
-        return misfits
+        return unlike
 
     def _take_flat(self) -> list[str]:
         """Copy what the user put in the place of the flat parameter's `.data`; what does not fit, in words."""
@@ -228,18 +228,18 @@ def summon(
             undo.callback(put_at_rest, unit)
         for each in summoned:
             each.show_seen()
-        misfits: list[str] = []
+        unlike: list[str] = []
         try:
             yield
         finally:
             sends = writeback and rank0_only
             with collective_call(units, "the end of summon_full_params()") if sends else nullcontext():
                 for each in summoned:
-                    misfits += each.hide(writeback=writeback, from_rank0=rank0_only)
-    if misfits:
+                    unlike += each.hide(writeback=writeback, from_rank0=rank0_only)
+    if unlike:
         raise UsageError(
             "at the end of summon_full_params() parameters had another shape than at its beginning, and kept "
-            "their values: " + "; ".join(misfits)
+            "their values: " + "; ".join(unlike)
         )
 
 

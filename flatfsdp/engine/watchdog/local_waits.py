@@ -1,9 +1,9 @@
 """What this rank waits in, for whom and since when; when to ask the others why; and the blocks that all ranks run.
 
-[Note: silent store] A request to a store whose server is stopped, or cut off, does not return: no error, no time limit.
-Then the watch can neither hear nor ask ([Note: watch]), and would not come to what needs no answer: for how long this
-rank has been waiting. So a second thread looks at nothing but the clock and at since when the store has owed an answer.
-While that is short it reports nothing, since the watch can report more.
+[Note: unresponsive store] A request to a store whose server is stopped, or cut off, does not return: no error, no time
+limit. Then the watch can neither read nor write notes ([Note: watch]), and would not come to what needs none: for how
+long this rank has been waiting. So a second thread looks at nothing but the clock and at since when the store has owed
+an answer. While that is short it reports nothing, since the watch can report more.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LocalWaits:
     def waited(self) -> tuple[float, AnnouncedWait | None]:
         """Since when this process waits (infinity if it does not), and the wait that was announced, if one was."""
         announced = min(list(self.announced.values()), key=lambda wait: wait.since, default=None)
-        since = min(waits.blocked_since(), self._store.asked_since(threading.main_thread()))
+        since = min(waits.blocked_since(), self._store.waiting_since(threading.main_thread()))
         return (since, None) if announced is None else (min(since, announced.since), announced)
 
     def passed(self) -> tuple[Purpose, float] | None:
@@ -177,12 +177,12 @@ class SharedBlocks:
 
 
 class Timekeeper:
-    """The thread beside one watch. [Note: silent store]"""
+    """The thread beside one watch. [Note: unresponsive store]"""
 
     def __init__(
         self, store: StoreClient, *, period: Callable[[], float], patience: float, judge: Callable[[float], None]
     ) -> None:
-        """Call `judge`, once per period, with the seconds for which the store has been silent, while these are more
+        """Call `judge`, once per period, with the seconds for which the store has not answered, while these are more
         than `patience` periods."""
         self._store = store
         self._period = period
@@ -208,13 +208,13 @@ class Timekeeper:
 
     def _run(self) -> None:
         while not self._over.wait(self._period()) and self._goes_on():
-            silent = self._store.silent_for()
-            if silent > self._patience * self._period():
-                self._judge(silent)
+            seconds = self._store.unanswered_for()
+            if seconds > self._patience * self._period():
+                self._judge(seconds)
 
     def _goes_on(self) -> bool:
         with self._lock:
-            if self._wanted() or self._store.silent_for():
+            if self._wanted() or self._store.unanswered_for():
                 return True
             self._thread = None
             return False

@@ -14,7 +14,7 @@ from ..base import _torch
 from ..base import wait_limits as waits
 from ..base.per_group import for_group
 from .process_exit import at_end, in_words
-from .status_report import QUIETLY, ExitRecord
+from .status_report import NORMALLY, ExitRecord
 from .store import StoreClient
 from .watchdog import Watchdog, close_watch, is_lost_connection
 
@@ -38,9 +38,9 @@ def _publish_exit_record(
     """The process ends: notify the others, also those who look for this rank after it destroyed its process group."""
     found = watch()
     last = found.last_step() if found is not None else ""
-    words = f"{QUIETLY}{last}" if error is None else f"ended with {in_words(error)}{last}"
+    words = f"{NORMALLY}{last}" if error is None else f"ended with {in_words(error)}{last}"
     cause = str(error) if isinstance(error, AgreementError) else None
-    if store.silent_for() > 1.0:  # this process would not come to its end
+    if store.unanswered_for() > 1.0:  # this process would not come to its end
         return
     with contextlib.suppress(RuntimeError):
         ExitRecord(rank, words, cause).publish(store, alarm=error is not None)

@@ -28,13 +28,13 @@ from ...errors import ranks_by_value, ranks_in_words
 from ..base.foreign_text import parse
 from . import store as board
 from .start_name import state_of
-from .store import StoreClient, launcher_serves_it, who_serves_it
+from .store import StoreClient, launcher_serves_it, server_in_words
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
 REFUSALS = 5  # looks after which one that asked first, and is not heard of, counts for nothing
-QUIETLY = "exited normally"
+NORMALLY = "exited normally"
 UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
-OBITUARIES = 64  # ends of processes that a poll reads at most
+MOST_RECORDS = 64  # ends of processes that a poll reads at most
 
 # Why it is asked: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error, by what the
 # user chose or by the time limit of the process group; a deadlock is to be proved; a connection was lost.
@@ -115,7 +115,7 @@ class StatusReport(NamedTuple):
         purpose: why it was asked; by: who asked.
         lines: what each rank does, in words.
         lost: the obituaries of ranks that ended.
-        silent: the processes of ranks that began with flatfsdp and do not answer.
+        unresponsive: the processes of ranks that began with flatfsdp and do not answer.
         parted: what ranks do that wait for each other in different places, or "".
         answered: how many ranks answered.
         standing: where all ranks wait, in different places: what stands for where each of them is; or "".
@@ -125,7 +125,7 @@ class StatusReport(NamedTuple):
     by: int
     lines: list[str]
     lost: list[ExitRecord]
-    silent: dict[int, ProcessIdentity]
+    unresponsive: dict[int, ProcessIdentity]
     parted: str
     answered: int
     standing: str
@@ -134,14 +134,14 @@ class StatusReport(NamedTuple):
     def of(cls, text: str) -> StatusReport | None:
         """The result of that `text`, None if it is none."""
         match parse(text):
-            case [str(why), int(by), [*lines], [*lost], dict(silent), str(parted), int(count), str(where)] if (
+            case [str(why), int(by), [*lines], [*lost], dict(unresponsive), str(parted), int(count), str(where)] if (
                 why in PURPOSES
             ):
                 words = [line for line in lines if isinstance(line, str)]
                 ended = [each for each in map(ExitRecord.of, lost) if each is not None]
                 processes = {
                     int(rank): process
-                    for rank, each in silent.items()
+                    for rank, each in unresponsive.items()
                     if rank.isdecimal() and (process := ProcessIdentity.of(each)) is not None
                 }
                 return cls(cast(Purpose, why), by, words, ended, processes, parted, count, where)
@@ -177,25 +177,25 @@ class StatusPoll:
         """Whether a result is awaited."""
         return bool(self._open)
 
-    def ask(self, purpose: Purpose, *, heard: int) -> None:
-        """Ask all ranks, unless somebody does. `heard`: the alarms that this rank knows of."""
+    def start(self, purpose: Purpose, *, alarms: int) -> None:
+        """Ask all ranks, unless somebody does. `alarms`: the alarms that this rank knows of."""
         if self._open:
             return
-        if heard != self._refused_at:
-            self._refused_at, self._refusals = heard, 0
+        if alarms != self._refused_at:
+            self._refused_at, self._refusals = alarms, 0
         # A rank that won and is not heard of has died at once.
-        claim = f"asks/{heard}/{self._refusals // REFUSALS}"
+        claim = f"claims/{alarms}/{self._refusals // REFUSALS}"
         if self._store.set_if_absent(claim, str(self._rank)) == str(self._rank):
-            number = self._store.count("rolls")
-            self._store.raise_alarm(json.dumps(["roll", number, self._rank, purpose]))
-            self._store.erase(f"asks/{heard - 2}/0")
+            number = self._store.count("polls")
+            self._store.raise_alarm(json.dumps(["poll", number, self._rank, purpose]))
+            self._store.erase(f"claims/{alarms - 2}/0")
         else:
             self._refusals += 1
 
     def answer(self, number: int, by: int, purpose: Purpose, answer: RankStatus) -> None:
         """Poll `number` was noticed: answer it."""
-        self._store.post(f"roll/{number}/{self._rank}", json.dumps(answer))
-        self._store.count(f"roll/{number}/here")
+        self._store.post(f"poll/{number}/{self._rank}", json.dumps(answer))
+        self._store.count(f"poll/{number}/here")
         self._open.append(_OpenPoll(number, by, purpose, time.monotonic()))
 
     def results(self) -> Iterator[tuple[int, StatusReport]]:
@@ -204,7 +204,7 @@ class StatusPoll:
             waited = time.monotonic() - poll.began
             if poll.by == self._rank:
                 self._collect(poll, late=waited > ANSWER * self.period)
-            if (text := self._store.read(f"roll/{poll.number}/result")) is not None:
+            if (text := self._store.read(f"poll/{poll.number}/result")) is not None:
                 self._open.remove(poll)
                 if (result := StatusReport.of(text)) is not None:
                     yield poll.number, result
@@ -216,13 +216,13 @@ class StatusPoll:
         self._store.let_all_read(place, self._world - 1 if readers is None else readers, self.period * ANSWER / 2)
 
     def _collect(self, poll: _OpenPoll, *, late: bool) -> None:
-        place = f"roll/{poll.number}"
+        place = f"poll/{poll.number}"
         answered = self._store.count(f"{place}/here", 0)
         ended = ExitRecord.read_all(self._store)
         if answered + len(ended) < self._world and not late:
             return
         answers: dict[int, RankStatus] = {}
-        silent: dict[int, ProcessIdentity] = {}
+        unresponsive: dict[int, ProcessIdentity] = {}
         absent: list[int] = []
         for rank in range(self._world):
             if rank in ended:
@@ -230,10 +230,10 @@ class StatusPoll:
             if (answer := RankStatus.of(self._store.read(f"{place}/{rank}"))) is not None:
                 answers[rank] = answer
             elif (process := ProcessIdentity.of(parse(self._store.read(f"here/{rank}")))) is not None:
-                silent[rank] = process
+                unresponsive[rank] = process
             else:
                 absent.append(rank)
-        if (silent or absent) and not late:  # some answered and ended
+        if (unresponsive or absent) and not late:  # some answered and ended
             return
         result = StatusReport(
             poll.purpose,
@@ -243,19 +243,19 @@ class StatusPoll:
                 *(f"rank {rank}: {each.words}" for rank, each in ended.items()),
                 *(
                     f"rank {rank}: no response: {process} exited, is stopped, or no longer holds a model"
-                    for rank, process in silent.items()
+                    for rank, process in unresponsive.items()
                 ),
                 *([f"{ranks_in_words(absent)}: has not used flatfsdp yet"] if absent else []),
             ],
             lost=[*ended.values()],
-            silent=silent,
+            unresponsive=unresponsive,
             # A wait that is older than the poll was there when all others' were, however far apart ranks answered.
             parted=parted(answers, patience=2 * self.period + time.monotonic() - poll.began),
             answered=len(answers),
             standing=standing(answers) if len(answers) == self._world else "",
         )
         self._store.post(f"{place}/result", json.dumps(result))
-        old = f"roll/{poll.number - 2}"
+        old = f"poll/{poll.number - 2}"
         self._store.erase(*(f"{old}/{each}" for each in (*range(self._world), "here", "result", "read")))
 
 
@@ -294,7 +294,7 @@ class ExitRecord(NamedTuple):
     @classmethod
     def read_all(cls, notes: StoreClient) -> dict[int, ExitRecord]:
         """All, by rank."""
-        count = min(notes.count("ended", 0), OBITUARIES)
+        count = min(notes.count("ended", 0), MOST_RECORDS)
         found = [each for number in range(1, count + 1) if (each := cls.read(notes, number)) is not None]
         return {each.rank: each for each in sorted(found, key=lambda each: each.rank)}
 
@@ -305,13 +305,13 @@ def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:
         if each.cause is not None:
             return each.cause
     reported = "; ".join(f"rank {each.rank} {each.words}" for each in exit_records)
-    uneven = any(each.words.startswith(QUIETLY) for each in exit_records)
+    uneven = any(each.words.startswith(NORMALLY) for each in exit_records)
     return f"{reported}. The remaining ranks cannot continue{UNEVEN if uneven else ''}"
 
 
 def server_ended() -> str:
     """A rank that took the store with it could not report how it ended: out of batches before the others, it may be."""
-    return f"{who_serves_it()} has ended{'' if launcher_serves_it() else UNEVEN}"
+    return f"{server_in_words()} has ended{'' if launcher_serves_it() else UNEVEN}"
 
 
 def lines_of(answers: dict[int, RankStatus]) -> list[str]:

@@ -30,7 +30,8 @@ class StoreClient:
     """Notes in the store of the default process group, over a connection of our own; each call is one round trip.
 
     No call waits inside the store's client: its lock would keep the other thread out. One whose server is stopped or
-    cut off does not return, though; what may not wait for that looks at `silent_for()` first. [Note: silent store]
+    cut off does not return, though; what may not wait for that looks at `unanswered_for()` first. [Note: unresponsive
+    store]
 
     Raises:
         StoreGone: from every call, once the store's process has ended.
@@ -47,29 +48,29 @@ class StoreClient:
         self._connection: socket.socket | None = None
         self._requests: dict[int, float] = {}  # by thread: since when it has been waiting for an answer
 
-    def silent_for(self) -> float:
+    def unanswered_for(self) -> float:
         """For how many seconds the store has owed an answer to some thread; 0 where it owes none."""
         return max(0.0, time.monotonic() - min(list(self._requests.values()), default=math.inf))
 
-    def asked_since(self, thread: threading.Thread) -> float:
+    def waiting_since(self, thread: threading.Thread) -> float:
         """Since when this thread has been waiting for an answer, by `time.monotonic()`; infinity where it has not."""
         return self._requests.get(thread.ident or 0, math.inf)
 
     def post(self, key: str, text: str) -> None:
         """Write `text` at `key`."""
-        with self._asking() as store:
+        with self._request() as store:
             store.set(key, text)
 
     def read(self, key: str) -> str | None:
         """What stands at `key`, None if nothing does."""
         # `get` would wait for what another rank erased since it was there; an exchange that never takes place does not.
-        with self._asking() as store:
+        with self._request() as store:
             text = _decoded(store.compare_set(key, _NOTHING, _NOTHING))
         return None if text == _NOTHING else text
 
     def set_if_absent(self, key: str, text: str) -> str:
         """Write `text` at `key` unless something stands there; what stands there now."""
-        with self._asking() as store:
+        with self._request() as store:
             return _decoded(store.compare_set(key, "", text))
 
     def count(self, key: str, step: int = 1) -> int:
@@ -81,18 +82,18 @@ class StoreClient:
         if found is not None and str(number) != found:
             # The store drops the connection of whoever adds to what is no number.
             self.post(key, "0")
-        with self._asking() as store:
+        with self._request() as store:
             return int(store.add(key, step))
 
     def append(self, key: str, text: str) -> None:
         """Write `text` after what stands at `key`."""
-        with self._asking() as store:
+        with self._request() as store:
             store.append(key, text)
 
     def erase(self, *keys: str) -> None:
         """Remove what stands at `keys`."""
         for key in keys:
-            with self._asking() as store:
+            with self._request() as store:
                 store.delete_key(key)
 
     def raise_alarm(self, alarm: str) -> None:
@@ -119,7 +120,7 @@ class StoreClient:
         self.wait(lambda: self.count(f"{place}/read", 0) >= readers, seconds)
 
     @contextlib.contextmanager
-    def _asking(self) -> Iterator[Any]:
+    def _request(self) -> Iterator[Any]:
         """The store, for one request of this thread's."""
         thread = threading.get_ident()
         self._requests[thread] = time.monotonic()
@@ -194,18 +195,18 @@ def launcher_serves_it() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def who_serves_it() -> str:
+def server_in_words() -> str:
     """The process behind the store, as far as the environment shows."""
     if launcher_serves_it():
         return "the launcher, which serves it,"
     return "rank 0, which serves it unless a launcher does,"
 
 
-def does_not_answer(silent: float) -> str:
+def does_not_answer(seconds: float) -> str:
     """That the store has been silent for so many seconds, in words."""
     return (
-        f"The store of the process group{where_it_was()} has not answered for {silent:.0f} s, and reports need it: "
-        f"{who_serves_it()} is stopped, or cannot be reached"
+        f"The store of the process group{where_it_was()} has not answered for {seconds:.0f} s, and reports need it: "
+        f"{server_in_words()} is stopped, or cannot be reached"
     )
 
 

@@ -5,7 +5,7 @@ left is the store of the default process group. A rank that does something unexp
 *alarm*. On every rank one daemon thread reads the number of alarms once per period (`PERIOD`, more where ranks are so
 many that the store would have more than `READS` such reads per second); nothing else is read or written as long as all
 is well. The thread runs from a model's first forward, or the first wait before it, until its models are gone, or the
-process group is destroyed. Limits of waiting are judged beside it where the store does not answer ([Note: silent
+process group is destroyed. Limits of waiting are judged beside it where the store does not answer ([Note: unresponsive
 store]).
 
 What it costs in a world of W ranks, in requests to the store:
@@ -54,7 +54,7 @@ from .store import AlarmReader, StoreClient, StoreGone, does_not_answer, where_i
 
 JOIN = 10.0  # seconds that the thread gets to finish its output, when the interpreter ends
 LAST_ERRANDS = 0.3  # seconds that errands get then
-SILENCE = 3.0  # periods without an answer of the store after which the watch cannot be relied on
+MISSED = 3.0  # periods without an answer of the store after which the watch cannot be relied on
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late for good reasons: torch's own bound
 
 
@@ -65,10 +65,10 @@ class Watchdog:
         """`time_limit`: the seconds that the process group gives an operation."""
         self.store = store
         self._rank = rank
-        self._calls = reports.StatusPoll(store, rank=rank, world=world)
+        self._polls = reports.StatusPoll(store, rank=rank, world=world)
         self._local = LocalWaits(store, time_limit=time_limit, period=self._period)
         self._blocks = SharedBlocks()
-        self._last_words: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # of which models
+        self._left: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # of which models
         self._open: list[str] = []  # alarms that models have yet to judge
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -79,21 +79,21 @@ class Watchdog:
         # The main thread lost a connection, and waits until this is true; and how it was lost.
         self._requested_poll: tuple[Callable[[], Any], reports.Purpose] | None = None
         self._lost: AgreementError | None = None  # what it is to raise
-        self._timekeeper = Timekeeper(store, period=self._period, patience=SILENCE, judge=self._judge_in_silence)
+        self._timekeeper = Timekeeper(store, period=self._period, patience=MISSED, judge=self._judge_without_store)
         atexit.register(close_watch, weakref.ref(self))
         self._timekeeper.start(self._runs)
         self._alarms = AlarmReader(store, self._period)
         store.post(f"here/{rank}", json.dumps(reports.ProcessIdentity.this()))
 
     def _period(self) -> float:
-        return self._calls.period
+        return self._polls.period
 
     def add(self, watched: Any, publish: Callable[[], None] = lambda: None) -> None:
         """Look after `watched`, an `OpSequence`, until it is gone; starts the thread if none runs. When it is gone, or
         the watch ends, `publish`, which must not hold it, writes to the store what others may still ask of it."""
         with self._lock:
             self._local.watched.add(watched)
-            self._last_words.append((weakref.ref(watched), publish))
+            self._left.append((weakref.ref(watched), publish))
             weakref.finalize(watched, self._wake.set).atexit = False
             self._start()
 
@@ -160,14 +160,14 @@ class Watchdog:
         self._requested_poll = lambda: self._lost or otherwise(), "timeout" if _RAN_OUT.search(broken) else "lost"
         self._wake.set()
         self.store.wait(
-            lambda: self._lost or otherwise() or not self._is_alive, 4 * reports.ANSWER * self._calls.period
+            lambda: self._lost or otherwise() or not self._is_alive, 4 * reports.ANSWER * self._polls.period
         )
         self._requested_poll = None
         if self._lost is not None:
             return self._lost
-        silent = self.store.silent_for()
-        if silent > self._calls.period:
-            return LostRankError(f"a connection to another rank broke: {broken}. {does_not_answer(silent)}")
+        seconds = self.store.unanswered_for()
+        if seconds > self._polls.period:
+            return LostRankError(f"a connection to another rank broke: {broken}. {does_not_answer(seconds)}")
         try:
             self.store.count("alarms", 0)
         except RuntimeError as gone:
@@ -186,17 +186,17 @@ class Watchdog:
         """Stop the threads: at the end of the interpreter they would die in the middle of a call."""
         self._closed = True
         self._wake.set()
-        if self.store.silent_for() < self._calls.period:
+        if self.store.unanswered_for() < self._polls.period:
             with contextlib.suppress(RuntimeError):  # the store is gone
-                self._publish_last_words(of_all=True)
+                self._publish_left(of_all=True)
         deadline = time.monotonic() + JOIN
         for thread in (self._thread, self._timekeeper.stop()):
             while thread not in (None, threading.current_thread()) and thread.is_alive():
-                # One that waits for a silent store stays until the process ends.
-                if time.monotonic() > deadline or self.store.silent_for() > self._calls.period:
+                # One that waits for an unresponsive store stays until the process ends.
+                if time.monotonic() > deadline or self.store.unanswered_for() > self._polls.period:
                     break
                 thread.join(timeout=0.1)
-        if self._errands and not self.store.silent_for():
+        if self._errands and not self.store.unanswered_for():
             with contextlib.suppress(RuntimeError):  # the store is gone
                 self.store.wait(self._run_errands, LAST_ERRANDS)
 
@@ -224,12 +224,12 @@ class Watchdog:
     def _run(self) -> None:
         try:
             while self._wanted():
-                self._wake.wait(self._calls.period / 2 if self._calls.is_open else self._calls.period)
+                self._wake.wait(self._polls.period / 2 if self._polls.is_open else self._polls.period)
                 self._wake.clear()
                 if not self._closed:
                     self.look()
             if not self._closed:
-                self._publish_last_words()
+                self._publish_left()
         except RuntimeError:  # the store is gone, and with it all that it held
             self._store_is_gone = True
             self._outlive_the_store()
@@ -245,21 +245,21 @@ class Watchdog:
         """Read what is new, and report what is to be reported."""
         self._receive()
         self._judge_failures()
-        for number, result in self._calls.results():
+        for number, result in self._polls.results():
             self._follow(number, result)
         if (since := self._local.resumed()) is not None:
             print_immediately(f"[flatfsdp, rank {self._rank}] resumed after {time.monotonic() - since:.0f} s")
         requested = self._requested_poll
         purpose = requested[1] if requested is not None and not requested[0]() else self._local.suspicion()
         if purpose is not None:
-            self._calls.ask(purpose, heard=self._alarms.received)
+            self._polls.start(purpose, alarms=self._alarms.received)
         self._run_errands()
-        self._publish_last_words()
+        self._publish_left()
 
-    def _publish_last_words(self, *, of_all: bool = False) -> None:
+    def _publish_left(self, *, of_all: bool = False) -> None:
         with self._lock:  # the main thread, at the end, may meet the watch's here
-            gone = [words for words in self._last_words if of_all or words[0]() is None]
-            self._last_words = [words for words in self._last_words if words not in gone]
+            gone = [words for words in self._left if of_all or words[0]() is None]
+            self._left = [words for words in self._left if words not in gone]
         for _, publish in gone:
             publish()
 
@@ -274,8 +274,8 @@ class Watchdog:
         ended = []
         for alarm in self._alarms.new():
             match parse(alarm):
-                case ["roll", int(number), int(by), str(purpose)] if purpose in reports.PURPOSES:
-                    self._calls.answer(number, by, cast(reports.Purpose, purpose), self._local.status())
+                case ["poll", int(number), int(by), str(purpose)] if purpose in reports.PURPOSES:
+                    self._polls.answer(number, by, cast(reports.Purpose, purpose), self._local.status())
                 case ["ended", int(number)]:
                     ended.append(number)
                 case ["failed", str(block), int(rank), str(words)] if rank != self._rank:
@@ -287,12 +287,12 @@ class Watchdog:
         for number in ended:  # after the alarms that led to it
             exit_record = reports.ExitRecord.read(self.store, number)
             if exit_record is not None and exit_record.rank != self._rank:
-                self._lose([exit_record], leave=functools.partial(self._calls.let_all_read, f"ended/{number}"))
+                self._lose([exit_record], leave=functools.partial(self._polls.let_all_read, f"ended/{number}"))
 
     def _judge_failures(self) -> None:
         """Does this rank wait, in a block, for one that failed there? All may fail alike, each in its time."""
         failures = self._blocks.failures_inside()
-        if failures and time.monotonic() - self._local.waited()[0] > reports.ANSWER * self._calls.period:
+        if failures and time.monotonic() - self._local.waited()[0] > reports.ANSWER * self._polls.period:
             reported = "; ".join(f"rank {each.rank} {each.words}" for each in failures)
             self._blocks.failures = []
             self._fail(
@@ -305,13 +305,13 @@ class Watchdog:
         since, announced = self._local.waited()
         waited = time.monotonic() - since
         if result.purpose == "report":
-            where = f"blocked for {waited:.0f} s" if waited > 2 * self._calls.period else "others wait"
+            where = f"blocked for {waited:.0f} s" if waited > 2 * self._polls.period else "others wait"
             lines = "\n".join(f"    {line}" for line in result.lines)
             print_immediately(
                 f"[flatfsdp, rank {self._rank}] {where}. Status of all ranks (requested by rank {result.by}):\n{lines}"
             )
             self._local.reports()
-        for rank, process in result.silent.items():
+        for rank, process in result.unresponsive.items():
             if process.is_gone() and self.store.set_if_absent(f"gone/{rank}", "reported") == "reported":
                 reports.ExitRecord(rank, f"was killed, or crashed: {process} is gone").publish(self.store, alarm=True)
         error: AgreementError | None = None
@@ -331,7 +331,7 @@ class Watchdog:
                 f"ranks wait for each other, and none can go on: {'; '.join(result.lines)}. Make collective calls on "
                 "all ranks, in the same order"
             )
-        leave = functools.partial(self._calls.let_all_read, f"roll/{number}", result.answered)
+        leave = functools.partial(self._polls.let_all_read, f"poll/{number}", result.answered)
         if error is not None:
             self._fail(error, None, leave=leave)
             return
@@ -339,7 +339,7 @@ class Watchdog:
         if result.purpose == "lost":
             lost += [
                 reports.ExitRecord(rank, f"was killed, or crashed: {process} does not answer")
-                for rank, process in result.silent.items()
+                for rank, process in result.unresponsive.items()
                 if process.is_gone() is not False  # a machine may be too busy for an answer
             ]
         if lost:
@@ -378,10 +378,10 @@ class Watchdog:
         """Nobody can be asked any more: a wait that goes on is for a rank that served the store, or lost it, too."""
         gone_at = time.monotonic()
         while self._wanted():
-            self._wake.wait(self._calls.period)
+            self._wake.wait(self._polls.period)
             self._wake.clear()
             since, _ = self._local.waited()
-            if time.monotonic() - max(since, gone_at) > 3 * reports.ANSWER * self._calls.period and math.isfinite(
+            if time.monotonic() - max(since, gone_at) > 3 * reports.ANSWER * self._polls.period and math.isfinite(
                 since
             ):
                 self._fail(
@@ -392,7 +392,7 @@ class Watchdog:
                     None,
                 )
 
-    def _judge_in_silence(self, silent: float) -> None:
+    def _judge_without_store(self, seconds: float) -> None:
         """Keep the limits of this rank's wait though the store does not answer. Called by the timekeeper."""
         since, announced = self._local.waited()
         waited = time.monotonic() - since
@@ -400,14 +400,14 @@ class Watchdog:
         doing = "waiting for the store" if asks else self._local.status().doing
         if waited > waits.limits.report_after and not self._local.is_reported:
             self._local.reports()
-            print_immediately(f"[flatfsdp, rank {self._rank}] {doing}, for {waited:.0f} s. {does_not_answer(silent)}")
+            print_immediately(f"[flatfsdp, rank {self._rank}] {doing}, for {waited:.0f} s. {does_not_answer(seconds)}")
         if (passed := self._local.passed()) is not None:
             limit = (
                 "set_collective_timeout(raise_after=...)"
                 if passed[0] == "raise"
                 else "the time limit of the process group"
             )
-            reported = f"this rank waited for {passed[1]:.0f} s ({limit}), {doing}. {does_not_answer(silent)}"
+            reported = f"this rank waited for {passed[1]:.0f} s ({limit}), {doing}. {does_not_answer(seconds)}"
             self._fail(WaitError(reported), None)
 
 

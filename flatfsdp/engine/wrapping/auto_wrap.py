@@ -110,7 +110,7 @@ class PlannedUnit:
     """The arguments of its wrapper."""
     in_full_precision: bool
     """Chosen (also) for its class, by `MixedPrecision._module_classes_to_ignore`: `kwargs["mixed_precision"]` is
-    None, and its inputs must be cast up and its outputs back, for its neighbours compute in the param dtype."""
+    None, and its inputs must be cast up and its outputs back, for its neighbors compute in the param dtype."""
 
 
 def is_managed(module: nn.Module) -> bool:

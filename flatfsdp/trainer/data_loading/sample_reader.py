@@ -305,7 +305,7 @@ def in_processes(source: Any, workers: int, *, sampler: Iterator[MicrobatchSlice
         sampler=sampler,
         num_workers=workers,
         collate_fn=_as_it_is,
-        worker_init_fn=_obey_the_rank_only,
+        worker_init_fn=_ignore_signals_but_the_rank_s,
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # else it draws from the global one, once per iterator
     )
@@ -316,16 +316,16 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _obey_the_rank_only(worker: int) -> None:
+def _ignore_signals_but_the_rank_s(worker: int) -> None:
     """A signal to all processes of a job stops its ranks in good order; a worker that it ended would break that off,
     since torch raises an error in a rank whose worker dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_told_by_the_rank, daemon=True).start()
+        threading.Thread(target=_end_at_signal_of_rank, daemon=True).start()
 
 
-def _end_when_told_by_the_rank() -> None:
+def _end_at_signal_of_rank() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

@@ -19,7 +19,7 @@ from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer import CausalLM, FSDPArguments, Task, Trainer, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback, EarlyStop, MetricsLog, Summary, read_metrics
 from flatfsdp.trainer.demo.model import ByteTransformer
-from flatfsdp.trainer.preemption import ASKED
+from flatfsdp.trainer.preemption import REQUESTED
 from flatfsdp.trainer.run import StepReport
 from tests.conftest import Run
 from tests.harness.thorough import is_thorough
@@ -236,7 +236,7 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(run: Run, tmp_path
     output = tmp_path / "parts"
     steps = {"epochs": 2, "save_every": 4, "keep_last": 1}
     first, *_ = run(2, run_with, output, {**steps, "resume": "latest"}, partial(stop_after, 3))
-    assert first["result"].stopped_by == ASKED
+    assert first["result"].stopped_by == REQUESTED
     # The numbers of step 3 come while step 4 is on, and the request with those of step 5, while step 6 is.
     assert first["left"] == ["step-00000006"]
     second, *_ = run(2, run_with, output, {**steps, "resume": "latest"})
@@ -392,7 +392,7 @@ def stop_while_evaluating() -> list[Callback]:
 def test_a_stop_in_the_last_evaluation_is_told(run: Run, tmp_path: Path) -> None:
     for found in run(2, run_with, tmp_path, {"eval_at_end": True}, stop_while_evaluating):
         assert found["evaluations"] == []
-        assert found["result"].stopped_by == ASKED
+        assert found["result"].stopped_by == REQUESTED
         assert found["left"] == ["step-00000006"]
 
 

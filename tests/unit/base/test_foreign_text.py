@@ -81,12 +81,12 @@ class Model:
         return True
 
 
-KEYS = "alarms alarm/1 alarm/2 alarm/3 ended ended/1 rolls roll/1/result roll/1/here here/1".split()
-TEXTS = ("", "garbage", "[]", "{}", "7", "-7", "9" * 18, "[" * 5000, '"text"', "[1e999]", "\0", '["roll"]')
+KEYS = "alarms alarm/1 alarm/2 alarm/3 ended ended/1 polls poll/1/result poll/1/here here/1".split()
+TEXTS = ("", "garbage", "[]", "{}", "7", "-7", "9" * 18, "[" * 5000, '"text"', "[1e999]", "\0", '["poll"]')
 
 
 def garbage(drawn: random.Random) -> str:
-    values = ["roll", "ended", "failed", "lost", "meet", "\x1b[2J", 0, 1, -1, 10**30, 1.5, None, [], [0], {"a": [1]}]
+    values = ["poll", "ended", "failed", "lost", "meet", "\x1b[2J", 0, 1, -1, 10**30, 1.5, None, [], [0], {"a": [1]}]
     if drawn.random() < 0.3:
         return drawn.choice(TEXTS)
     return json.dumps([drawn.choice(values) for _ in range(drawn.randint(1, 5))])

@@ -32,7 +32,7 @@ from flatfsdp.trainer.callbacks import (
 )
 from flatfsdp.trainer.launch import Placement
 from flatfsdp.trainer.memory_estimate import activations_counted
-from flatfsdp.trainer.preemption import ASKED, StopRequest
+from flatfsdp.trainer.preemption import REQUESTED, StopRequest
 from flatfsdp.trainer.run import MemoryFootprint, Progress, StepReport, TrainingResult
 from flatfsdp.trainer.terminal import size_in_words, sizes_in_words
 
@@ -131,11 +131,11 @@ def test_what_started_the_ranks_says_which_signal_was_meant(capfd: pytest.Captur
 
 def test_a_program_asks_and_a_signal_goes_first() -> None:
     stop = StopRequest()
-    stop.ask()
-    assert (stop.number, preemption.in_words(stop.number)) == (ASKED, "the program")
+    stop.request()
+    assert (stop.number, preemption.in_words(stop.number)) == (REQUESTED, "the program")
     with stop.handling_signals():
         signal.raise_signal(signal.SIGTERM)
-        stop.ask()
+        stop.request()
         assert stop.number == signal.SIGTERM
 
 
@@ -347,7 +347,7 @@ def test_a_signal_is_the_exit_code() -> None:
             checkpoint=None, footprint=MemoryFootprint(),
         ).exit_code  # fmt: skip
 
-    assert [code(0), code(ASKED), code(signal.SIGTERM)] == [0, 0, 143]
+    assert [code(0), code(REQUESTED), code(signal.SIGTERM)] == [0, 0, 143]
 
 
 # what a step keeps

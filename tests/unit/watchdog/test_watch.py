@@ -324,8 +324,8 @@ def test_a_wait_that_outlives_the_store_ends(said: list[str], monkeypatch: pytes
 
 def test_who_asks_may_die_and_another_asks_again(said: list[str]) -> None:
     world = World(3)
-    world.notes[2].count("rolls")
-    world.notes[2].raise_alarm(json.dumps(["roll", 1, 2, "report"]))
+    world.notes[2].count("polls")
+    world.notes[2].raise_alarm(json.dumps(["poll", 1, 2, "report"]))
     with world.watches[0].waiting(range(3), "compares"):
         time.sleep(0.012)
         world.look_until(lambda: len(said) == 2, without=[2])
@@ -334,7 +334,7 @@ def test_who_asks_may_die_and_another_asks_again(said: list[str]) -> None:
 
 def test_who_wins_to_ask_may_die_before_it_asks(said: list[str]) -> None:
     world = World(3)
-    world.shared["asks/0/0"] = "2"
+    world.shared["claims/0/0"] = "2"
     with world.watches[0].waiting(range(3), "compares"):
         time.sleep(0.012)
         world.look_until(lambda: len(said) == 2, without=[2])
@@ -378,7 +378,7 @@ def test_a_process_is_found_gone_only_where_it_can_be() -> None:
 
 
 def test_a_large_world_looks_less_often(said: list[str]) -> None:
-    assert World(2).watches[0]._calls.period == 0.01
+    assert World(2).watches[0]._polls.period == 0.01
     calls = StatusPoll(Notes({}), rank=0, world=4 * board.READS)
     assert calls.period == 0.04
 

@@ -49,7 +49,7 @@ class Attendant:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def ask(self) -> None:
+    def begin(self) -> None:
         """Something is under way."""
         if not self._wanted.is_set():
             self._wanted.set()

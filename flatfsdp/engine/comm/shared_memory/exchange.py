@@ -110,7 +110,7 @@ class SharedMemory:
             self._stream.issue(operation, elements, bytes_each=bytes_each, depends=depends)
             self.progress()
             if self._stream.has_work:
-                _attendant.ask()
+                _attendant.begin()
         return operation
 
     @property
@@ -191,7 +191,7 @@ class SharedMemory:
         with self._lock:
             if not self._stream.has_work and not self.rest():
                 self.worked_at = LONG_AGO
-                _attendant.ask()
+                _attendant.begin()
 
     def _take_pages(self, end: int) -> None:
         """Up to that byte of the segment. The attendant looks from now on whether the outbox is left alone."""
@@ -202,7 +202,7 @@ class SharedMemory:
                 f"shared memory of {self._name}: no memory for the {self.capacity} bytes in which rank {self.rank} of "
                 f"the group sends: {error}"
             ) from error
-        _attendant.ask()
+        _attendant.begin()
 
     def _end(self, error: BaseException) -> None:
         """An `error` passes through: if that is in the middle of a chunk, no exchange goes on."""

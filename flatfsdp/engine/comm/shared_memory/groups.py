@@ -14,7 +14,7 @@ from .bell import SIZE as BELL_SIZE
 from .bell import own_bell
 from .collectives import LARGE, choose_early_waits
 from .exchange import CAPACITY, CONTROL, SharedMemory
-from .peers import introduce, obstacle
+from .peers import connect_peers, obstacle
 from .segments import Segment, create
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def connect(process_group: Any, *, capacity: int = CAPACITY) -> tuple[SharedMemo
     except OSError as error:
         why = f"no memory to share: {error}"
     try:
-        peers, why = introduce(process_group, descriptors, (CONTROL + capacity, BELL_SIZE), why)
+        peers, why = connect_peers(process_group, descriptors, (CONTROL + capacity, BELL_SIZE), why)
     finally:
         if own >= 0:
             os.close(own)

@@ -1,6 +1,6 @@
 """How the ranks of a process group come to map each other's segments, or agree that they cannot.
 
-[Note: introductions] Each rank listens on a socket without a file (an abstract name, which is random), and gives its
+[Note: handshakes] Each rank listens on a socket without a file (an abstract name, which is random), and gives its
 name, and a secret, to the ranks of the group by a collective of the group. Ranks connect in pairs, each to those before
 it, which takes nobody who accepts; a second collective shows whether all could. Each side of a connection sends the
 descriptors of its segments, once it has seen that the other is a process of the same user and knows the secret. The
@@ -33,7 +33,7 @@ NAME, SECRET, REASON = 16, 32, 160  # bytes
 SECONDS = 20.0  # that a rank waits for another one's connection
 BACKLOG = 4096  # connections, strangers' too, that may wait to be accepted
 NOBODY = "nobody came of ranks"
-_HELLO = struct.Struct(f"=I{SECRET}s")
+_HANDSHAKE = struct.Struct(f"=I{SECRET}s")
 
 
 class Peer:
@@ -73,7 +73,7 @@ def obstacle() -> str:
     return ""
 
 
-def introduce(
+def connect_peers(
     process_group: Any, descriptors: Sequence[int], sizes: Sequence[int], obstacle: str
 ) -> tuple[list[Peer], str]:
     """The peers of this rank, each with segments of these `sizes`, as are those whose `descriptors` are given here; or
@@ -89,7 +89,7 @@ def introduce(
         except OSError as error:
             obstacle = f"no local socket: {error}"
     try:
-        answers = _tell_all(process_group, name.ljust(NAME, b"\0") + secret + _host(), obstacle)
+        answers = _all_gather(process_group, name.ljust(NAME, b"\0") + secret + _host(), obstacle)
         if why := _first_reason(answers):
             return [], why
         if len({payload[NAME + SECRET :] for payload, _ in answers}) > 1:
@@ -102,7 +102,7 @@ def introduce(
         if not (why := _agreed(process_group, lambda: _connect(rank, names, keys, found))):
             awaited = set(range(rank + 1, len(names)))
 
-            def get_to_know() -> None:
+            def accept_all() -> None:
                 try:
                     _accept(listener, keys[rank], awaited, found)
                     peers.extend(_exchanged(found, descriptors, sizes))
@@ -110,7 +110,7 @@ def introduce(
                     _close(listener, *found.values())  # or others would wait for what will not come
                     raise
 
-            why = _agreed(process_group, get_to_know)
+            why = _agreed(process_group, accept_all)
         if why:
             _close(*found.values())
             return [], why
@@ -142,7 +142,7 @@ def _host() -> bytes:
     return hashlib.blake2b(f"{system} {network}".encode(), digest_size=16).digest()
 
 
-def _tell_all(process_group: Any, payload: bytes, reason: str) -> list[tuple[bytes, str]]:
+def _all_gather(process_group: Any, payload: bytes, reason: str) -> list[tuple[bytes, str]]:
     """Every rank's `payload`, of one length on all of them, and its reason against. Collective."""
     own = payload + reason.encode()[:REASON].ljust(REASON, b"\0")
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -161,12 +161,12 @@ def _first_reason(answers: list[tuple[bytes, str]]) -> str:
 
 def _agreed(process_group: Any, attempt: Callable[[], None]) -> str:
     """Why `attempt` failed on a rank; "" if it did on none. Collective."""
-    trouble = ""
+    reason = ""
     try:
         attempt()
     except (OSError, ValueError) as error:
-        trouble = f"{type(error).__name__}: {error}"
-    return _first_reason(_tell_all(process_group, b"", trouble))
+        reason = f"{type(error).__name__}: {error}"
+    return _first_reason(_all_gather(process_group, b"", reason))
 
 
 def _connect(rank: int, names: list[bytes], secrets_: list[bytes], found: dict[int, socket.socket]) -> None:
@@ -177,7 +177,7 @@ def _connect(rank: int, names: list[bytes], secrets_: list[bytes], found: dict[i
         connection.connect(b"\0" + names[other])
         if not _is_ours(connection):
             raise ValueError("a process of another user has taken the name of a socket")
-        connection.sendall(_HELLO.pack(rank, secrets_[other]))
+        connection.sendall(_HANDSHAKE.pack(rank, secrets_[other]))
 
 
 def _exchanged(found: dict[int, socket.socket], descriptors: Sequence[int], sizes: Sequence[int]) -> list[Peer]:
@@ -196,22 +196,22 @@ def _accept(listener: socket.socket, secret: bytes, awaited: set[int], found: di
     """Add the connections of the `awaited` ranks, which know the `secret`. Nobody else holds them up, whatever he sends
     or keeps to himself."""
     deadline = time.monotonic() + SECONDS
-    heard: dict[socket.socket, bytes] = {}
+    unfinished: dict[socket.socket, bytes] = {}
     try:
         while not awaited <= found.keys():
             ready = select.poll()
-            for each in (listener, *heard):
+            for each in (listener, *unfinished):
                 ready.register(each, select.POLLIN)
             if not (events := ready.poll(max(0.0, deadline - time.monotonic()) * 1e3)):
                 raise TimeoutError(f"{NOBODY} {sorted(awaited - found.keys())} within {SECONDS:g} s")
             descriptors = {descriptor for descriptor, _ in events}
-            for each in [each for each in heard if each.fileno() in descriptors]:
-                hello = heard.pop(each)
-                more = _received(each, _HELLO.size - len(hello))
-                hello += more
-                if more and len(hello) < _HELLO.size:
-                    heard[each] = hello
-                elif (other := _introduced(hello, secret)) in awaited - found.keys():
+            for each in [each for each in unfinished if each.fileno() in descriptors]:
+                handshake = unfinished.pop(each)
+                more = _received(each, _HANDSHAKE.size - len(handshake))
+                handshake += more
+                if more and len(handshake) < _HANDSHAKE.size:
+                    unfinished[each] = handshake
+                elif (other := _rank_from(handshake, secret)) in awaited - found.keys():
                     found[other] = each
                 else:
                     each.close()
@@ -219,19 +219,19 @@ def _accept(listener: socket.socket, secret: bytes, awaited: set[int], found: di
                 connection, _ = listener.accept()
                 connection.settimeout(SECONDS)
                 if _is_ours(connection):
-                    heard[connection] = b""
+                    unfinished[connection] = b""
                 else:
                     connection.close()
     finally:
-        for each in heard:
+        for each in unfinished:
             each.close()
 
 
-def _introduced(hello: bytes, secret: bytes) -> int:
+def _rank_from(handshake: bytes, secret: bytes) -> int:
     """The rank of who sent this; -1 for one who does not know the `secret`."""
-    if len(hello) < _HELLO.size:
+    if len(handshake) < _HANDSHAKE.size:
         return -1
-    rank, known = _HELLO.unpack(hello)
+    rank, known = _HANDSHAKE.unpack(handshake)
     return int(rank) if hmac.compare_digest(known, secret) else -1
 
 

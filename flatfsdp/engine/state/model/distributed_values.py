@@ -18,7 +18,7 @@ from ...base import _torch
 from ...base.wait_limits import blocked
 from ...comm.axes import Axis
 from ...device.streams import accelerator
-from ...flat.placeholder import Placeholder, asks, name_of
+from ...flat.placeholder import Placeholder, is_query, name_of
 from ...runtime.unit import Unit
 from ..owned_interval import block_of
 from ..parts import assembled, transformed_of
@@ -53,7 +53,7 @@ class LazyValue(torch.Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Metadata can be read; for `copy_` see the class; everything else is refused."""
-        if asks(func):
+        if is_query(func):
             with _torch.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         name = name_of(func)
