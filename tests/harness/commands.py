@@ -71,12 +71,12 @@ class Command:
             TimeoutError: it did not in time; the text holds what it has printed.
         """
         self.process.join(self.limit)
-        said, complained = (Path(file).read_text(errors="replace") for file in self.process.files)
+        text, complained = (Path(file).read_text(errors="replace") for file in self.process.files)
         if self.process.exitcode is None:
             raise TimeoutError(
-                f"{self.process.name} still runs after {self.limit:g} s. It printed:\n{said}{complained}"
+                f"{self.process.name} still runs after {self.limit:g} s. It printed:\n{text}{complained}"
             )
-        return subprocess.CompletedProcess(self.process.name, self.process.exitcode, said, complained)
+        return subprocess.CompletedProcess(self.process.name, self.process.exitcode, text, complained)
 
 
 @contextmanager
@@ -84,9 +84,9 @@ def started(
     *arguments: object, folder: Path, environment: Mapping[str, str], limit: float = 300.0
 ) -> Iterator[Command]:
     """``python ARGUMENTS`` in `folder`; it does not outlive the context."""
-    told = [str(each) for each in arguments]
+    texts = [str(each) for each in arguments]
     with tempfile.TemporaryDirectory(prefix="flatfsdp-command-") as printed:
-        process = _Printing(target=_main, args=(told, str(folder)), name=" ".join(told))
+        process = _Printing(target=_main, args=(texts, str(folder)), name=" ".join(texts))
         process.files = f"{printed}/out", f"{printed}/err"
         process.environment = dict(environment)
         process.start()

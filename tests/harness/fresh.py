@@ -1,6 +1,6 @@
 """Processes of their own for one job: what may crash, hang, exit, or needs a process in which nothing has run yet.
 
-A second instead of milliseconds: whatever can be said in a pool belongs there.
+A second instead of milliseconds: whatever a pool can run belongs there.
 
 Most of these jobs wait for what the watchdog finds out, so a file's jobs run several at a time. A test that names its
 job in a mark finds how it ended in the fixture `outcomes`:

@@ -72,7 +72,7 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
-def said(page: Path, what: str) -> list[str]:
+def read(page: Path, what: str) -> list[str]:
     """What the page's comment `what` lists."""
     found = re.findall(rf"^<!-- {what}: (.*) -->$", page.read_text(), flags=re.MULTILINE)
     return [each.strip() for line in found for each in line.split(",")]
@@ -81,7 +81,7 @@ def said(page: Path, what: str) -> list[str]:
 def program(page: Path) -> str:
     """The page's blocks of Python, or "" where it has none of its own."""
     own = [each.text for each in blocks(page) if each.language == "python" and each.runs]
-    before = [program(page.parent / other) for other in said(page, "continues")]
+    before = [program(page.parent / other) for other in read(page, "continues")]
     return "\n".join([*before, *own]) if own else ""
 
 

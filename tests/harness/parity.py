@@ -308,17 +308,17 @@ def check(
         for rank, (_, fingerprint) in enumerate(results)
         if fingerprint != results[0][1]
     ]
-    differences += compare(story, oracle_story(recipe, world, oracle, story.together), mode=mode, bound=bound)
+    differences += compare(story, oracle_steps(recipe, world, oracle, story.together), mode=mode, bound=bound)
     what = f"{engine!r} {options} on {world} ranks, against the {oracle} reference, {recipe}"
     assert not differences, "\n".join([what, *differences[:20]])
     return story
 
 
 @lru_cache(maxsize=256)
-def oracle_story(recipe: Recipe, world: int, oracle: str = "sequential", together: Together = ()) -> Story:
+def oracle_steps(recipe: Recipe, world: int, oracle: str = "sequential", together: Together = ()) -> Story:
     """The oracle's training, computed once in this process. What has gradients `together` counts where some lack."""
     if together:
-        alone = oracle_story(recipe, world, oracle)
+        alone = oracle_steps(recipe, world, oracle)
         if all(grad is not None for gradients in alone.gradients for grad in gradients.values()):
             return alone
     if oracle == "concatenated":

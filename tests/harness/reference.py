@@ -24,7 +24,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained: what both the engine and its reference are told.
+    """How a model is trained: what both the engine and its reference are given.
 
     Attributes:
         case: a name in `models.CASES`, or in `models.OF_FULLY_SHARD`.

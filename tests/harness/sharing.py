@@ -119,17 +119,17 @@ class _Started:
 
     def __init__(self, folder: Path, number: int, config: pytest.Config) -> None:
         self._config = config
-        self.said, reports = folder / f"{number}.said", _reports(folder, number)
+        self.output, reports = folder / f"{number}.output", _reports(folder, number)
         reports.touch()
         self._reports: IO[str] = reports.open()
         self._line = ""
         command = [sys.executable, "-m", "pytest", *config.invocation_params.args, *QUIET]
-        with self.said.open("w") as said:
+        with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [*command, "--helps", f"{folder}:{number}"],
                 cwd=config.invocation_params.dir,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
             )
 
@@ -151,7 +151,7 @@ class _Started:
         self._reports.close()
 
     def __str__(self) -> str:
-        return f"exit code {self.process.returncode}\n{self.said.read_text(errors='replace')[-8000:]}"
+        return f"exit code {self.process.returncode}\n{self.output.read_text(errors='replace')[-8000:]}"
 
 
 def _reports(folder: Path, number: int) -> Path:

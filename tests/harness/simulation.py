@@ -865,7 +865,7 @@ def problem_of_program(
     for rank in ranks:
         rank.forward()
     if not all(rank.has_gradients() for rank in ranks):
-        return ""  # ranks are told that they differ, or none comes anywhere
+        return ""  # ranks get an error that they differ, or none comes anywhere
     try:
         for rank in ranks:
             rank.backward()

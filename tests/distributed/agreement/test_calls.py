@@ -25,7 +25,7 @@ from flatfsdp.engine.watchdog.regions import current_watch
 from flatfsdp.errors import AgreementError
 from flatfsdp.trainer.process_group import TrainerRanks
 from tests.conftest import Run
-from tests.distributed.agreement.test_agree import Net, step, wrap
+from tests.distributed.agreement.test_agreement import Net, step, wrap
 from tests.harness.thorough import is_thorough, seeds
 
 
@@ -165,22 +165,22 @@ PARTNERS = list(CALLS) if is_thorough() else ["checkpoint.keep"]
 def test_ranks_make_different_calls(pool2: Run, name: str, other: str, tmp_path: Path) -> None:
     if name == other or {name, other} == ALIKE:
         return
-    told = pool2(call, str(tmp_path), name, other)
-    for message in told:
-        assert "rank 0" in message and "rank 1" in message, told
-        assert not re.search("does not answer|construct different", message), told
+    text = pool2(call, str(tmp_path), name, other)
+    for message in text:
+        assert "rank 0" in message and "rank 1" in message, text
+        assert not re.search("does not answer|construct different", message), text
 
 
 def delayed(rank: int, world: int, seed: int, folder: str) -> tuple[int, list[str]]:
-    """A healthy run in which ranks are late at random places; how much was reported, and what was told as an error."""
-    said: list[str] = []
+    """A healthy run in which ranks are late at random places; what was reported, and what was raised."""
+    texts: list[str] = []
     both, own = random.Random(seed), random.Random(f"{seed} {rank}")
 
     def late() -> None:
         if own.random() < 0.15:
             time.sleep(own.uniform(0.3, 1.2))
 
-    with patch.object(watch, "print_immediately", said.append), patch.object(board, "PERIOD", 0.1):
+    with patch.object(watch, "print_immediately", texts.append), patch.object(board, "PERIOD", 0.1):
         flatfsdp.set_collective_timeout(report_after=0.3)
         try:
             setting = Setting(folder)
@@ -200,7 +200,7 @@ def delayed(rank: int, world: int, seed: int, folder: str) -> tuple[int, list[st
                 setting = Setting(folder) if both.random() < 0.1 else setting
         finally:
             flatfsdp.set_collective_timeout()
-    return sum("Status of all ranks" in each for each in said), [each for each in said if "Error" in each]
+    return sum("Status of all ranks" in each for each in texts), [each for each in texts if "Error" in each]
 
 
 @pytest.mark.parametrize("seed", seeds(1, 200))

@@ -13,7 +13,7 @@ from torch import nn
 
 from flatfsdp import FullyShardedDataParallel
 from tests.conftest import Run
-from tests.distributed.agreement.test_agree import message_of, same
+from tests.distributed.agreement.test_agreement import message_of, same
 from tests.distributed.flat.test_requires_grad import batch, wrapped
 
 ALIKE = {  # where ranks differ in the key they all do the value, too, so that none of them waits in a collective
@@ -59,7 +59,7 @@ def unlike(rank: int, world: int, thing: str, strategy: str, at_first: bool) -> 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize(
-    ("thing", "told"),
+    ("thing", "text"),
     [
         ("steps", "Rank 1 took an optimizer step since the step before, rank 0 took none. "),
         ("loads", "Rank 1 loaded a state dict since the step before, rank 0 loaded none. "),
@@ -68,8 +68,8 @@ def unlike(rank: int, world: int, thing: str, strategy: str, at_first: bool) -> 
         ("freezes", "Parameter 'first.weight' requires a gradient on rank 0, and none on rank 1. "),
     ],
 )
-def test_what_one_rank_does_is_an_error_on_all(pool2: Run, thing: str, told: str, strategy: str) -> None:
-    assert told in same(pool2(unlike, thing, strategy, False))
+def test_what_one_rank_does_is_an_error_on_all(pool2: Run, thing: str, text: str, strategy: str) -> None:
+    assert text in same(pool2(unlike, thing, strategy, False))
 
 
 def test_a_state_dict_that_one_rank_loads_at_first(pool2: Run) -> None:

@@ -248,9 +248,9 @@ def extra_states_of_another_model(rank: int, world: int, path: str) -> list[str]
 
 def test_a_strict_load_misses_plain_values_of_modules(pool2: Any, tmp_path: Path) -> None:
     for messages in pool2(extra_states_of_another_model, str(tmp_path / "x")):
-        for said in messages:
-            assert "missing in the checkpoint: model.1._extra_state; " in said
-            assert said.endswith("in the checkpoint, but not wanted: model.0._extra_state")
+        for text in messages:
+            assert "missing in the checkpoint: model.1._extra_state; " in text
+            assert text.endswith("in the checkpoint, but not wanted: model.0._extra_state")
         assert len(messages) == 2
 
 
@@ -272,7 +272,7 @@ def other_calls(rank: int, world: int, path: str) -> list[str]:
     return messages
 
 
-def test_ranks_that_make_different_calls_are_told(pool2: Any, tmp_path: Path) -> None:
+def test_ranks_that_make_different_calls_get_an_error(pool2: Any, tmp_path: Path) -> None:
     for *messages, last in pool2(other_calls, str(tmp_path / "x")):
         assert all("ranks make different calls (rank 0: a " in message for message in messages), messages
         assert last.startswith("rank 0 called checkpoint.save(); rank 1 called checkpoint.load(). These calls are")
@@ -298,9 +298,9 @@ def only_the_model(rank: int, world: int, path: str) -> str:
 
 
 def test_a_part_may_be_loaded_alone_and_another_model_is_refused(pool2: Any, tmp_path: Path) -> None:
-    said, in_brief = pool2(only_the_model, str(tmp_path / "x"))
-    assert "missing in the checkpoint: model.head.weight, model.head.bias; in the checkpoint, but not wanted: " in said
-    assert "model.gain" in said and said.endswith(" more") and "optimizer" not in said
+    texts, in_brief = pool2(only_the_model, str(tmp_path / "x"))
+    assert "missing in the checkpoint: model.head.weight, model.head.bias; in the checkpoint, but not wanted: " in texts
+    assert "model.gain" in texts and texts.endswith(" more") and "optimizer" not in texts
     assert "on all 2 ranks: it is of another model or optimizer (2 missing, " in in_brief
     assert in_brief.endswith(" not wanted); the error of rank 0 has the names")
 
@@ -312,12 +312,12 @@ def of_another_optimizer(rank: int, world: int, path: str) -> list[str]:
     step()
     adam.step()
     checkpoint.save(path, model=model, optimizer=adam)
-    said = []
+    texts = []
     for momentum in (0.0, 0.9):
         with pytest.raises(CheckpointError) as raised:
             checkpoint.load(path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=momentum))
-        said.append(str(raised.value))
-    return said
+        texts.append(str(raised.value))
+    return texts
 
 
 def test_the_state_of_another_optimizer_is_refused(pool2: Any, tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_the_state_of_another_optimizer_is_refused(pool2: Any, tmp_path: Path) -
     assert "in the checkpoint, but not wanted: optimizer.state." in plain and "missing" not in plain
     assert "momentum_buffer" in with_momentum.split("in the checkpoint, but not wanted:")[0]
     assert ".exp_avg" in with_momentum.split("in the checkpoint, but not wanted:")[1]
-    assert all("it is of another model or optimizer" in said for said in in_brief)
+    assert all("it is of another model or optimizer" in text for text in in_brief)
 
 
 def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:
@@ -392,23 +392,23 @@ def from_torch(rank: int, world: int, path: str, kind: str) -> list[str]:
     dcp.save(torchs_state(model, optim) | {"step": 3, "noise": torch.arange(3)}, checkpoint_id=path)
     expected = steps(model, optim, 3)
     model, optim = peer("ours")
-    said = []
+    texts = []
     try:
         checkpoint.load(path, model=model, optimizer=optim)
     except CheckpointError as error:
-        said.append(str(error))
+        texts.append(str(error))
     rest = checkpoint.load(path, model=model, optimizer=optim, trust=True)
     assert rest["step"] == 3 and torch.equal(rest["noise"], torch.arange(3))
     found = steps(model, optim, 3)
     assert found == pytest.approx(expected, rel=1e-5), kind
-    return said
+    return texts
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "plain"])
 def test_what_torch_saved_is_loaded_on_trust(pool2: Any, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "x"
-    for (said,) in pool2(from_torch, str(path), kind):
-        assert said == (
+    for (text,) in pool2(from_torch, str(path), kind):
+        assert text == (
             f"loading {path}: on all 2 ranks: torch.distributed.checkpoint saved it, or its flatfsdp.json is "
             "lost, and with it the checksums. Its table of contents is a pickle, and reading a pickle runs whatever "
             "code it names; pass trust=True if you know who wrote it"

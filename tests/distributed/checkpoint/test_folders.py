@@ -1,4 +1,4 @@
-"""Folders of checkpoints: any world reads what any saved; damage, full disks and lost ranks are told in words."""
+"""Folders of checkpoints: any world reads what any saved; damage, full disks and lost ranks are reported in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatfsdp.checkpoint import folders, lock
 from flatfsdp.checkpoint.disk import Disk, through
 from flatfsdp.errors import CheckpointError
 from flatfsdp.messages import gather_bytes
-from tests.distributed.state.test_owned import SPECS, piece, whole
+from tests.distributed.state.test_owned_interval import SPECS, piece, whole
 from tests.harness import pool
 from tests.harness.disks import Counting, Full, Killed, Mortal
 from tests.harness.thorough import is_thorough
@@ -127,7 +127,7 @@ def fewer_bytes(rank: int, world: int, path: str) -> int:
     return sum(size for operation, name, size in counting.operations if operation == "read" and "distcp" in name)
 
 
-def test_a_rank_reads_only_what_it_asks_for(run: Run, tmp_path: Path) -> None:
+def test_a_rank_reads_only_what_it_requests(run: Run, tmp_path: Path) -> None:
     run(2, save, str(tmp_path / "x"))
     read = run(3, fewer_bytes, str(tmp_path / "x"))
     for rank, size in enumerate(read):
@@ -171,8 +171,8 @@ def test_a_plan_is_made_once(pool2: Run, tmp_path: Path) -> None:
 def test_a_complete_checkpoint_is_replaced_only_on_demand(run: Run, tmp_path: Path) -> None:
     path = str(tmp_path / "x")
     run(2, save, path)
-    for said in run(2, message, path, add=1.0):
-        assert said == (
+    for text in run(2, message, path, add=1.0):
+        assert text == (
             f"saving {path}: rank 0: {path} is complete already. Save to another folder, or pass "
             "overwrite=True: then the old one stays until the new one is complete"
         )
@@ -180,8 +180,8 @@ def test_a_complete_checkpoint_is_replaced_only_on_demand(run: Run, tmp_path: Pa
     run(2, save, path, add=1.0, overwrite=True)
     run(2, load, path, 1.0)
     (tmp_path / "x" / "notes.txt").write_text("mine")
-    for said in run(2, message, path, overwrite=True):
-        assert "holds 1 files that no save wrote (notes.txt); saving would remove them" in said
+    for text in run(2, message, path, overwrite=True):
+        assert "holds 1 files that no save wrote (notes.txt); saving would remove them" in text
     assert {each.name for each in tmp_path.iterdir()} == {"x"}
 
 
@@ -227,8 +227,8 @@ def different_values(rank: int, world: int, path: str) -> str:
 
 
 def test_values_that_differ_between_ranks_need_names_that_differ(pool2: Run, tmp_path: Path) -> None:
-    for said in pool2(different_values, str(tmp_path / "x")):
-        assert said.endswith(
+    for text in pool2(different_values, str(tmp_path / "x")):
+        assert text.endswith(
             "extra.seed is '0' on rank 0, but '1' on rank 1. Give what differs between ranks keys that differ, such as "
             "the rank's number"
         )
@@ -243,9 +243,9 @@ def one_rank_fails(rank: int, world: int, path: str) -> str:
     return ""
 
 
-def test_a_value_that_one_rank_cannot_save_is_told_on_all(pool2: Run, tmp_path: Path) -> None:
-    for said in pool2(one_rank_fails, str(tmp_path / "x")):
-        assert "rank 1: ConfigTypeError: extra.hook1: got a value of type function. Accepted: tensors, None" in said
+def test_a_value_that_one_rank_cannot_save_is_reported_on_all(pool2: Run, tmp_path: Path) -> None:
+    for text in pool2(one_rank_fails, str(tmp_path / "x")):
+        assert "rank 1: ConfigTypeError: extra.hook1: got a value of type function. Accepted: tensors, None" in text
 
 
 def unfit(rank: int, world: int, path: str, strict: bool) -> str:
@@ -262,16 +262,16 @@ def unfit(rank: int, world: int, path: str, strict: bool) -> str:
 def test_what_does_not_fit_is_listed_together(pool2: Run, tmp_path: Path) -> None:
     path = str(tmp_path / "x")
     pool2(save, path)
-    for said in pool2(unfit, path, True):
-        assert said == (
+    for text in pool2(unfit, path, True):
+        assert text == (
             f"loading {path}: on all 2 ranks: missing in the checkpoint: model.another; in the checkpoint, but not "
             "wanted: model.buffer; model.one has shape (2,) in the checkpoint, (5,) here"
         )
-    for said in pool2(unfit, path, False):
-        assert said == f"loading {path}: on all 2 ranks: model.one has shape (2,) in the checkpoint, (5,) here"
+    for text in pool2(unfit, path, False):
+        assert text == f"loading {path}: on all 2 ranks: model.one has shape (2,) in the checkpoint, (5,) here"
 
 
-def test_nothing_there_is_said_by_all(pool2: Run, tmp_path: Path) -> None:
+def test_nothing_there_is_reported_by_all(pool2: Run, tmp_path: Path) -> None:
     with pytest.raises(pool.JobFailed) as caught:
         pool2(load, str(tmp_path / "x"))
     assert len(caught.value.errors) == 2
@@ -285,15 +285,15 @@ def test_nothing_there_is_said_by_all(pool2: Run, tmp_path: Path) -> None:
 def own_folder(rank: int, world: int, path: str, per_node: bool) -> str:
     """Each rank has a disk of its own."""
     folders.PATIENCE = 0.2
-    said = message(rank, world, f"{path}/node{rank}/x", per_node=per_node)
+    text = message(rank, world, f"{path}/node{rank}/x", per_node=per_node)
     if per_node:
         assert load(rank, world, f"{path}/node{rank}/x") == set(range(world))  # nodes lend each other what is small
         save(rank, world, f"{path}/node{rank}/x", per_node=True, overwrite=True, add=1.0)
         load(rank, world, f"{path}/node{rank}/x", 1.0)
-    return said
+    return text
 
 
-def load_said(rank: int, world: int, path: str) -> str:
+def load_reported(rank: int, world: int, path: str) -> str:
     try:
         checkpoint.load(path, model=state_of(rank, world, fill=-1.0))
     except CheckpointError as error:
@@ -302,12 +302,12 @@ def load_said(rank: int, world: int, path: str) -> str:
 
 
 def test_ranks_that_do_not_see_the_folder_are_named_and_may_have_their_own(run: Run, tmp_path: Path) -> None:
-    for said in run(3, own_folder, str(tmp_path), False):
-        assert "ranks 1, 2 of 3 do not see what rank 0 writes into " in said and "or pass per_node=True" in said
+    for text in run(3, own_folder, str(tmp_path), False):
+        assert "ranks 1, 2 of 3 do not see what rank 0 writes into " in text and "or pass per_node=True" in text
     assert run(3, own_folder, str(tmp_path), True) == [""] * 3
     assert not list(tmp_path.glob("**/*.token"))
-    (said,) = run(1, load_said, str(tmp_path / "node1" / "x"))
-    assert "__2_0.distcp are missing. After a save with per_node=True each node has its own ranks' files: copy" in said
+    (text,) = run(1, load_reported, str(tmp_path / "node1" / "x"))
+    assert "__2_0.distcp are missing. After a save with per_node=True each node has its own ranks' files: copy" in text
     for node in (0, 2):
         for file in (tmp_path / f"node{node}" / "x").glob("*.distcp"):
             file.rename(tmp_path / "node1" / "x" / file.name)
@@ -323,16 +323,16 @@ def test_a_flipped_byte_and_a_lost_end_are_found_by_all(run: Run, tmp_path: Path
     file = path / "__1_0.distcp"
     whole_file = file.read_bytes()
     file.write_bytes(whole_file[:-1])
-    for said in run(2, load_said, str(path)):
-        assert f"{file} has {len(whole_file) - 1} bytes, {len(whole_file)} were written" in said
+    for text in run(2, load_reported, str(path)):
+        assert f"{file} has {len(whole_file) - 1} bytes, {len(whole_file)} were written" in text
     damaged = bytearray(whole_file)
     damaged[len(damaged) // 2] ^= 1
     file.write_bytes(damaged)
-    for said in run(2, load_said, str(path)):
-        assert f"{file} is damaged: its CRC-32 is " in said
+    for text in run(2, load_reported, str(path)):
+        assert f"{file} is damaged: its CRC-32 is " in text
     file.unlink()
-    for said in run(2, load_said, str(path)):
-        assert f"{file} is missing" in said
+    for text in run(2, load_reported, str(path)):
+        assert f"{file} is missing" in text
 
 
 def full_disk(rank: int, world: int, path: str, room: int) -> str:
@@ -340,20 +340,20 @@ def full_disk(rank: int, world: int, path: str, room: int) -> str:
         return message(rank, world, path, add=1.0, overwrite=True)
 
 
-def test_a_full_disk_is_told_on_all_and_the_old_checkpoint_stays(run: Run, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_on_all_and_the_old_checkpoint_stays(run: Run, tmp_path: Path) -> None:
     path = str(tmp_path / "x")
     run(2, save, path)
     for room in (0, 3000):
-        for said in run(2, full_disk, path, room):
-            assert said.startswith(f"saving {path}: rank 1: OSError: [Errno 28] No space left on device: ")
+        for text in run(2, full_disk, path, room):
+            assert text.startswith(f"saving {path}: rank 1: OSError: [Errno 28] No space left on device: ")
         assert {each.name for each in tmp_path.iterdir()} == {"x"}  # what was written is given back
         run(2, load, path)
 
 
-def test_a_path_below_a_plain_file_is_told_on_all(pool2: Run, tmp_path: Path) -> None:
+def test_a_path_below_a_plain_file_is_reported_on_all(pool2: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for said in pool2(message, str(tmp_path / "file" / "x")):
-        assert said.startswith(f"saving {tmp_path}/file/x: rank 0: ") and f"{tmp_path}/file" in said
+    for text in pool2(message, str(tmp_path / "file" / "x")):
+        assert text.startswith(f"saving {tmp_path}/file/x: rank 0: ") and f"{tmp_path}/file" in text
 
 
 def test_killed_at_any_moment_a_good_checkpoint_is_there(tmp_path: Path, monkeypatch: Any) -> None:
@@ -439,23 +439,23 @@ def test_a_save_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def errors_later(rank: int, world: int, path: str) -> list[str]:
-    said = []
+    texts = []
     with through(Full(100 if rank == 1 else 2**40)):
         saving = checkpoint.async_save(f"{path}/a", model=state_of(rank, world))
         try:
             saving.result()
         except CheckpointError as error:
-            said.append(str(error))
+            texts.append(str(error))
         checkpoint.async_save(f"{path}/b", model=state_of(rank, world)).done()
         try:
             checkpoint.save(f"{path}/c", model=state_of(rank, world))
         except CheckpointError as error:
-            said.append(str(error))
+            texts.append(str(error))
     checkpoint.save(f"{path}/d", model=state_of(rank, world))
-    return said
+    return texts
 
 
-def test_an_error_in_the_background_is_told_by_its_result_or_by_the_next_save(pool2: Run, tmp_path: Path) -> None:
+def test_an_error_in_the_background_is_reported_by_its_result_or_by_the_next_save(pool2: Run, tmp_path: Path) -> None:
     for first, second in pool2(errors_later, str(tmp_path)):
         assert first.startswith(f"saving {tmp_path}/a: rank 1: OSError: [Errno 28]")
         assert f"failed: saving {tmp_path}/b: rank 1: OSError: [Errno 28]" in second
@@ -472,9 +472,9 @@ def fails_to_stage(rank: int, world: int, path: str) -> str:
     return ""
 
 
-def test_a_rank_that_cannot_copy_its_state_is_heard_by_all(pool2: Run, tmp_path: Path) -> None:
-    for said in pool2(fails_to_stage, str(tmp_path / "x")):
-        assert "rank 0: ConfigTypeError: model.w: got a Tensor of layout torch.strided on meta" in said
+def test_a_rank_that_cannot_copy_its_state_is_reported_by_all(pool2: Run, tmp_path: Path) -> None:
+    for text in pool2(fails_to_stage, str(tmp_path / "x")):
+        assert "rank 0: ConfigTypeError: model.w: got a Tensor of layout torch.strided on meta" in text
 
 
 class Locks(Disk):

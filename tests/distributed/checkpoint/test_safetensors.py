@@ -191,8 +191,8 @@ def test_all_that_does_not_fit_is_listed_together(pool2: Any, tmp_path: Path) ->
     state["gain"] = torch.zeros(2)
     state["stray"] = state.pop("seen")
     save_file(state, tmp_path / "x.safetensors")
-    for said in pool2(message, str(tmp_path / "x.safetensors"), "load"):
-        assert said == (
+    for text in pool2(message, str(tmp_path / "x.safetensors"), "load"):
+        assert text == (
             f"loading {tmp_path}/x.safetensors: on all 2 ranks: missing in the checkpoint: seen; in the checkpoint, "
             "but not wanted: stray; gain has shape (2,) in the checkpoint, () here"
         )
@@ -204,20 +204,20 @@ def test_damage_is_found_by_the_checksums_or_by_the_sizes(pool2: Any, tmp_path: 
     file = path / "model.safetensors"
     good = file.read_bytes()
     file.write_bytes(good[:-100] + bytes(100))  # the library opens it, and yields zeros
-    for said in pool2(message, str(path), "load"):
-        assert f"{path}: damaged, or changed since it was exported: model.safetensors (bytes 0 to" in said
+    for text in pool2(message, str(path), "load"):
+        assert f"{path}: damaged, or changed since it was exported: model.safetensors (bytes 0 to" in text
     file.write_bytes(good[:-1])
-    for said in pool2(message, str(path), "load"):
-        assert "is no whole safetensors file: it has" in said and "it has lost its end" in said
+    for text in pool2(message, str(path), "load"):
+        assert "is no whole safetensors file: it has" in text and "it has lost its end" in text
 
 
 def test_an_export_is_replaced_whole_or_not_at_all(pool2: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "x")
     pool2(export, path, Setting())
-    for said in pool2(message, path, "export"):
-        assert f"rank 0: {path} is complete already. Save to another folder, or pass overwrite=True" in said
-    for said in pool2(message, path, "full"):
-        assert "rank 1: OSError: [Errno 28] No space left on device" in said
+    for text in pool2(message, path, "export"):
+        assert f"rank 0: {path} is complete already. Save to another folder, or pass overwrite=True" in text
+    for text in pool2(message, path, "full"):
+        assert "rank 1: OSError: [Errno 28] No space left on device" in text
     assert {each.name for each in tmp_path.iterdir()} == {"x"}
     pool2(message, path, "load")
 

@@ -118,8 +118,8 @@ def test_it_is_an_export_too_and_the_rest_is_torchs_to_read(pool2: Any, tmp_path
     for found in pool2(read_by_others, str(tmp_path / "x")):
         require_equal(found, expected)
     assert main(["show", str(tmp_path / "x")]) == 0 and main(["verify", str(tmp_path / "x")]) == 0
-    said = capsys.readouterr().out
-    assert "optimizer: " in said and "is whole: 7 files have their checksums" in said, said
+    texts = capsys.readouterr().out
+    assert "optimizer: " in texts and "is whole: 7 files have their checksums" in texts, texts
     assert main(["convert", str(tmp_path / "x"), str(tmp_path / "weights"), "--to", "safetensors"]) == 0
     require_equal(load_file(tmp_path / "weights" / "model.safetensors"), expected)
 
@@ -159,8 +159,8 @@ def test_damage_in_any_file_is_found_by_all(pool2: Any, tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json", "tokens/words.txt"):
         good = (path / name).read_bytes()
         (path / name).write_bytes(good[:-2] + bytes([good[-2] ^ 1]) + good[-1:])
-        for said in pool2(message, load, str(path), Setting()):
-            assert f"{path / name} is damaged: its CRC-32 is " in said
+        for text in pool2(message, load, str(path), Setting()):
+            assert f"{path / name} is damaged: its CRC-32 is " in text
         (path / name).write_bytes(good[:-1])
         (listed,) = [each for each in checkpoint.listing(tmp_path) if each.path == path]
         assert f"{path / name} has {len(good) - 1} bytes, {len(good)} were written" in listed.problem
@@ -185,8 +185,8 @@ def test_what_files_does_wrong_reaches_all_ranks(pool2: Any, tmp_path: Path) -> 
         (failing, "rank 0: the function given as files= raised KeyError: 'tokenizer'"),
         (overwriting, "rank 0: the function given as files= wrote or removed model.safetensors: the checkpoint's own"),
     ):
-        for said in pool2(message, save, str(path), Setting(), files=files):
-            assert said == f"saving {path}: {expected}"
+        for text in pool2(message, save, str(path), Setting(), files=files):
+            assert text == f"saving {path}: {expected}"
     assert not list(tmp_path.iterdir())
 
 
@@ -318,7 +318,7 @@ def test_older_ones_go_when_the_new_one_is_complete(tmp_path: Path) -> None:
     assert [each.path.name for each in checkpoint.listing(tmp_path, named="step-*")] == ["step-1", "step-3"]
 
 
-def test_a_listing_says_what_is_wrong(tmp_path: Path) -> None:
+def test_a_listing_reports_what_is_wrong(tmp_path: Path) -> None:
     state = {"w": torch.zeros(300)}
     for name in ("good", "short", "lost", "unread"):
         checkpoint.save(tmp_path / name, model=state, metrics={"loss": 1.5})

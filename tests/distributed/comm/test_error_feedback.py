@@ -305,10 +305,10 @@ def test_a_block_that_is_not_finite_does_not_stay(pool2: Run) -> None:
 def test_what_a_failed_backward_has_lost_is_dropped(pool2: Run) -> None:
     results = pool2(caught)
     assert not joined([lines for lines, _ in results])
-    said = sorted(message.partition("feedback ")[2] for _, messages in results for message in messages)
-    assert len(said) == 2
-    assert said[0].startswith("(1 units, first 'blocks.1'). They are dropped, and so is what quantized gradients of")
-    assert said[1].startswith("(3 units, first 'blocks.0')")
+    texts = sorted(message.partition("feedback ")[2] for _, messages in results for message in messages)
+    assert len(texts) == 2
+    assert texts[0].startswith("(1 units, first 'blocks.1'). They are dropped, and so is what quantized gradients of")
+    assert texts[1].startswith("(3 units, first 'blocks.0')")
 
 
 def test_what_is_owed_follows_a_loss_scale(pool2: Run) -> None:
@@ -429,12 +429,12 @@ def save(rank: int, world: int, path: str, setting: Setting) -> None:
 
 def resume(rank: int, world: int, path: str, setting: Setting, exact: bool) -> tuple[list[str], list[str]]:
     """What is not as it was, and what was warned of."""
-    lines, said = [], []
+    lines, texts = [], []
     for name in ("now", "later"):
         trained = Trained(rank, setting).train(7)
         with warnings.catch_warnings(record=True) as caught:
             checkpoint.load(f"{path}/{name}", model=trained.model, optimizer=trained.optimizer)
-        said += [str(each.message) for each in caught]
+        texts += [str(each.message) for each in caught]
         if exact:
             for state in torch.load(f"{path}/{rank}.pt"):
                 if not all(map(torch.equal, trained.state, state)):
@@ -449,7 +449,7 @@ def resume(rank: int, world: int, path: str, setting: Setting, exact: bool) -> t
         lines.append("without: what was owed before")
     plain = Trained(rank, setting, MixedPrecision()).train(7)
     checkpoint.load(f"{path}/now", model=plain.model, optimizer=plain.optimizer)
-    return [f"rank {rank}: {line}" for line in lines], said
+    return [f"rank {rank}: {line}" for line in lines], texts
 
 
 @pytest.mark.parametrize(
@@ -477,6 +477,6 @@ def test_a_checkpoint_has_what_is_owed(
     for ranks, wrapping, exact in (world, setting, True), (reader, others, False):
         results = pool.run(ranks, resume, path, wrapping, exact)
         assert not joined([lines for lines, _ in results])
-        said = [message for _, messages in results for message in messages]
-        assert len(said) == (0 if exact else 2), said
-        assert all("had lost (reduce_error_feedback) on other ranks, or in units that were" in each for each in said)
+        texts = [message for _, messages in results for message in messages]
+        assert len(texts) == (0 if exact else 2), texts
+        assert all("had lost (reduce_error_feedback) on other ranks, or in units that were" in each for each in texts)

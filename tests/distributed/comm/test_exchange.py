@@ -183,7 +183,7 @@ def issued_alone(rank: int, world: int, way: str) -> None:
     with going(way, rank):
         gloo.is_near(dist.group.WORLD)  # asked once
         of_group(dist.group.WORLD)  # likewise
-        transport, lane, told = over(), Device(CPU).new_stream("test"), dist.new_group()
+        transport, lane, notes = over(), Device(CPU).new_stream("test"), dist.new_group()
         whole, piece = torch.zeros(world * 1000), torch.zeros(1000)
         for first in range(world):
             for issue in (
@@ -193,7 +193,7 @@ def issued_alone(rank: int, world: int, way: str) -> None:
             ):
                 if rank == first:
                     pending = issue()
-                dist.broadcast(torch.zeros(1), first, group=told)
+                dist.broadcast(torch.zeros(1), first, group=notes)
                 if rank != first:
                     pending = issue()
                 pending.wait()
@@ -210,7 +210,7 @@ def waited_for_last(rank: int, world: int, way: str) -> None:
     with going(way, rank):
         gloo.is_near(dist.group.WORLD)  # asked once
         of_group(dist.group.WORLD)  # likewise
-        transport, lane, told = over(), Device(CPU).new_stream("test"), dist.new_group()
+        transport, lane, notes = over(), Device(CPU).new_stream("test"), dist.new_group()
         numel = 3_000_000  # more than an outbox has room for
         whole, piece = torch.ones(world * numel), torch.ones(numel)
         for issue in (
@@ -221,7 +221,7 @@ def waited_for_last(rank: int, world: int, way: str) -> None:
             pending = issue()
             if rank == 0:
                 pending.wait()
-            dist.broadcast(torch.zeros(1), 0, group=told)
+            dist.broadcast(torch.zeros(1), 0, group=notes)
             pending.wait()
 
 

@@ -1,4 +1,4 @@
-"""Gradients averaged by users' hooks: as without them, under every strategy; and ranks that do not agree are told."""
+"""Gradients averaged by users' hooks: as without them, under every strategy; and errors of ranks that do not agree."""
 
 from __future__ import annotations
 
@@ -335,14 +335,14 @@ def registering(rank: int, world: int, strategy: str, hooks: tuple[Any, Any], af
 
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_ranks_that_register_different_hooks_are_told(strategy: str, after: int, pool2: Run) -> None:
-    for said in pool2(registering, strategy, (comm_hooks.allreduce_hook, comm_hooks.fp16_compress_hook), after):
-        assert "a communication hook, allreduce_hook" in said and "a communication hook, fp16_compress_hook" in said
+def test_ranks_that_register_different_hooks_get_an_error(strategy: str, after: int, pool2: Run) -> None:
+    for report in pool2(registering, strategy, (comm_hooks.allreduce_hook, comm_hooks.fp16_compress_hook), after):
+        assert "a communication hook, allreduce_hook" in report and "a communication hook, fp16_compress_hook" in report
 
 
-def test_a_rank_that_registers_no_hook_is_told(pool2: Run) -> None:
-    for said in pool2(registering, "FULL_SHARD", (comm_hooks.allreduce_hook, None), 0):
-        assert "schedule: rank 0: a communication hook, allreduce_hook; rank 1: as built" in said
+def test_a_rank_that_registers_no_hook_gets_an_error(pool2: Run) -> None:
+    for report in pool2(registering, "FULL_SHARD", (comm_hooks.allreduce_hook, None), 0):
+        assert "schedule: rank 0: a communication hook, allreduce_hook; rank 1: as built" in report
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def dropped(rank: int, world: int) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:.*communication:flatfsdp.errors.FlatFSDPWarning")
 def test_copies_miss_hooks_in_words_and_have_lists(pool2: Run) -> None:
-    hook, hooks = sorted(text for said in pool2(dropped) for text in said)  # once per job
+    hook, hooks = sorted(text for report in pool2(dropped) for text in report)  # once per job
     assert "does not have what was given to register_comm_hook()" in hook
     assert "does not have its communication and all-reduce hooks" in hooks
 

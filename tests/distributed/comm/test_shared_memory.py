@@ -234,7 +234,7 @@ def test_threads_exchange_over_groups_of_their_own(pool2: Run) -> None:
     assert pool2(by_threads) == [[]] * 2
 
 
-def told_later(rank: int, world: int) -> list[str]:
+def sent_later(rank: int, world: int) -> list[str]:
     """A rank issues, tells the others by other means, and they issue then."""
     way, found = exchange(), []
     for first in range(world):
@@ -249,7 +249,7 @@ def told_later(rank: int, world: int) -> list[str]:
 
 
 def test_issuing_waits_for_nobody(pool3: Run) -> None:
-    assert pool3(told_later) == [[]] * 3
+    assert pool3(sent_later) == [[]] * 3
 
 
 def forgotten(rank: int, world: int) -> list[str]:
@@ -265,7 +265,7 @@ def test_work_that_nobody_waits_for_does_no_harm(pool2: Run) -> None:
 
 
 def divergent(rank: int, world: int, how: str) -> tuple[str, float]:
-    """The last rank is given something else; what each is told, and after how many seconds."""
+    """The last rank is given something else; what each reports, and after how many seconds."""
     way, size, kinds = exchange(), 1001, ["gather", "reduce-scatter"]
     if rank == world - 1:
         if how == "another order":
@@ -276,30 +276,30 @@ def divergent(rank: int, world: int, how: str) -> tuple[str, float]:
             size += 1
         else:
             kinds.insert(0, "all-reduce")
-    began, told = time.monotonic(), "nothing"
+    began, text = time.monotonic(), "nothing"
     try:
         wrong([issue(way, "gather", rank, world, 17, torch.float32)])
         wrong([issue(way, kind, rank, world, size, torch.float32) for kind in kinds])
     except dist.DistError as error:
-        told = str(error)
+        text = str(error)
     seconds = time.monotonic() - began
     other = exchange()  # which waits beside the broken one
     assert not wrong([issue(other, "gather", rank, world, 17, torch.float32)])
     del way
-    return told, seconds
+    return text, seconds
 
 
 @pytest.mark.parametrize("how", ["another order", "another kind", "another size", "one more"])
 def test_other_collectives_end_in_words_on_all_ranks(how: str, pool3: Run) -> None:
-    for rank, (told, seconds) in enumerate(pool3(divergent, how)):
-        assert "issued another collective" in told, (rank, told)
-        assert ("rank 2 of the group" in told) == (rank != 2), (rank, told)
+    for rank, (text, seconds) in enumerate(pool3(divergent, how)):
+        assert "issued another collective" in text, (rank, text)
+        assert ("rank 2 of the group" in text) == (rank != 2), (rank, text)
         assert seconds < 5
 
 
 def interrupted(rank: int, world: int) -> tuple[list[float], str]:
     """The last rank is interrupted when it has added up a piece of an all-reduce in place, and tries again."""
-    way, tensor, told = exchange(), torch.full((world * 10,), rank + 1.0), "nothing"
+    way, tensor, text = exchange(), torch.full((world * 10,), rank + 1.0), "nothing"
     take = Sum.take
 
     def stop(self: Sum, *args: Any) -> None:
@@ -311,24 +311,24 @@ def interrupted(rank: int, world: int) -> tuple[list[float], str]:
             try:
                 way.all_reduce(tensor).wait()
             except dist.DistError as error:
-                told = str(error)
+                text = str(error)
             dist.barrier()
-            return [], told
+            return [], text
         with patch.object(Sum, "take", stop), suppress(KeyboardInterrupt):
             way.all_reduce(tensor).wait()
         try:
             way.all_reduce(torch.ones(world)).wait()
         except dist.DistError as error:
-            told = str(error)
+            text = str(error)
         dist.barrier()
-    return tensor.unique().tolist(), told
+    return tensor.unique().tolist(), text
 
 
 def test_what_was_interrupted_is_not_added_up_again(pool2: Run) -> None:
-    (_, peer_told), (found, told) = pool2(interrupted, timeout=10)
+    (_, peer_text), (found, text) = pool2(interrupted, timeout=10)
     assert found == [2.0, 3.0]  # rank 0's piece as it was, this rank's with both
-    assert "rank 1 of the group was interrupted in the middle of an exchange, which cannot go on, by Keyboard" in told
-    assert "rank 1 of the group was interrupted in the middle of an exchange, and rank 0 waits for it" in peer_told
+    assert "rank 1 of the group was interrupted in the middle of an exchange, which cannot go on, by Keyboard" in text
+    assert "rank 1 of the group was interrupted in the middle of an exchange, and rank 0 waits for it" in peer_text
 
 
 def shared_bytes() -> int:
@@ -394,7 +394,7 @@ def test_an_outbox_rests_soon_once_peers_have_read_it(pool2: Run) -> None:
 
 def without_memory(rank: int, world: int) -> str:
     """The last rank's outbox is at rest, and finds no memory when it is to be used again."""
-    way, told = exchange(), "nothing"
+    way, text = exchange(), "nothing"
     assert wrong([issue(way, "gather", rank, world, 17, torch.float32)]) == []
     dist.barrier()
     assert inspect.outbox_rests(way)
@@ -403,9 +403,9 @@ def without_memory(rank: int, world: int) -> str:
         try:
             wrong([issue(way, "gather", rank, world, 17, torch.float32)])
         except dist.DistError as error:
-            told = str(error)
+            text = str(error)
     dist.barrier()
-    return told
+    return text
 
 
 def test_a_rank_without_memory_for_its_outbox_ends_the_exchange_in_words(pool2: Run) -> None:

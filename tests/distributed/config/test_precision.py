@@ -313,10 +313,10 @@ def left_alone(rank: int, world: int) -> tuple[str, str]:
     return doing[0], str(raised.value)
 
 
-def test_who_is_alone_in_the_scaler_says_so(run: Run) -> None:
-    for doing, told in run(2, left_alone):
+def test_who_is_alone_in_the_scaler_reports_it(run: Run) -> None:
+    for doing, text in run(2, left_alone):
         assert doing.startswith("waiting in ShardedGradScaler.unscale_(), in step 1")
-        assert "a connection to another rank broke" in told
+        assert "a connection to another rank broke" in text
 
 
 class One(nn.Module):

@@ -353,23 +353,23 @@ def test_another_dtype(pool2: Run) -> None:
 
 def _refused(rank: int, world: int) -> list[str]:
     mesh = shared_mesh(world)
-    said = []
+    texts = []
     for value in (torch.ones(11, 28), distribute_tensor(torch.ones(11, 28), mesh), torch.ones(3)):
         model = wrapped(net(), mesh)
         model.module[2].weight = nn.Parameter(value)
         with pytest.raises(UsageError) as caught:
             model(batch(rank, 1))
-        said.append(str(caught.value))
+        texts.append(str(caught.value))
     model = wrapped(net(), mesh)
     model.module[2].weight = nn.Parameter(torch.ones(11, 29))  # whole: each rank takes its part
     model(batch(rank, 1)).sum().backward()
     assert torch.equal(model.module[2].weight.detach().full_tensor(), torch.ones(11, 29))
-    return said
+    return texts
 
 
 def test_what_is_split_otherwise_is_refused(pool2: Run) -> None:
-    for said in pool2(_refused):
-        assert all("'2.weight' was replaced by" in each and "distribute_tensor(" in each for each in said)
+    for text in pool2(_refused):
+        assert all("'2.weight' was replaced by" in each and "distribute_tensor(" in each for each in text)
 
 
 def _optimizer_states(rank: int, world: int) -> None:
@@ -426,9 +426,9 @@ def _hooks(rank: int, world: int) -> tuple[list[str], str]:
 
 def test_hooks_of_users(pool2: Run) -> None:
     names = [name for name, _ in net().named_parameters()]
-    for seen, said in pool2(_hooks):
+    for seen, text in pool2(_hooks):
         assert seen == sorted(f"{name} DTensor" for name in names)
-        assert said.startswith("the DTensor of unit '2' has a hook of register_hook()")
+        assert text.startswith("the DTensor of unit '2' has a hook of register_hook()")
 
 
 class Recurrent(nn.Module):

@@ -1,5 +1,5 @@
-"""Shards that each rank clips by a norm of its own: said once, and nothing else that is done to gradients is taken for
-it."""
+"""Shards that each rank clips by a norm of its own: reported once, and nothing else that is done to gradients is taken
+for it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def nothing(model: nn.Module, rank: int) -> None:
     pass
 
 
-def said(
+def reported(
     rank: int,
     world: int,
     key: str,
@@ -130,7 +130,7 @@ def said(
             scaler.unscale_(optimizer)
             if step < STEPS:
                 edit(model, rank)
-            else:  # what was found by then is said
+            else:  # what was found by then is reported
                 deadline = time.monotonic() + 20
                 while current_watch()._errands and time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -143,7 +143,7 @@ def said(
 
 
 def play(run: Run, world: int, edit: Edit, **settings: Any) -> list[str]:
-    return [message for found in run(world, said, uuid.uuid4().hex, edit, **settings) for message in found]
+    return [message for found in run(world, reported, uuid.uuid4().hex, edit, **settings) for message in found]
 
 
 UNITS: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}}
@@ -168,7 +168,7 @@ UNITS: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}}
         ),
     ],
 )
-def test_norms_of_shards_are_told_once(run: Run, world: int, edit: Edit, settings: dict[str, Any]) -> None:
+def test_norms_of_shards_are_reported_once(run: Run, world: int, edit: Edit, settings: dict[str, Any]) -> None:
     (message,) = play(run, world, edit, **settings)
     assert "torch.nn.utils.clip_grad_norm_() reads this rank's shards only: call model.clip_grad_norm_()" in message
 
@@ -196,7 +196,7 @@ def test_what_else_happens_to_gradients_is_not(run: Run, edit: Edit, settings: d
     assert play(run, 2, edit, **settings) == []
 
 
-def test_ranks_without_elements_have_no_say(run: Run) -> None:
+def test_ranks_without_elements_count_for_nothing(run: Run) -> None:
     assert play(run, 3, by_torch, build=Scale) == []
 
 

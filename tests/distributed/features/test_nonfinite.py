@@ -1,4 +1,4 @@
-"""NaN and inf: who is told of the first one, by which words, and what ranks agree on."""
+"""NaN and inf: who reports the first one, in which words, and what ranks agree on."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def spoil(model: Any, name: str, value: float) -> None:
 
 
 def found(rank: int, world: int, kind: str, bad: str, by: int, options: dict[str, Any]) -> list[str]:
-    """What is said where one rank goes wrong, and whether the model goes on after it."""
+    """What is reported where one rank goes wrong, and whether the model goes on after it."""
     model = wrapped(world, kind, **options)
-    said = []
+    texts = []
     train(model, rank, 1)
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     with flatfsdp.detect_nonfinite(model):
@@ -87,17 +87,17 @@ def found(rank: int, world: int, kind: str, bad: str, by: int, options: dict[str
             if bad == "input" and rank == by:
                 x[1, 1] = torch.inf
             model(x).square().mean().backward()
-        said.append(str(caught.value))
+        texts.append(str(caught.value))
         model.module.bad = ""
         if bad == "parameter":
             spoil(model, "blocks.1.up.weight", 0.0)
         kept = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         assert kept.keys() == before.keys() and all(torch.equal(kept[name], before[name]) for name in before)
         train(model, rank, 4)
-    return said
+    return texts
 
 
-# What goes wrong, on which rank, and what is said.
+# What goes wrong, on which rank, and what is reported.
 SAID = {
     "parameter": (1, "a forward has nan in parameter 'blocks.1.up.weight' before the forward on rank"),
     "input": (1, "a forward has inf in an input of unit <root> on rank 1; nothing else on rank"),
@@ -111,15 +111,15 @@ SAID = {
 
 @pytest.mark.parametrize("bad", SAID)
 @pytest.mark.parametrize(("world", "kind"), [(2, "FULL_SHARD"), (3, "SHARD_GRAD_OP"), (4, "HYBRID_SHARD")])
-def test_every_rank_is_told_where_the_first_one_was(run: Run, world: int, kind: str, bad: str) -> None:
+def test_every_rank_learns_where_the_first_one_was(run: Run, world: int, kind: str, bad: str) -> None:
     by, text = SAID[bad]
     results = run(world, found, kind, bad, by, {})
     assert len({tuple(each) for each in results}) == 1
-    (said,) = results[0]
-    assert said.startswith(text)
+    (texts,) = results[0]
+    assert texts.startswith(text)
 
 
-def test_what_is_not_sharded_is_told_at_the_end_of_the_backward(pool2: Run) -> None:
+def test_what_is_not_sharded_is_reported_at_the_end_of_the_backward(pool2: Run) -> None:
     first, second = pool2(found, "NO_SHARD", "input", 1, {"orig": False})
     assert first == second and first[0].startswith(
         "a step has inf in an input of unit <root> on rank 1, first of all; nan in the reduced gradient of 'blocks.0."
@@ -129,7 +129,7 @@ def test_what_is_not_sharded_is_told_at_the_end_of_the_backward(pool2: Run) -> N
 def generating(rank: int, world: int) -> list[str]:
     """Ranks run different numbers of forwards, and hear of their own only."""
     model = wrapped(world, "FULL_SHARD")
-    said = []
+    texts = []
     with flatfsdp.detect_nonfinite(model), flatfsdp.inference(model):
         for _ in range(2 + rank):
             model(batch(rank))
@@ -137,9 +137,9 @@ def generating(rank: int, world: int) -> list[str]:
         try:
             model(batch(rank))
         except NonFiniteError as error:
-            said.append(str(error))
+            texts.append(str(error))
         model.module.bad = ""
-    return said
+    return texts
 
 
 def test_inside_inference_ranks_are_on_their_own(pool2: Run) -> None:
@@ -170,7 +170,7 @@ def test_what_the_reduction_makes_of_gradients_is_looked_at(pool2: Run, in_backw
 
 def evaluated(rank: int, world: int, kind: str) -> list[str]:
     model = wrapped(world, kind)
-    said = []
+    texts = []
     with torch.no_grad(), flatfsdp.detect_nonfinite(model):
         model(batch(rank))
         x = batch(rank)
@@ -178,12 +178,12 @@ def evaluated(rank: int, world: int, kind: str) -> list[str]:
         try:
             model(x)
         except NonFiniteError as error:
-            said.append(str(error))
+            texts.append(str(error))
         model(batch(rank))
-    return said
+    return texts
 
 
-def test_an_evaluation_tells_too(pool2: Run) -> None:
+def test_an_evaluation_reports_it_too(pool2: Run) -> None:
     words = "nan in an input of unit <root>"
     assert pool2(evaluated, "FULL_SHARD") == [[f"a forward has {words} on rank 1; nothing else on rank 0"]] * 2
     assert pool2(evaluated, "NO_SHARD") == [[], [f"this rank's forward has {words}"]]
@@ -208,7 +208,7 @@ def test_infinities_may_be_meant(pool2: Run) -> None:
 
 def refused(rank: int, world: int) -> list[str]:
     model = wrapped(world, "FULL_SHARD")
-    said = []
+    texts = []
     for kind, call in (
         (ConfigTypeError, lambda: flatfsdp.detect_nonfinite(nn.Linear(1, 1))),
         (ConfigTypeError, lambda: flatfsdp.detect_nonfinite(model, infinities=1)),  # type: ignore[arg-type]
@@ -216,22 +216,22 @@ def refused(rank: int, world: int) -> list[str]:
     ):
         with pytest.raises(kind) as caught, call():
             pass
-        said.append(str(caught.value))
+        texts.append(str(caught.value))
     with flatfsdp.detect_nonfinite(model):
-        said.append(inspect.schedule_in_words(model))
+        texts.append(inspect.schedule_in_words(model))
         with pytest.raises(UsageError) as caught, flatfsdp.detect_nonfinite(model):
             pass
-        said.append(str(caught.value))
+        texts.append(str(caught.value))
     assert inspect.non_finite_detector(model) is None and not inspect.schedule_in_words(model)
-    return said
+    return texts
 
 
 def test_who_looks_is_compared_and_what_is_no_model_refused(pool2: Run) -> None:
-    not_a_model, not_a_bool, nested, told, inside = pool2(refused)[0]
+    not_a_model, not_a_bool, nested, message, inside = pool2(refused)[0]
     assert not_a_model.startswith("detect_nonfinite: model: got Linear(")
     assert not_a_bool == "detect_nonfinite: infinities: got 1 (int). Accepted: True or False."
     assert nested.startswith("detect_nonfinite() was called on a nested unit (Feedforward); call it on the outermost")
-    assert told == "detect_nonfinite()"
+    assert message == "detect_nonfinite()"
     assert inside == "detect_nonfinite() was entered inside itself; one context is enough"
 
 
@@ -264,13 +264,13 @@ def test_a_norm_that_is_no_number_is_an_error_on_all_ranks(
     run: Run, world: int, kind: str, orig: bool, norm_type: float
 ) -> None:
     results = run(world, clipped, kind, orig, norm_type, world - 1)
-    assert len({said for said, _, _ in results}) == 1 and all(same for _, _, same in results)
+    assert len({texts for texts, _, _ in results}) == 1 and all(same for _, _, same in results)
     assert all(str(norm) == "[nan]" for _, norm, _ in results)
-    said = results[0][0]
-    assert said.startswith(f"clip_grad_norm_: the norm of order {norm_type:g} of all gradients is nan: nan in ")
+    texts = results[0][0]
+    assert texts.startswith(f"clip_grad_norm_: the norm of order {norm_type:g} of all gradients is nan: nan in ")
     where = "ranks 0, 1" if kind == "NO_SHARD" else f"rank {world - 1}; nothing else on rank"
-    assert "nan in the reduced gradient of '" in said
-    assert f" on {where}" in said
+    assert "nan in the reduced gradient of '" in texts
+    assert f" on {where}" in texts
 
 
 def too_large(rank: int, world: int) -> str:
@@ -286,9 +286,9 @@ def too_large(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_norm_that_overflows_is_said_to_do_so(pool2: Run) -> None:
-    for said in pool2(too_large):
-        assert "is inf: each gradient of the units is finite, so it is" in said
+def test_a_norm_that_overflows_is_reported_as_such(pool2: Run) -> None:
+    for text in pool2(too_large):
+        assert "is inf: each gradient of the units is finite, so it is" in text
 
 
 def skipped(rank: int, world: int, kind: str, by: int) -> tuple[float, bool]:

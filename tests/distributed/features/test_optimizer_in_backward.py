@@ -411,9 +411,9 @@ class Deep(Stack):
         self.blocks = nn.ModuleList(Feedforward(WIDTH, WIDTH) for _ in range(4))
 
 
-def test_a_failed_backward_says_what_was_stepped(pool2: Run) -> None:
+def test_a_failed_backward_reports_what_was_stepped(pool2: Run) -> None:
     results = pool2(failing_deep)
-    (text,) = (text for said, *_ in results for text in said)  # one of the job
+    (text,) = (text for texts, *_ in results for text in texts)  # one of the job
     assert re.sub(r"^rank [01]: ", "", text) == (
         "a backward failed after the optimizer had stepped 1 of 5 units ('blocks.3'); a step cannot be undone. The "
         "others ('blocks.0', 'blocks.1', 'blocks.2' and 1 more) have the parameters and the optimizer state of the "
@@ -438,8 +438,8 @@ def failing_deep(rank: int, world: int) -> tuple[list[str], bool, bool]:
     moved = {".".join(name.split(".")[:2]) for name in after if not torch.equal(after[name], before[name])}
     loss_of(model, rank, 3).backward()
     assert not any(parameter.grad is not None for parameter in model.parameters())
-    said = [str(each.message) for each in caught if "stepped" in str(each.message)]
-    return said, moved == {"blocks.3"}, not same(full_parameters(model), after)
+    texts = [str(each.message) for each in caught if "stepped" in str(each.message)]
+    return texts, moved == {"blocks.3"}, not same(full_parameters(model), after)
 
 
 MOODS: list[str] = []  # of the next steps of `Moody`
@@ -473,7 +473,7 @@ def moody(rank: int, world: int) -> tuple[list[str], bool]:
 
 def test_an_optimizer_that_fails_is_left_as_it_was(pool2: Run) -> None:
     results = pool2(moody)
-    (text,) = (text for said, _ in results for text in said)
+    (text,) = (text for texts, _ in results for text in texts)
     assert "a backward failed after the optimizer had stepped 2 of 5 units ('blocks.2', 'blocks.3')" in text
     assert all(same_group for _, same_group in results)
 
@@ -518,8 +518,8 @@ def late(rank: int, world: int) -> str:
 
 
 def test_a_graph_older_than_its_step_is_refused(pool2: Run) -> None:
-    for said in pool2(late):
-        assert "has been modified by an inplace operation" in said
+    for text in pool2(late):
+        assert "has been modified by an inplace operation" in text
 
 
 def read_after_its_step(rank: int, world: int) -> list[str]:
@@ -544,8 +544,8 @@ def read_after_its_step(rank: int, world: int) -> list[str]:
 
 
 def test_a_unit_that_was_stepped_is_not_read_again(pool2: Run) -> None:
-    for (said,) in pool2(read_after_its_step):
-        assert said.startswith(
+    for (text,) in pool2(read_after_its_step):
+        assert text.startswith(
             "unit 'blocks.3': its forward ran again after its parameters were stepped in the same backward"
         )
 
@@ -564,12 +564,12 @@ class Counting(torch.optim.SGD):
 
 def words(rank: int, world: int) -> dict[str, str]:
     """What is refused, in words."""
-    said: dict[str, str] = {}
+    texts: dict[str, str] = {}
 
     def refused(name: str, kind: type[Exception], call: Any) -> None:
         with pytest.raises(kind) as caught:
             call()
-        said[name] = str(caught.value)
+        texts[name] = str(caught.value)
 
     model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -598,7 +598,7 @@ def words(rank: int, world: int) -> dict[str, str]:
     within.remove()
     model.clip_grad_norm_(1.0)
     within.remove()
-    return said
+    return texts
 
 
 def test_what_cannot_be_is_refused_in_words(pool2: Run) -> None:
@@ -619,7 +619,7 @@ def test_what_cannot_be_is_refused_in_words(pool2: Run) -> None:
         assert text in one[name], (name, one[name])
 
 
-def told(rank: int, world: int) -> list[str]:
+def report(rank: int, world: int) -> list[str]:
     model = wrapped()
     found = [inspect.schedule_in_words(model)]
     _, within = stepping(model)
@@ -633,4 +633,4 @@ def told(rank: int, world: int) -> list[str]:
 
 def test_ranks_compare_who_steps_with_what_else_users_set(pool2: Run) -> None:
     steps = "AdamW steps in backwards"
-    assert pool2(told)[0] == ["", steps, "", steps, ""]
+    assert pool2(report)[0] == ["", steps, "", steps, ""]

@@ -197,7 +197,7 @@ def test_generation_goes_on_until_all_ranks_are_done(pool2: Run, strategy: str) 
 # -- what ends a loop ------------------------------------------------------------------------------------------------
 
 
-def told_at(job: Callable[[], object]) -> str:
+def reported_at(job: Callable[[], object]) -> str:
     with pytest.raises(FlatFSDPError) as caught:
         job()
     assert isinstance(caught.value, (AgreementError, UsageError, ConfigTypeError, ConfigValueError))
@@ -212,13 +212,13 @@ def ends(rank: int, world: int, case: str) -> str:
             for batch in joined(batches(rank, 2 * rank if case == "nothing" else 2 + rank)):
                 model(batch).sum().backward()
 
-    message = told_at(loop)
+    message = reported_at(loop)
     model(torch.ones(2, WIDTH)).sum().backward()  # all ranks have heard of it, and go on
     return message
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "text"),
     [
         (
             "nothing",
@@ -233,8 +233,8 @@ def ends(rank: int, world: int, case: str) -> str:
         ),
     ],
 )
-def test_a_loop_that_ends_with_an_error_on_all_ranks(pool2: Run, case: str, told: str) -> None:
-    assert pool2(ends, case) == [told] * 2
+def test_a_loop_that_ends_with_an_error_on_all_ranks(pool2: Run, case: str, text: str) -> None:
+    assert pool2(ends, case) == [text] * 2
 
 
 def together(rank: int, world: int, raising: bool) -> list[float]:
@@ -285,10 +285,10 @@ def test_all_ranks_may_leave_in_the_same_step(pool2: Run, raising: bool) -> None
 def wrong() -> list[str]:
     model = wrap(build())
     return [
-        told_at(lambda: flatfsdp.join(model, enable=1)),  # type: ignore[arg-type]
-        told_at(lambda: flatfsdp.join([model])),  # type: ignore[arg-type]
-        told_at(lambda: flatfsdp.join(model[0])),
-        told_at(lambda: flatfsdp.join(nn.Linear(1, 1))),
+        reported_at(lambda: flatfsdp.join(model, enable=1)),  # type: ignore[arg-type]
+        reported_at(lambda: flatfsdp.join([model])),  # type: ignore[arg-type]
+        reported_at(lambda: flatfsdp.join(model[0])),
+        reported_at(lambda: flatfsdp.join(nn.Linear(1, 1))),
     ]
 
 

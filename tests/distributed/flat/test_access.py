@@ -199,15 +199,15 @@ def test_clip_low_precision_gradients(pool2: Run) -> None:
 
 def clipped_without(rank: int, world: int) -> tuple[float, list[str]]:
     model = Setting().wrap(seeded(Net), (Feedforward,))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as texts:
         warnings.simplefilter("always")
         norm = model.clip_grad_norm_(1.0)
-    return norm.item(), [str(w.message) for w in said if issubclass(w.category, FlatFSDPWarning)]
+    return norm.item(), [str(w.message) for w in texts if issubclass(w.category, FlatFSDPWarning)]
 
 
 def test_clip_without_gradients(pool2: Run) -> None:
-    for norm, said in pool2(clipped_without):
-        assert norm == 0.0 and len(said) == 1 and "no parameter of rank" in said[0]
+    for norm, texts in pool2(clipped_without):
+        assert norm == 0.0 and len(texts) == 1 and "no parameter of rank" in texts[0]
 
 
 # --- whole parameters -------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_summon_in_all_combinations(with_grads: bool, pool2: Run) -> None:
 
 
 def misplaced(rank: int, world: int) -> dict[str, str]:
-    """What is said to whole parameters at a wrong time; then a good step, equal to one of an untouched model."""
+    """The messages about unsharded parameters at a wrong time; then a good step, equal to one of an untouched model."""
     model, other = (Setting().wrap(seeded(Net), (Feedforward,)) for _ in range(2))
     train(other, rank)
 
@@ -276,29 +276,29 @@ def misplaced(rank: int, world: int) -> dict[str, str]:
         with summon(model):
             pass
 
-    said = {}
+    texts = {}
     with summon(model):
-        said["inside itself"] = raised(summoned_again)
-        said["of a part inside itself"] = raised(lambda: summon(model.blocks[0]).__enter__())
-        said["forward inside"] = raised(lambda: model(data(rank, 0)))
+        texts["inside itself"] = raised(summoned_again)
+        texts["of a part inside itself"] = raised(lambda: summon(model.blocks[0]).__enter__())
+        texts["forward inside"] = raised(lambda: model(data(rank, 0)))
     hook = model.blocks[1].register_forward_pre_hook(lambda module, args: summoned_again())
-    said["inside forward"] = raised(lambda: model(data(rank, 0)))
+    texts["inside forward"] = raised(lambda: model(data(rank, 0)))
     hook.remove()
     output = model(data(rank, 0))
     output.register_hook(lambda grad: summoned_again())
-    said["inside backward"] = raised(lambda: loss_of(output).backward())
+    texts["inside backward"] = raised(lambda: loss_of(output).backward())
     output = loss_of(model(data(rank, 0)))
     with summon(model):
-        said["backward inside"] = raised(output.backward)
+        texts["backward inside"] = raised(output.backward)
     train(model, rank)
     found, expected = full_gradients(model), full_gradients(other)
     assert not unlike(found, expected)
-    return said
+    return texts
 
 
 def test_whole_parameters_at_a_wrong_time(pool2: Run) -> None:
-    for said in pool2(misplaced):
-        assert {name for name, message in said.items() if "summon_full_params" not in message} == set()
+    for text in pool2(misplaced):
+        assert {name for name, message in text.items() if "summon_full_params" not in message} == set()
 
 
 def replaced_inside(rank: int, world: int) -> tuple[str, list[str]]:
@@ -314,14 +314,14 @@ def replaced_inside(rank: int, world: int) -> tuple[str, list[str]]:
             model.head.weight.data = torch.zeros(2, 2)
 
     doubled = unlike(full_parameters(model), {name: 2 * value for name, value in before.items()})
-    said = raised(wrong)
+    texts = raised(wrong)
     train(model, rank)
-    return said, doubled
+    return texts, doubled
 
 
 def test_data_replaced_inside_summon(pool2: Run) -> None:
-    for said, doubled in pool2(replaced_inside):
-        assert "(2, 2)" in said and not doubled
+    for texts, doubled in pool2(replaced_inside):
+        assert "(2, 2)" in texts and not doubled
 
 
 # --- replaced between steps -------------------------------------------------------------------------------------------
@@ -378,9 +378,9 @@ def refused(rank: int, world: int) -> list[str]:
         parameter = next(iter(model.parameters()))
         good = parameter.data
         parameter.data = torch.zeros(3, 1, 4)
-        said = raised(lambda: model(data(rank, 0)))  # noqa: B023
-        if "(3, 1, 4)" not in said:
-            lines.append(f"{setting}: a wrong shape: {said!r}")
+        texts = raised(lambda: model(data(rank, 0)))  # noqa: B023
+        if "(3, 1, 4)" not in texts:
+            lines.append(f"{setting}: a wrong shape: {texts!r}")
         parameter.data = good
         train(model, rank, 1)
     return lines
@@ -431,8 +431,8 @@ def written_inside(rank: int, world: int, setting: Setting, training: bool) -> s
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("setting", [s for s in ALL if s.strategy != "NO_SHARD"], ids=str)
 def test_written_to_inside_a_forward(setting: Setting, training: bool, pool2: Run) -> None:
-    for said in pool2(written_inside, setting, training):
-        assert said.startswith("unit '0': parameters were written to inside a forward: weight.")
+    for text in pool2(written_inside, setting, training):
+        assert text.startswith("unit '0': parameters were written to inside a forward: weight.")
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -508,7 +508,7 @@ def test_evaluating_an_average_of_the_weights(pool2: Run) -> None:
 
 
 def applied(rank: int, world: int) -> list[str]:
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             with torch.no_grad():
                 module.weight.copy_(torch.arange(module.weight.numel()).view(module.weight.shape) / 100.0)
@@ -517,8 +517,8 @@ def applied(rank: int, world: int) -> list[str]:
     lines = []
     for setting in ALL:
         model, plain = setting.wrap(seeded(Net), (Feedforward,)), seeded(Net)
-        model.apply(initialise)
-        plain.apply(initialise)
+        model.apply(initialize)
+        plain.apply(initialize)
         expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
         lines += [f"{setting}: {name}" for name in unlike(full_parameters(model), expected)]
         if not torch.equal(model(data(rank, 0)), plain(data(rank, 0))):

@@ -158,8 +158,8 @@ def edited_window(rank: int, world: int) -> str:
 
 
 def test_a_gradient_edited_inside_a_window_is_refused(pool2: Run) -> None:
-    for said in pool2(edited_window):
-        assert "no_sync" in said and "weight" in said
+    for text in pool2(edited_window):
+        assert "no_sync" in text and "weight" in text
 
 
 # --- communication ----------------------------------------------------------------------------------------------------

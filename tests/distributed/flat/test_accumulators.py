@@ -61,7 +61,7 @@ class Holder:
             assert node is get_gradient_edge(p).node
             self.nodes.append(node)
             if hooked:
-                node.register_hook(lambda *told, p=p: self.see(p, *told))
+                node.register_hook(lambda *given, p=p: self.see(p, *given))
 
     def see(self, p: Tensor, before: Any, after: Any) -> None:
         final = before == () and p.grad is not None and p.grad.shape == p.shape and torch.equal(after[0], p.grad)
@@ -225,50 +225,50 @@ def test_apply_optimizer_in_backward_steps_on_sharded_gradients(when: str, pool2
 
 
 def refused(rank: int, world: int) -> list[str]:
-    said = []
+    texts = []
 
-    def say(model: Any, *, step: bool = True) -> None:
+    def report(model: Any, *, step: bool = True) -> None:
         with pytest.raises(UsageError) as caught:
             model(rows(rank, 0)).sum().backward()
-        said.append(str(caught.value))
+        texts.append(str(caught.value))
 
     net = seeded(Net)
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": LR})
-    say(wrap(net, use_orig_params=False))
+    report(wrap(net, use_orig_params=False))
 
     model = wrap(seeded(Net), use_orig_params=False)
     model(rows(rank, 0)).sum().backward()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": LR})
-    say(model)
+    report(model)
 
     net = seeded(Net)
     held = Holder([net.last.weight])
-    say(wrap(net, use_orig_params=False))
+    report(wrap(net, use_orig_params=False))
 
     model = wrap(seeded(Net), use_orig_params=False)
     held = Holder(model.parameters(), hooked=False)
     model(rows(rank, 0)).sum().backward()  # who only holds does no harm
     held.nodes[0].register_hook(print)
-    say(model)
+    report(model)
 
     model = wrap(seeded(Net))
     held = Holder(model.parameters(), hooked=False)
     held.nodes[-1].register_prehook(print)  # of one element, which one rank has
-    say(model)
+    report(model)
 
     model = wrap(seeded(Net))
     model(rows(rank, 0))
     weight = model.module.parts[0].module[0].weight
     with pytest.raises(UsageError) as caught:
         weight.expand_as(weight).sum()
-    said.append(str(caught.value))
-    return said
+    texts.append(str(caught.value))
+    return texts
 
 
 @pytest.mark.filterwarnings("ignore::flatfsdp.errors.FlatFSDPWarning")
 def test_what_would_never_run_is_refused(pool2: Run) -> None:
-    for said in pool2(refused):
-        before, after, leaf, flat, earlier, expanded = said
+    for text in pool2(refused):
+        before, after, leaf, flat, earlier, expanded = text
         for each in (before, after):
             assert "_apply_optimizer_in_backward() was called on parameters that were flattened" in each
         assert "'last.weight' of unit '<root>' has a hook on its AccumulateGrad node" in leaf

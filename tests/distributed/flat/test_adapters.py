@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp import MixedPrecision, stats, summary
-from tests.distributed.features.test_residents import Keeping
+from tests.distributed.features.test_persistent_params import Keeping
 from tests.harness import inspect, parity
 from tests.harness.corners import Setting, seeded
 from tests.harness.fake import fake_world

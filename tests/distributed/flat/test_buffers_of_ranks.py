@@ -92,7 +92,7 @@ def alone(rank: int, world: int) -> set[int]:
     return sources(state)
 
 
-def test_where_nothing_is_sharded_one_rank_may_ask_alone(pool2: Run) -> None:
+def test_where_nothing_is_sharded_one_rank_may_call_alone(pool2: Run) -> None:
     assert pool2(alone) == [set(), {1}]
 
 
@@ -116,9 +116,9 @@ def alike(rank: int, world: int, path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_is_written_is_rank_0s_and_said_once(run: Run, tmp_path: Path, world: int) -> None:
-    told, *others = run(world, written, str(tmp_path))
-    assert len(told) == 1 and "buffers differ between ranks" in told[0] and "first.1.running_mean" in told[0], told
+def test_what_is_written_is_rank_0s_and_reported_once(run: Run, tmp_path: Path, world: int) -> None:
+    texts, *others = run(world, written, str(tmp_path))
+    assert len(texts) == 1 and "buffers differ between ranks" in texts[0] and "first.1.running_mean" in texts[0], texts
     assert not any(others)
     for name in ("once", "twice", "weights"):
         assert sources(read_state(tmp_path / name, trust=False)["model"]) == {0}

@@ -70,13 +70,13 @@ def on_demand(rank: int, world: int, kind: str, by: int) -> list[str]:
         optimizer.zero_grad()
         flatfsdp.check_replicas(model)  # two replicas' optimizers keep them equal
     write(model, rank, by)
-    said = []
+    texts = []
     for _ in range(2):
         with pytest.raises(AgreementError) as caught:
             flatfsdp.check_replicas(model)
-        said.append(str(caught.value))
+        texts.append(str(caught.value))
     assert not train(model, rank)  # only the first forward looks, and a late backward
-    return said
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def at_first(rank: int, world: int, kind: str, orig: bool, check: str) -> list[s
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("check", ["warn", "raise", "off"])
 def test_the_first_training_forward_compares_replicas(pool4: Run, orig: bool, check: str) -> None:
-    for rank, said in enumerate(pool4(at_first, "HYBRID_SHARD", orig, check)):
+    for rank, texts in enumerate(pool4(at_first, "HYBRID_SHARD", orig, check)):
         if check == "off" or (check == "warn" and rank > 0):  # once per job
-            assert said == []
+            assert texts == []
         else:
-            (text,) = said
+            (text,) = texts
             assert (
                 text.startswith("replicas differ in 1 of 12 parameters: ") and " on rank 0, another on rank 2" in text
             )
@@ -115,9 +115,9 @@ def test_the_first_training_forward_compares_replicas(pool4: Run, orig: bool, ch
 
 @pytest.mark.parametrize("check", ["warn", "raise"])
 def test_the_first_backward_compares_what_is_not_sharded(pool3: Run, check: str) -> None:
-    said = pool3(at_first, "NO_SHARD", True, check)
+    texts = pool3(at_first, "NO_SHARD", True, check)
     text = TEXT.format("ranks 0, 1", "rank 2")
-    assert said == ([[text], [], []] if check == "warn" else [[text]] * 3)
+    assert texts == ([[text], [], []] if check == "warn" else [[text]] * 3)
 
 
 def different_from_the_start(rank: int, world: int) -> list[str]:
@@ -126,21 +126,21 @@ def different_from_the_start(rank: int, world: int) -> list[str]:
     return train(model, rank)
 
 
-def test_what_was_said_of_the_beginning_is_not_said_twice(pool2: Run) -> None:
-    said, of_rank_1 = pool2(different_from_the_start)
-    assert len(said) == 1 and said[0].startswith("ranks begin with different values of 8 of 12 parameters")
+def test_what_was_reported_of_the_beginning_is_not_reported_twice(pool2: Run) -> None:
+    texts, of_rank_1 = pool2(different_from_the_start)
+    assert len(texts) == 1 and texts[0].startswith("ranks begin with different values of 8 of 12 parameters")
     assert not of_rank_1
 
 
 def sharded_only(rank: int, world: int) -> list[str]:
     model = wrapped(world, "FULL_SHARD")
     flatfsdp.check_replicas(model)
-    said = []
+    texts = []
     for kind, wrong in ((ConfigTypeError, build()), (UsageError, model.module[0])):
         with pytest.raises(kind) as caught:
             flatfsdp.check_replicas(wrong)
-        said.append(str(caught.value))
-    return said
+        texts.append(str(caught.value))
+    return texts
 
 
 def test_where_nothing_is_replicated_nothing_is_compared(pool2: Run) -> None:
@@ -177,15 +177,15 @@ def plans(rank: int, world: int, shape: tuple[int, int]) -> tuple[list[str], lis
     return [str(each.message) for each in caught], records
 
 
-def test_a_mesh_that_shards_nothing_is_said_once(pool4: Run) -> None:
-    for rank, (said, logged) in enumerate(pool4(plans, (4, 1))):
+def test_a_mesh_that_shards_nothing_is_reported_once(pool4: Run) -> None:
+    for rank, (texts, logged) in enumerate(pool4(plans, (4, 1))):
         words = (
             "HYBRID_SHARD over 4 replicas on ranks 0-3, each of one rank: nothing is sharded, every rank holds all "
             "parameters, gradients and optimizer states. A 2-D device_mesh is (replicate, shard): (4, 1) has one "
             "shard, (1, 4) has 4, and of a pair of process groups the first is that of the shards. Pass "
             'sharding_strategy="NO_SHARD" if this is intentional'
         )
-        assert said == ([words] if rank == 0 else [])  # the others log it
+        assert texts == ([words] if rank == 0 else [])  # the others log it
         assert words in logged if rank else words not in logged
         logged = [line for line in logged if line != words]
         assert logged == ["HYBRID_SHARD over 1 x 4: 4 replicas on ranks 0-3"]
@@ -193,7 +193,7 @@ def test_a_mesh_that_shards_nothing_is_said_once(pool4: Run) -> None:
 
 def test_the_group_plan_of_a_hybrid_is_logged(pool4: Run) -> None:
     results = pool4(plans, (2, 2))
-    assert [said for said, _ in results] == [[]] * 4
+    assert [texts for texts, _ in results] == [[]] * 4
     shards, replicas = ("ranks 0-1", "ranks 2-3"), ("ranks 0, 2", "ranks 1, 3")
     for rank, (_, logged) in enumerate(results):
         own = f"2 shards on {shards[rank // 2]}, 2 replicas on {replicas[rank % 2]}"
@@ -211,7 +211,7 @@ def parting(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_what_only_some_ranks_call_is_told_to_all_where_nothing_is_sharded(pool2: Run) -> None:
+def test_what_only_some_ranks_call_is_reported_to_all_where_nothing_is_sharded(pool2: Run) -> None:
     first, second = pool2(parting)
     assert first == second
     assert "rank 0 called check_replicas(); rank 1 called inference(max_bytes=None), 2 flat parameters" in first
@@ -223,17 +223,17 @@ def in_the_course(rank: int, world: int, kind: str, check: str, hook: str) -> li
     if hook:
         function = comm_hooks.allreduce_hook if hook == "ours" else of_a_user
         model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), function)
-    said = []
+    texts = []
     with patch.object(replica_checks, "EVERY", 3):
         for step in range(9):
             if step == 2:
                 write(model, rank, 1)
             try:
                 with model.no_sync() if step == 1 else nullcontext():  # which reduces nothing, and does not count
-                    said.append("; ".join(train(model, rank)))
+                    texts.append("; ".join(train(model, rank)))
             except AgreementError as error:
-                return [*said, f"raised {error}"]
-    return said
+                return [*texts, f"raised {error}"]
+    return texts
 
 
 def of_a_user(state: Any, grad: torch.Tensor) -> None:
@@ -254,11 +254,11 @@ def of_a_user(state: Any, grad: torch.Tensor) -> None:
 def test_replicas_are_compared_at_a_rhythm(pool4: Run, kind: str, check: str, hook: str, finds: bool) -> None:
     # The third backward that reduces after the first comparison; where nothing is sharded that is in the first one.
     due = 3 if kind == "HYBRID_SHARD" else 4
-    for rank, said in enumerate(pool4(in_the_course, kind, check, hook)):
+    for rank, texts in enumerate(pool4(in_the_course, kind, check, hook)):
         if not finds or (check == "warn" and rank > 0):  # once per job
-            assert said == [""] * 9
+            assert texts == [""] * 9
         elif check == "raise":
-            assert len(said) == due + 1 and said[due].startswith("raised replicas differ in 1 of 12 parameters: ")
+            assert len(texts) == due + 1 and texts[due].startswith("raised replicas differ in 1 of 12 parameters: ")
         else:
-            assert [index for index, each in enumerate(said) if each] == [due], said
-            assert "on rank 1" in said[due] and said[due].endswith(". They were the same 3 backwards before")
+            assert [index for index, each in enumerate(texts) if each] == [due], texts
+            assert "on rank 1" in texts[due] and texts[due].endswith(". They were the same 3 backwards before")

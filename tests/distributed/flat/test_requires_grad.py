@@ -1,4 +1,4 @@
-"""`requires_grad` changed between steps, on all ranks; on one only: tests/process/agreement/test_agree.py."""
+"""`requires_grad` changed between steps, on all ranks; on one only: tests/process/agreement/test_agreement.py."""
 
 from __future__ import annotations
 

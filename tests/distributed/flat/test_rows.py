@@ -96,7 +96,7 @@ def different(rank: int, world: int) -> None:
     wrapped(seeded(Net), layout="rows" if rank else "flat")(data(rank, 0))
 
 
-def test_ranks_of_other_layouts_are_told(pool2: Run) -> None:
+def test_ranks_of_other_layouts_get_an_error(pool2: Run) -> None:
     with pytest.raises(Exception, match=r"layout[^\n]*\n?[^\n]*(flat|rows)") as caught:
         pool2(different)
     assert AgreementError.__name__ in str(caught.value)

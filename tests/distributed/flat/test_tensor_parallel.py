@@ -219,8 +219,8 @@ def another_model(rank: int, world: int) -> str:
 
 
 def test_a_rank_with_another_model_is_named(pool4: Run) -> None:
-    for said in pool4(another_model):
+    for text in pool4(another_model):
         assert (
-            "unit 'blocks.0', parameter up.weight: ranks 0, 1, 2: float32 (26, 12) as a DTensor (tp of 2: S(0))" in said
+            "unit 'blocks.0', parameter up.weight: ranks 0, 1, 2: float32 (26, 12) as a DTensor (tp of 2: S(0))" in text
         )
-        assert "; rank 3: float32 (28, 12) as a DTensor" in said
+        assert "; rank 3: float32 (28, 12) as a DTensor" in text

@@ -110,7 +110,7 @@ def difference(
     if in_backward:
         flatfsdp.optimizer_in_backward(model, mine)
     scaler = flatfsdp.ShardedGradScaler("cpu", init_scale=2.0**8, enabled=prepare == "scaler")
-    told: list[str] = []
+    wrong: list[str] = []
     for step, microbatches in enumerate(plan):
         mine.zero_grad(set_to_none), reference.zero_grad(set_to_none)
         for micro, takes in enumerate(microbatches):
@@ -132,7 +132,7 @@ def difference(
             held = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
             found = {name: parameter.grad is None for name, parameter in held}
             if any(found[name] is not expected[name] for name in found):
-                told.append(f"step {step}: without: {[n for n in found if found[n] is not expected[n]]} only in one")
+                wrong.append(f"step {step}: without: {[n for n in found if found[n] is not expected[n]]} only in one")
         if prepare == "clip":
             model.clip_grad_norm_(0.01)
             nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
@@ -144,8 +144,8 @@ def difference(
             for name, parameter in alone.named_parameters():
                 got = dict(net.named_parameters())[name]
                 if not torch.allclose(got, parameter, atol=1e-5):
-                    told.append(f"step {step}: {name}, {got.flatten()[0]:.4f} and {parameter.flatten()[0]:.4f} alone")
-    return told[0] if told else ""
+                    wrong.append(f"step {step}: {name}, {got.flatten()[0]:.4f} and {parameter.flatten()[0]:.4f} alone")
+    return wrong[0] if wrong else ""
 
 
 def averaged(state: object, full: Tensor, output: Tensor | None = None) -> None:
@@ -263,7 +263,7 @@ def posts_of(rank: int, world: int, plan: Plan) -> list[int]:
     return posts[:-1]
 
 
-def test_what_is_expected_is_not_said(pool2: Run) -> None:
+def test_what_is_expected_is_not_reported(pool2: Run) -> None:
     assert pool2(posts_of, same(*["lrs"] * 4)) == [[1, 0, 0, 0]] * 2
     assert pool2(posts_of, same(*["l"] * 4)) == [[1, 0, 0, 0]] * 2
     mixed = [[("l", "rs")]] * 4
@@ -274,10 +274,10 @@ def test_what_is_expected_is_not_said(pool2: Run) -> None:
 
 def test_a_model_that_is_gone_answers(pool2: Run) -> None:
     # Rank 0 lacks nothing, so it waits for nobody, and lets go of its model before the other one asks.
-    assert pool2(gone_before_it_is_asked) == [[], ["0.weight", "1.weight"]]
+    assert pool2(gone_before_it_is_requested) == [[], ["0.weight", "1.weight"]]
 
 
-def gone_before_it_is_asked(rank: int, world: int) -> list[str]:
+def gone_before_it_is_requested(rank: int, world: int) -> list[str]:
     net = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
     model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=True)
     with patch.object(unused, "SOON", 1.0):

@@ -33,7 +33,7 @@ def sharded(net: Net, how: How, drawn: random.Random) -> Any:
         "mesh": named_mesh(*shape),
         "shard_placement_fn": (lambda parameter: Shard(1)) if columns else None,
     }
-    ways = [None, True, False] + [how.neighbours] * (how.neighbours is not None)
+    ways = [None, True, False] + [how.neighbors] * (how.neighbors is not None)
     counted: dict[nn.Parameter, int] = {}
     for unit in net.units:
         for name in dict(unit.named_parameters(remove_duplicate=False)):

@@ -74,11 +74,11 @@ def stepped(net: Any, optimizer: Any, step: int, *, backward: Callable[[Any], No
     for parameter in net.parameters():
         by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
     norms = [torch.nn.utils.clip_grad_norm_(each, 0.1) for each in by_mesh.values()]
-    told = [loss.item(), *(norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item() for norm in norms)]
-    told += [p.grad.to_local().clone() for p in net.parameters()]
+    seen = [loss.item(), *(norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item() for norm in norms)]
+    seen += [p.grad.to_local().clone() for p in net.parameters()]
     optimizer.step()
     optimizer.zero_grad()
-    return told
+    return seen
 
 
 def adamw(net: nn.Module) -> torch.optim.Optimizer:
@@ -98,10 +98,10 @@ def beside(rank: int, world: int, divided: bool) -> list[str]:
         net = mixture(package, divided=divided, torchs_objects=torchs)
         optimizer = adamw(net)
         stories.append((net, optimizer, [stepped(net, optimizer, step) for step in range(steps)]))
-    net, of_ours, told = stories[0]
+    net, of_ours, seen = stories[0]
     torchs_net, of_torchs, expected = stories[2]
-    found = [f"step {i}" for i, (a, b) in enumerate(zip(told, expected, strict=True)) if not same(a, b)]
-    if not all(map(same, stories[1][2], told)):
+    found = [f"step {i}" for i, (a, b) in enumerate(zip(seen, expected, strict=True)) if not same(a, b)]
+    if not all(map(same, stories[1][2], seen)):
         found.append("torch's objects")
     for (name, one), two in zip(net.named_parameters(), torchs_net.parameters(), strict=True):
         states = [
@@ -112,16 +112,16 @@ def beside(rank: int, world: int, divided: bool) -> list[str]:
             found.append(f"{name}: {one._spec}, expected {two._spec}")
         elif not (torch.equal(one.to_local(), two.to_local()) and same(*states)):
             found.append(f"{name}: another local shard, or state")
-    return found + _unlike_one(net, told)
+    return found + _unlike_one(net, seen)
 
 
-def _unlike_one(net: Any, told: list[list[Any]]) -> list[str]:
+def _unlike_one(net: Any, seen: list[list[Any]]) -> list[str]:
     """The first loss is that of one process."""
     torch.manual_seed(1)
     one = Mixture()
     world = dist.get_world_size()
     expected = loss_on(one, 0, dist.get_rank(), world).item()
-    return [] if abs(told[0][0] - expected) < 1e-6 else [f"loss {told[0][0]}, expected {expected}"]
+    return [] if abs(seen[0][0] - expected) < 1e-6 else [f"loss {seen[0][0]}, expected {expected}"]
 
 
 def test_divided_experts(pool4: Run) -> None:

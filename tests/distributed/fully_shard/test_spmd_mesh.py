@@ -52,13 +52,13 @@ def made(package: Any, case: Case, **options: Any) -> tuple[Any, Any, tuple[str,
 def story(package: Any, case: Case, steps: int = 2, **options: Any) -> tuple[Any, list[Any]]:
     net, mesh, dp = made(package, case, **options)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
-    told: list[Any] = []
+    seen: list[Any] = []
     for step in range(steps):
-        told.append(step_on_mesh(net, step, mesh, dp))
-        told.append([p.grad.to_local().clone() for p in net.parameters()])
+        seen.append(step_on_mesh(net, step, mesh, dp))
+        seen.append([p.grad.to_local().clone() for p in net.parameters()])
         optimizer.step()
         optimizer.zero_grad()
-    return net, told
+    return net, seen
 
 
 def beside(rank: int, world: int, cases: list[Case], bound: float) -> list[str]:

@@ -50,14 +50,14 @@ def beside(rank: int, world: int, shape: tuple[int, ...], sequence: bool) -> lis
     for package in (flatfsdp, theirs):
         model = made(package, shape, sequence=sequence)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-        told: list[Any] = []
+        seen: list[Any] = []
         for step in range(steps):
-            told.append((step_ours(model, shape, step), norm_of(model).item()))
+            seen.append((step_ours(model, shape, step), norm_of(model).item()))
             optimizer.step()
             optimizer.zero_grad()
-        stories.append((model, told))
-    (ours, said), (torchs, expected) = stories
-    lines = [f"step {i}: {a}, expected {b}" for i, (a, b) in enumerate(zip(said, expected, strict=True)) if a != b]
+        stories.append((model, seen))
+    (ours, text), (torchs, expected) = stories
+    lines = [f"step {i}: {a}, expected {b}" for i, (a, b) in enumerate(zip(text, expected, strict=True)) if a != b]
     for (name, found), wanted in zip(ours.named_parameters(), torchs.parameters(), strict=True):
         if found._spec != wanted._spec:
             lines.append(f"{name}: {found._spec}, expected {wanted._spec}")

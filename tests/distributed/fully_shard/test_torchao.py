@@ -73,12 +73,12 @@ def beside_torchs(rank: int, world: int, dtype: torch.dtype | None) -> list[Any]
     for package, gathers, scales in ((theirs, False, False), (flatfsdp, True, False), (flatfsdp, True, True)):
         settings = {"mp_policy": package.MixedPrecisionPolicy(dtype, torch.float32)} if dtype else {}
         model = sharded(package, net(gathers=gathers), dist.init_device_mesh("cpu", (world,)), **settings)
-        told = losses(model, rank, scales=scales)
-        found.append((told, [each.full_tensor() for each in model.parameters()]))
+        seen = losses(model, rank, scales=scales)
+        found.append((seen, [each.full_tensor() for each in model.parameters()]))
     expected, parameters = found[0]
     if dtype is not None:  # torch's casts to that first
-        return [f"{told}, expected {expected}" for told, _ in found[1:] if told != pytest.approx(expected, rel=0.2)]
-    lines = [f"{told}, expected {expected}" for told, _ in found[1:] if told != expected]
+        return [f"{seen}, expected {expected}" for seen, _ in found[1:] if seen != pytest.approx(expected, rel=0.2)]
+    lines = [f"{seen}, expected {expected}" for seen, _ in found[1:] if seen != expected]
     for _, ours in found[1:]:
         lines += [
             f"parameter {i}" for i, (a, b) in enumerate(zip(ours, parameters, strict=True)) if not torch.equal(a, b)
@@ -114,7 +114,7 @@ def under_tensor_parallelism(rank: int, world: int) -> list[str]:
         model = sharded(package, model, mesh["dp"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
         found.append(losses(model, rank // 2, scales=scales, optimizer=optimizer))
-    return [f"{told}, expected {found[0]}" for told in found[1:] if told != found[0]]
+    return [f"{seen}, expected {found[0]}" for seen in found[1:] if seen != found[0]]
 
 
 def test_inside_of_dtensors(pool4: Run) -> None:
@@ -143,8 +143,8 @@ def kept(rank: int, world: int, folder: str) -> list[str]:
     dcp.load(read, checkpoint_id=folder)
     set_state_dict(other, others, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
     pairs = ((model, optimizer), (twin, its), (pickled, of_pickled), (other, others))
-    told = [losses(each, rank, optimizer=one, scales=True) for each, one in pairs]
-    return [f"{each}, expected {told[0]}" for each in told[1:] if each != told[0]]
+    seen = [losses(each, rank, optimizer=one, scales=True) for each, one in pairs]
+    return [f"{each}, expected {seen[0]}" for each in seen[1:] if each != seen[0]]
 
 
 def test_copies_and_checkpoints_train_on(pool2: Run, tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def wrapped(**options: Any) -> FullyShardedDataParallel:
 # --- summary and repr -------------------------------------------------------------------------------------------------
 
 
-def summarise(rank: int, world: int) -> str:
+def summarize(rank: int, world: int) -> str:
     return summary(wrapped())
 
 
 def test_a_table_of_the_units_equal_on_every_rank(pool2: Run) -> None:
-    first, second = pool2(summarise)
+    first, second = pool2(summarize)
     assert first == second
     assert_expected_inline(
         first,
@@ -64,7 +64,7 @@ ranks 2 x 1: 2 shards on ranks 0-1""",
     )
 
 
-def summarise_alike(rank: int, world: int) -> str:
+def summarize_alike(rank: int, world: int) -> str:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)), nn.Linear(4, 1))
     model = nn.ModuleDict({"layers": layers})
     return summary(FullyShardedDataParallel(model, auto_wrap_policy={nn.Linear}), compact=True)
@@ -72,7 +72,7 @@ def summarise_alike(rank: int, world: int) -> str:
 
 def test_what_is_alike_is_there_once(pool2: Run) -> None:
     assert_expected_inline(
-        pool2(summarise_alike)[0],
+        pool2(summarize_alike)[0],
         """\
 unit                 module      parameters  bytes/rank  padding  kinds
 <root>               ModuleDict           0           0        0  none of its own
@@ -84,7 +84,7 @@ ranks 2 x 1: 2 shards on ranks 0-1""",
     )
 
 
-def summarise_hybrid(rank: int, world: int) -> tuple[str, str]:
+def summarize_hybrid(rank: int, world: int) -> tuple[str, str]:
     tower = Tower()
     tower.first.requires_grad_(False)
     head = nn.Linear(1, 7)
@@ -101,7 +101,7 @@ def summarise_hybrid(rank: int, world: int) -> tuple[str, str]:
 
 
 def test_the_table_shows_groups_frozen_kinds_casts_and_what_is_left_out(pool4: Run) -> None:
-    tables, texts = zip(*pool4(summarise_hybrid), strict=True)
+    tables, texts = zip(*pool4(summarize_hybrid), strict=True)
     assert_expected_inline(
         tables[3],
         """\
@@ -137,7 +137,7 @@ FullyShardedDataParallel(
     )
 
 
-def summarise_replicas(rank: int, world: int) -> tuple[str, str]:
+def summarize_replicas(rank: int, world: int) -> tuple[str, str]:
     text = repr(FullyShardedDataParallel(nn.Linear(1, 1), sharding_strategy="NO_SHARD"))
     group = dist.new_group([0, 2]) if world == 3 else None
     other = FullyShardedDataParallel(nn.Linear(1, 1), process_group=group) if rank != 1 else None
@@ -145,7 +145,7 @@ def summarise_replicas(rank: int, world: int) -> tuple[str, str]:
 
 
 def test_repr_names_the_ranks_in_one_line(pool3: Run) -> None:
-    texts = pool3(summarise_replicas)
+    texts = pool3(summarize_replicas)
     assert texts[0] == ("NO_SHARD: 3 replicas on ranks 0-2", "FULL_SHARD: 2 shards on ranks 0, 2")
     assert texts[2] == texts[0]
 

@@ -34,7 +34,7 @@ def world() -> Iterator[None]:
         yield
 
 
-def said(call: Callable[[], Any], error: type[Exception] = UsageError) -> str:
+def reported(call: Callable[[], Any], error: type[Exception] = UsageError) -> str:
     """The message that `call` raises, in short lines."""
     with pytest.raises(error) as info:
         call()
@@ -72,7 +72,7 @@ TOKENS = torch.tensor([0, 1, 2])
 
 def test_no_process_group() -> None:
     assert_expected_inline(
-        said(lambda: FullyShardedDataParallel(linear())),
+        reported(lambda: FullyShardedDataParallel(linear())),
         """\
 no process group: FullyShardedDataParallel needs torch.distributed to be initialised. Under torchrun
 add
@@ -86,7 +86,7 @@ world_size=1)""",
 @pytest.mark.parametrize("orig", [True, False])
 def test_wrapping_a_wrapper(world: None, orig: bool) -> None:
     model = FullyShardedDataParallel(linear(), use_orig_params=orig)
-    message = said(lambda: FullyShardedDataParallel(model, use_orig_params=orig))
+    message = reported(lambda: FullyShardedDataParallel(model, use_orig_params=orig))
     assert_expected_inline(
         message, """module: FullyShardedDataParallel is a wrapper already, of Linear. Wrap the original module, once"""
     )
@@ -96,7 +96,7 @@ def test_wrapping_a_wrapper(world: None, orig: bool) -> None:
 def test_wrapping_what_is_in_a_unit(world: None, orig: bool) -> None:
     model = FullyShardedDataParallel(nn.Sequential(linear()), use_orig_params=orig)
     for inside in (model.module, model.module[0]):
-        message = said(lambda inside=inside: FullyShardedDataParallel(inside, use_orig_params=orig))  # type: ignore[misc]
+        message = reported(lambda inside=inside: FullyShardedDataParallel(inside, use_orig_params=orig))  # type: ignore[misc]
     assert_expected_inline(
         message,
         """\
@@ -110,7 +110,7 @@ def test_a_flat_parameter_in_another_module(world: None) -> None:
     other = nn.Sequential()
     other.register_parameter("stolen", model._flat_param)
     assert_expected_inline(
-        said(lambda: FullyShardedDataParallel(other)),
+        reported(lambda: FullyShardedDataParallel(other)),
         """\
 'stolen' is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the
 original module, once""",
@@ -120,7 +120,7 @@ original module, once""",
 def test_ignoring_a_wrapper(world: None) -> None:
     inner = FullyShardedDataParallel(linear())
     outer = nn.Sequential(inner, linear())
-    message = said(lambda: FullyShardedDataParallel(outer, ignored_modules=[inner]), ConfigValueError)
+    message = reported(lambda: FullyShardedDataParallel(outer, ignored_modules=[inner]), ConfigValueError)
     assert_expected_inline(
         message,
         """\
@@ -159,7 +159,7 @@ def test_a_unit_without_parameters_works(world: None) -> None:
 
 def test_a_group_without_this_rank(world: None) -> None:
     other = dist.new_group([1])
-    accepted = said(
+    accepted = reported(
         lambda: FullyShardedDataParallel(linear(), process_group=other), (ConfigTypeError, ConfigValueError)
     )  # type: ignore[arg-type]
     assert_expected_inline(
@@ -172,14 +172,14 @@ FULL_SHARD. torch.distributed.new_group answers so on ranks outside of the group
 
 def test_group_and_mesh(world: None) -> None:
     mesh = dist.init_device_mesh("cpu", (2,))
-    message = said(
+    message = reported(
         lambda: FullyShardedDataParallel(linear(), process_group=dist.group.WORLD, device_mesh=mesh), ConfigValueError
     )
     assert_expected_inline(message, """process_group, device_mesh: got both. Accepted: one of them.""")
 
 
 def test_hybrid_over_one_group(world: None) -> None:
-    message = said(
+    message = reported(
         lambda: FullyShardedDataParallel(linear(), process_group=dist.group.WORLD, sharding_strategy="HYBRID_SHARD"),
         ConfigValueError,
     )
@@ -193,7 +193,7 @@ for HYBRID_SHARD.""",
 
 def test_hybrid_over_a_line(world: None) -> None:
     mesh = dist.init_device_mesh("cpu", (2,))
-    message = said(
+    message = reported(
         lambda: FullyShardedDataParallel(linear(), device_mesh=mesh, sharding_strategy="HYBRID_SHARD"),
         ConfigValueError,
     )
@@ -220,7 +220,7 @@ def test_a_mesh_without_this_rank() -> None:
     with fake_world(4):
         mesh = DeviceMesh("cpu", [2, 3])
         assert_expected_inline(
-            said(lambda: FullyShardedDataParallel(linear(), device_mesh=mesh), ConfigValueError),
+            reported(lambda: FullyShardedDataParallel(linear(), device_mesh=mesh), ConfigValueError),
             """device_mesh: rank 0 is not in the mesh [2, 3]. Wrap on its ranks only""",
         )
 
@@ -241,7 +241,7 @@ def test_hybrid_over_unknown_nodes(
     net = nn.Sequential(linear())
     options: Any = {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {nn.Linear}}
     with fake_world(4):
-        message = said(lambda: FullyShardedDataParallel(net, **options), ConfigValueError).replace("\n", " ")
+        message = reported(lambda: FullyShardedDataParallel(net, **options), ConfigValueError).replace("\n", " ")
     assert message == (
         f"process_group: the hybrid strategies shard over the ranks of a node, but {found}. Launch with torchrun, or "
         "give process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
@@ -252,7 +252,7 @@ def test_a_policy_that_ignores(world: None) -> None:
     net = nn.Sequential(nn.Sequential(linear(), linear()))
     policy = CustomPolicy(lambda module: {"ignored_modules": [net[0][1]]} if module is net[0] else False)
     assert_expected_inline(
-        said(lambda: FullyShardedDataParallel(net, auto_wrap_policy=policy), ConfigValueError),
+        reported(lambda: FullyShardedDataParallel(net, auto_wrap_policy=policy), ConfigValueError),
         """\
 auto_wrap_policy: it gives a unit ignored_modules or ignored_states of its own; give them to the
 outermost wrapper, which passes them to all units""",
@@ -265,7 +265,7 @@ def test_a_tie_over_different_ranks() -> None:
         half = dist.new_group([0, 1])
         net.embedding = FullyShardedDataParallel(net.embedding, process_group=half)
         assert_expected_inline(
-            said(lambda: FullyShardedDataParallel(net)),
+            reported(lambda: FullyShardedDataParallel(net)),
             """\
 'head.weight' of Pair is tied to a parameter of another unit (Embedding) that is sharded over other
 ranks, so no order of gathers serves both. Put both modules into one unit, or wrap them with the
@@ -281,7 +281,7 @@ def test_left_on_the_meta_device(world: None, orig: bool) -> None:
     net = nn.Sequential(linear(), linear(device="meta"), nn.BatchNorm1d(4, device="meta"), linear())
     model = FullyShardedDataParallel(net, ignored_modules=[net[1], net[2]], use_orig_params=orig)
     assert_expected_inline(
-        said(lambda: model(torch.ones(2, 4))),
+        reported(lambda: model(torch.ones(2, 4))),
         """\
 these parameters or buffers are on the meta device, which has no values: 1.weight, 1.bias, 2.weight,
 2.bias, 2.running_mean, 2.running_var, 2.num_batches_tracked. Modules that are wrapped are given
@@ -295,13 +295,13 @@ def test_moved_to_the_meta_device(world: None, orig: bool) -> None:
     net = nn.Sequential(linear(), linear())
     model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=orig)
     assert_expected_inline(
-        said(lambda: model.to("meta")),
+        reported(lambda: model.to("meta")),
         """\
 unit <root>: moving it to the meta device would throw away its values; use
 model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device""",
     )
     assert_expected_inline(
-        said(lambda: model[0].to("meta")),
+        reported(lambda: model[0].to("meta")),
         """\
 unit <root>: moving it to the meta device would throw away its values; use
 model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device""",
@@ -314,7 +314,7 @@ def test_on_another_device(world: None) -> None:
     # Any device that is not the model's; this machine may have only one that computes.
     inspect.move(model, torch.device("cuda", 0))
     assert_expected_inline(
-        said(lambda: model._lazy_init()),
+        reported(lambda: model._lazy_init()),
         """\
 the model computes on cuda:0, but these are elsewhere: 0.weight (cpu, expected cuda:0), 0.bias (cpu,
 expected cuda:0), 1.weight (cpu, expected cuda:0), 1.bias (cpu, expected cuda:0), buffer
@@ -327,7 +327,7 @@ wrapping, or pass device_id=""",
 def test_the_forward_of_a_nested_unit_first(world: None) -> None:
     model = FullyShardedDataParallel(nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear})
     assert_expected_inline(
-        said(lambda: model[0](torch.ones(1, 4))),
+        reported(lambda: model[0](torch.ones(1, 4))),
         """\
 the forward of a nested unit (Linear) ran before the first forward of the root (Sequential) that it
 belongs to; call the outermost FullyShardedDataParallel module first""",
@@ -337,7 +337,7 @@ belongs to; call the outermost FullyShardedDataParallel module first""",
 def test_no_sync_on_a_nested_unit(world: None) -> None:
     model = FullyShardedDataParallel(nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear})
     assert_expected_inline(
-        said(lambda: model[0].no_sync().__enter__()),
+        reported(lambda: model[0].no_sync().__enter__()),
         """\
 no_sync() was called on a nested unit (Linear); call it on the outermost FullyShardedDataParallel
 module (Sequential)""",
@@ -351,7 +351,7 @@ def test_a_cast_before_the_backward(world: None, change: Callable[[nn.Module], A
     model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=orig)
     output = model(torch.ones(1, 4)).sum()
     assert_expected_inline(
-        said(lambda: change(model)),
+        reported(lambda: change(model)),
         """\
 unit '0': .to(), .half() and their like change parameters between iterations only; a forward here
 still awaits its backward""",
@@ -369,11 +369,11 @@ def test_a_pickle_of_another_rank() -> None:
         all_four = pickle.dumps(FullyShardedDataParallel(linear()))
     with fake_world(4, rank=3):
         assert_expected_inline(
-            said(lambda: pickle.loads(pair)),
+            reported(lambda: pickle.loads(pair)),
             """this model was pickled on a rank of the group (0, 1); rank 3 is not one of them""",
         )
         assert_expected_inline(
-            said(lambda: pickle.loads(all_four)),
+            reported(lambda: pickle.loads(all_four)),
             """\
 this model was pickled on rank 0 of its shard group and is loaded on rank 3; load each rank's own
 pickle""",
@@ -407,7 +407,7 @@ def test_an_optimizer_from_before_that_has_state(world: None) -> None:
     with pytest.warns(FlatFSDPWarning, match="gradients from before wrapping are dropped, of weight, bias"):
         model = FullyShardedDataParallel(net, use_orig_params=True)
     assert_expected_inline(
-        said(lambda: step(model, optimizer)),
+        reported(lambda: step(model, optimizer)),
         """\
 the optimizer has state from before wrapping, or of another rank: 'exp_avg' of parameter 'weight' of
 unit <root> (param group 0) has shape (4, 4), but this rank's shard of it has (10,). Build the
@@ -422,7 +422,7 @@ def test_an_optimizer_from_before_with_flat_parameters(world: None) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = FullyShardedDataParallel(net)
     assert_expected_inline(
-        said(lambda: step(model, optimizer)),
+        reported(lambda: step(model, optimizer)),
         """\
 the optimizer holds parameter 'weight' of unit <root> (param group 0), which was flattened: with
 use_orig_params=False it would never be updated. Build the optimizer from model.parameters() after
@@ -441,7 +441,7 @@ def test_a_parameter_deleted(world: None, orig: bool, stepped: bool) -> None:
         model(torch.ones(1, 4)).sum().backward()
     del model.module.weight
     assert_expected_inline(
-        said(lambda: model(torch.ones(1, 4))),
+        reported(lambda: model(torch.ones(1, 4))),
         """\
 'weight' of unit <root> was changed after wrapping: it is gone. Delete parameters before wrapping,
 or keep them""",
@@ -453,7 +453,7 @@ def test_a_parameter_of_another_shape(world: None, orig: bool) -> None:
     model = FullyShardedDataParallel(linear(), use_orig_params=orig)
     model.module.weight = nn.Parameter(torch.zeros(5, 4))
     assert_expected_inline(
-        said(lambda: model(torch.ones(1, 4))),
+        reported(lambda: model(torch.ones(1, 4))),
         """\
 the parameter now registered as 'weight' was replaced by a tensor of shape (5, 4); expected this
 rank's shard of it, (10,), or the whole parameter, (4, 4). Inside summon_full_params() parameters
@@ -466,7 +466,7 @@ def test_a_parameter_of_another_dtype(world: None, orig: bool) -> None:
     model = FullyShardedDataParallel(linear(), use_orig_params=orig)
     model.module.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
     assert_expected_inline(
-        said(lambda: model(torch.ones(1, 4))),
+        reported(lambda: model(torch.ones(1, 4))),
         """the parameter now registered as 'weight' has dtype torch.float64; expected the shard's torch.float32""",
     )
 
@@ -478,7 +478,7 @@ def test_a_parameter_with_hooks_in_place_of_another(world: None, orig: bool, met
     model.module.weight = new = nn.Parameter(torch.zeros(4, 4))
     hook = getattr(new, method)(lambda _: None)
     assert_expected_inline(
-        said(lambda: model(torch.ones(1, 4))),
+        reported(lambda: model(torch.ones(1, 4))),
         """'weight' of unit <root> was changed after wrapping: it is another parameter now, which has hooks.
 Its values are taken over, but the parameter stays the one that was wrapped, so that the hooks would
 never run. Assign it, run a forward, and register them then; or copy values into the parameter""",
@@ -493,7 +493,7 @@ def test_a_tensor_in_place_of_a_parameter(world: None, orig: bool) -> None:
     del model.module.weight
     model.module.weight = torch.zeros(4, 4)
     assert_expected_inline(
-        said(lambda: model(torch.ones(1, 4))),
+        reported(lambda: model(torch.ones(1, 4))),
         """\
 'weight' of unit <root> was changed after wrapping: it is a Tensor now; expected the parameter, or a
 new one""",
@@ -510,7 +510,7 @@ def test_a_tie_made_after_wrapping(world: None, orig: bool, classes: set[type[nn
         model(TOKENS).sum().backward()
     embedding, head = (getattr(m, "module", m) for m in (net.embedding, net.head))
     head.weight = embedding.weight
-    message = said(lambda: model(TOKENS)).replace("\n", " ")
+    message = reported(lambda: model(TOKENS)).replace("\n", " ")
     unit = "'head'" if nn.Linear in classes else "<root>"
     place = "'weight'" if nn.Linear in classes else "'head.weight'"
     assert message.startswith(f"{place} of unit {unit} was changed after wrapping: it was tied to 'embedding.weight'")
@@ -524,7 +524,7 @@ def test_a_tie_undone_after_wrapping(world: None, orig: bool) -> None:
     model(TOKENS).sum().backward()
     net.head.weight = nn.Parameter(torch.zeros(6, 4))
     assert_expected_inline(
-        said(lambda: model(TOKENS)),
+        reported(lambda: model(TOKENS)),
         """\
 'head.weight' of unit <root> was changed after wrapping: it was tied to 'embedding.weight', and is
 another parameter now. Untie parameters before wrapping, or copy values in place""",
@@ -537,7 +537,7 @@ def test_another_module_wide_dtype_one_by_one(world: None, orig: bool) -> None:
     for leaf in inspect.flat_params(model)[0].leaves:
         leaf.data = leaf.data.half()
     assert_expected_inline(
-        said(lambda: model(torch.ones(1, 4))),
+        reported(lambda: model(torch.ones(1, 4))),
         """\
 the parameters of unit '<root>' changed from torch.float32 to torch.float16 one by one after
 wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or before
@@ -553,7 +553,7 @@ def test_parameters_registered_after_wrapping(world: None, orig: bool) -> None:
     net[1].append(linear())
     net[1].shift = nn.Parameter(torch.zeros(4))
     assert_expected_inline(
-        said(lambda: model(torch.ones(1, 4))),
+        reported(lambda: model(torch.ones(1, 4))),
         """\
 these parameters were registered after wrapping: 0.bias, 1.shift, 1.1.weight, 1.1.bias. No unit
 holds them, so they are not sharded and their gradients are not averaged over ranks. Register them
@@ -593,9 +593,9 @@ model or between it and its backward, where it is sharded. Use it in the forward
 holds it (also a term over parameters, for example an L2 penalty), call unshard() of that unit's
 wrapper before, or let the unit be the module that uses it; to look at values, use
 summon_full_params() between steps"""
-    assert_expected_inline(said(lambda: weight.pow(2)), expected)
+    assert_expected_inline(reported(lambda: weight.pow(2)), expected)
     for use in (lambda: 2 * weight, lambda: torch.stack([weight]), lambda: torch._foreach_norm([weight])):
-        assert "reads parameter 'weight' of unit '0'" in said(use)
+        assert "reads parameter 'weight' of unit '0'" in reported(use)
     assert weight.requires_grad
     assert weight.grad is None
     assert isinstance(weight, nn.Parameter)
@@ -607,14 +607,14 @@ summon_full_params() between steps"""
 
 
 @pytest.mark.parametrize("call", ["grad", "backward"])
-def test_gradients_of_parameters_are_not_asked_for(world: None, call: str) -> None:
+def test_gradients_of_parameters_are_not_requested(world: None, call: str) -> None:
     model = FullyShardedDataParallel(
         nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear}, use_orig_params=True
     )
     parameters = list(model.parameters())
     loss = model(torch.ones(1, 4)).sum()
     asks = {"grad": lambda: torch.autograd.grad(loss, parameters), "backward": lambda: loss.backward(inputs=parameters)}
-    words = said(asks[call])
+    words = reported(asks[call])
     assert words.startswith(f"{call}() needs the gradients of parameter 'weight' of unit '0'")
     loss.backward()
     assert parameters[0].grad is not None
@@ -647,7 +647,7 @@ def test_a_parameter_of_another_unit_used_in_a_forward(world: None, when: str, t
     model = FullyShardedDataParallel(Reader(when), auto_wrap_policy={nn.Linear}, use_orig_params=orig)
     weight, numel = model.module.weight, model.module.weight.numel()
     with torch.set_grad_enabled(training):
-        words = said(lambda: model(torch.ones(1, 4)))
+        words = reported(lambda: model(torch.ones(1, 4)))
     assert f"{'square' if when == 'before' else 'matmul'}() reads parameter 'weight' of unit 'head'" in words
     assert type(weight) is nn.Parameter and weight.numel() == numel  # the shard again
 
@@ -665,7 +665,7 @@ def test_a_parameter_of_a_unit_that_did_not_run(world: None, orig: bool, strateg
         for _ in range(2):  # the second while the first awaits its backward
             output = model(torch.ones(1, 4))
         for use in (weight.square, lambda: torch.ones(1, 4) @ weight, weight.detach):
-            assert "reads parameter 'weight' of unit 'head'" in said(use)
+            assert "reads parameter 'weight' of unit 'head'" in reported(use)
         assert weight.requires_grad and weight.device.type == "cpu" and weight.numel() == 8
         output.sum().backward()
         assert type(weight) is nn.Parameter
@@ -698,7 +698,7 @@ def test_a_gradient_of_a_shard(world: None) -> None:
     model(torch.ones(1, 4)).sum().backward()
     penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
     assert_expected_inline(
-        said(lambda: penalty.backward()),  # type: ignore[union-attr]
+        reported(lambda: penalty.backward()),  # type: ignore[union-attr]
         """\
 parameter '1.weight' of unit '<root>' received a gradient of shape (0,); expected (4, 4). It was
 used outside the forward of its unit, where it shows this rank's shard: compute terms over
@@ -712,7 +712,7 @@ def test_gradients_of_a_window_are_not_summoned(world: None) -> None:
     with model.no_sync():
         model(torch.ones(1, 4)).sum().backward()
     assert_expected_inline(
-        said(lambda: FullyShardedDataParallel.summon_full_params(model, with_grads=True).__enter__()),
+        reported(lambda: FullyShardedDataParallel.summon_full_params(model, with_grads=True).__enter__()),
         """\
 summon_full_params(with_grads=True): the gradients of unit <root> were accumulated under no_sync()
 and differ between ranks, so there is no whole one. Summon them after a backward outside of
@@ -724,7 +724,7 @@ def test_a_tensor_made_of_others(world: None) -> None:
     module = linear()
     module.weight = nn.Parameter(TwoTensor(module.weight.detach(), module.weight.detach()))
     assert_expected_inline(
-        said(lambda: FullyShardedDataParallel(nn.Sequential(module))),
+        reported(lambda: FullyShardedDataParallel(nn.Sequential(module))),
         """\
 '0.weight' is a TwoTensor, a tensor made of others: a flat parameter holds plain elements. Name its
 module in ignored_modules=, which leaves it whole on each rank, or set what is stored of it with
@@ -737,7 +737,7 @@ def test_a_dtensor_over_ranks_of_its_unit(world: None) -> None:
     mesh = init_device_mesh("cpu", (2,))
     module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
     assert_expected_inline(
-        said(lambda: FullyShardedDataParallel(nn.Sequential(module))),
+        reported(lambda: FullyShardedDataParallel(nn.Sequential(module))),
         """\
 '0.weight' is a DTensor on DeviceMesh((2,), 'cpu', stride=(1,)), of which ranks 0, 1 are among those
 over which its unit is sharded, too. A parameter is sharded over the ranks that hold the same part
@@ -756,7 +756,7 @@ def test_a_part_of_a_model_that_is_gone(world: None) -> None:
 unit '0': the outermost wrapper of its model has been deleted, and with it the communicators that
 its units share. Keep a reference to the outermost wrapper while any part of it is in use; or wrap
 the part again, and load the model's state dict into it"""
-    assert said(lambda: module(torch.ones(1, 4))) == said(lambda: FullyShardedDataParallel(module)) == expected
+    assert reported(lambda: module(torch.ones(1, 4))) == reported(lambda: FullyShardedDataParallel(module)) == expected
 
 
 # --- arguments of methods, and objects that other programs hand over --------------------------------------------------
@@ -773,12 +773,12 @@ the part again, and load the model's state dict into it"""
 )
 def test_arguments_of_clip_grad_norm(world: None, given: Any, error: type[Exception], message: str) -> None:
     model = FullyShardedDataParallel(linear())
-    assert said(lambda: model.clip_grad_norm_(*given), error) == message
+    assert reported(lambda: model.clip_grad_norm_(*given), error) == message
 
 
 def test_extensions_without_the_methods() -> None:
     assert_expected_inline(
-        said(lambda: set_extensions(len), ConfigTypeError),  # type: ignore[arg-type]
+        reported(lambda: set_extensions(len), ConfigTypeError),  # type: ignore[arg-type]
         """\
 extensions: got <built-in function len>, which has no method pre_flatten_transform. Accepted: an
 object with pre_flatten_transform and post_unflatten_transform, or None""",
@@ -796,7 +796,7 @@ def test_an_extension_that_makes_no_tensor(world: None) -> None:
     net = linear()
     set_extensions(Listing())
     try:
-        message = said(lambda: FullyShardedDataParallel(net))
+        message = reported(lambda: FullyShardedDataParallel(net))
     finally:
         set_extensions(None)
     assert message == "pre_flatten_transform of 'weight' returned list; expected a tensor and a state"
@@ -806,7 +806,7 @@ def test_an_extension_that_makes_no_tensor(world: None) -> None:
 def test_a_flat_parameter_without_its_model(world: None) -> None:
     flat_param = FullyShardedDataParallel(linear())._flat_param
     assert_expected_inline(
-        said(lambda: flat_param._fqns),
+        reported(lambda: flat_param._fqns),
         """\
 this FlatParameter belongs to no FullyShardedDataParallel module any more (a copy, or the model was
 deleted); read the layout from the model's own `_flat_param`""",
@@ -817,7 +817,7 @@ def test_a_flat_parameter_of_another_shape(world: None) -> None:
     model = FullyShardedDataParallel(linear())
     model._flat_param.data = torch.zeros(3)
     assert_expected_inline(
-        said(lambda: model(torch.ones(1, 4))),
+        reported(lambda: model(torch.ones(1, 4))),
         """\
 the flat parameter of unit '<root>' was given data of shape (3,); expected this rank's shard, (10,)""",
     )

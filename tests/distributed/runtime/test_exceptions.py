@@ -212,7 +212,7 @@ def test_a_failed_forward_keeps_the_window(pool2: Run) -> None:
 
 
 def failed_backward_in_window(rank: int, world: int) -> tuple[list[str], list[str]]:
-    said: list[str] = []
+    messages: list[str] = []
 
     def step(model: Any, rank: int, step: int) -> Any:
         if isinstance(model, FullyShardedDataParallel):
@@ -221,17 +221,17 @@ def failed_backward_in_window(rank: int, world: int) -> tuple[list[str], list[st
                 run(model, data(rank, step, 1))
                 with pytest.raises(Bang):
                     run(model, data(rank, step, 2), fails="backward inside a unit")
-            said.extend(str(w.message) for w in caught if issubclass(w.category, FlatFSDPWarning))
+            messages.extend(str(w.message) for w in caught if issubclass(w.category, FlatFSDPWarning))
         return run(model, data(rank, step))
 
-    return differences(rank, world, build, step, units=(Trapped,)), said
+    return differences(rank, world, build, step, units=(Trapped,)), messages
 
 
-def test_a_failed_backward_drops_the_window_and_says_so(pool2: Run) -> None:
+def test_a_failed_backward_drops_the_window_and_reports_it(pool2: Run) -> None:
     results = pool2(failed_backward_in_window, timeout=40)
     assert not joined([lines for lines, _ in results])
-    said = [text for _, texts in results for text in texts]
-    assert all("dropped" in text for text in said) and len(said) == 2 * len(ALL)  # on one rank each time
+    messages = [text for _, texts in results for text in texts]
+    assert all("dropped" in text for text in messages) and len(messages) == 2 * len(ALL)  # on one rank each time
 
 
 def memory_after(rank: int, world: int, place: str, under: tuple[Setting, ...]) -> list[str]:

@@ -130,16 +130,16 @@ def full_precision(rank: int, world: int, as_fsdp1: bool) -> tuple[list[torch.dt
 def test_full_precision_in_eval_by_the_environment(pool2: Run) -> None:
     low, whole = torch.float16, torch.float32
     assert pool2(full_precision, True) == [([low, whole, low], [])] * 2
-    for dtypes, said in pool2(full_precision, False):
+    for dtypes, texts in pool2(full_precision, False):
         assert dtypes == [low] * 3
-        assert len(said) <= 1 and all("full_precision_in_eval=True" in each for each in said)
+        assert len(texts) <= 1 and all("full_precision_in_eval=True" in each for each in texts)
 
 
 # --- the ends of programs, in words -----------------------------------------------------------------------------------
 
 
 def ends(rank: int, world: int) -> dict[str, str]:
-    said = {}
+    texts = {}
     plain: Any = FSDP(seeded(lambda: Uneven(0)))
     low: Any = FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).bfloat16()))
     programs: dict[str, Callable[[], Any]] = {
@@ -152,17 +152,17 @@ def ends(rank: int, world: int) -> dict[str, str]:
         try:
             program()
         except RuntimeError as error:
-            said[name] = explain(error)
-    return said
+            texts[name] = explain(error)
+    return texts
 
 
 def test_what_a_program_ended_by_is_explained(pool2: Run) -> None:
-    for said in pool2(ends):
+    for text in pool2(ends):
         for name in ("inside", "forward"):
-            assert "'layers.0.weight' of unit <root> shows this rank's shard" in said[name]
-            assert "Call the wrapper, not the module inside" in said[name]
-        assert "unit <root> in float32, unit <root> in bfloat16" in said["dtypes"]
-        assert said["users"] == ""
+            assert "'layers.0.weight' of unit <root> shows this rank's shard" in text[name]
+            assert "Call the wrapper, not the module inside" in text[name]
+        assert "unit <root> in float32, unit <root> in bfloat16" in text["dtypes"]
+        assert text["users"] == ""
 
 
 def dtensors(rank: int, world: int) -> str:
@@ -177,8 +177,8 @@ def dtensors(rank: int, world: int) -> str:
 
 
 def test_parameters_are_checked_before_their_values_are_sent(pool2: Run) -> None:
-    for said in pool2(dtensors):
-        assert said.startswith("'weight' is a DTensor on ") and "ranks 0, 1 are among those" in said
+    for text in pool2(dtensors):
+        assert text.startswith("'weight' is a DTensor on ") and "ranks 0, 1 are among those" in text
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
@@ -193,13 +193,13 @@ def test_a_device_that_is_not_there(device: Any) -> None:
 
 def what_the_constructor_warns_of(rank: int, world: int) -> list[list[str]]:
     alone = [new_group([each]) for each in range(world)][rank]
-    said = []
+    texts = []
     for group in (None, alone):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             FSDP(nn.Linear(WIDTH, WIDTH), process_group=group, auto_wrap_policy={nn.Conv2d})
-        said.append([type(each.message).__name__ for each in caught])
-    return said
+        texts.append([type(each.message).__name__ for each in caught])
+    return texts
 
 
 def test_what_all_ranks_would_warn_of_comes_from_the_lowest(pool2: Run) -> None:
@@ -212,7 +212,7 @@ def test_what_all_ranks_would_warn_of_comes_from_the_lowest(pool2: Run) -> None:
 
 def moved_in_between(rank: int, world: int, strategy: str, orig: bool) -> tuple[bool, str]:
     """Whether gradients are those without any move, and what a cast says there."""
-    grads, said = [], ""
+    grads, texts = [], ""
     for moves in (False, True):
         net = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)))
         model = FSDP(net, auto_wrap_policy={nn.Linear}, sharding_strategy=strategy, use_orig_params=orig)
@@ -223,13 +223,13 @@ def moved_in_between(rank: int, world: int, strategy: str, orig: bool) -> tuple[
                 model.module[0].to("cpu")
                 with pytest.raises(UsageError) as raised:
                     model.double()
-                said = str(raised.value)
+                texts = str(raised.value)
             loss.backward()
         with FSDP.summon_full_params(model, with_grads=True):
             grads.append([parameter.grad.clone() for parameter in model.parameters()])
         model.double()
         assert {each.dtype for each in model.state_dict().values()} <= {torch.float64, torch.int64}
-    return all(map(torch.equal, *grads)), said
+    return all(map(torch.equal, *grads)), texts
 
 
 @pytest.mark.parametrize("orig", [True, False])
@@ -237,6 +237,6 @@ def moved_in_between(rank: int, world: int, strategy: str, orig: bool) -> tuple[
 def test_moves_that_change_nothing_are_allowed_between_forward_and_backward(
     pool2: Run, strategy: str, orig: bool
 ) -> None:
-    for right, said in pool2(moved_in_between, strategy, orig):
+    for right, texts in pool2(moved_in_between, strategy, orig):
         assert right
-        assert "change parameters between iterations only; a forward here still awaits its backward" in said
+        assert "change parameters between iterations only; a forward here still awaits its backward" in texts

@@ -16,7 +16,7 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.checkpoint import load, save
 from flatfsdp.engine.flat import deferred_grad as awaited
 from tests.conftest import Run
-from tests.distributed.runtime.test_controls import microbatch, say
+from tests.distributed.runtime.test_schedule_api import call_ours, microbatch
 from tests.harness import inspect
 from tests.harness.corners import (
     HALVES,
@@ -44,8 +44,8 @@ def accumulate(model: Any, rank: int, step: int, *, sync: str) -> list[Tensor]:
     """Microbatches of which only the last ends with all reductions; reduced where `sync` has an s."""
     losses = []
     for micro, kind in enumerate(sync):
-        say(model, "set_is_last_backward", micro == len(sync) - 1)
-        say(model, "set_requires_gradient_sync", kind == "s")
+        call_ours(model, "set_is_last_backward", micro == len(sync) - 1)
+        call_ours(model, "set_requires_gradient_sync", kind == "s")
         losses.append(microbatch(model, rank, step, micro))
     return losses
 

@@ -185,7 +185,7 @@ def streams_and_pairwise() -> Iterator[None]:
         yield
 
 
-# What is not said otherwise goes through shared memory.
+# What is not chosen otherwise goes through shared memory.
 @pytest.mark.parametrize(
     ("context", "cell"),
     spread([by_messages, pairwise, hostile_and_pairwise, streams_and_pairwise], some(ARRAY, 5, 2)),

@@ -38,7 +38,7 @@ class How(NamedTuple):
     join_units_below: int = 0
     world: int = 3
     strategy: str = "FULL_SHARD"
-    neighbours: int | None = None
+    neighbors: int | None = None
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
     original: bool = True
@@ -70,7 +70,7 @@ class How(NamedTuple):
             join_units_below=drawn.choice((0, 2000)),
             world=world,
             strategy=strategy,
-            neighbours=2 if (world, strategy) == (4, "FULL_SHARD") and drawn.random() < 0.5 else None,
+            neighbors=2 if (world, strategy) == (4, "FULL_SHARD") and drawn.random() < 0.5 else None,
             forward_prefetch=drawn.random() < 0.3,
             limit_all_gathers=drawn.random() < 0.7,
             original=drawn.random() < 0.6,
@@ -97,7 +97,7 @@ def _weight() -> nn.Parameter:
 
 
 class Leafy(nn.Module):
-    """Uses those of its parameters that it is told to; none of them: returns what it was given."""
+    """Uses those of its parameters that it is given the names of; none of them: returns what it was given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
         auto_wrap_policy={Leafy, Nest},
         sharding_strategy=how.strategy,
         device_mesh=mesh,
-        reshard_after_forward=how.neighbours,
+        reshard_after_forward=how.neighbors,
         use_orig_params=how.original,
         forward_prefetch=how.forward_prefetch,
         limit_all_gathers=how.limit_all_gathers,
@@ -403,7 +403,7 @@ def test_so_it_is_where_units_are_called_again_or_tied_under_any_settings(run: R
 
 # A rank whose backward reaches no parameter, where other ranks' backwards do, ends all in an error. [docs/limits.md]
 @pytest.mark.parametrize("seed", seeds(2, 200))
-def test_so_it_is_under_any_settings_or_ranks_are_told_apart(run: Run, seed: int) -> None:
+def test_so_it_is_under_any_settings_or_ranks_are_distinguished(run: Run, seed: int) -> None:
     how = How.drawn(seed)
     try:
         assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world

@@ -205,7 +205,7 @@ class Player:
                 possible = [each for each in possible if each not in OF_HELD_PARAMETERS]
             operation = self.drawn.choice(possible or [train])
             operation(self)
-            if operation in (drop, show_whole, ask_for_the_inputs_gradient, show_while_computing, keep):
+            if operation in (drop, show_whole, request_the_inputs_gradient, show_while_computing, keep):
                 self.exposed = True
             elif operation in (train, accumulate) or (operation is look and self.front is Wrapper):
                 self.exposed = False
@@ -243,8 +243,8 @@ class Player:
         how = self.drawn.choice(BACKWARDS)
         if how is with_a_penalty and any(self.alone.recompute):
             how = once  # reentrant checkpoints refuse it
-        if how is written_to_midway:
-            how = partial(written_to_midway, self) if self.writes_midway_stay else once
+        if how is written_to_in_between:
+            how = partial(written_to_in_between, self) if self.writes_in_between_stay else once
         if how is with_an_interlude:
             interludes = (look, save, show_whole, peek, count, move, hold_nodes)
             interlude = self.drawn.choice(interludes)
@@ -297,7 +297,7 @@ class Player:
         return [at for at, part in enumerate(self.front.inner(self.model).parts) if part in units]
 
     @property
-    def writes_midway_stay(self) -> bool:
+    def writes_in_between_stay(self) -> bool:
         """Whether what is written between forward and backward goes into what the parameters are between steps."""
         return self.strategy == "NO_SHARD" and not self.settings["cpu_offload"].offload_params
 
@@ -399,7 +399,7 @@ def with_a_backward_inside(
         inner.inside = None
 
 
-def written_to_midway(player: Player, net: nn.Module, x: Tensor, weight: float) -> Tensor:
+def written_to_in_between(player: Player, net: nn.Module, x: Tensor, weight: float) -> Tensor:
     """The backward computes with what was written; each rank's forward with what was there before."""
     parameters = [*net.parameters()] if net is player.alone else _leaves(net)
     before = [parameter.detach().clone() for parameter in parameters]
@@ -482,7 +482,7 @@ BACKWARDS = (
     some_parts,
     some_of_a_unit,
     some_of_a_unit,
-    written_to_midway,
+    written_to_in_between,
     with_a_penalty,
     with_an_interlude,
     with_an_interlude,
@@ -554,7 +554,7 @@ def drop(player: Player) -> None:
     player.both(lambda net, x, weight: net(x).detach())
 
 
-def ask_for_the_inputs_gradient(player: Player) -> None:
+def request_the_inputs_gradient(player: Player) -> None:
     if any(recompute for recompute in player.alone.recompute):
         return  # which reentrant checkpoints refuse
 
@@ -793,7 +793,7 @@ ANYTIME = [
     reduce_accumulated,
     evaluate,
     drop,
-    ask_for_the_inputs_gradient,
+    request_the_inputs_gradient,
     fail,
     look,
     save,
@@ -823,7 +823,7 @@ OF_WRAPPERS = (hold_nodes, let_nodes_go, summon_a_part)
 # What reaches the parameters that modules hold, which are to be those at rest.
 OF_HELD_PARAMETERS = (resume, load, save_and_load, freeze_or_thaw, edit_gradients, edit_shards, clear, write)
 
-# What is only likely to be a mistake is said of programs that make it, and of no other.
+# What is only likely to be a mistake is reported of programs that make it, and of no other.
 SUSPICIONS = ("no optimizer steps on", "ranks clip their gradients")
 
 
@@ -842,8 +842,8 @@ def _play(rank: int, world: int, seed: int, operations: Sequence[Callable[[Playe
     ):
         warnings.simplefilter("always", errors.FlatFSDPWarning)
         found = Player(rank, world, seed, operations).play()
-    said = [str(each.message) for each in caught if str(each.message).startswith(SUSPICIONS)]
-    return found + said + local_clipping._found
+    texts = [str(each.message) for each in caught if str(each.message).startswith(SUSPICIONS)]
+    return found + texts + local_clipping._found
 
 
 def world_of(seed: int) -> int:
@@ -860,7 +860,7 @@ def _play_by_messages(rank: int, world: int, seed: int) -> list[str]:
         return _play(rank, world, seed)
 
 
-# What is not said otherwise goes through shared memory.
+# What is not chosen otherwise goes through shared memory.
 @pytest.mark.parametrize("seed", seeds(2, 100))
 def test_so_they_do_where_ranks_exchange_by_messages(run: Run, seed: int) -> None:
     assert run(world_of(seed), _play_by_messages, seed, timeout=60) == [[]] * world_of(seed)

@@ -20,7 +20,7 @@ other = partial(checkpoint, use_reentrant=False)
 
 
 class Block(nn.Module):
-    """Passes on what it is given where it is told not to use its parameters, and saves nothing for the backward."""
+    """Passes on what it is given where its parameters are switched off, and saves nothing for the backward."""
 
     def __init__(self) -> None:
         super().__init__()

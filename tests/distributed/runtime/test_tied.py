@@ -20,7 +20,7 @@ WIDTH = 4
 
 
 class Leaf(nn.Module):
-    """Uses those of its parameters that it is told to."""
+    """Uses those of its parameters that are switched on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_a_frozen_parameter_behind_a_shared_one_is_read_after_the_own_gradients(
 
 
 class Sharer(nn.Module):
-    """Uses a parameter of its own, and one of another module where it is told to."""
+    """Uses a parameter of its own, and one of another module where that is switched on."""
 
     def __init__(self, shared: nn.Parameter | None = None) -> None:
         super().__init__()

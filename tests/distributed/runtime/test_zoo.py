@@ -238,8 +238,8 @@ def refused(rank: int, world: int, what: str) -> str:
     ],
 )
 def test_refused_in_words_on_every_rank(what: str, words: str, pool2: Run) -> None:
-    for said in pool2(refused, what, timeout=40):
-        assert words in said
+    for text in pool2(refused, what, timeout=40):
+        assert words in text
 
 
 def hooked(rank: int, world: int) -> list[str]:

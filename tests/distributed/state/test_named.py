@@ -94,12 +94,12 @@ def detached(rank: int, world: int) -> tuple[list[str], list[int], list[str]]:
 def test_2_detached_use_of_a_parameter(pool2: Run) -> None:
     """Right, or, where gradients are moved as they come, refused by autograd once and right ever after; never a wrong
     gradient. [Note: slot sharing]"""
-    told = []
+    messages = []
     for lines, steps, texts in pool2(detached):
         assert not lines
         assert set(steps) == {1}  # the first step shows that sharing pays, the second that it does not
-        told += texts  # of ranks that have the same, one tells it
-    assert any("while gradients took the places of its parameters" in text for text in told), told
+        messages += texts  # of ranks that have the same, one tells it
+    assert any("while gradients took the places of its parameters" in text for text in messages), messages
 
 
 def test_2_a_parameter_whose_place_its_gradient_has_taken_is_not_read() -> None:
@@ -513,6 +513,6 @@ def tied_later(rank: int, world: int) -> str:
 
 
 def test_a_tie_made_after_wrapping_is_refused(pool2: Run) -> None:
-    for said in pool2(tied_later):
-        assert "'up.weight' of unit 'second' was changed after wrapping: it was tied to 'first.up.weight'" in said
-        assert "tie parameters before" in said
+    for report in pool2(tied_later):
+        assert "'up.weight' of unit 'second' was changed after wrapping: it was tied to 'first.up.weight'" in report
+        assert "tie parameters before" in report

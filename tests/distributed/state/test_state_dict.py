@@ -198,7 +198,7 @@ def rank0_only(rank: int, world: int, hybrid: bool) -> list[str]:
         with as_type(again, FULL, config):
             try:
                 again.load_state_dict(state)
-                lines.append("a missing key was not told")
+                lines.append("a missing key was not reported")
             except RuntimeError as error:
                 if "Missing key(s)" not in str(error) or "_fsdp" in str(error):
                     lines.append(str(error))
@@ -245,7 +245,7 @@ def cannot_be_sent(rank: int, world: int) -> list[str]:
     return lines
 
 
-def test_what_the_first_rank_cannot_send_is_told_on_all(pool2: Run) -> None:
+def test_what_the_first_rank_cannot_send_is_reported_on_all(pool2: Run) -> None:
     assert not joined(pool2(cannot_be_sent))
 
 
@@ -392,9 +392,9 @@ def wrappers(rank: int, world: int) -> list[str]:
                 lines.append(f"{way}, {orig}: {sorted(set(found) ^ set(expected))}")
                 continue
             lines += [f"{way}, {orig}: {line}" for line in unlike({k: found[k] for k in expected}, expected)]
-            told = model.load_state_dict(changed)
-            if told.missing_keys or told.unexpected_keys:
-                lines.append(f"{way}, {orig}: {told}")
+            message = model.load_state_dict(changed)
+            if message.missing_keys or message.unexpected_keys:
+                lines.append(f"{way}, {orig}: {message}")
             now = model.state_dict()
             lines += [f"{way}, {orig}, loaded: {line}" for line in unlike({k: now[k] for k in changed}, changed)]
             below = (model.inner if way == "unwrapped root" else model.module.inner).state_dict()
@@ -443,8 +443,8 @@ def below_a_plain_root(rank: int, world: int) -> list[str]:
         model, untouched = build(), build()
         before = untouched.state_dict()
         changed = {key: value + 1 for key, value in before.items()}
-        told = model.load_state_dict(changed)
-        lines += [f"{orig}, {told}: {line}" for line in unlike(model.state_dict(), changed)]
+        message = model.load_state_dict(changed)
+        lines += [f"{orig}, {message}: {line}" for line in unlike(model.state_dict(), changed)]
         for use in ("forward", "state_dict", "summon"):
             model = build()
             model[0].module[1].fails = True
@@ -468,7 +468,7 @@ def test_a_plain_root_whose_load_fails_leaves_a_working_model(pool2: Run) -> Non
     assert not joined(pool2(below_a_plain_root))
 
 
-def told(rank: int, world: int) -> list[str]:
+def message(rank: int, world: int) -> list[str]:
     """What does not fit is listed at once, under plain names."""
     texts = []
     for orig in (True, False):
@@ -498,12 +498,12 @@ def told(rank: int, world: int) -> list[str]:
 
 
 def test_what_does_not_fit_is_listed(pool2: Run) -> None:
-    for texts in pool2(told):
-        assert len(texts) == 4 and texts[0] == texts[2], texts
+    for text in pool2(message):
+        assert len(text) == 4 and text[0] == text[2], text
         for word in ("Missing key(s)", "Unexpected key(s)", '"nowhere"', "size mismatch for"):
-            assert word in texts[0]
-        assert "_fsdp_wrapped_module" not in texts[0]
-        assert texts[1] == texts[3] == "True []"
+            assert word in text[0]
+        assert "_fsdp_wrapped_module" not in text[0]
+        assert text[1] == text[3] == "True []"
 
 
 def of_another_model(rank: int, world: int) -> tuple[str, int]:
@@ -515,13 +515,13 @@ def of_another_model(rank: int, world: int) -> tuple[str, int]:
     return str(raised.value), len(found.missing_keys)
 
 
-def test_that_of_another_model_is_told_in_a_few_lines(pool2: Run) -> None:
+def test_that_of_another_model_is_reported_in_a_few_lines(pool2: Run) -> None:
     for text, missing in pool2(of_another_model):
-        _, lost, unknown, *shapes, rest, told = text.split("\n")
+        _, lost, unknown, *shapes, rest, message = text.split("\n")
         assert lost.endswith(': "0.bias", "1.bias", "2.bias" and 9 more. ') and missing == 18
         assert unknown.endswith(': "0.gain", "1.gain", "2.gain" and 3 more. ')
         assert [line.split()[3] for line in shapes] == ["0.weight:", "1.weight:", "2.weight:"]
-        assert (rest, told) == (
+        assert (rest, message) == (
             "\tand 3 more of other shapes. ",
             "\tIt is of another model; strict=False returns the names of all keys.",
         )
@@ -559,13 +559,13 @@ def refused(rank: int, world: int) -> dict[str, str]:
 
 
 def test_refusals(pool2: Run) -> None:
-    for texts in pool2(refused):
-        assert "these are different intervals" in texts["interval"]
-        assert "a LOCAL_STATE_DICT fits the number of ranks" in texts["layout"]
-        assert "set to SHARDED_STATE_DICT" in texts["types"] and "set_state_dict_type()" in texts["types"]
-        assert "a FullStateDictConfig, which belongs to that state_dict_type" in texts["config"]
-        assert "FULL_STATE_DICT" in texts["name"]
-        assert "state_dict() while unit" in texts["forward"] and "in forward" in texts["forward"]
+    for text in pool2(refused):
+        assert "these are different intervals" in text["interval"]
+        assert "a LOCAL_STATE_DICT fits the number of ranks" in text["layout"]
+        assert "set to SHARDED_STATE_DICT" in text["types"] and "set_state_dict_type()" in text["types"]
+        assert "a FullStateDictConfig, which belongs to that state_dict_type" in text["config"]
+        assert "FULL_STATE_DICT" in text["name"]
+        assert "state_dict() while unit" in text["forward"] and "in forward" in text["forward"]
 
 
 def parts(rank: int, world: int) -> list[str]:
@@ -807,9 +807,9 @@ def ties(rank: int, world: int) -> list[str]:
                     state = copy.deepcopy(model.state_dict())
                     for value in {id(value): value for value in state.values()}.values():
                         getattr(value, "local", value).add_(1)
-                    told = model.load_state_dict(state)
-                    if told.missing_keys or told.unexpected_keys:
-                        lines.append(f"{orig} {units} {kind.name}: {told}")
+                    message = model.load_state_dict(state)
+                    if message.missing_keys or message.unexpected_keys:
+                        lines.append(f"{orig} {units} {kind.name}: {message}")
                 now = model.state_dict()
                 more = {key: value + 1 for key, value in found.items()}
                 lines += [f"{orig} {units} {kind.name}: {line}" for line in unlike(now, more)]

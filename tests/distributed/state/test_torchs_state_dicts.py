@@ -88,7 +88,7 @@ def test_state_dicts_are_exchanged_with_torchs_fsdp1(run: Run, world: int, name:
 # --- what carries sharded values --------------------------------------------------------------------------------------
 
 
-def told(value: Any) -> Any:
+def text(value: Any) -> Any:
     """What class a value is of, where this rank's part of it lies, and its elements."""
     kind = type(value).__name__
     if kind == "DTensor":
@@ -134,7 +134,7 @@ def carried(rank: int, world: int, strategy: str, meshed: bool, orig: bool) -> l
             with kind.state_dict_type(model, "SHARDED_STATE_DICT" if who == "ours" else TorchsType.SHARDED_STATE_DICT):
                 state, states = model.state_dict(), kind.optim_state_dict(model, optim)
                 older = kind.sharded_optim_state_dict(model, optim)
-            values = {name: told(value) for name, value in state.items()}
+            values = {name: text(value) for name, value in state.items()}
             if not meshed:  # FSDP1 refuses this
                 with kind.state_dict_type(model, "LOCAL_STATE_DICT" if who == "ours" else TorchsType.LOCAL_STATE_DICT):
                     local = model.state_dict()
@@ -142,10 +142,10 @@ def carried(rank: int, world: int, strategy: str, meshed: bool, orig: bool) -> l
                         model.load_state_dict(local)
                 # Of original parameters FSDP1 has 1-D shards besides, and cannot load what it has.
                 if not orig or strategy == "NO_SHARD":
-                    values |= {f"local {name}": told(value) for name, value in local.items()}
+                    values |= {f"local {name}": text(value) for name, value in local.items()}
             for what, dicts in (("optim", states), ("sharded optim", older)):
                 each = dicts["state"]
-                values |= {f"{what} {name}": told(value["momentum_buffer"]) for name, value in each.items()}
+                values |= {f"{what} {name}": text(value["momentum_buffer"]) for name, value in each.items()}
             found[who] = values
             if who == "ours":
                 with kind.state_dict_type(model, "SHARDED_STATE_DICT"):

@@ -58,7 +58,7 @@ WAYS: dict[str, Way] = {
 
 
 def gone_on(rank: int, world: int, orig: bool) -> list[str]:
-    told = []
+    texts = []
     for way, state_for in WAYS.items():
         torch.manual_seed(0)
         alone, net = Net(), Net()
@@ -73,7 +73,7 @@ def gone_on(rank: int, world: int, orig: bool) -> list[str]:
                 expected = {n for n, p in alone.named_parameters() if p in reference.state}
                 found = FSDP.full_optim_state_dict(model, mine, rank0_only=False)["state"].keys()
                 if found != expected:
-                    told.append(f"states of {found}, expected {expected}")
+                    texts.append(f"states of {found}, expected {expected}")
                 new = adam(model.parameters())
                 new.load_state_dict(state_for(rank, model, mine, new))
                 mine = new
@@ -86,8 +86,8 @@ def gone_on(rank: int, world: int, orig: bool) -> list[str]:
         state = model.state_dict()
         for name, parameter in alone.named_parameters():
             if not torch.allclose(state[name], parameter, atol=1e-5):
-                told.append(f"{way}: {name}")
-    return told
+                texts.append(f"{way}: {name}")
+    return texts
 
 
 @pytest.mark.parametrize("orig", [True, False])

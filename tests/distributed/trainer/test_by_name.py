@@ -232,7 +232,7 @@ def test_its_layers_become_units(folder: Path, pool2: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "text"),
     [
         ("none/at/all", {}, "hf:none/at/all: there is no folder"),
         ("./none", {}, "hf:./none: there is no folder"),
@@ -241,9 +241,9 @@ def test_its_layers_become_units(folder: Path, pool2: Run) -> None:
         ("llama", {"lora": {"ranks": 2}}, "takes no 'ranks'"),
     ],
 )
-def test_what_cannot_be_made_is_named(name: str, options: dict[str, Any], said: str, folder: Path) -> None:
+def test_what_cannot_be_made_is_named(name: str, options: dict[str, Any], text: str, folder: Path) -> None:
     if options:
         pytest.importorskip("peft")
     given = name if name.startswith((".", "none")) else str(folder / name)
-    with pytest.raises(ConfigValueError, match=said):
+    with pytest.raises(ConfigValueError, match=text):
         Pretrained(given, **options).make()

@@ -128,7 +128,7 @@ def test_a_run_goes_on_with_two_three_and_one_ranks(run: Any, tmp_path: Path, se
         run(1, load, path, 3, "best")
 
 
-def test_a_folder_holds_the_model_once_and_says_who_wrote_what(run: Any, tmp_path: Path) -> None:
+def test_a_folder_holds_the_model_once_and_reports_who_wrote_what(run: Any, tmp_path: Path) -> None:
     run(2, save, str(tmp_path), {})
     folder = tmp_path / "step-00000003"
     weights, _ = torch.load(tmp_path / "expected.pt", weights_only=False)
@@ -160,7 +160,7 @@ def failing_in_the_background(rank: int, world: int, path: str) -> tuple[list[st
     manager = CheckpointManager(path, keep_last=1)
     manager.save(1, **run.parts())
     manager.finish()
-    said = []
+    texts = []
     for step in (2, 3):
         disk = Full(3000 if rank == 1 and step == 2 else 2**40)
         with through(disk):
@@ -170,11 +170,11 @@ def failing_in_the_background(rank: int, world: int, path: str) -> tuple[list[st
             try:
                 tell()
             except CheckpointError as error:
-                said.append(str(error))
+                texts.append(str(error))
         if step == 2:
             dist.barrier()
             there = [each.path.name for each in checkpoint.listing(path)]
-    return said, there
+    return texts, there
 
 
 def _settle(manager: CheckpointManager) -> None:
@@ -182,9 +182,11 @@ def _settle(manager: CheckpointManager) -> None:
     wait([manager._saving._saved], 60)
 
 
-def test_a_save_that_failed_in_the_background_is_told_to_all_once_and_costs_nothing(pool2: Any, tmp_path: Path) -> None:
-    for said, there in pool2(failing_in_the_background, str(tmp_path)):
-        assert len(said) == 1 and "rank 1: OSError: [Errno 28] No space left on device" in said[0], said
+def test_a_save_that_failed_in_the_background_is_reported_to_all_once_and_costs_nothing(
+    pool2: Any, tmp_path: Path
+) -> None:
+    for texts, there in pool2(failing_in_the_background, str(tmp_path)):
+        assert len(texts) == 1 and "rank 1: OSError: [Errno 28] No space left on device" in texts[0], texts
         assert there == ["step-00000004"]  # and until that was complete, the first one
     assert {each.name for each in tmp_path.iterdir()} == {"step-00000004"}
 
@@ -267,18 +269,18 @@ def test_the_last_and_the_best_stay_and_are_found(pool2: Any, tmp_path: Path) ->
     assert {str(each) for each in tmp_path.iterdir()} == set(steps)
     for answers in pool2(found, path, "latest", "best", steps[1], **settings):
         assert answers == [steps[2], steps[0], steps[1]]
-    for (said,) in pool2(found, path, "best"):
-        assert said.startswith(
+    for (text,) in pool2(found, path, "best"):
+        assert text.startswith(
             f"no checkpoint of {path} has the metric 'eval_loss', by which the best is to be found: "
         )
-        assert said.endswith("step-00000006, step-00000005, step-00000004")
-    for (said,) in pool2(found, path, f"{path}/step-00000007"):
-        assert said == (
+        assert text.endswith("step-00000006, step-00000005, step-00000004")
+    for (text,) in pool2(found, path, f"{path}/step-00000007"):
+        assert text == (
             f"{path}/step-00000007 is neither a checkpoint nor a folder with *.safetensors or pytorch_model.bin, on "
             "all ranks; beside it are step-00000006, step-00000005, step-00000004"
         )
-    for (said,) in pool2(found, path, path):
-        assert said.endswith("in it are step-00000006, step-00000005, step-00000004")
+    for (text,) in pool2(found, path, path):
+        assert text.endswith("in it are step-00000006, step-00000005, step-00000004")
 
 
 def test_what_is_not_whole_is_passed_over(pool2: Any, tmp_path: Path) -> None:
@@ -296,10 +298,10 @@ def test_what_is_not_whole_is_passed_over(pool2: Any, tmp_path: Path) -> None:
     assert f"{tmp_path}/step-00000004 is passed over: it has no flatfsdp.json: its save did not end" in first
     for name in (one, two):
         (name / "__1_0.distcp").unlink()
-    for (said,) in pool2(found, path, "latest"):
-        assert said.startswith(f"no checkpoint of {path} is whole: step-00000003 (")
-    for (said,) in pool2(found, path, str(one)):
-        assert said == f"{one} cannot be loaded: __1_0.distcp is missing"
+    for (text,) in pool2(found, path, "latest"):
+        assert text.startswith(f"no checkpoint of {path} is whole: step-00000003 (")
+    for (text,) in pool2(found, path, str(one)):
+        assert text == f"{one} cannot be loaded: __1_0.distcp is missing"
 
 
 @pytest.mark.filterwarnings("ignore::flatfsdp.errors.FlatFSDPWarning")
@@ -341,7 +343,7 @@ def test_killed_at_any_moment_a_run_finds_its_last_checkpoint(tmp_path: Path, mo
             assert last() == step and {each.name for each in tmp_path.iterdir()} == {f"step-{step:08}"}, moment
 
 
-def test_what_is_asked_for_is_checked(tmp_path: Path) -> None:
+def test_what_is_requested_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigValueError, match=r"^format: got 'pickle'. Accepted: 'safetensors' or 'torch'"):
         CheckpointManager(tmp_path, format="pickle")
     with pytest.raises(ConfigValueError, match=r"^last: got 0"):

@@ -127,20 +127,20 @@ def loaded(rank: int, world: int, path: str, *, restarts: bool) -> tuple[list[in
         except CheckpointError as error:
             assert model.weight.eq(9.0).all()  # nothing has been loaded
             notes = (str(error),)
-    said = [str(each.message) for each in caught if issubclass(each.category, FlatFSDPWarning)]
-    return [each.value for each in held], list(notes), said
+    texts = [str(each.message) for each in caught if issubclass(each.category, FlatFSDPWarning)]
+    return [each.value for each in held], list(notes), texts
 
 
 def test_what_belongs_to_a_rank_needs_as_many_ranks_or_a_rule(run: Any, tmp_path: Any) -> None:
     path = str(tmp_path)
     run(2, saved, path)
-    for rank, (values, notes, said) in enumerate(run(2, loaded, path, restarts=False)):
+    for rank, (values, notes, texts) in enumerate(run(2, loaded, path, restarts=False)):
         assert values == [7, rank, rank, -1]
         assert notes == [
             "component 'new' is not in the checkpoint and stays as it was made",
             "the checkpoint has left, rng, for which this run has no component; left out",
         ]
-        assert len(said) == (2 if rank == 0 else 0)
+        assert len(texts) == (2 if rank == 0 else 0)
     for world in (3, 1):
         for values, notes, _ in run(world, loaded, path, restarts=True):
             assert values == [7, -1, -1, -1] and "needed: anew at 5" in notes
@@ -220,7 +220,7 @@ def differing(rank: int, world: int) -> list[str]:
     return messages
 
 
-def test_ranks_that_differ_are_told_alike(run: Any) -> None:
+def test_ranks_that_differ_get_the_same_error(run: Any) -> None:
     answers = run(3, differing)
     assert all(messages == answers[0] for messages in answers)
     names, sharing, twice, broken, odd = answers[0]
@@ -242,8 +242,8 @@ def odd_groups(rank: int, world: int) -> str:
 
 
 def test_groups_of_a_component_do_not_overlap(pool2: Any) -> None:
-    for said in pool2(odd_groups):
-        assert "component 'a': the group of rank 0 is [0, 1], that of rank 1 is [1]" in said
+    for text in pool2(odd_groups):
+        assert "component 'a': the group of rank 0 is [0, 1], that of rank 1 is [1]" in text
 
 
 # --- one process ------------------------------------------------------------------------------------------------------

@@ -88,22 +88,22 @@ def train_noting_warnings(*args: Any) -> tuple[dict[int, float] | str, list[str]
     return found, [str(each.message) for each in caught if str(each.message).startswith("lr: ")]
 
 
-def test_a_scheduler_of_the_users_that_keeps_its_rates_is_told_of(run: Run, tmp_path: Path) -> None:
+def test_a_scheduler_of_the_users_that_keeps_its_rates_is_reported(run: Run, tmp_path: Path) -> None:
     """One of the trainer's own follows the rates of the run."""
     given = {"scheduler": halving}
     run(2, train, tmp_path / "own", given)
     again = {**given, "epochs": 2, "resume": "latest", "lr": 0.3}
-    (rates, told), (same, silent) = run(2, train_noting_warnings, tmp_path / "own", again)
+    (rates, texts), (same, silent) = run(2, train_noting_warnings, tmp_path / "own", again)
     assert rates == same == pytest.approx(dict.fromkeys(range(1, 7), 0.1) | dict.fromkeys(range(7, 13), 0.05))
-    assert len(told) == 1 and silent == []
-    assert told[0].startswith(
+    assert len(texts) == 1 and silent == []
+    assert texts[0].startswith(
         "lr: the learning rates 0.1 of the run that is resumed are kept, and 0.3 of this one are not"
     )
     run(2, train, tmp_path / "ours", {"scheduler": "constant"})
     again = {"scheduler": "constant", "epochs": 2, "resume": "latest", "lr": 0.3}
-    for rates, told in run(2, train_noting_warnings, tmp_path / "ours", again):
+    for rates, texts in run(2, train_noting_warnings, tmp_path / "ours", again):
         assert rates == pytest.approx(dict.fromkeys(range(1, 7), 0.1) | dict.fromkeys(range(7, 13), 0.3))
-        assert told == []
+        assert texts == []
 
 
 def test_gradients_in_few_bits_go_on_with_what_they_have_lost(run: Run, tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_a_folder_of_checkpoints_takes_no_run_from_elsewhere(run: Run, tmp_path:
     elsewhere = {"resume": tmp_path / "before" / "step-00000012", "epochs": 3}
     found, _ = run(2, train, tmp_path / "after", elsewhere)
     assert len(found) == 18
-    for said in run(2, train, tmp_path / "after", elsewhere):
-        assert "step-00000018 the last of them" in said
-        assert "resume='latest'" in said
+    for text in run(2, train, tmp_path / "after", elsewhere):
+        assert "step-00000018 the last of them" in text
+        assert "resume='latest'" in text
     found, _ = run(2, train, tmp_path / "after", {"resume": tmp_path / "after" / "step-00000018", "epochs": 4})
     assert len(found) == 24
 
@@ -151,18 +151,18 @@ class Stream(IterableDataset[Any]):
 
 
 def test_a_course_needs_an_end(run: Run, tmp_path: Path) -> None:
-    (said,) = run(1, train, tmp_path, {"shuffle": False}, train_data=Stream())
-    assert "scheduler: got 'cosine', but a dataset of unknown length" in said
+    (text,) = run(1, train, tmp_path, {"shuffle": False}, train_data=Stream())
+    assert "scheduler: got 'cosine', but a dataset of unknown length" in text
     constant = {"shuffle": False, "scheduler": "constant"}
-    (said,) = run(1, train, tmp_path, {**constant, "warmup": 0.1}, train_data=Stream())
-    assert "warmup: got 0.1, but a dataset of unknown length" in said
+    (text,) = run(1, train, tmp_path, {**constant, "warmup": 0.1}, train_data=Stream())
+    assert "warmup: got 0.1, but a dataset of unknown length" in text
     (found,) = run(1, train, tmp_path, constant, train_data=Stream())
     assert found == dict.fromkeys(range(1, 13), 0.1)
 
 
 def test_data_that_fill_no_step_are_refused(run: Run, tmp_path: Path) -> None:
-    for said in run(2, train, tmp_path, {"batch": 7, "drop_last": True}):
-        assert said.startswith("drop_last: the data do not fill one step of 14 samples")
+    for text in run(2, train, tmp_path, {"batch": 7, "drop_last": True}):
+        assert text.startswith("drop_last: the data do not fill one step of 14 samples")
 
 
 class Drawn(nn.Module):
@@ -203,9 +203,9 @@ def export(rank: int, world: int, folder: Path) -> str:
 
 
 def test_all_ranks_know_of_an_export_that_failed(run: Run, tmp_path: Path) -> None:
-    for said in run(2, export, tmp_path / "export"):
+    for text in run(2, export, tmp_path / "export"):
         failed = "rank 0: the function given as files= raised OSError: no space left"
-        assert said == f"exporting to {tmp_path / 'export'}: {failed}"
+        assert text == f"exporting to {tmp_path / 'export'}: {failed}"
     assert not list(tmp_path.iterdir())
 
 
@@ -232,13 +232,13 @@ def test_an_export_takes_the_place_of_another_and_of_nothing_else(run: Run, tmp_
     folder = tmp_path / "export"
     assert run(1, export_again, folder, False) == ["exported"]
     first = (folder / "model.safetensors").read_bytes()
-    assert all("is complete already" in said for said in run(2, export_again, folder, False))
+    assert all("is complete already" in text for text in run(2, export_again, folder, False))
     assert (folder / "model.safetensors").read_bytes() == first
     assert run(2, export_again, folder, True) == ["exported"] * 2
     assert (folder / "model.safetensors").read_bytes() != first, "another seed"
     assert (folder / "more" / "merges.txt").is_file()
     (folder / "notes.txt").write_text("mine")
-    assert all("1 files that no save wrote (notes.txt)" in said for said in run(2, export_again, folder, True))
+    assert all("1 files that no save wrote (notes.txt)" in text for text in run(2, export_again, folder, True))
     run(2, train, tmp_path / "run", {"save_every": 6})
-    for said in run(2, export_again, tmp_path / "run" / "step-00000006", True):
-        assert "is a checkpoint, which holds more than weights. Export to another folder" in said
+    for text in run(2, export_again, tmp_path / "run" / "step-00000006", True):
+        assert "is a checkpoint, which holds more than weights. Export to another folder" in text

@@ -70,12 +70,12 @@ def train(rank: int, world: int, output: Path, given: dict[str, Any], callbacks:
     trainer = Trainer(task, TrainingArguments(**{**common, "output": output / "one", **given}), callbacks=callbacks)
     try:
         trainer.train()
-        said = ""
+        text = ""
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     plain = {"optimizer": "sgd", "scheduler": "cosine", "output": output / "other"}
     assert Trainer(task, TrainingArguments(**{**common, **given, **plain})).train().steps == 12 // world
-    return said, trainer.progress.step
+    return text, trainer.progress.step
 
 
 EVENTS = {
@@ -94,8 +94,8 @@ EVENTS = {
 @pytest.mark.parametrize(("event", "at", "steps", "mode"), EVENTS.values(), ids=EVENTS)
 def test_a_callback_fails_on_one_rank(pool2: Run, tmp_path: Path, event: str, at: int, steps: int, mode: str) -> None:
     found = pool2(train, tmp_path, {"data_mode": mode}, [Fails(event, at)])
-    told = f"rank 1 failed in Fails.{event} with {LUCK}. The remaining ranks cannot continue"
-    assert found == [(f"AgreementError: {told}", steps), (LUCK, steps)]
+    message = f"rank 1 failed in Fails.{event} with {LUCK}. The remaining ranks cannot continue"
+    assert found == [(f"AgreementError: {message}", steps), (LUCK, steps)]
 
 
 @pytest.mark.parametrize(

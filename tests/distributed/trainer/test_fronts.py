@@ -146,16 +146,16 @@ def test_whole_weights_come_in_and_go_out(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "whole"
     folder.mkdir()
     torch.save(expected.state_dict(), folder / "pytorch_model.bin")
-    (said, found), _ = run(2, from_whole_weights, folder, tmp_path)
-    assert not said and alike(found, expected.state_dict())
+    (text, found), _ = run(2, from_whole_weights, folder, tmp_path)
+    assert not text and alike(found, expected.state_dict())
     written = make_model()
     load_safetensors(written, tmp_path / "export")
     assert alike(written.state_dict(), expected.state_dict())
     state = expected.state_dict()
     name = next(iter(state))
     torch.save({key: value for key, value in state.items() if key != name}, folder / "pytorch_model.bin")
-    for said, _ in run(2, from_whole_weights, folder, tmp_path):
-        assert f"missing: {name}" in said
+    for text, _ in run(2, from_whole_weights, folder, tmp_path):
+        assert f"missing: {name}" in text
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

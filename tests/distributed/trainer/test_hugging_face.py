@@ -175,8 +175,8 @@ def test_files_beside_the_weights(tmp_path: Path) -> None:
         write = files_of(model, tokenizer)
     assert write is not None
     write(tmp_path)
-    told = json.loads((tmp_path / "config.json").read_text())
-    assert (told["architectures"], told.get("dtype", told.get("torch_dtype"))) == (["LlamaForCausalLM"], "float32")
+    held = json.loads((tmp_path / "config.json").read_text())
+    assert (held["architectures"], held.get("dtype", held.get("torch_dtype"))) == (["LlamaForCausalLM"], "float32")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)("b")["input_ids"] == [1]
     again = build_pretrained(tmp_path)
     assert type(again).__name__ == "LlamaForCausalLM" and again.training
@@ -229,8 +229,8 @@ def test_files_of_a_model_are_its_own_at_that_moment(tmp_path: Path) -> None:
         "generation_config.json",
         "tokenizer.json",
     ]
-    told = json.loads((tmp_path / "config.json").read_text())
-    assert (told["architectures"], told["dtype"]) == (["Own"], "bfloat16")
+    held = json.loads((tmp_path / "config.json").read_text())
+    assert (held["architectures"], held["dtype"]) == (["Own"], "bfloat16")
 
 
 def test_other_models_have_no_files(tmp_path: Path) -> None:

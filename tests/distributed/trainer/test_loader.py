@@ -202,7 +202,7 @@ def test_ranks_learn_what_a_step_counts_for(pool2: Run) -> None:
     for mode in ("sharded", "dispatch"):
         assert pool2(weights, Numbers(5), mode, None) == [[2, 2, 1]] * 2
         assert pool2(weights, Numbers(5), mode, largest) == [[0 + 1, 2 + 3, 4]] * 2
-        for kind, text, _ in pool2(said, Numbers(12), mode=mode, weigh=refuse_the_second):
+        for kind, text, _ in pool2(report, Numbers(12), mode=mode, weigh=refuse_the_second):
             assert kind == "DataError" and text.startswith(
                 f"rank {int(mode == 'sharded')}: weight of samples 2, 3: Valu"
             )
@@ -258,7 +258,7 @@ def evaluate(rank: int, world: int, dataset: Any, limit: int | None, mode: str, 
         return [each.ids for each in evaluation(dataset, batch=2, limit=limit, mode=mode, workers=workers)]
 
 
-def said(rank: int, world: int, dataset: Any, at_rank: int | None = None, **settings: Any) -> tuple[str, str, int]:
+def report(rank: int, world: int, dataset: Any, at_rank: int | None = None, **settings: Any) -> tuple[str, str, int]:
     """Class and words of what goes wrong with `dataset`, which only `at_rank` has; others have a whole one. And the
     position then."""
     if at_rank not in (None, rank):
@@ -279,10 +279,10 @@ def said(rank: int, world: int, dataset: Any, at_rank: int | None = None, **sett
 def test_a_sample_that_cannot_be_read_is_an_error_on_all_ranks(pool2: Run, mode: str, workers: int) -> None:
     rank = 1 if mode == "sharded" else 0
     words = rf"rank {rank}: sample 7: OSError: no such page \(.*test_loader.py:\d+, in __getitem__\)"
-    answers = pool2(said, Numbers(12, broken=7), mode=mode, workers=workers)
+    answers = pool2(report, Numbers(12, broken=7), mode=mode, workers=workers)
     for kind, text, position in answers:
         assert (kind, position) == ("DataError", 4) and re.fullmatch(words, text), text
-    answers = pool2(said, Stream(12, broken=7), mode=mode, workers=workers)
+    answers = pool2(report, Stream(12, broken=7), mode=mode, workers=workers)
     who = "rank 0" if mode == "dispatch" else "ranks 0, 1"
     for kind, text, position in answers:
         assert (kind, position) == ("DataError", 4)
@@ -290,10 +290,10 @@ def test_a_sample_that_cannot_be_read_is_an_error_on_all_ranks(pool2: Run, mode:
 
 
 def test_a_failure_names_what_collate_was_given_and_where_it_was_raised(pool2: Run) -> None:
-    for kind, text, _ in pool2(said, Numbers(12), collate=refuse_five):
+    for kind, text, _ in pool2(report, Numbers(12), collate=refuse_five):
         assert kind == "DataError"
         assert re.fullmatch(r"rank 0: collate of samples 4, 5: ValueError: five \(.*, in refuse_five\)", text), text
-    for kind, text, _ in pool2(said, Stream(12), collate=refuse_five, mode="dispatch"):
+    for kind, text, _ in pool2(report, Stream(12), collate=refuse_five, mode="dispatch"):
         assert kind == "DataError" and text.startswith("rank 0: collate of samples 4, 5: ValueError: five"), text
 
 
@@ -304,7 +304,7 @@ def refuse_five(samples: list[Any]) -> Any:
 
 
 def test_what_cannot_be_sent_is_an_error_on_all_ranks(pool2: Run) -> None:
-    for kind, text, _ in pool2(said, Numbers(12), collate=with_a_function, mode="dispatch"):
+    for kind, text, _ in pool2(report, Numbers(12), collate=with_a_function, mode="dispatch"):
         assert kind == "DataError" and text.startswith("rank 0: sending what collate made: "), text
 
 
@@ -313,7 +313,7 @@ def with_a_function(samples: list[Any]) -> Any:
 
 
 def test_what_cannot_be_unpacked_is_an_error_on_all_ranks(pool2: Run) -> None:
-    for kind, text, _ in pool2(said, Numbers(12), collate=Fragile, mode="dispatch"):
+    for kind, text, _ in pool2(report, Numbers(12), collate=Fragile, mode="dispatch"):
         assert kind == "DataError" and text.startswith("rank 1: ValueError: not here"), text
 
 
@@ -329,7 +329,7 @@ class Fragile:
 
 
 def test_a_process_that_dies_as_it_reads_is_an_error_on_all_ranks(pool2: Run) -> None:
-    for kind, text, _ in pool2(said, Numbers(12, kill=7), workers=1):
+    for kind, text, _ in pool2(report, Numbers(12, kill=7), workers=1):
         assert kind == "DataError" and re.match(r"rank 1: RuntimeError: DataLoader worker .* exited unexpectedly", text)
 
 
@@ -342,10 +342,10 @@ def test_a_process_that_cannot_be_started_is_an_error_on_all_ranks(pool2: Run, m
 def without_memory(rank: int, world: int, mode: str) -> tuple[str, str, int]:
     failing = mock.patch.object(os, "fork", side_effect=OSError("cannot allocate memory"))
     with failing if rank == 0 else contextlib.nullcontext():
-        return said(rank, world, Numbers(12), mode=mode, workers=1)
+        return report(rank, world, Numbers(12), mode=mode, workers=1)
 
 
-def test_a_failed_step_can_be_asked_for_again(pool2: Run) -> None:
+def test_a_failed_step_can_be_requested_again(pool2: Run) -> None:
     assert pool2(again) == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
 
 
@@ -361,9 +361,9 @@ def again(rank: int, world: int) -> Ids:
     return [step.microbatches[0].ids for step in (first, second)]
 
 
-def test_ranks_that_differ_hear_in_what(pool2: Run) -> None:
+def test_ranks_that_differ_learn_in_what(pool2: Run) -> None:
     def words(dataset: Any, at_rank: int | None = None, **settings: Any) -> str:
-        (kind, text, _), *others = pool2(said, dataset, at_rank, **settings)
+        (kind, text, _), *others = pool2(report, dataset, at_rank, **settings)
         assert all(other[:2] == (kind, text) for other in others)
         return f"{kind}: {text}"
 
@@ -375,7 +375,7 @@ def test_ranks_that_differ_hear_in_what(pool2: Run) -> None:
     assert words(PerRank()).startswith(
         "AgreementError: ranks read different data (rank 0: 11 samples so far; rank 1: 10 samples so far). In sharded"
     )
-    (kind, text, _), (other, hint, _) = pool2(said, Numbers(0), 1)
+    (kind, text, _), (other, hint, _) = pool2(report, Numbers(0), 1)
     assert (kind, text) == (
         "DataError",
         "rank 1: ConfigValueError: dataset: it has no samples" + text[text.index(" (") :],
@@ -398,10 +398,10 @@ def only_on_first(rank: int, world: int, dataset: Any) -> Any:
 
 
 def test_a_signal_to_all_processes_does_not_take_the_samples_from_a_rank(pool2: Run) -> None:
-    assert pool2(signalled) == [[(0,), (2,), (4,)], [(1,), (3,), (5,)]]
+    assert pool2(signaled) == [[(0,), (2,), (4,)], [(1,), (3,), (5,)]]
 
 
-def signalled(rank: int, world: int) -> Ids:
+def signaled(rank: int, world: int) -> Ids:
     with may_have_workers(), Loader(Numbers(6), batch=1, shuffle=False, epochs=1, workers=1) as loader:
         steps = [loader.next_step()]
         (worker,) = multiprocessing.active_children()
@@ -440,7 +440,7 @@ def test_a_run_can_be_resumed_after_any_of_its_steps(kind: str) -> None:
         assert end["position"] == sum(len(ids) for step in straight for ids, _ in step)
 
 
-def test_a_loader_says_where_it_stands() -> None:
+def test_a_loader_reports_where_it_stands() -> None:
     loader = Loader(Numbers(10), batch=2, accumulate=2, epochs=3)
     assert (loader.global_batch, loader.accumulate, loader.steps_per_epoch, loader.steps_left) == (4, 2, 3, 8)
     for _ in range(3):
@@ -479,7 +479,7 @@ def test_a_state_of_other_data_is_refused() -> None:
         )
 
 
-def test_a_stream_that_became_shorter_is_told_of() -> None:
+def test_a_stream_that_became_shorter_is_reported() -> None:
     loader = Loader(Stream(8), batch=6)
     loader.next_step()
     (shorter := Loader(Stream(4), batch=6)).load_state_dict(loader.state_dict())
@@ -487,7 +487,7 @@ def test_a_stream_that_became_shorter_is_told_of() -> None:
         shorter.next_step()
 
 
-def test_what_gives_samples_only_once_is_told_of_in_its_second_epoch() -> None:
+def test_what_gives_samples_only_once_is_reported_in_its_second_epoch() -> None:
     loader = Loader((number for number in range(4)), batch=4, shuffle=False)
     assert loader.next_step().microbatches[0].ids == (0, 1, 2, 3)
     with pytest.raises(DataError, match=r"no sample in epoch 1; .* does for epochs=1"):
@@ -514,7 +514,7 @@ def test_a_dataset_has_to_be_one() -> None:
         Loader(3, batch=1)
 
 
-def test_settings_without_effect_are_told_of() -> None:
+def test_settings_without_effect_are_reported() -> None:
     with pytest.warns(FlatFSDPWarning, match="shuffle=True has no effect on an iterable dataset"):
         Loader((number for number in range(3)), batch=1)
     with pytest.warns(FlatFSDPWarning, match="workers=2 are one worker for an iterable dataset"):
@@ -533,8 +533,8 @@ def given_up(rank: int, world: int, accumulate: int) -> tuple[int, list[str]]:
     return loader.global_batch, [str(each.message) for each in caught]
 
 
-def test_a_batch_that_a_resumed_run_does_not_take_is_told(pool2: Run) -> None:
-    (size, told), (_, by_another) = pool2(given_up, 3)
+def test_a_batch_that_a_resumed_run_does_not_take_is_reported(pool2: Run) -> None:
+    (size, texts), (_, by_another) = pool2(given_up, 3)
     assert (size, by_another) == (4, [])
-    assert len(told) == 1 and "has 4 samples, and keeps them" in told[0] and "set global_batch=12" in told[0]
+    assert len(texts) == 1 and "has 4 samples, and keeps them" in texts[0] and "set global_batch=12" in texts[0]
     assert pool2(given_up, 1) == [(4, []), (4, [])]

@@ -73,10 +73,10 @@ def test_tokens_are_predicted_from_those_before_them(form: str) -> None:
 def test_what_is_masked_or_has_no_label_does_not_count() -> None:
     model, objective = Answering(), CausalLM()
     labels = TOKENS.masked_fill(MASK == 0, -100)
-    labelled = {"input_ids": TOKENS, "attention_mask": MASK, "labels": labels}
+    labeled = {"input_ids": TOKENS, "attention_mask": MASK, "labels": labels}
     masked = {"input_ids": TOKENS, "attention_mask": MASK}
     each = F.cross_entropy(model.inside(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="none")
-    for batch in (labelled, masked):
+    for batch in (labeled, masked):
         assert objective.weight(batch) == 8
         torch.testing.assert_close(objective.loss(model, batch), (each * MASK[:, 1:].flatten()).sum())
 
@@ -395,7 +395,7 @@ UNFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("how", UNFUSED)
-def test_a_model_whose_head_cannot_be_fused_says_why_and_trains_on(how: str) -> None:
+def test_a_model_whose_head_cannot_be_fused_reports_why_and_trains_on(how: str) -> None:
     build, words = UNFUSED[how]
     example = None if how == "not for two tokens" else EXAMPLE
     with fake_world(1):

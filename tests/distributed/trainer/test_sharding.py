@@ -331,7 +331,7 @@ def test_batch_norms_that_are_units_are_not_computed_again() -> None:
     assert isinstance(layer.norm, FullyShardedDataParallel) and not is_recomputed(layer.norm.module)
 
 
-def test_a_policy_that_chooses_nothing_to_compute_again_is_told_of() -> None:
+def test_a_policy_that_chooses_nothing_to_compute_again_is_reported() -> None:
     with fake_world(2), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         given = arguments(activation_checkpointing=True, units=size_based_auto_wrap_policy)

@@ -56,7 +56,7 @@ def training(**given: Any) -> TrainingArguments:
 
 
 class Record(Callback):
-    """What was told."""
+    """What was printed."""
 
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
@@ -173,7 +173,7 @@ def own_metrics(logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor
 def run_with(
     rank: int, world: int, output: Path, given: dict[str, Any], callbacks: Callable[[], list[Callback]] = list
 ) -> dict[str, Any]:
-    """What a run with evaluation data told, and its folder's checkpoints."""
+    """What a run with evaluation data printed, and its folder's checkpoints."""
     record = Record()
     task = Task(
         model=make_model,
@@ -294,25 +294,25 @@ def started_anew(rank: int, world: int, output: Path, resume: str | None) -> str
 
 
 def by_the_clock(rank: int, world: int, output: Path) -> tuple[str, str]:
-    """What ended a run that has no time, and what it said at its beginning."""
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    """What ended a run that has no time, and what it printed at its beginning."""
+    with contextlib.redirect_stderr(io.StringIO()) as texts:
         found = run_with(rank, world, output, {"minutes": 1e-9, "resume": "latest", "progress": False})
-    return found["result"].ended_by, said.getvalue()
+    return found["result"].ended_by, texts.getvalue()
 
 
-def test_a_run_says_where_it_begins_and_that_the_clock_ended_it(run: Run, tmp_path: Path) -> None:
-    told, others = run(2, by_the_clock, tmp_path)
-    assert told[0] == others[0] and told[0].startswith("the clock: 1e-09 minutes of training were over")
-    assert told[1] == f"resume: no checkpoint in {tmp_path} yet, a new run begins\n" and not others[1]
+def test_a_run_reports_where_it_begins_and_that_the_clock_ended_it(run: Run, tmp_path: Path) -> None:
+    text, others = run(2, by_the_clock, tmp_path)
+    assert text[0] == others[0] and text[0].startswith("the clock: 1e-09 minutes of training were over")
+    assert text[1] == f"resume: no checkpoint in {tmp_path} yet, a new run begins\n" and not others[1]
 
 
 def test_a_folder_with_checkpoints_is_not_written_over(run: Run, tmp_path: Path) -> None:
     run(2, run_with, tmp_path, {"save_at_end": True})
-    for said in run(2, started_anew, tmp_path, None):
-        assert "step-00000006 the last of them" in said
-        assert "resume='latest'" in said
-    for said in run(2, started_anew, tmp_path / "none", "best"):
-        assert "has no checkpoint yet" in said
+    for text in run(2, started_anew, tmp_path, None):
+        assert "step-00000006 the last of them" in text
+        assert "resume='latest'" in text
+    for text in run(2, started_anew, tmp_path / "none", "best"):
+        assert "has no checkpoint yet" in text
 
 
 def exported(rank: int, world: int, output: Path, folder: Path) -> None:
@@ -377,7 +377,7 @@ def refused(rank: int, world: int) -> str:
 
 
 def test_fp16_and_steps_in_the_backward_are_refused(run: Run) -> None:
-    assert all("fp16 needs its losses scaled" in said for said in run(1, refused))
+    assert all("fp16 needs its losses scaled" in text for text in run(1, refused))
 
 
 def stop_while_evaluating() -> list[Callback]:
@@ -389,7 +389,7 @@ def stop_while_evaluating() -> list[Callback]:
     return [Stop()]
 
 
-def test_a_stop_in_the_last_evaluation_is_told(run: Run, tmp_path: Path) -> None:
+def test_a_stop_in_the_last_evaluation_is_reported(run: Run, tmp_path: Path) -> None:
     for found in run(2, run_with, tmp_path, {"eval_at_end": True}, stop_while_evaluating):
         assert found["evaluations"] == []
         assert found["result"].stopped_by == REQUESTED

@@ -81,7 +81,7 @@ PROGRAMS: dict[str, tuple[Callable[[int], None], str, set[str]]] = {
 }
 
 
-def said(rank: int, world: int, case: str) -> list[str]:
+def reported(rank: int, world: int, case: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         PROGRAMS[case][0](rank)
@@ -89,10 +89,10 @@ def said(rank: int, world: int, case: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", list(PROGRAMS))
-def test_it_is_said_once_per_job(pool2: Run, case: str) -> None:
+def test_it_is_reported_once_per_job(pool2: Run, case: str) -> None:
     _, words, begins = PROGRAMS[case]
     for _ in range(2 if case == "rank 1 fails" else 1):  # ranks count what they alone have by themselves
-        results = pool2(said, case)
+        results = pool2(reported, case)
         (text,) = (text for texts in results for text in texts if words in text)
         before, _, _ = text.partition(words)
         assert any(before.startswith(each) for each in begins) and ("rank" in before) == (begins != {""}), text

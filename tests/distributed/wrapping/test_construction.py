@@ -337,14 +337,14 @@ def bad_argument(net: nn.Module, orig: bool) -> None:
         FullyShardedDataParallel(net, auto_wrap_policy=CustomPolicy(third_is_wrong), use_orig_params=orig)
 
 
-def failing_initialisation(net: nn.Module, orig: bool) -> None:
+def failing_initialization(net: nn.Module, orig: bool) -> None:
     net[2].to("meta")
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         raise Broken
 
     with pytest.raises(Broken):
-        FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, param_init_fn=initialise, use_orig_params=orig)
+        FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, param_init_fn=initialize, use_orig_params=orig)
     assert all(p.is_meta for p in net[2].parameters())
     net[2].to_empty(device="cpu")
     net[2].load_state_dict(seeded(stack)[2].state_dict())
@@ -364,7 +364,7 @@ class Failing(ProcessGroupTransport):
             raise Broken
 
 
-def failing_synchronisation(net: nn.Module, orig: bool) -> None:
+def failing_synchronization(net: nn.Module, orig: bool) -> None:
     Failing.left = 14  # two units of six parameters, and two of the third
     with doubled(Failing), pytest.raises(Broken):
         FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, sync_module_states=True, use_orig_params=orig)
@@ -392,7 +392,7 @@ def failing_memory(net: nn.Module, orig: bool) -> None:
 
 
 FAILURES = {
-    f.__name__: f for f in (bad_argument, failing_initialisation, failing_synchronisation, failing_root, failing_memory)
+    f.__name__: f for f in (bad_argument, failing_initialization, failing_synchronization, failing_root, failing_memory)
 }
 
 
@@ -405,7 +405,7 @@ def usable_after(rank: int, world: int, failure: str, orig: bool) -> list[str]:
         lines.append("a wrapper is left")
     if [name for name, _ in net.named_parameters()] != [name for name, _ in twin.named_parameters()]:
         lines.append(f"found parameters {[name for name, _ in net.named_parameters()]}")
-    if failure != "failing_initialisation" and [id(p) for p in net.parameters()] != identities:
+    if failure != "failing_initialization" and [id(p) for p in net.parameters()] != identities:
         lines.append("parameters are other objects")
     for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
         if not torch.equal(p, q) or p.requires_grad != q.requires_grad:
@@ -445,7 +445,7 @@ def out_of_luck(module: nn.Module) -> None:
 
 
 def wrapped_with_luck(rank: int, net: nn.Module, **options: Any) -> tuple[Any, str]:
-    """`net` wrapped, its third block from the meta device, where initialising it fails on rank 1; what is said."""
+    """`net` wrapped, its third block from the meta device, where initializing it fails on rank 1; the messages."""
     net[2].to("meta")
     try:
         model = FullyShardedDataParallel(net, param_init_fn=out_of_luck if rank == 1 else constant, **options)
@@ -455,9 +455,9 @@ def wrapped_with_luck(rank: int, net: nn.Module, **options: Any) -> tuple[Any, s
 
 
 def one_fails(rank: int, world: int, **options: Any) -> tuple[str, list[str]]:
-    """What each rank is told, and whether ranks that were told can wrap the module in a second try."""
+    """What each rank reports, and whether ranks without the failure can wrap the module in a second try."""
     net, expected = seeded(stack), seeded(stack)
-    model, told = wrapped_with_luck(rank, net, use_orig_params=True, **options)
+    model, text = wrapped_with_luck(rank, net, use_orig_params=True, **options)
     if model is None:
         model = FullyShardedDataParallel(net, param_init_fn=constant, use_orig_params=True, **options)
     expected[2].apply(constant)
@@ -465,7 +465,7 @@ def one_fails(rank: int, world: int, **options: Any) -> tuple[str, list[str]]:
     for each in (model, other):
         loss_of(each(data(rank, 0))).backward()
     found, right = full_gradients(model), full_gradients(other)
-    return told, [f"{name} has another gradient" for name in right if not torch.equal(found[name], right[name])]
+    return text, [f"{name} has another gradient" for name in right if not torch.equal(found[name], right[name])]
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -475,7 +475,7 @@ def test_one_constructor_fails_while_values_are_copied(strategy: str, nested: bo
     policy = {Feedforward} if nested else None
     ends = pool2(one_fails, sync_module_states=True, sharding_strategy=strategy, auto_wrap_policy=policy)
     assert [lines for _, lines in ends] == [[], []]
-    assert [told for told, _ in ends] == [
+    assert [text for text, _ in ends] == [
         "AgreementError: ranks construct different models; the first difference is in construction: rank 0: goes on; "
         "rank 1: failed: Broken: out of luck. Build the same module with the same arguments of "
         "FullyShardedDataParallel on every rank",
@@ -493,7 +493,7 @@ def test_one_constructor_fails_on_a_mesh(pool4: Run) -> None:
     ends = pool4(one_fails_on_a_mesh)
     assert [lines for _, lines in ends] == [[]] * 4
     assert "ranks 0, 2, 3: goes on; rank 1: failed: Broken: out of luck" in ends[0][0]
-    assert [told for told, _ in ends] == [ends[0][0], "Broken: out of luck", ends[0][0], ends[0][0]]
+    assert [text for text, _ in ends] == [ends[0][0], "Broken: out of luck", ends[0][0], ends[0][0]]
 
 
 @pytest.mark.parametrize(("strategy", "nested"), [("FULL_SHARD", False), ("NO_SHARD", False), ("NO_SHARD", True)])
@@ -505,17 +505,17 @@ def test_one_constructor_fails_where_nothing_is_sharded_yet(strategy: str, neste
 
 
 def one_fails_late(rank: int, world: int, mesh: bool = False) -> tuple[str, str]:
-    """What is said in the constructor, and in the first forward where it went well."""
+    """The error of the constructor, and in the first forward where it went well."""
     options: dict[str, Any] = {"auto_wrap_policy": {Feedforward}}
     if mesh:
         options["device_mesh"] = dist.init_device_mesh("cpu", (2, world // 2))
         options["sharding_strategy"] = "HYBRID_SHARD"
-    model, told = wrapped_with_luck(rank, seeded(stack), **options)
+    model, text = wrapped_with_luck(rank, seeded(stack), **options)
     if model is None:
-        return told, ""
+        return text, ""
     with pytest.raises(AgreementError) as info:
         model(data(rank, 0))
-    return told, f"AgreementError: {info.value}"
+    return text, f"AgreementError: {info.value}"
 
 
 def test_one_constructor_fails_where_others_hold_its_shards(pool2: Run) -> None:

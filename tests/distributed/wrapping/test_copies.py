@@ -224,21 +224,21 @@ def loaded_late(rank: int, world: int) -> list[str]:
     if rank == 2:
         return []
     pickled = pickle.dumps(FullyShardedDataParallel(seeded(Net), process_group=group))
-    notes, said = board.StoreClient(), []
+    notes, messages = board.StoreClient(), []
 
-    def speak(sentence: str) -> None:
-        said.append(sentence)
-        notes.post("loaded_late", "told")
+    def note(sentence: str) -> None:
+        messages.append(sentence)
+        notes.post("loaded_late", "posted")
 
     if rank == 0:
         set_collective_timeout(report_after=0.1)
-        with patch.object(watch, "print_immediately", speak), patch.object(board, "PERIOD", 0.02):
+        with patch.object(watch, "print_immediately", note), patch.object(board, "PERIOD", 0.02):
             pickle.loads(pickled)
         set_collective_timeout()
     else:
         assert notes.wait(lambda: notes.read("loaded_late"), 10.0)
         pickle.loads(pickled)
-    return said[:1]
+    return messages[:1]
 
 
 def test_a_rank_that_does_not_unpickle_is_named(pool3: Run) -> None:

@@ -35,5 +35,5 @@ def outlived(rank: int, world: int, strategy: str, nested: bool) -> tuple[str, b
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_a_backward_without_its_wrapper_is_refused(pool2: Run, strategy: str) -> None:
     for nested in (False, True):
-        for said, stays in pool2(outlived, strategy, nested):
-            assert "has been deleted" in said and not stays
+        for text, stays in pool2(outlived, strategy, nested):
+            assert "has been deleted" in text and not stays

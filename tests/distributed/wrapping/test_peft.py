@@ -99,7 +99,7 @@ def trained(rank: int, world: int, folder: str) -> Iterator[str]:
 
 
 def generate(rank: int, world: int) -> list[str]:
-    """transformers' own `generate`, with its cache, for texts of different lengths."""
+    """transformers' own `generate`, with its cache, for text of different lengths."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     plain = seeded(base).eval()
@@ -109,10 +109,12 @@ def generate(rank: int, world: int) -> list[str]:
     figures = stats(model)
     with inference(model):
         figures.reset()
-        said = model.generate(tokens(rank, 0), **wanted)
+        line = model.generate(tokens(rank, 0), **wanted)
         quiet = not figures.comm
     lines = [] if quiet else [f"communicated {figures.comm}"]
-    return lines if torch.equal(said, plain.generate(tokens(rank, 0), **wanted)) else [*lines, "said something else"]
+    return (
+        lines if torch.equal(line, plain.generate(tokens(rank, 0), **wanted)) else [*lines, "generated something else"]
+    )
 
 
 def test_an_adapter_is_trained_saved_loaded_and_merged(tmp_path: Path, pool2: Run) -> None:

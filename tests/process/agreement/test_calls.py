@@ -12,7 +12,7 @@ import torch.distributed as dist
 import flatfsdp
 from flatfsdp import FullOptimStateDictConfig, FullStateDictConfig
 from flatfsdp import FullyShardedDataParallel as FSDP
-from tests.distributed.agreement.test_agree import step
+from tests.distributed.agreement.test_agreement import step
 from tests.distributed.agreement.test_calls import CALLS, Setting
 from tests.harness import fresh
 from tests.harness.thorough import is_thorough

@@ -1,4 +1,4 @@
-"""A rank that is killed while it saves: the others are told, and the checkpoint from before is there."""
+"""A rank that is killed while it saves: the others get an error, and the checkpoint from before is there."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def over_all() -> Transport:
 
 
 def die(rank: int, world: int, kind: str) -> str:
-    """Rank 1 dies with an exchange under way; what the others are told."""
+    """Rank 1 dies with an exchange under way; what the others report."""
     with by_messages():
         return _die(rank, world, kind)
 

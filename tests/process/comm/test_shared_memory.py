@@ -51,7 +51,7 @@ def well(outcomes: list[fresh.Outcome]) -> list[Any]:
 
 
 def die(rank: int, world: int, how: str) -> tuple[str, float, bool]:
-    """Rank 1 ends with an exchange under way that is larger than an outbox; what the others are told, and when; whether
+    """Rank 1 ends with an exchange under way that is larger than an outbox; what the others report, and when; whether
     the group still holds what it exchanged."""
     dist.init_process_group("gloo")
     way = exchange()
@@ -62,7 +62,7 @@ def die(rank: int, world: int, how: str) -> tuple[str, float, bool]:
         if how != "before it issues":
             issue(way, kind, rank, world, 100_000, torch.float32)
         os._exit(7) if how == "exits" else os.kill(os.getpid(), signal.SIGKILL)
-    began, told = time.monotonic(), []
+    began, text = time.monotonic(), []
     exchanged = [issue(way, kind, rank, world, 100_000, torch.float32) for _ in range(2)]
     held = [weakref.ref(output.untyped_storage()) for _, _, output, _ in exchanged]
     for each in exchanged:
@@ -70,12 +70,12 @@ def die(rank: int, world: int, how: str) -> tuple[str, float, bool]:
             wrong([each])
         except RuntimeError as error:
             assert is_lost_connection(error)
-            told.append(str(error))
+            text.append(str(error))
     seconds = time.monotonic() - began
-    assert told == told[:1] * 2  # whatever is waited for
+    assert text == text[:1] * 2  # whatever is waited for
     del exchanged, each
     gc.collect()
-    return told[0], seconds, any(each() is not None for each in held)
+    return text[0], seconds, any(each() is not None for each in held)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_a_peer_ends_in_the_middle_of_an_exchange(how: str, outcomes: list[fresh
     assert dead.exit_code == (7 if how == "exits" else -signal.SIGKILL)
     for survivor in (first, *others):
         assert survivor.error is None, survivor
-        told, seconds, is_held = survivor.result
+        text, seconds, is_held = survivor.result
         assert not is_held
-        # The one that has heard of it first may be gone, too, when the other looks.
-        assert re.search(r"connection closed by peer: the process of rank [012] of the group has ended", told), told
+        # The one that has noticed it first may be gone, too, when the other looks.
+        assert re.search(r"connection closed by peer: the process of rank [012] of the group has ended", text), text
         assert seconds < SECONDS
     assert any("process of rank 1 of" in survivor.result[0] for survivor in (first, *others))
 
@@ -295,32 +295,32 @@ def test_a_forked_child_lets_go_of_what_it_has_not_got(outcomes: list[fresh.Outc
 
 
 def exchange_in_a_child(rank: int, world: int) -> str:
-    """A child that goes on as a rank is told, and does not end by a signal."""
+    """A child that goes on as a rank gets an error, and does not end by a signal."""
     dist.init_process_group("gloo")
-    way, told = exchange(), Path(f"told{os.getpid()}")
+    way, text = exchange(), Path(f"report{os.getpid()}")
     assert wrong([issue(way, "gather", rank, world, 100, torch.float32)]) == []
 
     def exchanges() -> None:
         try:
             wrong([issue(way, "gather", rank, world, 100, torch.float32)])
         except RuntimeError as error:
-            told.write_text(str(error))
+            text.write_text(str(error))
 
     try:
         status = child_of(exchanges)
-        return f"{status}: {told.read_text() if told.exists() else 'nothing'}"
+        return f"{status}: {text.read_text() if text.exists() else 'nothing'}"
     finally:
-        told.unlink(missing_ok=True)
+        text.unlink(missing_ok=True)
 
 
 @job(exchange_in_a_child)
 def test_a_forked_child_is_refused_an_exchange_in_words(outcomes: list[fresh.Outcome]) -> None:
-    for told in well(outcomes):
-        assert re.search(r"^0: .*forked", told), told
+    for text in well(outcomes):
+        assert re.search(r"^0: .*forked", text), text
 
 
 def child_outlives(rank: int, world: int) -> tuple[str, bool]:
-    """Rank 1 is killed while a child that it has forked lives; what rank 0 is told."""
+    """Rank 1 is killed while a child that it has forked lives; what rank 0 reports."""
     dist.init_process_group("gloo")
     way = exchange()
     child = torch.zeros(1, dtype=torch.int64)
@@ -334,21 +334,21 @@ def child_outlives(rank: int, world: int) -> tuple[str, bool]:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    told = "nothing"
+    text = "nothing"
     try:
         wrong([issue(way, "gather", rank, world, 100, torch.float32)])
     except RuntimeError as error:
-        told = str(error)
+        text = str(error)
     assert time.monotonic() - began < SECONDS
     lives = is_running(int(child))
     os.kill(int(child), signal.SIGKILL)
-    return told, lives
+    return text, lives
 
 
 @job(child_outlives)
 def test_a_forked_child_keeps_no_connection_alive(outcomes: list[fresh.Outcome]) -> None:
-    told, lives = outcomes[0].result
-    assert "process of rank 1 of the group has ended" in told
+    text, lives = outcomes[0].result
+    assert "process of rank 1 of the group has ended" in text
     assert lives
 
 
@@ -439,9 +439,9 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
         "another user": patch.object(os, "getuid", return_value=12345),
         "another network": patch.object(Path, "stat", return_value=os.stat_result(range(10))),
         "no /proc": patch.object(Path, "read_text", side_effect=forbid),
-        "told not to": patch.object(groups, "connect", groups.connect),
+        "switched off": patch.object(groups, "connect", groups.connect),
     }
-    if how == "told not to" and rank == 1:
+    if how == "switched off" and rank == 1:
         flatfsdp.share_host_memory(False)
     before = held()
     began = time.monotonic()
@@ -454,8 +454,8 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
         model = wrapped()
         plain = [step(model, seed) for seed in range(3)]
     left = (after[0] - before[0], after[1] - before[1])
-    said = [*reasons.lines, *env.describe().splitlines()]
-    lines = [line for line in said if re.search("share[sd] (no )?memory", line)]
+    texts = [*reasons.lines, *env.describe().splitlines()]
+    lines = [line for line in texts if re.search("share[sd] (no )?memory", line)]
     return lines, found, plain, left, seconds
 
 
@@ -473,7 +473,7 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
             "another user": "rank 1 of the group: ValueError: a process of another user has taken the name of a socket",
             "another network": "the ranks are on several hosts",
             "no /proc": "the ranks are on several hosts",
-            "told not to": r"rank 1 of the group: share_host_memory\(False\) was called",
+            "switched off": r"rank 1 of the group: share_host_memory\(False\) was called",
         }.items()
         if is_thorough() or how in ("maps", "connections", "another network")
     ],
@@ -498,13 +498,13 @@ def strangers(rank: int, world: int) -> tuple[bool, float]:
         while not (names := listening() - known) and time.monotonic() < deadline:
             time.sleep(0.01)
         for name in names:
-            for said in (None, b"", b"x" * 7, b"GET / HTTP/1.0\r\n" * 20, (1).to_bytes(4, "little") + b"y" * 32):
+            for sent in (None, b"", b"x" * 7, b"GET / HTTP/1.0\r\n" * 20, (1).to_bytes(4, "little") + b"y" * 32):
                 stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 stranger.connect(b"\0" + name)
-                if said is None or said == b"x" * 7:
+                if sent is None or sent == b"x" * 7:
                     silent.append(stranger)
                 with contextlib.suppress(OSError):
-                    stranger.sendall(said or b"")
+                    stranger.sendall(sent or b"")
                 if stranger not in silent:
                     stranger.close()
 

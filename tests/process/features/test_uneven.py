@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 import flatfsdp
-from tests.distributed.agreement.test_agree import PARTING
+from tests.distributed.agreement.test_agreement import PARTING
 from tests.distributed.features.test_uneven import WIDTH, batches, build, wrap
 from tests.harness import fresh
-from tests.process.agreement.test_agree import told_to_all
+from tests.process.agreement.test_agreement import reported_to_all
 
 
 def leave(rank: int, world: int, raising: bool) -> None:
@@ -31,7 +31,7 @@ def leave(rank: int, world: int, raising: bool) -> None:
 
 @pytest.mark.ranks(2, leave, of=["raising"], timeout=120)
 @pytest.mark.parametrize(
-    ("raising", "told"),
+    ("raising", "text"),
     [
         (
             False,
@@ -44,6 +44,6 @@ def leave(rank: int, world: int, raising: bool) -> None:
         ),
     ],
 )
-def test_one_rank_leaves(outcomes: list[fresh.Outcome], raising: bool, told: str) -> None:
+def test_one_rank_leaves(outcomes: list[fresh.Outcome], raising: bool, text: str) -> None:
     step = 3 if raising else 4
-    assert told_to_all(outcomes) == f"ranks diverged at step {step}: {told}{PARTING}"
+    assert reported_to_all(outcomes) == f"ranks diverged at step {step}: {text}{PARTING}"

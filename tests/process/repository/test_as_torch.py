@@ -81,7 +81,7 @@ for options, (state, optim) in ((whole, states[True]), (sharded, states[False]))
     with torch.no_grad():
         for parameter in again.parameters():
             parameter.zero_()
-    told = set_state_dict(again, fresh, model_state_dict=dict(state), optim_state_dict=optim, options=options)
+    result = set_state_dict(again, fresh, model_state_dict=dict(state), optim_state_dict=optim, options=options)
     now = get_model_state_dict(again, options=whole)
     assert all(torch.equal(now[key], expected[key]) for key in expected), options
     moments = get_optimizer_state_dict(again, fresh, options=whole)["state"]
@@ -108,13 +108,13 @@ def start(folder: Path, *command: str) -> str:
 def run_program(rank: int, world: int, program: str, *arguments: str, as_torch: bool = False) -> str:
     os.chdir(Path(program).parent)
     sys.argv = [program, *arguments]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as texts:
         if as_torch:
             sys.argv.insert(0, "as_torch")
             runpy.run_module("flatfsdp.as_torch", run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(program, run_name="__main__")
-    return said.getvalue()
+    return texts.getvalue()
 
 
 def printed(program: Path, *arguments: str, as_torch: bool = False) -> str:
@@ -128,15 +128,15 @@ def test_an_unmodified_program_runs_by_command(tmp_path: Path) -> None:
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "program.py").write_text(f"import lies_beside\n{PROGRAM}")
     (tmp_path / "beside" / "lies_beside.py").touch()
-    said = start(tmp_path, "-m", "flatfsdp.as_torch", "beside/program.py", "orig")
-    assert "<rank 0 is done>" in said and "<rank 1 is done>" in said
+    text = start(tmp_path, "-m", "flatfsdp.as_torch", "beside/program.py", "orig")
+    assert "<rank 0 is done>" in text and "<rank 1 is done>" in text
 
 
 def test_install_in_the_middle_of_a_program_and_uninstall(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    said = printed(program, "install")
-    assert "<rank 0 is done>" in said and "<rank 1 is done>" in said
+    text = printed(program, "install")
+    assert "<rank 0 is done>" in text and "<rank 1 is done>" in text
 
 
 def test_the_example_of_fsdp1_prints_the_same(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ if "ddp" in sys.argv:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "plain"])
-def test_a_program_without_a_wrapper_is_told_at_its_end(kind: str, tmp_path: Path) -> None:
+def test_a_program_without_a_wrapper_is_reported_at_its_end(kind: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WITHOUT)
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -49,10 +49,10 @@ def train(rank: int, world: int) -> str:
     return "trained"
 
 
-def test_the_others_hear_of_an_objective_that_failed() -> None:
+def test_the_others_learn_of_an_objective_that_failed() -> None:
     """They wait in the middle of the model: what nothing wakes is ended."""
     other, failing = fresh.run(2, train, timeout=LIMIT)
     assert failing.result == LUCK
-    told = f"AgreementError: rank 1 failed in training with {LUCK}. The remaining ranks cannot continue"
-    assert re.search(rf"^\[flatfsdp, rank 0\] {re.escape(told)}$", other.output, re.MULTILINE), other
-    assert other.result == told or other.exit_code == 1, other
+    text = f"AgreementError: rank 1 failed in training with {LUCK}. The remaining ranks cannot continue"
+    assert re.search(rf"^\[flatfsdp, rank 0\] {re.escape(text)}$", other.output, re.MULTILINE), other
+    assert other.result == text or other.exit_code == 1, other

@@ -25,7 +25,7 @@ def end_at_the_second_step(rank: int, world: int) -> str:
         return str(error)
 
 
-def test_ranks_that_wait_for_samples_hear_of_one_that_ended() -> None:
+def test_ranks_that_wait_for_samples_learn_of_one_that_ended() -> None:
     _, waiting = fresh.run(2, end_at_the_second_step, timeout=150)
     assert waiting.result is not None, waiting
     assert waiting.result.startswith("rank 0 ended with KeyError: 'step 2', after a backward in step 1."), (

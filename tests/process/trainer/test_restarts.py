@@ -114,11 +114,11 @@ def wait_for_port(port: int) -> None:
 
 def check(folder: Path, log: str, *, killed_after: int) -> None:
     """Every step is in the log once, and no more was lost than what came after the last checkpoint."""
-    said = (folder / log).read_text()
+    text = (folder / log).read_text()
     rows = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    resumed = re.findall(r"resume: from run/step-(\d{8})", said)
-    assert resumed, said[-2000:]
+    resumed = re.findall(r"resume: from run/step-(\d{8})", text)
+    assert resumed, text[-2000:]
     assert int(resumed[-1]) >= killed_after
 
 

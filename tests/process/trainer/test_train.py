@@ -170,16 +170,16 @@ def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path
         process.send_signal(number)
         if number == signal.SIGTERM:
             os.killpg(process.pid, number)
-        said, _ = process.communicate(timeout=300)  # until nobody holds the other end of the pipe: ranks neither
+        message, _ = process.communicate(timeout=300)  # until nobody holds the other end of the pipe: ranks neither
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == code, said
-    assert ("stopped by" in said) == (number != signal.SIGKILL)
+    assert process.returncode == code, message
+    assert ("stopped by" in message) == (number != signal.SIGKILL)
     assert bool([*(tmp_path / "run").glob("step-*")]) == (number != signal.SIGKILL)
 
 
-def test_ranks_end_with_the_process_that_started_them_where_only_it_is_told(text: Path, tmp_path: Path) -> None:
+def test_ranks_end_with_the_process_that_started_them_where_only_it_gets_a_signal(text: Path, tmp_path: Path) -> None:
     options = ["--steps", "100000", "--no-plot", "--no-progress", "--text", text, "--output", "run"]
     command = ["-m", "flatfsdp.train", *TINY, *options]
     with commands.started(*command, folder=tmp_path, environment=environment()) as running:

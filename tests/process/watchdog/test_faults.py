@@ -1,7 +1,7 @@
 """Ranks that fail, die, sleep or stay away: every rank ends within seconds, with an error that names who is at fault.
 
 Ranks that build different models, or run them in another order, are in
-`tests/distributed/agreement/test_agree.py` and `tests/process/agreement/test_agree.py`;
+`tests/distributed/agreement/test_agreement.py` and `tests/process/agreement/test_agreement.py`;
 one that is killed in the middle of a checkpoint is in `test_killed.py`.
 """
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import flatfsdp
 from flatfsdp.engine.watchdog import watchdog as watch
-from tests.distributed.agreement.test_agree import Net, step, wrap
+from tests.distributed.agreement.test_agreement import Net, step, wrap
 from tests.harness import fresh, inspect
 from tests.harness.thorough import is_thorough
 
@@ -145,18 +145,18 @@ def sleep_until(ready: Callable[[], Any]) -> None:
 
 
 def asleep(rank: int, world: int) -> None:
-    said: list[str] = []
+    texts: list[str] = []
     speak = watch.print_immediately
 
-    def speak_and_note(sentence: str) -> None:
+    def post_and_note(sentence: str) -> None:
         speak(sentence)
-        said.append(sentence)
+        texts.append(sentence)
 
-    with patch.object(watch, "print_immediately", speak_and_note):
+    with patch.object(watch, "print_immediately", post_and_note):
         flatfsdp.set_collective_timeout(report_after=2)
         model = trained()
         if rank == 1:
-            sleep_until(lambda: said)
+            sleep_until(lambda: texts)
         step(model)
         flatfsdp.set_collective_timeout(report_after=2, raise_after=4)
         if rank == 1:
@@ -180,13 +180,13 @@ def never_together(rank: int, world: int) -> list[tuple[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    said = []
+    texts = []
     for where, size in (("env://", world + 1), (nobody, world)):
         try:
             dist.init_process_group("gloo", where, rank=rank, world_size=size, timeout=timedelta(seconds=2))
         except dist.DistError as error:
-            said.append((type(error).__name__, str(error)))
-    return said
+            texts.append((type(error).__name__, str(error)))
+    return texts
 
 
 def ended(outcomes: list[fresh.Outcome]) -> list[fresh.Outcome]:
@@ -202,7 +202,7 @@ def job(case: Callable[..., Any], world: int = 2) -> pytest.MarkDecorator:
 PLACE = r"the forward of unit 'blocks.0'"
 
 
-# By name: the case, of how many ranks, how rank 1 ends, and what the others are told.
+# By name: the case, of how many ranks, how rank 1 ends, and what the others report.
 LOST: dict[str, tuple[Callable[[int, int], None], int, int, str]] = {
     "wrong_dtype": (
         wrong_dtype,
@@ -255,19 +255,19 @@ def by_messages(case: Callable[[int, int], Any], rank: int, world: int) -> None:
 def lost(*, gloo: bool) -> list[Any]:
     return [
         pytest.param(
-            code, told, marks=job(partial(by_messages, case) if gloo else case, world), id=f"{name}{' by gloo' * gloo}"
+            code, text, marks=job(partial(by_messages, case) if gloo else case, world), id=f"{name}{' by gloo' * gloo}"
         )
-        for name, (case, world, code, told) in LOST.items()
+        for name, (case, world, code, text) in LOST.items()
     ]
 
 
 # By default gloo has its own in `test_exchange.py`.
-@pytest.mark.parametrize(("exit_code", "told"), [*lost(gloo=False), *(lost(gloo=True) if is_thorough() else [])])
-def test_a_rank_is_lost(outcomes: list[fresh.Outcome], exit_code: int, told: str) -> None:
+@pytest.mark.parametrize(("exit_code", "text"), [*lost(gloo=False), *(lost(gloo=True) if is_thorough() else [])])
+def test_a_rank_is_lost(outcomes: list[fresh.Outcome], exit_code: int, text: str) -> None:
     assert ended(outcomes)[1].exit_code == exit_code
     for outcome in (outcomes[0], *outcomes[2:]):
         assert outcome.exit_code == 1, outcome
-        assert re.search(rf"(LostRankError|AgreementError): .*{told}", outcome.output), outcome.output
+        assert re.search(rf"(LostRankError|AgreementError): .*{text}", outcome.output), outcome.output
 
 
 @job(frozen_with_the_store, 3)
@@ -281,10 +281,10 @@ def test_a_rank_is_stopped_that_serves_the_store(outcomes: list[fresh.Outcome]) 
         assert re.search(rf"^\[flatfsdp, rank \d\] {doing}.*, for \d s. {silent}", outcome.output, re.MULTILINE), (
             outcome
         )
-        told = (
+        text = (
             rf"WaitError: this rank waited for 5 s \(set_collective_timeout\(raise_after=...\)\), {doing}.*\. {silent}"
         )
-        assert re.search(told, outcome.output), outcome
+        assert re.search(text, outcome.output), outcome
 
 
 @job(asleep)

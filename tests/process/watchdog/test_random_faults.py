@@ -16,7 +16,7 @@ from torch import nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, checkpoint
-from tests.distributed.agreement.test_agree import Net, step, wrap
+from tests.distributed.agreement.test_agreement import Net, step, wrap
 from tests.harness import fresh
 from tests.harness.thorough import seeds
 from tests.process.watchdog.test_faults import frozen_until_gone, killed
@@ -142,7 +142,7 @@ def test_one_rank_does_something_else(outcomes: list[fresh.Outcome], seed: int) 
         if rank != odd and fault == "steps alone" and outcome.result is not None:
             continue  # it had taken all its steps before the other one was missing its own
         assert outcome.exit_code == 1, (fault, outcome)
-        told = (
+        text = (
             rf"AgreementError: .*({QUIET[fault]})" if fault in QUIET else "(AgreementError|LostRankError|WaitError): "
         )
-        assert re.search(told, outcome.output), (fault, outcome)
+        assert re.search(text, outcome.output), (fault, outcome)

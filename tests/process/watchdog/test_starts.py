@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import flatfsdp
-from tests.distributed.agreement.test_agree import Net, step, wrap
+from tests.distributed.agreement.test_agreement import Net, step, wrap
 from tests.harness import fresh
 from tests.harness.thorough import is_thorough
 

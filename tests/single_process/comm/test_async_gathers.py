@@ -19,8 +19,8 @@ from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import AsyncWork
 from tests.single_process.comm.test_communication import NUMELS, Block, forward, padded, settled, story, tower, wrapped
-from tests.single_process.device.test_lanes import OPTIONS, device_of, named, nothing, train
-from tests.single_process.runtime.test_controls import evaluate, live, refused
+from tests.single_process.device.test_streams import OPTIONS, device_of, named, nothing, train
+from tests.single_process.runtime.test_schedule_api import evaluate, live, refused
 
 # Without what gathers ahead by itself, which is refused.
 LEFT_TO_USERS = [

@@ -244,8 +244,8 @@ def test_one_collective_per_kind_for_any_number_of_parameters() -> None:
 def test_constructors_do_not_communicate(strategy: str) -> None:
     with fake_world(8):
         wrapped(strategy, mesh=(2, 4)) if "HYBRID" in strategy else wrapped(strategy)  # makes the groups
-        for synchronise in (False, True):
-            options: dict[str, Any] = {"sync_module_states": synchronise}
+        for synchronize in (False, True):
+            options: dict[str, Any] = {"sync_module_states": synchronize}
             if "HYBRID" in strategy:
                 options["mesh"] = (2, 4)
             with Collectives() as seen:
@@ -253,8 +253,8 @@ def test_constructors_do_not_communicate(strategy: str) -> None:
             axes = 2 if "HYBRID" in strategy else 1
             values = len(list(Tower().parameters())) * axes
             # With values to copy, each unit first makes sure that all ranks copy the same.
-            assert seen.counts.keys() <= ({"broadcast_", "gather"} if synchronise else set())
-            assert seen.counts["broadcast_"] == (values if synchronise else 0)
+            assert seen.counts.keys() <= ({"broadcast_", "gather"} if synchronize else set())
+            assert seen.counts["broadcast_"] == (values if synchronize else 0)
             assert seen.counts["gather"] <= UNITS * axes
 
 
@@ -370,16 +370,16 @@ def test_a_list_of_what_is_gathered_ahead_is_in_the_place_of_backward_mid() -> N
 def test_only_units_that_gather_half_way_count_what_comes() -> None:
     counted = CountingHooks.leaf_ready
     for prefetch in ("BACKWARD_PRE", "BACKWARD_POST", None, "BACKWARD_MID"):
-        told: list[int] = []
+        came: list[int] = []
 
-        def count(leaves: CountingHooks, kind: int, index: int, told: list[int] = told) -> None:
-            told.append(index)
+        def count(leaves: CountingHooks, kind: int, index: int, came: list[int] = came) -> None:
+            came.append(index)
             counted(leaves, kind, index)
 
         with patch.object(CountingHooks, "leaf_ready", count), tower(backward_prefetch=prefetch) as model:
-            told.clear()
+            came.clear()
             forward(model).backward()
-        assert len(told) == (4 * UNITS if prefetch == "BACKWARD_MID" else 0)
+        assert len(came) == (4 * UNITS if prefetch == "BACKWARD_MID" else 0)
 
 
 @pytest.mark.parametrize(

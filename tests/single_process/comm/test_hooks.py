@@ -17,8 +17,8 @@ from flatfsdp.errors import ConfigTypeError, UsageError
 from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.single_process.comm.test_communication import UNITS, Collectives, forward, settled, story, tower, wrapped
-from tests.single_process.device.test_lanes import device_of, train
-from tests.single_process.runtime.test_controls import live, refused
+from tests.single_process.device.test_streams import device_of, train
+from tests.single_process.runtime.test_schedule_api import live, refused
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 

@@ -32,7 +32,7 @@ def test_only_whole_pages_inside_the_block(address: int, size: int, expected: li
     assert asked == expected
 
 
-def test_where_it_has_no_effect_nothing_is_asked() -> None:
+def test_where_it_has_no_effect_nothing_is_requested() -> None:
     with patch.object(huge_pages, "_madvise", lambda: lambda *_: 0):
         assert adviser_for(torch.device("cpu"), LEAST) is advise
         assert adviser_for(torch.device("cpu"), LEAST - 1) is None

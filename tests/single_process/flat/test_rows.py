@@ -135,7 +135,7 @@ def test_one_rank_has_the_layout_of_one_segment() -> None:
     assert layouts[0] == layouts[1]
 
 
-def test_the_summary_says_so() -> None:
+def test_the_summary_reports_it() -> None:
     with fake_world(4):
         model = FullyShardedDataParallel(nn.Linear(6, 5), layout="rows")
         text = flatfsdp.summary(model)

@@ -397,7 +397,7 @@ def test_who_computes_with_what_is_left_whole_gets_the_whole(
 
 
 @pytest.mark.parametrize("orig", [True, False])
-def test_who_asks_for_the_whole_sees_its_shape(world: None, orig: bool) -> None:
+def test_who_requests_the_whole_sees_its_shape(world: None, orig: bool) -> None:
     model = wrap("SHARD_GRAD_OP", use_orig_params=orig)
     loss = loss_of(model)
     model.module[0].unshard()

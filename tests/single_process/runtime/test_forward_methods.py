@@ -144,7 +144,7 @@ def test_registering_twice_and_without_fsdp_is_no_matter() -> None:
         (lambda model: model.scaled(torch.ones(2, WIDTH)), "scaled() computed with parameter 'scale' of unit <root>"),
     ],
 )
-def test_an_unregistered_method_that_meets_shards_says_what_to_do(call: Any, words: str) -> None:
+def test_an_unregistered_method_that_meets_shards_reports_what_to_do(call: Any, words: str) -> None:
     with fake_world(4, rank=3):
         model = wrapped()
         with torch.no_grad():

@@ -80,11 +80,11 @@ class Story(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = ""
+        self.calls = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        self.told += "G" if "allgather" in name else "c" if name == "aten::_to_copy" else ""
+        self.calls += "G" if "allgather" in name else "c" if name == "aten::_to_copy" else ""
         return func(*args, **(kwargs or {}))
 
 
@@ -95,7 +95,7 @@ def test_a_unit_has_left_the_device_before_the_next_is_gathered(orig: bool) -> N
         model(torch.randn(3, 6)).sum().backward()
         with as_type(model, FULL, FullStateDictConfig(offload_to_cpu=True)), Story() as story:
             model.state_dict()
-        assert story.told == "GccccGccccGccccGcccc"  # the layers of a unit, and their biases
+        assert story.calls == "GccccGccccGccccGcccc"  # the layers of a unit, and their biases
 
 
 def test_whole_values_are_loaded_without_communication() -> None:

@@ -84,7 +84,7 @@ def test_every_part_has_a_module_and_all_fit_roughly_into_the_budget() -> None:
     assert sum(first) <= 8 * 60
 
 
-def test_without_a_card_it_says_so() -> None:
+def test_without_a_card_it_reports_it() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     from tools import gpu_check

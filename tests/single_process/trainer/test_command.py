@@ -71,10 +71,10 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     with pytest.raises(SystemExit) as exit_:
         train.main(["--device", "cpu", *line.split()])
     assert exit_.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"flatfsdp.train: {complaint}")
-    assert said.endswith(" (--help lists the options)\n")
-    assert said.count("\n") == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"flatfsdp.train: {complaint}")
+    assert text.endswith(" (--help lists the options)\n")
+    assert text.count("\n") == 1
 
 
 def failed_in(code: str, file: str) -> str:
@@ -82,8 +82,8 @@ def failed_in(code: str, file: str) -> str:
     try:
         exec(compile(code, file, "exec"), {})
     except Exception:
-        _, _, told = traceback.format_exc().partition("\n  File")  # that of this test
-        return f"\n\n-- Process 1 terminated with the following error:\nTraceback\n  File{told.partition('  File')[2]}"
+        _, _, rest = traceback.format_exc().partition("\n  File")  # that of this test
+        return f"\n\n-- Process 1 terminated with the following error:\nTraceback\n  File{rest.partition('  File')[2]}"
     raise AssertionError
 
 
@@ -93,7 +93,7 @@ def test_what_the_model_shows_to_be_a_wrong_option_is_one_line(
     """Its traceback is of use only where code of the user's has a part in it."""
     wrong = "from flatfsdp.errors import ConfigValueError\nraise ConfigValueError('units: no such unit')"
     monkeypatch.chdir(tmp_path)
-    for code, file, exit_code, told in (
+    for code, file, exit_code, rest in (
         (wrong, train.__file__, 2, "flatfsdp.train: units: no such unit\n"),
         (wrong, "/home/model.py", 1, "flatfsdp.train: rank 1 failed\n\n-- Process 1 terminated"),
         ("1 / 0", train.__file__, 1, "flatfsdp.train: rank 1 failed\n\n-- Process 1 terminated"),
@@ -101,7 +101,7 @@ def test_what_the_model_shows_to_be_a_wrong_option_is_one_line(
         error = ProcessRaisedException(failed_in(code, file), 1, 0)
         monkeypatch.setattr(train, "run", Mock(side_effect=error))
         assert train.main(["--device", "cpu"], announced=True) == exit_code
-        assert capsys.readouterr().err.startswith(told)
+        assert capsys.readouterr().err.startswith(rest)
 
 
 def test_help_has_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_help_has_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n{group}:\n" in shown for group in ("command", "task", "training", "fsdp", "demo"))
 
 
-def test_a_config_file_says_what_flags_do_not(
+def test_a_config_file_sets_what_flags_do_not(
     no_ranks: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.json"
@@ -176,6 +176,6 @@ def test_a_run_after_another_has_a_folder_of_its_own(no_ranks: None, tmp_path: P
         ("--output=there --plot --resume best --text -", "--plot --text - --resume latest --output run"),
     ],
 )
-def test_a_command_line_that_goes_on_says_nothing_twice(given: str, expected: str) -> None:
+def test_a_command_line_that_goes_on_prints_nothing_twice(given: str, expected: str) -> None:
     values = {"--resume": "latest", "--output": "run"}
     assert train.changed(given.split(), values) == expected.split()

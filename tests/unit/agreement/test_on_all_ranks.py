@@ -46,7 +46,7 @@ def test_others_failures_are_raised_here() -> None:
 
 
 @pytest.mark.parametrize(("error", "cause"), [(OSError("full"), OSError), (CheckpointError("full"), type(None))])
-def test_this_ranks_failure_is_told_and_the_cause(error: Exception, cause: type) -> None:
+def test_this_ranks_failure_is_reported_and_the_cause(error: Exception, cause: type) -> None:
     words = "full" if isinstance(error, CheckpointError) else "OSError: full"
     with pytest.raises(CheckpointError, match=f"^rank 0: {words}; rank 1: lost$") as raised:
         on_all_ranks(fails(error), with_others((None, "lost")), raises=together)

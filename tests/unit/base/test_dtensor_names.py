@@ -1,4 +1,4 @@
-"""Private names of torch.distributed.tensor: they exist, their absence is told in words, and nothing imports them."""
+"""Private names of torch.distributed.tensor: they exist, one that is absent is named, and nothing imports them."""
 
 from __future__ import annotations
 

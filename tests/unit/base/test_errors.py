@@ -38,7 +38,7 @@ def test_each_is_of_the_family_and_of_the_builtin_kind(name, builtin):
     assert name in errors.__all__
 
 
-def test_internal_error_asks_for_a_report_also_after_pickling():
+def test_internal_error_requests_a_report_also_after_pickling():
     expected = (
         "span 3 overlaps span 4\nThis is a bug in flatfsdp, not in your program. "
         "Please report it together with the output of `python -m flatfsdp.env`."

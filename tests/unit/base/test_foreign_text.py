@@ -43,11 +43,11 @@ def test_json_of_a_known_shape_or_nothing() -> None:
     assert StatusReport.of('["joke", 1, [], [], {}, "", 0, ""]') is StatusReport.of("[]") is None
 
 
-def test_what_is_told_comes_back() -> None:
-    told = StatusReport(
+def test_what_is_reported_comes_back() -> None:
+    text = StatusReport(
         "lost", 1, ["rank 0: computes"], [ExitRecord(1, "killed")], {2: ProcessIdentity(7, "h", "n", "5")}, "", 3, ""
     )
-    assert StatusReport.of(json.dumps(told)) == told
+    assert StatusReport.of(json.dumps(text)) == text
 
 
 @pytest.mark.parametrize("make", [dist.HashStore, lambda: dist.TCPStore("localhost", 0, is_master=True)])
@@ -94,8 +94,8 @@ def garbage(drawn: random.Random) -> str:
 
 @pytest.mark.parametrize("seed", seeds(20, 2000))
 def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(watch, "print_immediately", said.append)
+    texts: list[str] = []
+    monkeypatch.setattr(watch, "print_immediately", texts.append)
     monkeypatch.setattr("flatfsdp.engine.watchdog.store.PERIOD", 0.001)
     monkeypatch.setattr(Timekeeper, "start", lambda self, wanted: None)
     monkeypatch.setattr(Watchdog, "_start", lambda self: None)
@@ -114,4 +114,4 @@ def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytes
         if looking._lost is not before:
             break
     assert "no such file" in str(looking._lost)
-    assert not any(ord(each) < 32 for line in said for each in line if each != "\n")
+    assert not any(ord(each) < 32 for line in texts for each in line if each != "\n")

@@ -79,7 +79,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "header",
     [
         '{"os:system": ["true"]}',
         '{"flatfsdp.plain_data:sys.modules": []}',
@@ -96,9 +96,9 @@ class Bomb:
         "no json",
     ],
 )
-def test_what_nobody_sends_is_refused(told: str) -> None:
+def test_what_nobody_sends_is_refused(header: str) -> None:
     with pytest.raises(ValueError):
-        decode(len(told).to_bytes(8, "little") + told.encode() + bytes(64))
+        decode(len(header).to_bytes(8, "little") + header.encode() + bytes(64))
 
 
 def test_a_pickle_is_not_read() -> None:

@@ -63,7 +63,7 @@ def test_a_state_comes_back_from_its_leaves_in_any_order() -> None:
     assert back == state | {"tuple": [1, tensor]}
 
 
-def test_keys_that_cannot_be_told_apart_are_refused() -> None:
+def test_keys_that_cannot_be_distinguished_are_refused() -> None:
     with pytest.raises(ConfigValueError, match=r"two values have the key 'a\.b'"):
         flatten({"a": {"b": 1}, "a.b": 2})
     with pytest.raises(ConfigTypeError, match=r"a: got the key \(1, 2\)\. Accepted: strings and integers"):
@@ -113,7 +113,7 @@ def test_boxes_are_cut_to_size_and_stay_in_order(spec: ParamSpec, most: int) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 1001)])
-def test_elements_lie_in_an_archive_where_it_says(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_elements_lie_in_an_archive_where_it_records_them(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(math.prod(shape)).to(dtype).view(shape)
     data, inside = archive(tensor)
     raw = data[inside : inside + tensor.numel() * tensor.element_size()]
@@ -155,7 +155,7 @@ def test_a_manifest_finds_its_own_damage() -> None:
         Manifest.from_bytes(data[:-10], "it")
 
 
-def test_what_a_checkpoint_says_of_itself_stays_small() -> None:
+def test_what_a_checkpoint_records_of_itself_stays_small() -> None:
     found = measure(world=256, layers=2)
     # A 70B model with Adam at 1024 ranks has 748,173 boxes (tools/checkpoint_scale.py); 64 MiB are 89 bytes for each.
     assert found["boxes"] > 4000 and (found["metadata"] + found["manifest"]) / found["boxes"] < 89

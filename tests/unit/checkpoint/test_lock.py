@@ -1,4 +1,4 @@
-"""Two jobs that save to one path: who has the lock, when it is stale, and what the other one is told.
+"""Two jobs that save to one path: who has the lock, when it is stale, and what the other one reports.
 
 Machines, their processes and their clocks are doubles here; the real ones have a test at the end.
 """
@@ -139,13 +139,13 @@ def test_who_does_not_wait_knows_from_its_looks_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[" * 5000, b"\xff\x00", b'{"pid": -1}', os.urandom(9000)])
-def test_a_lock_that_says_nothing_is_stale_when_it_stands_still(tmp_path: Path, data: bytes) -> None:
+def test_a_lock_without_content_is_stale_when_it_stands_still(tmp_path: Path, data: bytes) -> None:
     (tmp_path / ".x.lock").write_bytes(data)
     assert 0.0 < waited(tmp_path / "x", Other()) < PATIENCE + 2.0
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")])
-def test_what_is_no_lock_is_told_at_once(tmp_path: Path, make: Callable[[Path], object]) -> None:
+def test_what_is_no_lock_is_reported_at_once(tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(tmp_path / ".x.lock")
     with pytest.raises(CheckpointError, match=r"\.x\.lock"):
         checkpoint.save(tmp_path / "x", extra={"a": 1})
@@ -295,7 +295,7 @@ def test_a_save_that_has_lost_its_lock_replaces_nothing(tmp_path: Path) -> None:
         (tmp_path / ".x.lock").unlink()
 
 
-def test_a_reader_is_told_when_what_it_reads_is_replaced(tmp_path: Path) -> None:
+def test_a_reader_gets_an_error_when_what_it_reads_is_replaced(tmp_path: Path) -> None:
     def state(number: float) -> dict[str, torch.Tensor]:
         return {"v": torch.full((50,), number), "w": torch.full((50,), number)}
 

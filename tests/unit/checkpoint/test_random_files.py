@@ -190,7 +190,7 @@ DEEDS = (flip, cut, lose, another_kind, forge, forge, forge, forge)
 # --- what comes of it -------------------------------------------------------------------------------------------------
 
 
-def told(path: Path, function: Callable[[], Any]) -> Any:
+def message(path: Path, function: Callable[[], Any]) -> Any:
     """What it returns, or the error that names the folder."""
     try:
         with warnings.catch_warnings(), within(20.0):
@@ -219,7 +219,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("seed", seeds(40, 2500))
-def test_a_damaged_checkpoint_is_right_or_is_told(good: dict[str, Path], tmp_path: Path, seed: int) -> None:
+def test_a_damaged_checkpoint_is_right_or_is_reported(good: dict[str, Path], tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     kind = rng.choice(["flatfsdp", "safetensors"])
     for name in ("before", "x", "after"):
@@ -231,23 +231,23 @@ def test_a_damaged_checkpoint_is_right_or_is_told(good: dict[str, Path], tmp_pat
     deed(rng, file)
     as_saved = deed is not forge or file.name != MANIFEST
     for verify in (True, False):
-        found = told(path, lambda verify=verify: load(path, verify))
+        found = message(path, lambda verify=verify: load(path, verify))
         if not isinstance(found, CheckpointError) and as_saved and verify:
             assert is_right(found), (deed.__name__, file.name)
-    code = told(path, lambda: main(["verify", str(path)]))
+    code = message(path, lambda: main(["verify", str(path)]))
     if as_saved and (file.exists() or deed is lose):
         same = file.is_file() and file.read_bytes() == (good[kind] / file.relative_to(path)).read_bytes()
         assert code == 0 if same and not file.is_symlink() else code == 1, (deed.__name__, file.name)
-    assert told(path, lambda: main(["show", str(path), "--tensors"])) in (0, 1)
-    listed = {each.path.name: each.problem for each in told(tmp_path, lambda: checkpoint.listing(tmp_path))}
+    assert message(path, lambda: main(["show", str(path), "--tensors"])) in (0, 1)
+    listed = {each.path.name: each.problem for each in message(tmp_path, lambda: checkpoint.listing(tmp_path))}
     assert listed["before"] == listed["after"] == "", listed
-    told(tmp_path, lambda: checkpoint.keep(tmp_path, last=3))
+    message(tmp_path, lambda: checkpoint.keep(tmp_path, last=3))
     assert {"before", "after"} <= {each.name for each in tmp_path.iterdir()}
     assert is_right(load(tmp_path / "before", True))
 
 
 @pytest.mark.parametrize("seed", seeds(25, 1500))
-def test_damaged_safetensors_are_right_or_are_told(good: dict[str, Path], tmp_path: Path, seed: int) -> None:
+def test_damaged_safetensors_are_right_or_are_reported(good: dict[str, Path], tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     path = tmp_path / "x"
     shutil.copytree(good["export"], path)
@@ -255,12 +255,12 @@ def test_damaged_safetensors_are_right_or_are_told(good: dict[str, Path], tmp_pa
     deed = rng.choice(DEEDS)
     deed(rng, file)
     model = torch.nn.Linear(8, 5, bias=False)
-    found = told(path, lambda: checkpoint.load_safetensors(model, path))
-    told(path, lambda: checkpoint.load_safetensors(model, path, verify=False, strict=False))
+    found = message(path, lambda: checkpoint.load_safetensors(model, path))
+    message(path, lambda: checkpoint.load_safetensors(model, path, verify=False, strict=False))
     if found is None and deed in (flip, cut) and file.suffix == ".safetensors":
         raise AssertionError((deed.__name__, file.name, "damage was not found"))
-    assert told(path, lambda: main(["verify", str(path)])) in (0, 1)
-    assert told(path, lambda: main(["show", str(path)])) in (0, 1)
+    assert message(path, lambda: main(["verify", str(path)])) in (0, 1)
+    assert message(path, lambda: main(["show", str(path)])) in (0, 1)
 
 
 # --- chosen ones ------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_a_manifest_says_wrongly_is_named(good: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_what_a_manifest_has_wrong_is_named(good: dict[str, Path], tmp_path: Path, name: str) -> None:
     change, words = WRONG[name]
     shutil.copytree(good["flatfsdp"], tmp_path / "x")
     resealed(tmp_path / "x", change)

@@ -210,7 +210,7 @@ def test_of_two_saves_of_one_place_the_later_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::flatfsdp.errors.FlatFSDPWarning")
-def test_a_run_finds_its_own_last_checkpoint_whatever_the_clock_says(tmp_path: Path) -> None:
+def test_a_run_finds_its_own_last_checkpoint_whatever_the_clock_shows(tmp_path: Path) -> None:
     model, run = torch.nn.Linear(2, 2), CheckpointManager(tmp_path, asynchronous=False)
     now = time.time()
 

@@ -72,6 +72,6 @@ def test_messages_are_for_few_ranks_on_one_host(
     assert gloo.is_near(Group(ranks)) is near
 
 
-def test_many_ranks_are_not_asked_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranks_send_nothing_to_find_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(gloo, "_on_one_host")
     assert not gloo.is_near(Group(9))

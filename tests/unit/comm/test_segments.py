@@ -50,7 +50,7 @@ def test_a_peer_may_read_what_was_given_back(descriptor: int) -> None:
     assert peers.bytes.eq(0).all()
 
 
-def test_a_system_that_cannot_tell_whether_there_is_memory_keeps_the_pages(descriptor: int) -> None:
+def test_a_system_that_does_not_know_whether_there_is_memory_keeps_the_pages(descriptor: int) -> None:
     """As Linux before 5.14."""
     own = Segment(descriptor, SIZE)
     own.bytes.fill_(7)

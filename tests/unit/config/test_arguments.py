@@ -69,7 +69,7 @@ def test_names_order_and_defaults_of_arguments_are_torchs():
     assert ours == [*torchs, *expected]
 
 
-def test_defaults_are_normalised():
+def test_defaults_are_normalized():
     config = check_arguments(MODEL)
     assert config.sharding_strategy is ShardingStrategy.FULL_SHARD
     assert config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
@@ -473,7 +473,7 @@ def test_argument_names_from_elsewhere():
     )
 
 
-def test_torchs_own_objects_are_recognised_without_importing_its_fsdp():
+def test_torchs_own_objects_are_recognized_without_importing_its_fsdp():
     program = (
         "import sys; from torch import nn; import flatfsdp.wrap; "
         "from flatfsdp.engine.config.arguments import check_arguments; "

@@ -56,7 +56,7 @@ def test_spec_counts_elements(shape: tuple[int, ...], numel: int) -> None:
     assert ParamSpec("p", shape).numel == numel
 
 
-def test_spec_keeps_only_strides_that_say_something() -> None:
+def test_spec_keeps_only_strides_that_matter() -> None:
     for tensor in (torch.empty(2, 3), torch.empty(2, 0, 3), torch.empty(()), torch.empty(5, 1, 2)):
         assert ParamSpec("p", tensor.shape, tensor.stride()) == ParamSpec("p", tuple(tensor.shape))
 
@@ -92,7 +92,7 @@ def test_spec_refuses_shapes_that_are_none() -> None:
 
 
 def paint(shapes: list[tuple[int, ...]], world: int, align: int, pad_total: bool) -> tuple[list[Cell], int]:
-    """Every cell of the padded flat space, and the unpadded size: the layout rule said once more, cell by cell."""
+    """Every cell of the padded flat space, and the unpadded size: the layout rule written once more, cell by cell."""
     cells: list[Cell] = []
     for index, shape in enumerate(shapes):
         while len(cells) % align:

@@ -23,7 +23,7 @@ def test_a_run_ends_where_the_kind_changes_and_where_more_than_padding_lies_betw
     assert find_runs(places, padding=4) == [[0, 2], [3, 4, 5]]
 
 
-def test_what_has_no_kind_is_by_itself_and_divides_its_neighbours() -> None:
+def test_what_has_no_kind_is_by_itself_and_divides_its_neighbors() -> None:
     places = [
         ParamInShard(Span(0, 1), "a"),
         ParamInShard(Span(1, 2), None),
@@ -33,7 +33,7 @@ def test_what_has_no_kind_is_by_itself_and_divides_its_neighbours() -> None:
     assert find_runs(places, padding=3) == [[0], [1], [2], [3]]
 
 
-def test_runs_are_the_longest_sequences_of_which_each_two_neighbours_belong_together() -> None:
+def test_runs_are_the_longest_sequences_of_which_each_two_neighbors_belong_together() -> None:
     numbers = random.Random(0)
     for _ in range(300):
         places, end = [], 0

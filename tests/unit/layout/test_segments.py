@@ -20,7 +20,7 @@ Cell = tuple[int, int] | None  # (parameter, element of it), None for padding
 
 @dataclass
 class Painting:
-    """Every cell of the flat space, and where its segments lie: the layout rule said once more, cell by cell."""
+    """Every cell of the flat space, and where its segments lie: the layout rule written once more, cell by cell."""
 
     cells: list[Cell]
     segments: list[tuple[int, int]]

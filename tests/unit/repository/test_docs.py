@@ -70,7 +70,7 @@ PUBLIC = dict(public_names())
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_says_what_it_is(name: str) -> None:
+def test_every_public_name_is_documented(name: str) -> None:
     text = PUBLIC[name].__doc__ or ""  # its own: one inherited from torch says nothing about us
     assert re.match(r"\S[^.:]*[.:]", text), f"the docstring of {name} should begin with a sentence, found {text[:60]!r}"
 

@@ -31,7 +31,7 @@ def named(tree: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize(("found", "files"), [(asked, ASKS), (named, NAMES)])
-def test_no_other_file_asks_which_face_it_is(found: object, files: tuple[str, ...]) -> None:
+def test_no_other_file_checks_which_face_it_is(found: object, files: tuple[str, ...]) -> None:
     assert callable(found)
     paths = sorted(ENGINE.rglob("*.py"))
     trees = {path.relative_to(ENGINE).with_suffix("").as_posix(): ast.parse(path.read_text()) for path in paths}

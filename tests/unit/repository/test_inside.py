@@ -28,8 +28,8 @@ OF_SINGLE_CLASSES = frozenset(
     """
     single_process/device/test_downloads.py:_event
     single_process/device/test_downloads.py:_keep
-    single_process/device/test_lanes.py:_stream
-    single_process/features/test_step_flat.py:_planned
+    single_process/device/test_streams.py:_stream
+    single_process/features/test_fuse_optimizer_steps.py:_planned
     harness/fake_device.py:_kind
     distributed/agreement/test_calls.py:_lost
     distributed/checkpoint/test_weights.py:_LARGEST_FILE
@@ -38,14 +38,14 @@ OF_SINGLE_CLASSES = frozenset(
     distributed/runtime/test_parity.py:_scatter
     distributed/runtime/test_random_programs.py:_found
     distributed/flat/test_requires_grad.py:_reachable
-    distributed/features/test_step_flat.py:_planned
+    distributed/features/test_fuse_optimizer_steps.py:_planned
     distributed/trainer/test_checkpoints.py:_saving
-    unit/agreement/test_agree.py:_letters
-    unit/agreement/test_agree.py:_past
-    unit/agreement/test_agree.py:_symbols
+    unit/agreement/test_agreement.py:_letters
+    unit/agreement/test_agreement.py:_past
+    unit/agreement/test_agreement.py:_symbols
     unit/base/test_foreign_text.py:_lost
-    unit/watchdog/test_watch.py:_calls
-    unit/watchdog/test_watch.py:_outlive_the_store
+    unit/watchdog/test_watchdog.py:_polls
+    unit/watchdog/test_watchdog.py:_outlive_the_store
     """.split()
 )
 

@@ -167,11 +167,11 @@ def test_the_top_folder_is_small() -> None:
 
 
 @pytest.mark.parametrize("package", sorted({"engine", *(name for name in ROW_OF if name.startswith("engine/"))}))
-def test_packages_say_what_they_own_and_may_import(package: str) -> None:
+def test_packages_document_what_they_own_and_may_import(package: str) -> None:
     tree = ast.parse((PACKAGE / package / "__init__.py").read_text())
-    said = ast.get_docstring(tree)
-    assert said is not None and len(tree.body) == 1, f"flatfsdp/{package}/__init__.py has a docstring, nothing else"
-    assert re.search(r"\bImports\b", said), f"flatfsdp/{package}: what may it import?"
+    words = ast.get_docstring(tree)
+    assert words is not None and len(tree.body) == 1, f"flatfsdp/{package}/__init__.py has a docstring, nothing else"
+    assert re.search(r"\bImports\b", words), f"flatfsdp/{package}: what may it import?"
 
 
 def points_down(one: str, other: str) -> bool:
@@ -296,7 +296,7 @@ DOOR = frozenset(
 )
 
 
-def test_one_door_to_what_is_between_iterations() -> None:
+def test_what_works_between_iterations_goes_through_quiesce() -> None:
     found = [
         f"{source.at(node.lineno)}: {node.attr}"
         for source in sources()

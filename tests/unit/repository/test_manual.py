@@ -51,7 +51,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pages
-def test_blocks_run_or_say_why_not(page: Path) -> None:
+def test_blocks_run_or_give_the_reason(page: Path) -> None:
     for block in manual.blocks(page):
         where = f"{page.name}:{block.line}"
         assert block.language in {*manual.RUN, *QUIET}, f"{where}: the language {block.language!r}"
@@ -123,7 +123,7 @@ def test_the_reference_has_every_public_name() -> None:
     assert {f"{each.__name__}.{name}" for each in NAMED for name in each.__all__ if name not in listed} == set()
 
 
-def test_the_manual_says_something_on_every_argument_of_fsdp1() -> None:
+def test_the_manual_has_something_on_every_argument_of_fsdp1() -> None:
     table = (ROOT / "docs/migration/fsdp1.md").read_text()
     named = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| `")))
     assert sorted(named) == sorted(inspect.signature(flatfsdp.FullyShardedDataParallel).parameters)

@@ -71,7 +71,7 @@ def metadata(wheel: Path) -> Message:
         return message_from_string(files.read(name).decode())
 
 
-def test_the_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_its_types_and_its_license(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         shipped = set(files.namelist())
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "flatfsdp").rglob("*.py")}
@@ -149,7 +149,7 @@ def test_a_bug_report_names_the_versions_and_the_environment(monkeypatch: pytest
     assert {"python", "system", "cores", "devices", "packages"} <= set(facts)
 
 
-def test_a_picture_of_memory_says_what_it_takes(
+def test_a_picture_of_memory_shows_what_it_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["memory_picture.py", "--help"])

@@ -1,4 +1,4 @@
-"""The shim over torch: every private name exists, and its absence or a newer torch is told in words."""
+"""The shim over torch: every private name exists, and its absence or a newer torch is reported in words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_private_name_exists() -> None:
     assert not absent, f"torch {torch.__version__} lacks private names that flatfsdp leans on:\n" + "\n".join(absent)
 
 
-def test_an_absent_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_foreach_add_")
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     monkeypatch.delattr(torch.amp.GradScaler, "_unscale_grads_")
@@ -49,7 +49,7 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_newer_torch_is_told_once(newer: None) -> None:
+def test_a_newer_torch_is_reported_once(newer: None) -> None:
     with pytest.warns(FlatFSDPWarning) as caught:
         FullyShardedDataParallel(nn.Linear(2, 2))
         FullyShardedDataParallel(nn.Linear(2, 2))
@@ -69,7 +69,7 @@ def test_a_newer_torch_without_a_name(newer: None, monkeypatch: pytest.MonkeyPat
     assert sentence is not None and sentence.endswith("; it lacks torch.foreach")
 
 
-def test_a_tested_torch_is_not_told() -> None:
+def test_a_tested_torch_is_not_reported() -> None:
     with fake_world(2), warnings.catch_warnings():
         warnings.simplefilter("error")
         FullyShardedDataParallel(nn.Linear(2, 2))

@@ -11,7 +11,7 @@ from flatfsdp.engine.schedule.forward_record import ForwardOrder, ForwardRecord
 from flatfsdp.engine.schedule.issue_order import GatherOrder, ReduceOrder, coalesce
 
 
-def test_gathers_go_backwards_whatever_is_asked_for_first() -> None:
+def test_gathers_go_backwards_whatever_is_requested_first() -> None:
     plan = GatherOrder(("a", "b", "c"))
     assert plan.until("b") == (("c",), ("b",))
     assert plan.until("c") == (("c",),)  # again, after it was resharded

@@ -22,7 +22,7 @@ from flatfsdp.errors import ConfigValueError
         (512, 1024, 512),
     ],
 )
-def test_resharding_to_one_rank_or_all_is_said_by_a_bool(value: int | None, shards: int, meant: int | None) -> None:
+def test_resharding_to_one_rank_or_all_is_chosen_by_a_bool(value: int | None, shards: int, meant: int | None) -> None:
     found = reshard_choice("it", value, shards=shards)
     assert found == meant and type(found) is type(meant)
 
@@ -61,11 +61,11 @@ def test_a_number_is_for_the_meshes_that_are_larger() -> None:
         (Schedule(reshard_after_forward=2, unshard_in_backward=False), None),
     ],
 )
-def test_neighbours_are_there_for_a_backward_that_reads(schedule: Schedule, expected: int | None) -> None:
+def test_neighbors_are_there_for_a_backward_that_reads(schedule: Schedule, expected: int | None) -> None:
     assert schedule.post_forward_ranks == expected
 
 
-def test_what_is_as_built_is_not_told() -> None:
+def test_what_is_as_built_is_not_reported() -> None:
     assert list(AS_BUILT.describe()) == []
     assert list(Schedule(reshard_after_forward=2, reduce=False).describe()) == [
         "reshard_after_forward=2",

@@ -47,7 +47,7 @@ def test_distances_of_trajectories() -> None:
     assert distance([1.0], [1.0, 2.0]) == float("inf")
 
 
-def test_small_neighbours_are_sent_together() -> None:
+def test_small_neighbors_are_sent_together() -> None:
     assert joined([3, 3, 9, 1, 4, 2], 5) == [6, 9, 5, 2]
 
 
@@ -78,7 +78,7 @@ def test_one_process_is_compared_while_its_data_are_the_same() -> None:
     assert alone.failure("floor") is None
 
 
-def test_a_row_that_failed_says_why() -> None:
+def test_a_row_that_failed_reports_why() -> None:
     failed = {"round": 0, "model": "m", "engine": "fsdp2", "error": "rank 1: Traceback\n  ...\nValueError: no\n"}
     assert timings(failed).row("fsdp2") == {"failure": "ValueError: no"}
 

@@ -20,7 +20,7 @@ def test_heads_divide_the_width_in_even_parts() -> None:
         DemoOptions(heads=3)
 
 
-def test_the_task_reads_the_text_when_it_is_asked_for_data(tmp_path: Path) -> None:
+def test_the_task_reads_the_text_when_data_is_requested(tmp_path: Path) -> None:
     path = tmp_path / "text"
     task = DemoOptions(text=path, context=4, valid_part=0.5).task()
     path.write_bytes(bytes(range(40)))
@@ -59,7 +59,7 @@ def test_an_empty_folder_and_a_short_text_are_refused(tmp_path: Path) -> None:
         DemoOptions(valid_part=0.05, context=8).held_out(100)
 
 
-def test_the_sizes_of_files_tell_the_split(tmp_path: Path) -> None:
+def test_the_split_follows_from_the_sizes_of_files(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(70))
     (tmp_path / "b").write_bytes(bytes(30))
     options = DemoOptions(text=tmp_path, valid_part=0.2, context=5)
@@ -101,7 +101,7 @@ def test_a_position_sees_the_order_of_what_came_before() -> None:
     assert (model(tokens) - model(swapped))[0, -1].abs().max() > 1e-3
 
 
-def test_what_bytes_say_together_is_spread_over_the_table() -> None:
+def test_what_bytes_spell_together_is_spread_over_the_table() -> None:
     pairs = torch.arange(256)[:, None] * 256 + torch.arange(97, 123)
     places = spread(pairs.flatten())
     assert int(places.min()) >= 0 and int(places.max()) < TOGETHER

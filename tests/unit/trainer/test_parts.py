@@ -117,7 +117,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     assert stop.number == 0
 
 
-def test_what_started_the_ranks_says_which_signal_was_meant(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_started_the_ranks_reports_which_signal_was_meant(capfd: pytest.CaptureFixture[str]) -> None:
     stop = StopRequest()
     preemption.meant_by(SimpleNamespace(value=signal.SIGINT))
     try:
@@ -129,7 +129,7 @@ def test_what_started_the_ranks_says_which_signal_was_meant(capfd: pytest.Captur
     assert capfd.readouterr().err == "SIGINT: stopping after this step, saving\n"
 
 
-def test_a_program_asks_and_a_signal_goes_first() -> None:
+def test_a_program_requests_and_a_signal_goes_first() -> None:
     stop = StopRequest()
     stop.request()
     assert (stop.number, preemption.in_words(stop.number)) == (REQUESTED, "the program")
@@ -165,7 +165,7 @@ with preemption.StopRequest().handling_signals():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a lock that is zeros when it is free")
-def test_a_run_in_a_call_that_never_returns_says_where_and_ends_by_the_second_signal() -> None:
+def test_a_run_in_a_call_that_never_returns_reports_where_and_ends_by_the_second_signal() -> None:
     command = [sys.executable, "-W", "ignore", "-c", DEAF, preemption.__file__]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -313,7 +313,7 @@ def test_the_losses_as_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_log_says_how_to_get_it(
+def test_without_matplotlib_the_log_reports_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -238,9 +238,11 @@ def test_settings_travel_to_other_processes() -> None:
         assert pickle.loads(pickle.dumps(settings)) == settings
 
 
-def test_a_run_is_not_asked_for_evaluations_that_its_task_cannot_give() -> None:
-    told = sentence(lambda: check_run(TrainingArguments(eval_every=5), Task("a:b", "c:d"), FSDPArguments()))
-    assert told == "TrainingArguments.eval_every: got 5, but there is nothing to evaluate on: the task has no eval_data"
+def test_a_run_has_no_evaluations_that_its_task_cannot_give() -> None:
+    report = sentence(lambda: check_run(TrainingArguments(eval_every=5), Task("a:b", "c:d"), FSDPArguments()))
+    assert (
+        report == "TrainingArguments.eval_every: got 5, but there is nothing to evaluate on: the task has no eval_data"
+    )
     check_run(TrainingArguments(eval_every=5), Task("a:b", "c:d", "e:f"), FSDPArguments())
     check_run(TrainingArguments(), Task("a:b", "c:d"), FSDPArguments())
 
@@ -248,7 +250,7 @@ def test_a_run_is_not_asked_for_evaluations_that_its_task_cannot_give() -> None:
 # files
 
 
-def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
+def test_toml_and_json_mean_the_same(tmp_path: Path) -> None:
     toml, js = tmp_path / "run.toml", tmp_path / "run.JSON"
     toml.write_text(
         '[training]\nsteps = 3\nclip = "none"\noptimizer_options = {betas = [0.9, 0.95]}\n'
@@ -297,7 +299,7 @@ def test_a_wrong_table_is_named_with_its_place(
         ("run.json", "\udcff", "run.json: no valid JSON: 'utf-8' codec can't decode"),
     ],
 )
-def test_a_wrong_file_is_told_by_its_name(tmp_path: Path, name: str, text: str | None, complaint: str) -> None:
+def test_a_wrong_file_is_reported_by_its_name(tmp_path: Path, name: str, text: str | None, complaint: str) -> None:
     if text is not None:
         (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     assert f"{tmp_path}/{complaint}" in sentence(lambda: read_file(str(tmp_path / name)))
@@ -374,7 +376,7 @@ def test_a_word_for_a_precision_stands_in_its_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"warmup": 0.1, "warmup_steps": 3}, "warmup_steps: got 3, but warmup is 0.1"),
         ({"lr": 0.1, "min_lr": 0.2}, "min_lr: got 0.2, but lr, the highest, is 0.1"),
@@ -385,10 +387,10 @@ def test_a_word_for_a_precision_stands_in_its_fields() -> None:
         ({"callbacks": [3]}, "callbacks: got [3] (list). Accepted: names as wandb:project=mine"),
     ],
 )
-def test_habits_that_contradict(given: dict[str, Any], said: str) -> None:
+def test_habits_that_contradict(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigTypeError, ConfigValueError)) as raised:
         TrainingArguments(**given)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -515,7 +517,7 @@ def test_references_are_imported_from_the_current_directory_too(here: Path) -> N
         ("model", "model: got 'model'. Accepted: 'package.module:name'."),
     ],
 )
-def test_a_reference_to_nothing_is_told_with_what_is_there(here: Path, reference: str, complaint: str) -> None:
+def test_a_reference_to_nothing_is_reported_with_what_is_there(here: Path, reference: str, complaint: str) -> None:
     assert complaint in sentence(lambda: resolve(reference, argument="model"))
 
 

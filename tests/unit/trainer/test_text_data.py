@@ -93,7 +93,7 @@ def test_a_class_is_one_label_for_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "options", "said"),
+    ("records", "options", "message"),
     [
         ([{"body": "a"}], {}, "a record has no column 'text'; it has 'body'. Set column"),
         ([{"text": "a"}], {"sequence_length": 9}, "its 3 tokens do not fill one sample of 9"),
@@ -101,8 +101,8 @@ def test_a_class_is_one_label_for_a_text(tmp_path: Path) -> None:
         ([{"text": "a"}], {"streaming": True}, "streaming: jsonl:.* is read from files of this machine"),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path: Path, records: list[Any], options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigValueError, match=said):
+def test_what_does_not_fit_is_named(tmp_path: Path, records: list[Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigValueError, match=message):
         samples(lines(tmp_path / "a.jsonl", *records), **options)
 
 

@@ -1,4 +1,4 @@
-"""Which modules become units: by path, by class, found; and what is said when nothing is."""
+"""Which modules become units: by path, by class, found; and the messages when nothing is."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_what_names_nothing_ends_a_run_with_the_nearest_names() -> None:
         policy_for(Translator(), "layers")
 
 
-def test_a_fallback_that_was_asked_for_is_told_with_what_it_costs() -> None:
+def test_a_fallback_that_was_requested_is_reported_with_what_it_costs() -> None:
     model = Transformer(tied=False, depth=3)
     with pytest.warns(FlatFSDPWarning) as caught:
         assert policy_for(model, "block", fallback=True, param_dtype=torch.bfloat16) is None
@@ -200,7 +200,7 @@ def test_with_a_fallback_one_of_several_names_that_is_wrong_leaves_the_others() 
         assert list(unit_modules(model, ["Leyer", "layers"], fallback=True)) == numbered("layers", 2)
 
 
-def test_a_model_without_repetition_is_told_of() -> None:
+def test_a_model_without_repetition_is_reported() -> None:
     with pytest.warns(FlatFSDPWarning, match=r"^units: 'auto' finds no list .* in Linear. .* 80 B, .* units='none'"):
         assert policy_for(nn.Linear(4, 4), "auto") is None
 

@@ -38,7 +38,7 @@ def test_callbacks_come_from_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "said"),
+    ("name", "error", "text"),
     [
         ("early_stop:patient=3", ConfigValueError, "takes no 'patient'. Did you mean 'patience'"),
         ("wandb:mode=often", ConfigValueError, "got mode='often'"),
@@ -48,8 +48,8 @@ def test_callbacks_come_from_their_names() -> None:
         ("tensorbord", ConfigValueError, "callbacks: got 'tensorbord'. Did you mean 'tensorboard'"),
     ],
 )
-def test_callbacks_that_there_are_not(name: str, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_callbacks_that_there_are_not(name: str, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
         kinds(callbacks=[name])
 
 
@@ -96,15 +96,15 @@ def test_adapters_and_text_on_the_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "model", "data", "said"),
+    ("task", "model", "data", "text"),
     [
         (("a:b", "a:b"), {"from_scratch": True}, {}, "--from-scratch belongs to a model of transformers"),
         (("a:b", "a:b"), {}, {"column": "body"}, "--column belongs to text by name"),
         (("a:b", "jsonl:a"), {}, {"train_split": "x"}, "--train-split belongs to a dataset of the library"),
     ],
 )
-def test_options_that_nothing_takes(task: Any, model: Any, data: Any, said: str) -> None:
-    with pytest.raises(ConfigValueError, match=said):
+def test_options_that_nothing_takes(task: Any, model: Any, data: Any, text: str) -> None:
+    with pytest.raises(ConfigValueError, match=text):
         with_options(Task(*task), ModelOptions(**model), DataOptions(**data))
 
 

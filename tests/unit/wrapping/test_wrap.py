@@ -274,7 +274,7 @@ def test_a_batch_norm_inside_a_leaf_is_still_computed_in_full_precision():
     assert plan[1].kwargs == {"mixed_precision": None}
 
 
-def test_modules_in_full_precision_are_told_with_the_way_out():
+def test_modules_in_full_precision_are_reported_with_the_way_out():
     root, kwargs = conv_block(4), {"mixed_precision": MixedPrecision(**HALF)}
     with pytest.warns(FlatFSDPWarning) as caught:
         plan_wrapping(root, ModuleWrapPolicy(nn.Conv2d), kwargs=kwargs)

@@ -37,7 +37,7 @@ def stepped(rank: int, setting: Setting) -> tuple[Any, torch.optim.Optimizer]:
     return model, optim
 
 
-def travelled(state: Any) -> Any:
+def traveled(state: Any) -> Any:
     """`state` through a file that may hold plain data only."""
     file = io.BytesIO()
     torch.save(state, file)
@@ -64,26 +64,26 @@ def of_rank_0(rank: int, world: int) -> list[str]:
     lines = []
     for setting in BOTH:
         model, optim = stepped(rank, setting)
-        own = travelled(optim.state_dict())
+        own = traveled(optim.state_dict())
         first = from_rank(0, own)
         another = made(setting)
         for what, holder in (("stepped", optim), ("new", another[1])):
             before = copy.deepcopy(holder.state_dict())
-            told = refusal(holder, first)
-            if rank == 0 and told:
-                lines.append(f"{setting} {what}: rank 0's on rank 0: {told}")
+            text = refusal(holder, first)
+            if rank == 0 and text:
+                lines.append(f"{setting} {what}: rank 0's on rank 0: {text}")
             if rank and not all(
-                word in told
+                word in text
                 for word in ("holds shard 0 of 2", "steps on shard 1 of 2", "every rank", "optim_state_dict(")
             ):
-                lines.append(f"{setting} {what}: rank 0's on rank 1: {told!r}")
+                lines.append(f"{setting} {what}: rank 0's on rank 1: {text!r}")
             if rank and repr(holder.state_dict()) != repr(before):
                 lines.append(f"{setting} {what}: refused, but changed")
-            if told := refusal(holder, own):
-                lines.append(f"{setting} {what}: its own: {told}")
+            if text := refusal(holder, own):
+                lines.append(f"{setting} {what}: its own: {text}")
             older = {key: value for key, value in first.items() if key != KEY}
-            if told := refusal(holder, older):
-                lines.append(f"{setting} {what}: without a stamp: {told}")
+            if text := refusal(holder, older):
+                lines.append(f"{setting} {what}: without a stamp: {text}")
         optim.load_state_dict(own)
         named = FSDP.optim_state_dict(model, optim, own)
         if set(named) != {"state", "param_groups"} or repr(named) != repr(FSDP.optim_state_dict(model, optim)):
@@ -112,10 +112,10 @@ def taken(rank: int, world: int, setting: Setting, states: list[Any]) -> str:
 def test_another_number_of_ranks_is_named(run: Run) -> None:
     for setting in BOTH:
         states = run(2, given, setting)
-        for told in run(3, taken, setting, states):
-            assert "of 2, this optimizer steps on shard" in told and "number of ranks" in told
+        for text in run(3, taken, setting, states):
+            assert "of 2, this optimizer steps on shard" in text and "number of ranks" in text
         other = run(2, taken, Setting(orig=setting.orig), run(2, one_unit, setting.orig))
-        assert all("of another layout" in told and "another wrapping" in told for told in other), other
+        assert all("of another layout" in text and "another wrapping" in text for text in other), other
 
 
 def one_unit(rank: int, world: int, orig: bool) -> Any:
@@ -142,4 +142,4 @@ def test_replicas_take_each_others(run: Run) -> None:
     for setting in HYBRID[:2]:
         states = run(4, given, setting)
         assert run(4, taken, setting, states[2:] + states[:2]) == [""] * 4
-        assert all("shard 1 of 2" in told for told in run(4, taken, setting, states[1:] + states[:1]))
+        assert all("shard 1 of 2" in text for text in run(4, taken, setting, states[1:] + states[:1]))

@@ -204,7 +204,7 @@ def test_an_optimizer_around_another_one(pool2: Run) -> None:
     assert not joined(pool2(around))
 
 
-def told(rank: int, world: int, kind: str) -> list[str]:
+def text(rank: int, world: int, kind: str) -> list[str]:
     model = Setting().wrap(nn.Linear(3, 2), ())
     optim: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters())
     if kind == "module":
@@ -220,8 +220,8 @@ def told(rank: int, world: int, kind: str) -> list[str]:
     ("kind", "words"),
     [("LBFGS", "missing 1 required positional argument: 'closure'"), ("module", "its attribute 'model' is a module")],
 )
-def test_an_optimizer_that_cannot_be_tried_says_so(kind: str, words: str, pool2: Run) -> None:
-    (line,) = (line for lines in pool2(told, kind) for line in lines)  # one of the job
+def test_an_optimizer_that_cannot_be_tried_reports_it(kind: str, words: str, pool2: Run) -> None:
+    (line,) = (line for lines in pool2(text, kind) for line in lines)  # one of the job
     assert words in line and "before its first step is not known" in line
 
 

@@ -270,7 +270,7 @@ def test_states_of_other_shapes(pool2: Run) -> None:
 
 
 def on_one_rank(rank: int, world: int, what: str) -> str:
-    """Something is wrong on rank 1 only; what each rank is told."""
+    """Something is wrong on rank 1 only; what each rank reports."""
     model = wrapped(ORIG)
     optim = adam(model.parameters())
     whole = stepped(model, optim, rank)
@@ -313,13 +313,13 @@ def on_one_rank(rank: int, world: int, what: str) -> str:
     elif what == "a wrong dict on rank 0":
         given = {"param_groups": []} if rank == 0 else None  # type: ignore[dict-item, assignment]
         call = lambda: FSDP.scatter_full_optim_state_dict(given, model, optim=optim)  # noqa: E731
-    said = raised_by(call)
+    text = raised_by(call)
     if what == "another call":
-        return said  # nothing goes on where ranks diverge
+        return text  # nothing goes on where ranks diverge
     assert dist.get_world_size() == int(torch.ones(1).mul_(world))
     other = adam(model.parameters())
     assert not list(different(stepped(model, other, rank)["state"], stepped(model, other, rank, 0)["state"]))
-    return said
+    return text
 
 
 def raised_by(call: Callable[[], Any]) -> str:
@@ -369,8 +369,8 @@ ON_ONE_RANK = {
 
 @pytest.mark.parametrize("what", ON_ONE_RANK)
 def test_what_is_wrong_on_one_rank_fails_on_all(what: str, pool2: Run) -> None:
-    for said, words in zip(pool2(on_one_rank, what), ON_ONE_RANK[what], strict=True):
-        assert words in said
+    for text, words in zip(pool2(on_one_rank, what), ON_ONE_RANK[what], strict=True):
+        assert words in text
 
 
 def apart(rank: int, world: int) -> list[str]:
@@ -520,7 +520,7 @@ def test_names_and_numbers(pool2: Run) -> None:
     assert not joined(pool2(rekeyed))
 
 
-def said_otherwise(rank: int, world: int) -> list[str]:
+def given_otherwise(rank: int, world: int) -> list[str]:
     """`optim_input`, `group` and optimizers that go by names."""
     lines = []
     for setting in BOTH:
@@ -551,8 +551,8 @@ def said_otherwise(rank: int, world: int) -> list[str]:
     return lines
 
 
-def test_other_ways_to_say_it(pool2: Run) -> None:
-    assert not joined(pool2(said_otherwise))
+def test_other_ways_to_give_it(pool2: Run) -> None:
+    assert not joined(pool2(given_otherwise))
 
 
 def plain_root() -> nn.Module:
@@ -632,9 +632,9 @@ def on_some_ranks(rank: int, world: int) -> list[str]:
     lines += different(loaded["state"], optim.state_dict()["state"])
     if rank == 2:
         optim.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
-    said = raised_by(lambda: FSDP.full_optim_state_dict(model, optim))
-    if ("AgreementError: rank 2: param group 0" if rank == 1 else "UsageError: param group 0") not in said:
-        lines.append(said)
+    text = raised_by(lambda: FSDP.full_optim_state_dict(model, optim))
+    if ("AgreementError: rank 2: param group 0" if rank == 1 else "UsageError: param group 0") not in text:
+        lines.append(text)
     return lines
 
 

@@ -1,5 +1,5 @@
-"""Optimizers that step on nothing, as param groups by name make them of flat parameters: said once, and nothing else is
-taken for it."""
+"""Optimizers that step on nothing, as param groups by name make them of flat parameters: reported once, and nothing
+else is taken for it."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def game(rank: int) -> Iterator[None]:
         yield
 
 
-def said(rank: int, world: int, program: Callable[..., Iterator[None]], **settings: Any) -> list[str]:
+def reported(rank: int, world: int, program: Callable[..., Iterator[None]], **settings: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught, patch.object(errors, "_warned", set()):
         warnings.simplefilter("always", errors.FlatFSDPWarning)
         for _ in zip(range(STEPS), program(rank, **settings), strict=False):
@@ -163,8 +163,8 @@ def said(rank: int, world: int, program: Callable[..., Iterator[None]], **settin
     return [str(each.message) for each in caught if "no optimizer steps" in str(each.message)]
 
 
-def test_groups_by_names_that_match_nothing_are_told_once(pool2: Run) -> None:
-    (message,), others = pool2(said, groups_by_name)
+def test_groups_by_names_that_match_nothing_are_reported_once(pool2: Run) -> None:
+    (message,), others = pool2(reported, groups_by_name)
     assert others == []
     assert message == (
         "no optimizer steps on the parameters of this model: it has got gradients in two backwards, and the AdamW that "
@@ -191,4 +191,4 @@ def test_groups_by_names_that_match_nothing_are_told_once(pool2: Run) -> None:
 def test_what_else_leaves_an_optimizer_without_parameters_is_not(
     pool2: Run, program: Callable[..., Iterator[None]]
 ) -> None:
-    assert pool2(said, program) == [[], []]
+    assert pool2(reported, program) == [[], []]

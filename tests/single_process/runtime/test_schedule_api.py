@@ -100,7 +100,7 @@ def test_what_was_kept_is_gathered_anew_after_the_optimizers_step() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_unsynchronised_backwards_reduce_nothing(strategy: str) -> None:
+def test_unsynchronized_backwards_reduce_nothing(strategy: str) -> None:
     with fake_world(4):
         model = wrapped(strategy)
         settled(model)
@@ -128,7 +128,7 @@ def test_shards_of_gradients_add_up_without_all_reduce() -> None:
             copy.deepcopy(model)
 
 
-def test_gradient_synchronisation_is_all_of_it() -> None:
+def test_gradient_synchronization_is_all_of_it() -> None:
     with fake_world(4):
         model = wrapped("HYBRID_SHARD", mesh=(2, 2))
         model.set_requires_gradient_sync(False)
@@ -181,7 +181,7 @@ def test_factors_and_hooks_are_checked() -> None:
             model.set_all_reduce_hook(print, stream=object())
 
 
-def test_one_unit_may_do_without_synchronisation() -> None:
+def test_one_unit_may_do_without_synchronization() -> None:
     with tower() as model:
         model.module.b.set_requires_gradient_sync(False)
         assert story(model, forward(model).backward, "reduce", "grads", "end") == (
@@ -330,7 +330,7 @@ def test_unshard_and_reshard_between_iterations() -> None:
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_no_backward_came_to_may_be_asked_for_again(strategy: str, offload: bool, waits: bool) -> None:
+def test_what_no_backward_came_to_may_be_requested_again(strategy: str, offload: bool, waits: bool) -> None:
     """Its leaves show nothing while it is gathered: nobody can have written to them."""
     with fake_world(2):
         model = wrapped(strategy, use_orig_params=True, cpu_offload=CPUOffload(offload))

@@ -158,11 +158,11 @@ def test_words() -> None:
 
 def test_a_model_that_ends_earlier_differs_there() -> None:
     longer = [("unit 'a'", "of class A", False), ("unit 'b'", "of class B", False)]
-    told = _first_difference({(0,): longer, (1, 2): longer[:1]})
-    assert ": rank 0: unit 'b' of class B; ranks 1, 2: nothing more. " in told
+    text = _first_difference({(0,): longer, (1, 2): longer[:1]})
+    assert ": rank 0: unit 'b' of class B; ranks 1, 2: nothing more. " in text
 
 
-def test_what_parameters_are_called_is_told_and_not_compared() -> None:
+def test_what_parameters_are_called_is_reported_and_not_compared() -> None:
     facts = {
         (rank,): [("a", "x", False), (f"parameter {rank}.weight", shape, False)]
         for rank, shape in enumerate(["(3, 3)", "(3, 4)"])

@@ -114,15 +114,15 @@ def differing(rank: int, world: int, early: bool) -> str:
     if not early:
         loss_of(model(data(rank, 0))).backward()
     model.set_reshard_after_forward(2 if rank == 1 else 4)
-    with pytest.raises(AgreementError) as told:
+    with pytest.raises(AgreementError) as texts:
         loss_of(model(data(rank, 1))).backward()
-    return str(told.value)
+    return str(texts.value)
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_ranks_that_choose_differently_are_told(early: bool, pool4: Run) -> None:
-    for said in pool4(differing, early, timeout=60):
-        assert "rank 1" in said and "reshard_after_forward=2" in said and "reshard_after_forward=True" in said
+def test_ranks_that_choose_differently_get_an_error(early: bool, pool4: Run) -> None:
+    for text in pool4(differing, early, timeout=60):
+        assert "rank 1" in text and "reshard_after_forward=2" in text and "reshard_after_forward=True" in text
 
 
 def dropping(rank: int, world: int) -> str:
@@ -132,11 +132,11 @@ def dropping(rank: int, world: int) -> str:
     loss = loss_of(model(data(rank, 0)))
     if rank == 2:
         optimizer.step()
-    with pytest.raises(AgreementError) as told:
+    with pytest.raises(AgreementError) as texts:
         loss.backward()
-    return str(told.value)
+    return str(texts.value)
 
 
-def test_ranks_that_hold_other_portions_are_told(pool4: Run) -> None:
-    for said in pool4(dropping, timeout=60):
-        assert "rank 2 began a backward" in said and "; 4 units kept nearby" in said
+def test_ranks_that_hold_other_post_forward_shards_get_an_error(pool4: Run) -> None:
+    for text in pool4(dropping, timeout=60):
+        assert "rank 2 began a backward" in text and "; 4 units kept nearby" in text

@@ -158,8 +158,8 @@ ADVICE = ". Build the same module with the same arguments of FullyShardedDataPar
     ],
 )
 def test_different_models(pool2: Run, case: str, difference: str) -> None:
-    told = same(pool2(construct, case))
-    assert told == f"ranks construct different models; the first difference is{difference}{ADVICE}"
+    text = same(pool2(construct, case))
+    assert text == f"ranks construct different models; the first difference is{difference}{ADVICE}"
 
 
 def copy_unlike(rank: int, world: int) -> str:
@@ -168,9 +168,9 @@ def copy_unlike(rank: int, world: int) -> str:
 
 
 def test_values_are_not_copied_between_different_models(pool2: Run) -> None:
-    told = same(pool2(copy_unlike))
+    text = same(pool2(copy_unlike))
     difference = " in a unit of class Sequential, 1.weight: rank 0: float32 (4, 4); rank 1: float32 (5, 4)"
-    assert told == f"ranks construct different models; the first difference is{difference}{ADVICE}"
+    assert text == f"ranks construct different models; the first difference is{difference}{ADVICE}"
 
 
 def construct_grid(rank: int, world: int) -> str:
@@ -181,8 +181,8 @@ def construct_grid(rank: int, world: int) -> str:
 
 
 def test_one_rank_of_a_hybrid_grid_differs(run: Run) -> None:
-    told = same(run(4, construct_grid))
-    assert told == (
+    text = same(run(4, construct_grid))
+    assert text == (
         "ranks construct different models; the first difference is: ranks 0, 1, 2: unit 'blocks.2' of class Block; "
         f"rank 3: unit <root> of class Net{ADVICE}"
     )
@@ -227,7 +227,7 @@ REMEDY = ", except in what is given to ensure_unit_participation()"
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "text"),
     [
         ("skips a unit", "rank 0 entered unit 'blocks.1'; rank 1 entered unit 'blocks.2'"),
         ("ends early", "rank 0 entered unit 'blocks.2'; rank 1 ended its forward"),
@@ -247,9 +247,9 @@ REMEDY = ", except in what is given to ensure_unit_participation()"
         ),
     ],
 )
-def test_ranks_part_in_their_first_iteration(pool2: Run, case: str, told: str) -> None:
+def test_ranks_part_in_their_first_iteration(pool2: Run, case: str, text: str) -> None:
     remedy = REMEDY if case in ("skips a unit", "ends early", "another order") else ""
-    assert same(pool2(part, case)) == f"ranks diverged at step 1: {told}{PARTING}{remedy}"
+    assert same(pool2(part, case)) == f"ranks diverged at step 1: {text}{PARTING}{remedy}"
 
 
 def deviate(rank: int, world: int) -> tuple[str, list[str]]:
@@ -265,8 +265,8 @@ def deviate(rank: int, world: int) -> tuple[str, list[str]]:
 def test_no_unit_is_gathered_out_of_order_before_the_others_agree(pool2: Run) -> None:
     """Units of equal size would be gathered into each other."""
     messages, gathered = zip(*pool2(deviate), strict=True)
-    told = "rank 0 entered unit 'blocks.1'; rank 1 entered unit 'blocks.2'"
-    assert same(messages) == f"ranks diverged at step 3: {told}{PARTING}{REMEDY}"
+    text = "rank 0 entered unit 'blocks.1'; rank 1 entered unit 'blocks.2'"
+    assert same(messages) == f"ranks diverged at step 3: {text}{PARTING}{REMEDY}"
     assert gathered == ([], [])
 
 
@@ -290,7 +290,7 @@ def call(rank: int, world: int, what: str, before: int) -> str:
 
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "text"),
     [
         ("clip", "rank 0 called summon_full_params(); rank 1 called clip_grad_norm_()"),
         (
@@ -301,9 +301,9 @@ def call(rank: int, world: int, what: str, before: int) -> str:
         ("gradients", "rank 0 called summon_full_params(); rank 1 called summon_full_params(with_grads=True)"),
     ],
 )
-def test_ranks_call_different_things_between_iterations(pool2: Run, what: str, told: str, before: int) -> None:
+def test_ranks_call_different_things_between_iterations(pool2: Run, what: str, text: str, before: int) -> None:
     """Whose collectives would be taken for each other: of other sizes, for which gloo ends the process, or not."""
-    assert same(pool2(call, what, before)) == f"ranks diverged at step {max(1, before)}: {told}{PARTING}"
+    assert same(pool2(call, what, before)) == f"ranks diverged at step {max(1, before)}: {text}{PARTING}"
 
 
 def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
@@ -467,9 +467,9 @@ def cut_off(rank: int, world: int) -> str:
     return message_of(lambda: model(torch.ones(2, 4)).sum().backward())
 
 
-def test_an_output_without_gradient_is_told_from_a_frozen_parameter(pool2: Run) -> None:
-    told = same(pool2(cut_off))
-    assert "The outputs of unit '0' need a gradient on rank 0, and none on rank 1" in told and "detach()" in told
+def test_an_output_without_gradient_is_distinguished_from_a_frozen_parameter(pool2: Run) -> None:
+    text = same(pool2(cut_off))
+    assert "The outputs of unit '0' need a gradient on rank 0, and none on rank 1" in text and "detach()" in text
 
 
 # -- values ----------------------------------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ from tests.single_process.comm.test_communication import (
     tower,
     wrapped,
 )
-from tests.single_process.device.test_lanes import OPTIONS, named, nothing, train
-from tests.single_process.runtime.test_controls import evaluate, live, refused
+from tests.single_process.device.test_streams import OPTIONS, named, nothing, train
+from tests.single_process.runtime.test_schedule_api import evaluate, live, refused
 
 BF16 = torch.bfloat16
 
@@ -73,7 +73,7 @@ def portions(model: FullyShardedDataParallel) -> int:
 @pytest.mark.parametrize(
     ("world", "count"), [(8, 2), (8, 4), (64, 8), (1024, 8), (1024, 512)], ids=lambda value: str(value)
 )
-def test_backward_gathers_among_neighbours(world: int, count: int, mixed: MixedPrecision | None) -> None:
+def test_backward_gathers_among_neighbors(world: int, count: int, mixed: MixedPrecision | None) -> None:
     size = 2 if mixed else 4
     with fake_world(world, rank=world - 3):
         model = wrapped("FULL_SHARD", mixed_precision=mixed, reshard_after_forward=count)
@@ -89,7 +89,7 @@ def test_backward_gathers_among_neighbours(world: int, count: int, mixed: MixedP
         assert live(model) == {"shard"}
 
 
-def test_neighbours_of_hybrids_share_the_shard_axis() -> None:
+def test_neighbors_of_hybrids_share_the_shard_axis() -> None:
     with fake_world(16, rank=13):
         model = wrapped("HYBRID_SHARD", mesh=(2, 8), reshard_after_forward=4)
         settled(model)
@@ -170,7 +170,7 @@ def test_what_is_no_divisor_is_refused() -> None:
             wrapped("NO_SHARD", reshard_after_forward=2)
 
 
-def test_the_story_of_a_step() -> None:
+def test_the_events_of_a_step() -> None:
     with tower(reshard_after_forward=2) as model:
         found = story(model, lambda: forward(model), "gather", "post_forward_shard", "reshard")
         assert found.replace("post_forward_shard", "kept") == (
@@ -204,7 +204,7 @@ def test_the_peak_of_a_step_is_a_sum_of_terms() -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_whatever_ends_an_iteration_frees_portions(use_orig_params: bool) -> None:
+def test_whatever_ends_an_iteration_frees_post_forward_shards(use_orig_params: bool) -> None:
     class Fails(Exception):
         pass
 
@@ -287,7 +287,7 @@ def test_a_second_forward_gathers_over_all_ranks() -> None:
         assert seen.counts == {2: UNITS}
 
 
-def test_recomputation_gathers_among_neighbours() -> None:
+def test_recomputation_gathers_among_neighbors() -> None:
     class Recomputed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -335,7 +335,7 @@ def test_what_was_kept_nearby_is_not_taken_for_what_the_shards_hold() -> None:
             assert ("gather:0" in story(model, look_up, "gather")) == write
 
 
-def test_a_unit_that_backward_does_not_read_keeps_no_portion() -> None:
+def test_a_unit_that_backward_does_not_read_keeps_no_post_forward_shard() -> None:
     with tower(reshard_after_forward=2) as model:
         model.module.b.set_unshard_in_backward(False)
         block, *_, own = padded(NUMELS, 4)
@@ -343,7 +343,7 @@ def test_a_unit_that_backward_does_not_read_keeps_no_portion() -> None:
         assert portions(model) == 4 * (2 * block + own) // 2
 
 
-def test_portions_have_the_dtype_of_their_forward() -> None:
+def test_post_forward_shards_have_the_dtype_of_their_forward() -> None:
     mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, full_precision_in_eval=True)
     with fake_world(8):
         model = wrapped("FULL_SHARD", mixed_precision=mixed, reshard_after_forward=2)
@@ -372,7 +372,7 @@ def test_nothing_happens_too_early(strategy: str, options: dict[str, Any]) -> No
     assert device.races == []
 
 
-def test_a_portion_is_gathered_after_it_was_written() -> None:
+def test_a_post_forward_shard_is_gathered_after_it_was_written() -> None:
     with fake_world(8), FakeDevice() as device, patch.object(Stream, "await_mark", nothing):
         train(wrapped("FULL_SHARD", reshard_after_forward=2, limit_all_gathers=False), device)
     assert any("_allgather_base_ on unshard may read before copy_ on compute" in race for race in device.races)

@@ -1,6 +1,6 @@
 """Training with an optimizer that steps flat, beside training with one that does not: the same bits everywhere.
 
-What happens between two steps is in `tests/single_process/features/test_step_flat.py`.
+What happens between two steps is in `tests/single_process/features/test_fuse_optimizer_steps.py`.
 """
 
 from __future__ import annotations

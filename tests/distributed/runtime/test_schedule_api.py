@@ -1,4 +1,4 @@
-"""Training is the same under every schedule; and ranks that set different ones are told."""
+"""Training is the same under every schedule; and ranks that set different ones get an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.harness.corners import (
 from tests.harness.models import Feedforward
 
 
-def say(model: Any, method: str, *args: Any, **kwargs: Any) -> None:
+def call_ours(model: Any, method: str, *args: Any, **kwargs: Any) -> None:
     """Call a method that plain models lack."""
     if isinstance(model, FullyShardedDataParallel):
         getattr(model, method)(*args, **kwargs)
@@ -48,8 +48,8 @@ def accumulate(model: Any, rank: int, step: int, *, keep: bool, sync: str, parts
     for micro, kind in enumerate(sync):
         last = micro == len(sync) - 1
         if keep:
-            say(model, "set_reshard_after_backward", last)
-        say(model.blocks[1] if parts else model, "set_requires_gradient_sync", kind == "s")
+            call_ours(model, "set_reshard_after_backward", last)
+        call_ours(model.blocks[1] if parts else model, "set_requires_gradient_sync", kind == "s")
         losses.append(microbatch(model, rank, step, micro))
     return losses
 
@@ -83,8 +83,8 @@ def add_up_shards(model: Any, rank: int, step: int, *, of: str) -> list[torch.Te
     """Microbatches: p for a partial sum, n for none, s for the whole reduction."""
     losses = []
     for micro, kind in enumerate(of):
-        say(model, "set_requires_gradient_sync", kind != "n")
-        say(model, "set_requires_all_reduce", kind == "s")
+        call_ours(model, "set_requires_gradient_sync", kind != "n")
+        call_ours(model, "set_requires_all_reduce", kind == "s")
         losses.append(microbatch(model, rank, step, micro))
     return losses
 
@@ -104,14 +104,14 @@ def test_partial_sums_of_one_axis(pool2: Run) -> None:
 
 def partial_sum_and_a_failure(rank: int, world: int) -> list[str]:
     def program(model: Any, rank: int, step: int) -> list[torch.Tensor]:
-        say(model, "set_requires_all_reduce", False)
+        call_ours(model, "set_requires_all_reduce", False)
         first = microbatch(model, rank, step, 0)
         if isinstance(model, FullyShardedDataParallel):
             x = data(rank, step, 1).requires_grad_()
             x.register_hook(_fail)
             with pytest.raises(ZeroDivisionError):
                 loss_of(model(x)).backward()
-        say(model, "set_requires_all_reduce", True)
+        call_ours(model, "set_requires_all_reduce", True)
         return [first, microbatch(model, rank, step, 1)]
 
     return differences(
@@ -170,11 +170,11 @@ def divided(rank: int, world: int, reduce: torch.dtype) -> None:
 
 def kept_for_evaluation(model: Any, rank: int, step: int, *, root: bool) -> list[torch.Tensor]:
     """Evaluations between training steps, without a gather each; the root resharded or not."""
-    say(model, "set_reshard_after_forward", False)
+    call_ours(model, "set_reshard_after_forward", False)
     with torch.no_grad():
         evaluated = [model(data(rank, step, micro)) for micro in range(2)]
-    say(model, "set_reshard_after_forward", True)
-    say(model, "set_reshard_after_forward", root, recurse=False)
+    call_ours(model, "set_reshard_after_forward", True)
+    call_ours(model, "set_reshard_after_forward", root, recurse=False)
     return [*evaluated, microbatch(model, rank, step, 0)]
 
 
@@ -221,7 +221,7 @@ def kept_for_good(rank: int, world: int, orig: bool, kind: str) -> list[torch.Te
     ("job", "how"),
     [
         *(("kept_for_good", (orig, kind)) for orig in (True, False) for kind in ("foreach", "fused", "by data")),
-        *(("asked_before_the_step", (orig, wait)) for orig in (True, False) for wait in (True, False)),
+        *(("requested_before_the_step", (orig, wait)) for orig in (True, False) for wait in (True, False)),
     ],
 )
 def test_what_is_kept_follows_an_optimizer_that_writes_on_some_ranks_only(
@@ -252,7 +252,7 @@ class Embedded(nn.Module):
 
 def embedded(rank: int, world: int) -> list[str]:
     def program(model: Any, rank: int, step: int) -> torch.Tensor:
-        say(model.embedding, "set_unshard_in_backward", False)
+        call_ours(model.embedding, "set_unshard_in_backward", False)
         loss = loss_of(model(torch.arange(5) + rank))
         loss.backward()
         return loss.detach()
@@ -267,10 +267,10 @@ def test_an_embedding_needs_no_gather_in_backward(pool2: Run) -> None:
 def listed(model: Any, rank: int, step: int) -> list[torch.Tensor]:
     """Units gathered ahead by lists that change from step to step: good ones, and ones that miss."""
     blocks = model.blocks
-    say(blocks[0], "set_modules_to_forward_prefetch", [blocks[1 + step % 2], blocks[2]])
-    say(blocks[2], "set_modules_to_forward_prefetch", [blocks[0]] * (step % 2))
-    say(blocks[2], "set_modules_to_backward_prefetch", [blocks[0], blocks[1]][step % 2 :])
-    say(blocks[0], "set_modules_to_backward_prefetch", [blocks[2]])
+    call_ours(blocks[0], "set_modules_to_forward_prefetch", [blocks[1 + step % 2], blocks[2]])
+    call_ours(blocks[2], "set_modules_to_forward_prefetch", [blocks[0]] * (step % 2))
+    call_ours(blocks[2], "set_modules_to_backward_prefetch", [blocks[0], blocks[1]][step % 2 :])
+    call_ours(blocks[0], "set_modules_to_backward_prefetch", [blocks[2]])
     return [microbatch(model, rank, step, 0)]
 
 
@@ -284,10 +284,10 @@ def test_lists_of_what_is_gathered_ahead(pool2: Run) -> None:
 
 def on_the_callers_stream(model: Any, rank: int, step: int) -> list[torch.Tensor]:
     """Gathers that go ahead by lists only, in every other step, and from between a forward and its backward on."""
-    say(model, "set_unshard_async_op", step % 2 == 1)
+    call_ours(model, "set_unshard_async_op", step % 2 == 1)
     losses = listed(model, rank, step)
     loss = loss_of(model(data(rank, step, 1)))
-    say(model, "set_unshard_async_op", step % 2 == 0)
+    call_ours(model, "set_unshard_async_op", step % 2 == 0)
     loss.backward()
     return [*losses, loss.detach()]
 
@@ -308,25 +308,25 @@ def listing_differently(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_list_different_units_are_told(pool2: Run) -> None:
-    for said in pool2(listing_differently, timeout=40):
-        assert "in unit 'blocks.0', schedule: rank 0: prefetch in forward of 'blocks.1'; rank 1: " in said
+def test_ranks_that_list_different_units_get_an_error(pool2: Run) -> None:
+    for text in pool2(listing_differently, timeout=40):
+        assert "in unit 'blocks.0', schedule: rank 0: prefetch in forward of 'blocks.1'; rank 1: " in text
 
 
-def test_ranks_that_gather_on_different_streams_are_told(pool2: Run) -> None:
-    for said in pool2(differing, "set_unshard_async_op", True, timeout=40):
-        assert "schedule: rank 0: as built; rank 1: unshard_async_op=True" in said
+def test_ranks_that_gather_on_different_streams_get_an_error(pool2: Run) -> None:
+    for text in pool2(differing, "set_unshard_async_op", True, timeout=40):
+        assert "schedule: rank 0: as built; rank 1: unshard_async_op=True" in text
 
 
 def on_request(model: Any, rank: int, step: int, *, wait: bool) -> list[torch.Tensor]:
     """Units gathered and freed by hand, in time and in vain."""
     for wrapper in (model.blocks[step % 2], model):
-        say(wrapper, "unshard", async_op=not wait)
+        call_ours(wrapper, "unshard", async_op=not wait)
     if step == 1:
-        say(model, "reshard")
+        call_ours(model, "reshard")
     loss = loss_of(model(data(rank, step)))
-    say(model.blocks[1], "unshard", async_op=wait)
-    say(model, "reshard")
+    call_ours(model.blocks[1], "unshard", async_op=wait)
+    call_ours(model, "reshard")
     loss.backward()
     return [loss.detach()]
 
@@ -340,7 +340,7 @@ def test_requests(wait: bool, pool2: Run) -> None:
     assert not joined(pool2(requests, wait, HALVES[wait], timeout=40))
 
 
-def asked_before_the_step(rank: int, world: int, orig: bool, wait: bool) -> list[torch.Tensor]:
+def requested_before_the_step(rank: int, world: int, orig: bool, wait: bool) -> list[torch.Tensor]:
     """Gathers that begin, or end, before the optimizer writes: the forward has the new values."""
     model = Setting(orig=orig).wrap(seeded(tiny), (nn.LayerNorm,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -363,9 +363,9 @@ def asking_differently(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_ask_for_different_units_are_told(pool2: Run) -> None:
-    for said in pool2(asking_differently, timeout=40):
-        assert "rank 0 called unshard() of unit 'blocks.0'; rank 1 called unshard() of unit 'blocks.1'" in said
+def test_ranks_that_request_different_units_get_an_error(pool2: Run) -> None:
+    for text in pool2(asking_differently, timeout=40):
+        assert "rank 0 called unshard() of unit 'blocks.0'; rank 1 called unshard() of unit 'blocks.1'" in text
 
 
 DIFFERENT = {
@@ -390,7 +390,7 @@ def differing(rank: int, world: int, method: str, early: bool) -> str:
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("method", DIFFERENT)
-def test_ranks_that_set_different_schedules_are_told(method: str, early: bool, pool2: Run) -> None:
-    for said in pool2(differing, method, early, timeout=40):
-        assert "rank 0" in said and "rank 1" in said
-        assert (DIFFERENT[method].removesuffix(" in all units") if early else DIFFERENT[method]) in said
+def test_ranks_that_set_different_schedules_get_an_error(method: str, early: bool, pool2: Run) -> None:
+    for text in pool2(differing, method, early, timeout=40):
+        assert "rank 0" in text and "rank 1" in text
+        assert (DIFFERENT[method].removesuffix(" in all units") if early else DIFFERENT[method]) in text

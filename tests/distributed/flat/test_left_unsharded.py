@@ -28,7 +28,7 @@ def loss_of(model: nn.Module, weight: nn.Parameter, bias: nn.Parameter, x: Tenso
     return y.float().mean() + weight.square().sum() + F.linear(y.to(weight.sum().dtype), weight, bias).float().mean()
 
 
-def penalised(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
+def penalized(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
     alone, wrong = net(), []
     inner = copy.deepcopy(alone)
     policy = None if settings["sharding_strategy"] == "FULL_SHARD" else {nn.Linear}
@@ -61,4 +61,4 @@ def penalised(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
     ids=lambda settings: "-".join(map(str, (settings["sharding_strategy"], *list(settings)[1:]))),
 )
 def test_terms_over_whole_parameters(pool2: Run, settings: dict[str, Any]) -> None:
-    assert pool2(penalised, settings) == [[], []]
+    assert pool2(penalized, settings) == [[], []]

@@ -117,7 +117,7 @@ def test_nothing_is_joined_where_users_do_not_want_it() -> None:
         assert inspect.comm_stats(model).staged == 0
 
 
-def test_a_large_unit_travels_alone_and_parts_its_neighbours() -> None:
+def test_a_large_unit_travels_alone_and_parts_its_neighbors() -> None:
     with fake_world(8, joined=True):
         model = wrapped(Many(large=2), 2**10)
         step(model)
@@ -135,12 +135,12 @@ def test_what_is_joined_is_gathered_when_its_first_unit_is_needed_and_reduced_wh
         step(model)
         with inspect.events(model).listening() as events:
             step(model)
-        told = " ".join(
+        text = " ".join(
             f"{event.kind[0]}{event.unit.removeprefix('blocks.') or 'R'}"
             for event in events
             if event.kind in ("gather", "forward", "backward", "reduce")
         )
-        assert told == (
+        assert text == (
             "gR g0 g1 g2 fR f0 f1 f2 g3 g4 g5 g6 f3 f4 f5 f6 g7 g8 g9 g10 f7 f8 f9 f10 g11 f11 "
             "g11 g10 g9 bR b11 b10 b9 g8 g7 g6 g5 b8 r11 r10 r9 r8 b7 b6 b5 g4 g3 g2 g1 b4 r7 r6 r5 r4 b3 b2 b1 g0 b0 "
             "r3 r2 r1 r0 rR"

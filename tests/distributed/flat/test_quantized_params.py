@@ -211,7 +211,7 @@ def test_only_the_first_rank_has_values(pool2: Run, storage: torch.dtype) -> Non
 
 
 def loaded(rank: int, world: int, kind: str) -> Iterator[str]:
-    """Adapters and bytes come back; the scales, which modules tell and do not read, are told as in one process."""
+    """Adapters and bytes come back; the scales, which modules list and do not read, are listed as in one process."""
     for setting in (Setting(), Setting(orig=False), Setting("SHARD_GRAD_OP")):
         saved = wrapped(build(), setting)
         trained(saved, [rank])
@@ -221,9 +221,9 @@ def loaded(rank: int, world: int, kind: str) -> Iterator[str]:
         model = wrapped(other, setting)
         trained(model, [rank], steps=1)
         with FSDP.state_dict_type(model, kind):
-            told = model.load_state_dict(state, strict=False)
-        if told.missing_keys or sorted(told.unexpected_keys) != ["0.base.weight.scales", "1.base.weight.scales"]:
-            yield f"{setting}: {told}"
+            result = model.load_state_dict(state, strict=False)
+        if result.missing_keys or sorted(result.unexpected_keys) != ["0.base.weight.scales", "1.base.weight.scales"]:
+            yield f"{setting}: {result}"
         found = model.state_dict()
         for key, value in saved.state_dict().items():
             if "scales" not in key and bits(found[key]) != bits(value):

@@ -86,7 +86,7 @@ def after_forward(model: Any) -> None:
         model(torch.ones(2, 4))
 
 
-def asked_for(model: Any) -> None:
+def requested(model: Any) -> None:
     for layer in (model[0], model[2]):
         layer.unshard()
 
@@ -101,7 +101,7 @@ def frozen(model: Any) -> None:
     model(torch.ones(2, 4))
 
 
-KEPT = (after_backward, after_forward, asked_for, on_its_way, frozen)
+KEPT = (after_backward, after_forward, requested, on_its_way, frozen)
 LOW = flatfsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
@@ -143,7 +143,7 @@ def test_what_was_written_is_computed_with(keep: Callable[[Any], None], pool2: R
     assert pool2(outputs, keep, policies, timeout=120) == [[], []]
 
 
-def asked_for_again(rank: int, world: int) -> list[str]:
+def requested_again(rank: int, world: int) -> list[str]:
     """The writes after which units are asked for and give other values than the shards; and what stays of requests."""
     found = []
     for keep in KEPT:
@@ -168,5 +168,5 @@ def asked_for_again(rank: int, world: int) -> list[str]:
     return found
 
 
-def test_what_was_written_is_there_where_units_are_asked_for(pool2: Run) -> None:
-    assert pool2(asked_for_again, timeout=120) == [[], []]
+def test_what_was_written_is_there_where_units_are_requested(pool2: Run) -> None:
+    assert pool2(requested_again, timeout=120) == [[], []]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel, checkpoint, inference, register_fsdp_forward_method, stats
 from flatfsdp.errors import AgreementError
 from tests.conftest import Run
-from tests.distributed.flat.test_portions import hostile_world
-from tests.distributed.runtime.test_controls import say
+from tests.distributed.flat.test_post_forward_shards import hostile_world
+from tests.distributed.runtime.test_schedule_api import call_ours
 from tests.harness import parity
 from tests.harness.corners import Net, Setting, data, differences, joined, loss_of, seeded
 from tests.harness.models import Low
@@ -71,11 +71,11 @@ def branching(net: Net, x: Tensor, *, turn: bool) -> Tensor:
 
 def passing_over(model: Any, rank: int, step: int, *, on: str | None) -> Tensor:
     if on is not None:
-        say(model, "keep_frozen_unsharded", on=on)
+        call_ours(model, "keep_frozen_unsharded", on=on)
     for micro in range(2):
         loss = loss_of(model(data(rank, step, micro), turn=(rank + step) % 2 == 0))
         loss.backward()
-    say(model, "keep_frozen_unsharded", 0)
+    call_ours(model, "keep_frozen_unsharded", 0)
     return loss.detach()
 
 
@@ -159,17 +159,17 @@ def differing(rank: int, world: int, what: str) -> str:
         model(torch.ones(2, WIDTH)).sum().backward()
         if rank == 1:
             model[1].module.base.requires_grad_(True)
-    with pytest.raises(AgreementError) as told:
+    with pytest.raises(AgreementError) as texts:
         model(torch.ones(2, WIDTH))
-    return str(told.value)
+    return str(texts.value)
 
 
 @pytest.mark.parametrize(
     ("what", "words"), [("a choice", "keep_frozen=device"), ("a flip", "not frozen any more: '1'")]
 )
-def test_ranks_that_keep_different_units_are_told(what: str, words: str, pool2: Run) -> None:
-    for said in pool2(differing, what, timeout=40):
-        assert "rank 0" in said and "rank 1" in said and words in said
+def test_ranks_that_keep_different_units_get_an_error(what: str, words: str, pool2: Run) -> None:
+    for line in pool2(differing, what, timeout=40):
+        assert "rank 0" in line and "rank 1" in line and words in line
 
 
 class Head(nn.Module):
@@ -210,11 +210,11 @@ class Speaker(nn.Module):
     def generate(self, tokens: Tensor, length: int, *, end: int) -> Tensor:
         """`tokens`, (1, n), and up to `length` more until `end`, which the largest odds choose."""
         caches: list[list[Tensor]] = [[] for _ in self.layers]
-        said, new = tokens, tokens
-        while said.shape[1] < tokens.shape[1] + length and new[0, -1] != end:
+        line, new = tokens, tokens
+        while line.shape[1] < tokens.shape[1] + length and new[0, -1] != end:
             new = self(new, caches)[:, -1:].argmax(-1)
-            said = torch.cat([said, new], 1)
-        return said
+            line = torch.cat([line, new], 1)
+        return line
 
 
 def prompt(rank: int) -> Tensor:
@@ -222,7 +222,7 @@ def prompt(rank: int) -> Tensor:
 
 
 def generating(rank: int, world: int, registered: bool, keep_all: bool) -> list[str]:
-    """Ranks generate texts of their own, of different lengths where nothing is gathered for them."""
+    """Ranks generate text of their own, of different lengths where nothing is gathered for them."""
     plain = seeded(Speaker)
     model: Any = Setting(orig=registered).wrap(seeded(Speaker), (Head,))
     figures, lines = stats(model), []
@@ -233,10 +233,10 @@ def generating(rank: int, world: int, registered: bool, keep_all: bool) -> list[
         wanted = {"length": 5 + 4 * rank + turn, "end": 3} if keep_all else {"length": 5, "end": -1}
         with inference(model, None if keep_all else 4096):
             figures.reset()
-            said = generate(prompt(10 * turn + rank), **wanted)
+            line = generate(prompt(10 * turn + rank), **wanted)
             if keep_all and figures.comm:
                 lines.append(f"rank {rank}, turn {turn}: {figures.comm}")
-        if not torch.equal(said, plain.generate(prompt(10 * turn + rank), **wanted)):
+        if not torch.equal(line, plain.generate(prompt(10 * turn + rank), **wanted)):
             lines.append(f"rank {rank}, turn {turn}: other tokens")
     loss, expected = (F.softplus(each(prompt(rank))).mean() for each in (model, plain))
     loss.backward()
@@ -253,24 +253,24 @@ def leaving(rank: int, world: int, how: str) -> str:
     """One rank does something else than enter, or leave, the context."""
     model: Any = Setting().wrap(seeded(Speaker), (Head,))
     model(prompt(0)).sum().backward()
-    with pytest.raises(AgreementError) as told:
+    with pytest.raises(AgreementError) as texts:
         if how == "enters" and rank == 1:
             model.state_dict()
         with inference(model):
             if how == "leaves" and rank == 1:
                 FullyShardedDataParallel.summon_full_params(model).__enter__()
-    return str(told.value)
+    return str(texts.value)
 
 
 @pytest.mark.parametrize(
     ("how", "words"), [("enters", "called inference(max_bytes=None)"), ("leaves", "called the end of inference()")]
 )
-def test_ranks_that_enter_or_leave_alone_are_told(how: str, words: str, pool2: Run) -> None:
-    for said in pool2(leaving, how, timeout=40):
-        assert "rank 0" in said and "rank 1" in said and words in said
+def test_ranks_that_enter_or_leave_alone_get_an_error(how: str, words: str, pool2: Run) -> None:
+    for line in pool2(leaving, how, timeout=40):
+        assert "rank 0" in line and "rank 1" in line and words in line
 
 
-def asked_for(rank: int, world: int, on: str, wait: bool) -> list[str]:
+def requested(rank: int, world: int, on: str, wait: bool) -> list[str]:
     """A user asks for units that are to be kept from the next forward on, and waits later than that."""
     torch.manual_seed(0)
     net = small()
@@ -288,5 +288,5 @@ def asked_for(rank: int, world: int, on: str, wait: bool) -> list[str]:
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("on", ["device", "host"])
-def test_units_that_a_user_has_asked_for(on: str, wait: bool, pool2: Run) -> None:
-    assert pool2(asked_for, on, wait) == [[], []]
+def test_units_that_a_user_has_requested(on: str, wait: bool, pool2: Run) -> None:
+    assert pool2(requested, on, wait) == [[], []]

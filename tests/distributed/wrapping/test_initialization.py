@@ -42,7 +42,7 @@ def differing(found: dict[str, Tensor], expected: nn.Module) -> list[str]:
 # --- the meta device --------------------------------------------------------------------------------------------------
 
 
-def initialised_again(net: nn.Module) -> nn.Module:
+def initialized_again(net: nn.Module) -> nn.Module:
     """`net`, every module initialised in the order in which units are made: children before parents."""
     for block in net.blocks:
         for module in block.modules():
@@ -62,7 +62,7 @@ def from_meta(rank: int, world: int) -> list[str]:
         if orig and [id(p) for p in model.parameters()] != identities:
             lines.append("parameters are other objects than on the meta device")
         torch.manual_seed(5)
-        expected = initialised_again(Net())
+        expected = initialized_again(Net())
         lines += differing(full_parameters(model), _reseeded(expected))
         loss_of(model(data(rank, 0))).backward()
     return lines
@@ -70,7 +70,7 @@ def from_meta(rank: int, world: int) -> list[str]:
 
 def _reseeded(net: nn.Module) -> nn.Module:
     torch.manual_seed(5)
-    return initialised_again(net)
+    return initialized_again(net)
 
 
 def test_reset_parameters(pool2: Run) -> None:
@@ -80,12 +80,12 @@ def test_reset_parameters(pool2: Run) -> None:
 def by_function(rank: int, world: int) -> list[str]:
     called: list[str] = []
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         called.append(type(module).__name__)
         for p in module.parameters(recurse=False):
             nn.init.constant_(p, 0.25)
 
-    model = wrap(on_meta(Net), param_init_fn=initialise)
+    model = wrap(on_meta(Net), param_init_fn=initialize)
     lines = [] if called == ["LayerNorm", "Linear", "Linear"] * 3 + ["Linear"] else [f"called for {called}"]
     return lines + [f"{n} differs" for n, p in full_parameters(model).items() if not (p == 0.25).all()]
 
@@ -94,24 +94,24 @@ def test_param_init_fn(pool2: Run) -> None:
     assert not joined(pool2(by_function))
 
 
-def guarded(rank: int, world: int, told: Callable[[nn.Parameter], bool]) -> list[str]:
+def guarded(rank: int, world: int, chosen: Callable[[nn.Parameter], bool]) -> list[str]:
     """A function for FSDP1: leaves alone what is not on the meta device, and ties anew what to_empty() would part."""
     net = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
     net[2].weight = net[0].weight
     lines = []
 
-    def initialise(module: nn.Module) -> None:
-        if not any(told(p) for p in module.parameters(recurse=False)):
+    def initialize(module: nn.Module) -> None:
+        if not any(chosen(p) for p in module.parameters(recurse=False)):
             return
         module.to_empty(device="cpu", recurse=False)
         for p in module.parameters(recurse=False):
-            if told(p):
+            if chosen(p):
                 lines.append("on the meta device after to_empty()")
             nn.init.constant_(p, 0.25)
         if module is net[0]:
             net[2].weight = module.weight
 
-    model = FullyShardedDataParallel(net, param_init_fn=initialise, use_orig_params=True)
+    model = FullyShardedDataParallel(net, param_init_fn=initialize, use_orig_params=True)
     lines += [f"{n} has no values" for n, p in full_parameters(model).items() if not (p == 0.25).all()]
     return lines if len(list(model.parameters())) == 3 else [*lines, "the tie is lost"]
 
@@ -124,19 +124,19 @@ def has_meta_device(parameter: nn.Parameter) -> bool:
     return parameter.device == torch.device("meta")
 
 
-@pytest.mark.parametrize("told", [is_meta, has_meta_device])
-def test_a_param_init_fn_that_looks_for_the_meta_device(told: Callable[[nn.Parameter], bool], pool2: Run) -> None:
-    assert not joined(pool2(guarded, told))
+@pytest.mark.parametrize("chosen", [is_meta, has_meta_device])
+def test_a_param_init_fn_that_looks_for_the_meta_device(chosen: Callable[[nn.Parameter], bool], pool2: Run) -> None:
+    assert not joined(pool2(guarded, chosen))
 
 
 def values_beside(rank: int, world: int) -> list[str]:
     """A function may make values on the device of a parameter, after it has looked at it."""
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         for p in module.parameters(recurse=False):
             p.data.copy_(torch.full(p.shape, 0.25, device=p.device))
 
-    model = wrap(on_meta(Net), param_init_fn=initialise)
+    model = wrap(on_meta(Net), param_init_fn=initialize)
     return [f"{n} differs" for n, p in full_parameters(model).items() if not (p == 0.25).all()]
 
 
@@ -168,7 +168,7 @@ def refusals(rank: int, world: int) -> list[str]:
     return texts
 
 
-def test_what_cannot_be_initialised(pool2: Run) -> None:
+def test_what_cannot_be_initialized(pool2: Run) -> None:
     assert pool2(refusals)[0] == [
         "module '<root>' (Bare) is on the meta device and has no reset_parameters(); give it one, or pass "
         "param_init_fn=, a function of the module that fills its own parameters and buffers",
@@ -293,7 +293,7 @@ def test_buffers_on_the_meta_device(pool2: Run) -> None:
 # --- rank 0's values --------------------------------------------------------------------------------------------------
 
 
-def synchronised(rank: int, world: int, hybrid: bool, meta: bool) -> list[str]:
+def synchronized(rank: int, world: int, hybrid: bool, meta: bool) -> list[str]:
     """Every rank begins differently, or (all but the first) without values."""
     lines = []
     options: dict[str, Any] = {}
@@ -318,12 +318,12 @@ def synchronised(rank: int, world: int, hybrid: bool, meta: bool) -> list[str]:
 
 @pytest.mark.parametrize("meta", [False, True])
 def test_sync_module_states(meta: bool, pool2: Run) -> None:
-    assert not joined(pool2(synchronised, False, meta))
+    assert not joined(pool2(synchronized, False, meta))
 
 
 @pytest.mark.parametrize("meta", [False, True])
 def test_sync_module_states_over_a_mesh(meta: bool, pool4: Run) -> None:
-    assert not joined(pool4(synchronised, True, meta))
+    assert not joined(pool4(synchronized, True, meta))
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

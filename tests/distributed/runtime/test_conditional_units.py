@@ -588,7 +588,7 @@ def test_a_learned_step_exchanges_nothing_on_the_device(pool2: Run) -> None:
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-def told_at(job: Any) -> str:
+def reported_at(job: Any) -> str:
     with pytest.raises((UsageError, ConfigValueError, AgreementError)) as caught:
         job()
     return str(caught.value)
@@ -603,7 +603,7 @@ def out_of_turn(rank: int, world: int, case: str) -> str:
     flatfsdp.ensure_unit_participation(model.branch, any_order=case == "reentrant")
     used = {"order": (1, 0), "again": (1, 1), "later": (0, 1)}.get(case, (0,))
     x = data(rank, 0).requires_grad_()
-    return told_at(lambda: model(x, () if case == "later" and rank == 0 else used).sum().backward())
+    return reported_at(lambda: model(x, () if case == "later" and rank == 0 else used).sum().backward())
 
 
 AGAIN = (
@@ -614,7 +614,7 @@ PLACE = "is of a part that was given to ensure_unit_participation(), and its tur
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "report"),
     [
         ("order", f"unit 'block.experts.0' {PLACE} forward of 'block' its units run once"),
         ("again", f"unit 'block.experts.1' {PLACE} forward of 'block' its units run once"),
@@ -627,22 +627,22 @@ PLACE = "is of a part that was given to ensure_unit_participation(), and its tur
         ),
     ],
 )
-def test_what_is_not_as_declared(pool2: Run, case: str, told: str) -> None:
+def test_what_is_not_as_declared(pool2: Run, case: str, report: str) -> None:
     for message in pool2(out_of_turn, case):
-        assert message.startswith(told), message
+        assert message.startswith(report), message
 
 
 def wrong(rank: int, world: int) -> list[str]:
     model, bare = wrap(Mixture()), nn.ModuleList([Layer()])
     declare = flatfsdp.ensure_unit_participation
     messages = [
-        told_at(lambda: declare(bare)),
-        told_at(lambda: declare(model)),
-        told_at(lambda: declare(model.block.experts, before=model.block)),
-        told_at(lambda: declare(model.block.experts, before=model.head)),
+        reported_at(lambda: declare(bare)),
+        reported_at(lambda: declare(model)),
+        reported_at(lambda: declare(model.block.experts, before=model.block)),
+        reported_at(lambda: declare(model.block.experts, before=model.head)),
     ]
     declare(model.block)
-    return [*messages, told_at(lambda: declare(model.block.experts, any_order=True))]
+    return [*messages, reported_at(lambda: declare(model.block.experts, any_order=True))]
 
 
 def test_wrong_arguments(pool2: Run) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.agreement.test_agree import Net, scalars, step, wrap
+from tests.distributed.agreement.test_agreement import Net, scalars, step, wrap
 from tests.harness import inspect
 from tests.harness.fake import fake_world
 
@@ -60,7 +60,7 @@ def test_a_world_of_one_agrees_with_itself() -> None:
         assert cost_of_steps(2) == [(0, 0)] * 2
 
 
-def test_no_thread_where_nobody_can_be_heard() -> None:
+def test_no_thread_where_there_are_no_other_ranks() -> None:
     with fake_world(2):
         model = wrap(Net())
         step(model)

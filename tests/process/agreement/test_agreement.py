@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from flatfsdp.engine.watchdog.status_report import ProcessIdentity
 from flatfsdp.errors import UsageError
-from tests.distributed.agreement.test_agree import PARTING, REMEDY, Net, step, wrap
+from tests.distributed.agreement.test_agreement import PARTING, REMEDY, Net, step, wrap
 from tests.distributed.flat.test_requires_grad import batch, freeze_in_turn
 from tests.distributed.flat.test_requires_grad import wrapped as wrapped_game
 from tests.harness import fresh, inspect
@@ -91,7 +91,7 @@ def part(rank: int, world: int, case: str) -> None:
     step(model)
 
 
-def told_to_all(outcomes: list[fresh.Outcome]) -> str:
+def reported_to_all(outcomes: list[fresh.Outcome]) -> str:
     """The one sentence that every rank printed as it ended."""
     messages = set()
     for rank, outcome in enumerate(outcomes):
@@ -105,7 +105,7 @@ def told_to_all(outcomes: list[fresh.Outcome]) -> str:
 
 @pytest.mark.ranks(2, part, of=["case"], timeout=LIMIT)
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "text"),
     [
         ("another order", "rank 0 entered unit 'blocks.0'; rank 1 entered unit 'blocks.1'"),
         (
@@ -138,11 +138,11 @@ def told_to_all(outcomes: list[fresh.Outcome]) -> str:
         ),
     ],
 )
-def test_ranks_part(outcomes: list[fresh.Outcome], case: str, told: str) -> None:
+def test_ranks_part(outcomes: list[fresh.Outcome], case: str, text: str) -> None:
     begun = 2 if case == "a value's shape" or "rank 0" in case else 3  # there the third iteration has not begun
     remedy = REMEDY if case == "another order" else ""
-    expected = f"ranks diverged at step {begun}: {told}{PARTING}{remedy}"
-    assert told_to_all(outcomes) == expected
+    expected = f"ranks diverged at step {begun}: {text}{PARTING}{remedy}"
+    assert reported_to_all(outcomes) == expected
 
 
 class Aside(Net):
@@ -184,7 +184,7 @@ def reach(rank: int, world: int, usual: str, accumulates: bool, net: type[Net] =
 
 @pytest.mark.ranks(2, reach, of=["usual"], accumulates=False, timeout=LIMIT)
 @pytest.mark.parametrize(
-    ("usual", "told"),
+    ("usual", "text"),
     [
         (
             "parameters",
@@ -197,33 +197,33 @@ def reach(rank: int, world: int, usual: str, accumulates: bool, net: type[Net] =
         ),
     ],
 )
-def test_one_backward_reaches_no_parameter(outcomes: list[fresh.Outcome], usual: str, told: str) -> None:
-    assert told_to_all(outcomes).startswith(f"ranks diverged at step 4: {told}.")
+def test_one_backward_reaches_no_parameter(outcomes: list[fresh.Outcome], usual: str, text: str) -> None:
+    assert reported_to_all(outcomes).startswith(f"ranks diverged at step 4: {text}.")
 
 
 @pytest.mark.ranks(2, reach, "parameters", accumulates=False, net=Behind, join_units_below=0, timeout=LIMIT)
 def test_so_it_is_where_that_backward_waits_for_a_frozen_unit(outcomes: list[fresh.Outcome]) -> None:
     """Which the others gather when they have reduced, with that rank, what it does not reach."""
-    told = "rank 0 went on in a backward; rank 1 ended a backward that computed no gradient of a parameter"
-    assert told_to_all(outcomes).startswith(f"ranks diverged at step 4: {told}.")
+    text = "rank 0 went on in a backward; rank 1 ended a backward that computed no gradient of a parameter"
+    assert reported_to_all(outcomes).startswith(f"ranks diverged at step 4: {text}.")
 
 
 @pytest.mark.ranks(2, reach, "parameters", accumulates=True, timeout=LIMIT)
 def test_so_it_is_where_that_backward_accumulates(outcomes: list[fresh.Outcome]) -> None:
-    told = "rank 0 began a training forward at unit <root>; rank 1 ended a backward that computed no gradient of a "
-    assert told_to_all(outcomes).startswith(f"ranks diverged at step 4: {told}parameter.")
+    text = "rank 0 began a training forward at unit <root>; rank 1 ended a backward that computed no gradient of a "
+    assert reported_to_all(outcomes).startswith(f"ranks diverged at step 4: {text}parameter.")
 
 
 @pytest.mark.ranks(2, reach, "parameters", accumulates=False, net=Frozen, join_units_below=0, timeout=LIMIT)
 def test_so_it_is_where_nothing_is_trained_and_that_backward_gathers_less(outcomes: list[fresh.Outcome]) -> None:
-    told = "rank 1 ended a backward that computed no gradient of a parameter, and gathered 'blocks.2'"
-    assert told_to_all(outcomes) == f"ranks diverged at step 4: rank 0 went on in a backward; {told}{PARTING}"
+    text = "rank 1 ended a backward that computed no gradient of a parameter, and gathered 'blocks.2'"
+    assert reported_to_all(outcomes) == f"ranks diverged at step 4: rank 0 went on in a backward; {text}{PARTING}"
 
 
 @pytest.mark.ranks(3, part, "skips a unit", timeout=LIMIT)
 def test_one_of_three_parts(outcomes: list[fresh.Outcome]) -> None:
-    told = "ranks 0, 1 entered unit 'blocks.1'; rank 2 entered unit 'blocks.2'"
-    assert told_to_all(outcomes) == f"ranks diverged at step 3: {told}{PARTING}{REMEDY}"
+    text = "ranks 0, 1 entered unit 'blocks.1'; rank 2 entered unit 'blocks.2'"
+    assert reported_to_all(outcomes) == f"ranks diverged at step 3: {text}{PARTING}{REMEDY}"
     for outcome in outcomes[:2]:  # their wait ended with the error, not by force
         assert "AgreementError" in (outcome.error or ""), outcome
 
@@ -258,10 +258,10 @@ def test_a_rank_that_dies_of_its_own_exception_is_named_by_the_others(outcomes: 
     waiting, dying = outcomes
     assert "ValueError: out of luck" in (dying.error or "")
     # Which of its two notes is found first depends on how long it takes to die of it.
-    told = (
+    text = (
         r"rank 1 (abandoned its iteration in the forward of unit 'blocks.1' after|ended with) ValueError: out of luck"
     )
-    assert re.search(told, waiting.output), waiting
+    assert re.search(text, waiting.output), waiting
     assert waiting.exit_code == 1
 
 
@@ -325,10 +325,10 @@ def flip(rank: int, world: int, in_pattern: bool) -> None:
 def test_a_parameter_that_one_rank_freezes_is_an_error_on_all(outcomes: list[fresh.Outcome], in_pattern: bool) -> None:
     # In the pattern it is the step in which all others train the second player.
     trains, freezes = (1, 0) if in_pattern else (0, 1)
-    told = f"Parameter 'first.weight' requires a gradient on rank {trains}, and none on rank {freezes}. Set"
+    text = f"Parameter 'first.weight' requires a gradient on rank {trains}, and none on rank {freezes}. Set"
     for outcome in outcomes:
         assert outcome.exit_code == 1
-        assert told in f"{outcome.error}{outcome.output}"
+        assert text in f"{outcome.error}{outcome.output}"
 
 
 def skip(rank: int, world: int) -> None:
@@ -344,5 +344,5 @@ def skip(rank: int, world: int) -> None:
 def test_a_unit_that_one_rank_does_not_run_is_not_taken_for_a_frozen_one(outcomes: list[fresh.Outcome]) -> None:
     for outcome in outcomes:
         assert outcome.exit_code == 1
-        told = f"{outcome.error}{outcome.output}"
-        assert "All ranks must run the same units" in told and "requires a gradient" not in told
+        text = f"{outcome.error}{outcome.output}"
+        assert "All ranks must run the same units" in text and "requires a gradient" not in text

@@ -1,4 +1,4 @@
-"""What ranks run as their data will have it, what a plan foresees, and what ranks that disagree are told, under
+"""What ranks run as their data will have it, what a plan foresees, and the errors of ranks that disagree, under
 `fully_shard`."""
 
 from __future__ import annotations

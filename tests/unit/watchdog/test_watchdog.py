@@ -1,4 +1,4 @@
-"""Watches of many ranks over one board in memory: what is said, and how many requests it takes."""
+"""Watches of many ranks over one store in memory: what is printed, and how many requests it takes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Model:
 
 
 class World:
-    """The watches of `size` ranks, without threads: they look when they are told to."""
+    """The watches of `size` ranks, without threads: they look when a test calls `look`."""
 
     def __init__(self, size: int) -> None:
         self.shared: dict[str, str] = {}
@@ -116,7 +116,7 @@ class World:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def text(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What watches say; they look a hundred times as often, end no process, and report after 10 ms."""
     found: list[str] = []
     monkeypatch.setattr(watch, "print_immediately", found.append)
@@ -130,34 +130,34 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("size", [2, 256])
-def test_while_all_is_well_a_look_is_one_request(said: list[str], size: int) -> None:
+def test_while_all_is_well_a_look_is_one_request(texts: list[str], size: int) -> None:
     world = World(size)
     for _ in range(3):
         world.look()
     assert [notes.requests for notes in world.notes] == [3] * size
-    assert said == []
+    assert texts == []
 
 
-def reported(size: int, said: list[str]) -> list[int]:
+def reported(size: int, texts: list[str]) -> list[int]:
     """All ranks but the last wait, and all report; the requests of each rank."""
     world = World(size)
     with ExitStack() as waiting:
         for each in world.watches[:-1]:
             waiting.enter_context(each.waiting(range(size), "loads a state dict"))
         time.sleep(0.012)
-        world.look_until(lambda: len(said) >= size)
+        world.look_until(lambda: len(texts) >= size)
         requests = [notes.requests for notes in world.notes]
         for _ in range(20):  # not again
             world.look()
             time.sleep(0.001)
-    assert len(said) == size
+    assert len(texts) == size
     world.look()
     return requests
 
 
-def test_a_wait_is_reported_once_by_every_rank(said: list[str]) -> None:
-    reported(9, said)
-    reports, after = sorted(said[:9]), said[9:]
+def test_a_wait_is_reported_once_by_every_rank(texts: list[str]) -> None:
+    reported(9, texts)
+    reports, after = sorted(texts[:9]), texts[9:]
     for rank, report in enumerate(reports):
         first, waiting, late = report.splitlines()
         assert first.startswith(f"[flatfsdp, rank {rank}] ") and first.endswith(
@@ -170,56 +170,56 @@ def test_a_wait_is_reported_once_by_every_rank(said: list[str]) -> None:
     ]
 
 
-def test_a_report_costs_each_rank_as_little_in_a_large_world(said: list[str]) -> None:
+def test_a_report_costs_each_rank_as_little_in_a_large_world(texts: list[str]) -> None:
     """But for the one that collects the answers."""
-    few, many = reported(8, said), reported_anew(256, said)
+    few, many = reported(8, texts), reported_anew(256, texts)
     assert max(many[1:]) <= 2 * max(few[1:]) <= 60, (few[1:], many[1:])
     assert many[0] <= 2 * 256 + 256 + 100, many[0]
 
 
-def reported_anew(size: int, said: list[str]) -> list[int]:
-    said.clear()
-    return reported(size, said)
+def reported_anew(size: int, texts: list[str]) -> list[int]:
+    texts.clear()
+    return reported(size, texts)
 
 
-def test_a_rank_that_does_not_answer_is_in_the_report(said: list[str]) -> None:
+def test_a_rank_that_does_not_answer_is_in_the_report(texts: list[str]) -> None:
     world = World(3)
     with world.watches[0].waiting(range(3), "compares its model"):
         time.sleep(0.012)
-        world.look_until(lambda: len(said) == 2, without=[2])
-    assert said[0].splitlines()[-1] == (
+        world.look_until(lambda: len(texts) == 2, without=[2])
+    assert texts[0].splitlines()[-1] == (
         f"    rank 2: no response: {ProcessIdentity.this()} exited, is stopped, or no longer holds a model"
     )
     assert not any(model.error for model in world.models), "it may be stopped"
 
 
-def test_a_rank_that_ends_with_an_exception_is_told_to_those_who_need_it(said: list[str]) -> None:
+def test_a_rank_that_ends_with_an_exception_is_reported_to_those_who_need_it(texts: list[str]) -> None:
     world = World(4)
     world.models[3].ranks = [0, 3]
     ExitRecord(1, "ended with ValueError: out of luck").publish(world.notes[1], alarm=True)
     world.look()
-    told = "rank 1 ended with ValueError: out of luck. The remaining ranks cannot continue"
-    assert [str(model.error) for model in world.models] == [told, "None", told, "None"]
+    message = "rank 1 ended with ValueError: out of luck. The remaining ranks cannot continue"
+    assert [str(model.error) for model in world.models] == [message, "None", message, "None"]
     assert isinstance(world.models[0].error, LostRankError)
-    assert said == [], "nobody waits"
+    assert texts == [], "nobody waits"
 
 
-def test_a_wait_for_ranks_that_live_goes_on(said: list[str]) -> None:
+def test_a_wait_for_ranks_that_live_goes_on(texts: list[str]) -> None:
     world = World(3)
     with world.watches[0].waiting([0, 2], "compares"), world.watches[2].waiting(range(3), "compares"):
         ExitRecord(1, "was killed").publish(world.notes[1], alarm=True)
         world.look()
-    assert [each.split("]")[0] for each in said] == ["[flatfsdp, rank 2"]
+    assert [each.split("]")[0] for each in texts] == ["[flatfsdp, rank 2"]
 
 
-def test_an_end_by_what_all_ranks_were_told_is_no_news(said: list[str]) -> None:
+def test_an_end_by_an_error_of_all_ranks_is_no_news(texts: list[str]) -> None:
     world = World(2)
     ExitRecord(1, "ended with AgreementError: ranks part", "ranks part").publish(world.notes[1], alarm=True)
     world.look()
     assert str(world.models[0].error) == "ranks part"
 
 
-def test_a_wait_that_lasts_too_long_is_an_error_on_every_rank(said: list[str]) -> None:
+def test_a_wait_that_lasts_too_long_is_an_error_on_every_rank(texts: list[str]) -> None:
     flatfsdp.set_collective_timeout(report_after=0.01, raise_after=0.02)
     world = World(3)
     with world.watches[0].waiting(range(3), "compares its model"):
@@ -229,22 +229,22 @@ def test_a_wait_that_lasts_too_long_is_an_error_on_every_rank(said: list[str]) -
         assert re.search(
             r"rank 0: compares its model, for \d+ s; ranks 1, 2: in the program's own code", str(model.error)
         )
-    assert next(each for each in said if "WaitError" in each).startswith("[flatfsdp, rank 0] WaitError: ranks waited")
+    assert next(each for each in texts if "WaitError" in each).startswith("[flatfsdp, rank 0] WaitError: ranks waited")
 
 
-def test_ranks_that_wait_for_each_other_in_different_places(said: list[str]) -> None:
+def test_ranks_that_wait_for_each_other_in_different_places(texts: list[str]) -> None:
     flatfsdp.set_collective_timeout(report_after=math.inf)
     world = World(3)
     with world.watches[0].waiting([0, 1], "wraps"), world.watches[1].waiting([0, 1, 2], "compares"):
-        world.look_until(lambda: len(said) == 2)
-    for rank, each in enumerate(sorted(said)):
+        world.look_until(lambda: len(texts) == 2)
+    for rank, each in enumerate(sorted(texts)):
         assert each.startswith(
             f"[flatfsdp, rank {rank}] AgreementError: ranks wait for each other in different places: "
             "rank 0 wraps; rank 1 compares. "
         )
 
 
-def test_ranks_that_all_wait_in_different_places_prove_a_deadlock(said: list[str]) -> None:
+def test_ranks_that_all_wait_in_different_places_prove_a_deadlock(texts: list[str]) -> None:
     world = World(2)
     first, second = world.watches
     with (
@@ -252,7 +252,7 @@ def test_ranks_that_all_wait_in_different_places_prove_a_deadlock(said: list[str
         second.waiting([0, 1], "lists", settled_by_notes=True),
     ):
         world.look_until(lambda: all(model.error for model in world.models))
-    assert sum("Status of all ranks" in each for each in said) == 2, "one report of each rank"
+    assert sum("Status of all ranks" in each for each in texts) == 2, "one report of each rank"
     for model in world.models:
         assert type(model.error) is AgreementError
         assert re.fullmatch(
@@ -271,7 +271,7 @@ def look_for(world: World, seconds: float, *, without: Sequence[int] = (), betwe
 
 
 @pytest.mark.parametrize("case", ["computes", "does not answer", "moves", "waits in the same place"])
-def test_no_deadlock_is_proved_where_a_rank(case: str, said: list[str]) -> None:
+def test_no_deadlock_is_proved_where_a_rank(case: str, texts: list[str]) -> None:
     world = World(3)
     with ExitStack() as stack:
 
@@ -296,7 +296,7 @@ def test_no_deadlock_is_proved_where_a_rank(case: str, said: list[str]) -> None:
 
 
 def test_a_lost_connection_is_explained_when_the_store_is_gone(
-    said: list[str], monkeypatch: pytest.MonkeyPatch
+    texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(2)
     world.notes[0].is_gone = True
@@ -308,13 +308,13 @@ def test_a_lost_connection_is_explained_when_the_store_is_gone(
     assert "join" not in str(world.watches[0].explain(RuntimeError("gloo: closed by peer")))
 
 
-def test_a_wait_that_outlives_the_store_ends(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_outlives_the_store_ends(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(2)
     first = world.watches[0]
     monkeypatch.setattr(watch, "end_process_unless", lambda come_back: first.close())
     with first.waiting(range(2), "compares its model"):
         first._outlive_the_store()
-    (sentence,) = said
+    (sentence,) = texts
     assert sentence.startswith("[flatfsdp, rank 0] LostRankError: the store of the process group")
     assert sentence.endswith(
         "and this rank waits for others: rank 0, which serves it unless a launcher does, has ended. Where ranks have "
@@ -322,23 +322,23 @@ def test_a_wait_that_outlives_the_store_ends(said: list[str], monkeypatch: pytes
     )
 
 
-def test_who_asks_may_die_and_another_asks_again(said: list[str]) -> None:
+def test_who_begins_a_poll_may_die_and_another_begins_again(texts: list[str]) -> None:
     world = World(3)
     world.notes[2].count("polls")
     world.notes[2].raise_alarm(json.dumps(["poll", 1, 2, "report"]))
     with world.watches[0].waiting(range(3), "compares"):
         time.sleep(0.012)
-        world.look_until(lambda: len(said) == 2, without=[2])
-    assert "requested by rank 0" in said[0]
+        world.look_until(lambda: len(texts) == 2, without=[2])
+    assert "requested by rank 0" in texts[0]
 
 
-def test_who_wins_to_ask_may_die_before_it_asks(said: list[str]) -> None:
+def test_who_may_begin_a_poll_may_die_before_it_does(texts: list[str]) -> None:
     world = World(3)
     world.shared["claims/0/0"] = "2"
     with world.watches[0].waiting(range(3), "compares"):
         time.sleep(0.012)
-        world.look_until(lambda: len(said) == 2, without=[2])
-    assert "requested by rank 0" in said[0]
+        world.look_until(lambda: len(texts) == 2, without=[2])
+    assert "requested by rank 0" in texts[0]
 
 
 # -- the pure part ---------------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def test_a_process_is_found_gone_only_where_it_can_be() -> None:
         assert this._replace(host="elsewhere").is_gone() is None
 
 
-def test_a_large_world_looks_less_often(said: list[str]) -> None:
+def test_a_large_world_looks_less_often(texts: list[str]) -> None:
     assert World(2).watches[0]._polls.period == 0.01
     calls = StatusPoll(Notes({}), rank=0, world=4 * board.READS)
     assert calls.period == 0.04
@@ -385,7 +385,7 @@ def test_a_large_world_looks_less_often(said: list[str]) -> None:
 
 @pytest.mark.parametrize(("seconds", "found"), [(0.05, ""), (5.0, "rank 0 a; rank 1 c")])
 def test_ranks_that_answer_at_different_moments_may_have_gone_on_between(
-    said: list[str], seconds: float, found: str
+    texts: list[str], seconds: float, found: str
 ) -> None:
     """Only waits that are older than the poll were there at one moment."""
     shared: dict[str, str] = {}
@@ -407,7 +407,7 @@ def test_limits_are_set_and_set_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "kind", "told"),
+    ("kwargs", "kind", "message"),
     [
         ({"report_after": "5"}, ConfigTypeError, "report_after: got '5' (str). Accepted: a number of seconds."),
         ({"report_after": None}, ConfigTypeError, "report_after: got None (NoneType). Accepted: a number of seconds."),
@@ -417,10 +417,10 @@ def test_limits_are_set_and_set_back() -> None:
         ({"raise_after": 29}, ConfigValueError, "raise_after: got 29 with report_after=30.0. Accepted: a number of"),
     ],
 )
-def test_limits_that_are_none_are_refused(kwargs: dict[str, Any], kind: type[Exception], told: str) -> None:
+def test_limits_that_are_none_are_refused(kwargs: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind) as caught:
         flatfsdp.set_collective_timeout(**kwargs)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
     assert waits.limits == waits.WaitLimits()
 
 

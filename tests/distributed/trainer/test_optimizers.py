@@ -152,7 +152,7 @@ def test_a_function_gets_what_it_takes() -> None:
         ({"optimizer": lambda params: params}, ConfigTypeError, "Accepted: a torch.optim.Optimizer."),
     ],
 )  # fmt: skip
-def test_an_optimizer_that_cannot_be_made_is_told(
+def test_an_optimizer_that_cannot_be_made_is_reported(
     arguments: dict[str, Any], kind: type[FlatFSDPError], complaint: str
 ) -> None:
     with fake_world(2), pytest.raises(kind) as error:
@@ -160,7 +160,7 @@ def test_an_optimizer_that_cannot_be_made_is_told(
     assert complaint in str(error.value)
 
 
-def test_a_model_without_trainable_parameters_is_told() -> None:
+def test_a_model_without_trainable_parameters_is_reported() -> None:
     with fake_world(2), pytest.raises(ConfigValueError, match="no parameter of the model is trainable"):
         make_optimizer(FullyShardedDataParallel(Net().requires_grad_(False)), TrainingArguments())
 
@@ -227,7 +227,7 @@ def test_a_warmup_in_steps() -> None:
     assert rates(*plain(None, scheduler="linear", warmup_steps=1, lr=1), 2) == pytest.approx([0.5, 1.0])
 
 
-def test_a_run_limited_by_the_clock_follows_the_share_that_it_is_told() -> None:
+def test_a_run_limited_by_the_clock_follows_the_share_that_it_is_given() -> None:
     optimizer, scheduler = plain(None, scheduler="linear", warmup=0.5, lr=1)
     found = []
     for done in (0.25, 0.5, 0.75, 1.0, 1.5):
@@ -272,7 +272,7 @@ def test_a_function_makes_the_scheduler_of_the_number_of_steps() -> None:
         ("math:pi", 3, "scheduler: math:pi is 3.14"),
     ],
 )
-def test_a_scheduler_that_cannot_be_made_is_told(scheduler: Any, steps: int | None, complaint: str) -> None:
+def test_a_scheduler_that_cannot_be_made_is_reported(scheduler: Any, steps: int | None, complaint: str) -> None:
     with pytest.raises(FlatFSDPError) as error:
         plain(steps, scheduler=scheduler)
     assert complaint in str(error.value)

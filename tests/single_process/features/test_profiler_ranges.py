@@ -90,7 +90,7 @@ def test_a_profiler_may_start_between_forward_and_backward() -> None:
         assert found["1"] == STAGES - {"forward"}
 
 
-def test_without_a_profiler_nothing_is_labelled_and_nothing_costs_more() -> None:
+def test_without_a_profiler_nothing_is_labeled_and_nothing_costs_more() -> None:
     with fake_world(4):
         model = model_of()
         for _ in range(6):
@@ -103,7 +103,7 @@ def test_without_a_profiler_nothing_is_labelled_and_nothing_costs_more() -> None
             assert calls_of(lambda: step(model)) == before
 
 
-def test_a_unit_more_asks_nothing_more() -> None:
+def test_a_unit_more_costs_nothing_more() -> None:
     """Whether somebody looks is asked once a forward and once a backward, of the model."""
 
     def asked(blocks: int) -> int:

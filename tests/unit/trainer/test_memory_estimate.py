@@ -65,13 +65,13 @@ Units are taken to run once each, in the order in which the model declares them.
     )
 
 
-def test_host_and_device_are_told_apart_and_what_is_unknown_is_said() -> None:
+def test_host_and_device_are_distinguished_and_what_is_unknown_is_reported() -> None:
     plan = replace(FIGURES, optimizer={}, buffers=0)
     offloaded = replace(FORECAST, cpu_offload=True, optimizer_unknown="a step of Odd fails", plan=plan)
     lines = offloaded.render().splitlines()
-    told = [line for line in lines if "host" in line or "Odd" in line or "optimizer" in line]
+    texts = [line for line in lines if "host" in line or "Odd" in line or "optimizer" in line]
     assert_expected_inline(
-        "\n".join(told),
+        "\n".join(texts),
         """\
 of it on the host                  448 MiB      460 MiB
 Not in it: activations; what the optimizer needs while it steps; torch, the backend and fragmentation.

@@ -1,4 +1,4 @@
-"""How a process ends is told once, whatever ends it."""
+"""How a process ends is reported once, whatever ends it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-FAREWELL = Path(__file__).resolve().parents[3] / "flatfsdp" / "engine" / "watchdog" / "process_exit.py"
+PROCESS_EXIT = Path(__file__).resolve().parents[3] / "flatfsdp" / "engine" / "watchdog" / "process_exit.py"
 
 # The file alone: importing the package would import torch, which has no part in this.
 PROGRAM = """
 import importlib.util, multiprocessing, sys
-spec = importlib.util.spec_from_file_location("farewell", {path!r})
-farewell = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(farewell)
+spec = importlib.util.spec_from_file_location("process_exit", {path!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
 
 def body():
-    farewell.at_end(lambda error: print("told", "nothing" if error is None else farewell.in_words(error), flush=True))
+    module.at_end(lambda error: print("reported", "nothing" if error is None else module.in_words(error), flush=True))
     {body}
 
 def caught():
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("body", "process", "told"),
+    ("body", "process", "message"),
     [
         ("pass", False, "nothing"),
         ("raise ValueError('out of luck')", False, "ValueError: out of luck"),
@@ -57,9 +57,9 @@ if __name__ == "__main__":
         ("sys.exit(3)", True, "SystemExit: 3"),
     ],
 )
-def test_what_ends_a_process_is_told_once(tmp_path: Path, body: str, process: bool, told: str) -> None:
+def test_what_ends_a_process_is_reported_once(tmp_path: Path, body: str, process: bool, message: str) -> None:
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(path=str(FAREWELL), body=body, process=process))
+    program.write_text(PROGRAM.format(path=str(PROCESS_EXIT), body=body, process=process))
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120)
-    assert done.stdout == f"told {told}\n", done
+    assert done.stdout == f"reported {message}\n", done
     assert done.stderr.count("Traceback") == (1 if "raise" in body else 1 if body == "fork()" else 0), done.stderr
