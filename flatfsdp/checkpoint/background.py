@@ -33,7 +33,10 @@ class Saving:
             TimeoutError: it is not complete yet.
         """
         if not wait([self._saved], timeout).done:
-            raise TimeoutError(f"the checkpoint is not complete after {timeout} seconds")
+            raise TimeoutError(
+                f"the checkpoint that is saved in the background is not complete after {timeout} seconds. Call "
+                "result() again to wait longer"
+            )
         self._was_raised = True
         self._saved.result()
 

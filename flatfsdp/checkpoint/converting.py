@@ -95,7 +95,9 @@ def _torch_file(source: Path, *, trust: bool) -> dict[Any, Any]:
         hint = "" if trust else ". A file that holds more than tensors and plain values is read with --trust only"
         raise CheckpointError(f"{source} cannot be read: {str(error).splitlines()[0]}{hint}") from error
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{source} holds a {type(state).__name__}, no state dict")
+        raise CheckpointError(
+            f"{source} holds a {type(state).__name__}. Accepted: a state dict, or a dict of state dicts"
+        )
     return dict(state)
 
 

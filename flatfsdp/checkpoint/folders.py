@@ -263,7 +263,7 @@ def choose(seen: Sequence[Sequence[str]], path: Path) -> str:
             return id
     blind = [rank for rank, ids in enumerate(seen) if not ids]
     if len(blind) == len(seen):
-        raise CheckpointError(f"{path}: no complete checkpoint there")
+        raise CheckpointError(f"{path}: no complete checkpoint there. Give the path that a save was given")
     if blind:
         raise CheckpointError(
             f"{path}: {ranks_in_words(blind)} of {len(seen)} see no complete checkpoint there, others do; give a path "

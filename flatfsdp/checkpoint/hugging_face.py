@@ -294,5 +294,5 @@ def _entries_at(source: Path) -> dict[str, Entry]:
     single = folder / SINGLE
     paths = [single] if single.is_file() else sorted(folder.glob(f"*{SUFFIX}"))
     if not paths:
-        raise CheckpointError(f"{source}: no safetensors file there")
+        raise CheckpointError(f"{source}: no safetensors file there. Accepted: such a file, or a folder with some")
     return {entry.name: entry for path in paths for entry in read_header(path)}

@@ -147,7 +147,7 @@ def keep(
 def _saved_in(folder: Path, named: str) -> list[tuple[Path, Manifest]]:
     """The checkpoints inside, the oldest first, without links; what a killed removal has left is cleared up."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder")
+        raise CheckpointError(f"{folder} is no folder. Give the one that checkpoints are in")
     found = []
     for inside in sorted(folder.iterdir()):
         if inside.name.startswith(".") and inside.name.endswith(".old"):

@@ -45,9 +45,15 @@ class CheckpointRanks:
             self.group = group if group is not None else dist.group.WORLD
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
             if self.rank < 0:
-                raise ConfigValueError("process_group: this rank is not in the group that is to save or load")
+                raise ConfigValueError(
+                    f"process_group: rank {dist.get_rank()} is not in the group that is to save or load. Call "
+                    f"{call} on ranks of the group only"
+                )
         elif group is not None:
-            raise ConfigValueError("process_group: torch.distributed is not initialised (or no more)")
+            raise ConfigValueError(
+                "process_group: got a group, but torch.distributed is not initialized (or no more). Call "
+                "init_process_group() first, or leave the group out"
+            )
 
     @property
     def key(self) -> Any:

@@ -97,12 +97,17 @@ class Placement:
         if under_launcher():
             given = int(os.environ["WORLD_SIZE"])
             if ranks not in (None, given):
-                raise ConfigValueError(f"ranks: the launcher started {given} ranks, not {ranks}")
+                raise ConfigValueError(
+                    f"ranks: the launcher started {given} ranks, not {ranks}; leave ranks out under a launcher"
+                )
             ranks, here = given, int(os.environ.get("LOCAL_WORLD_SIZE", given))
         else:
             ranks = here = ranks or (RANKS_ON_CPU if device_type == "cpu" else devices)
         if device_type != "cpu" and here > devices:
-            raise ConfigValueError(f"ranks: {here} ranks on this machine, but {devices} {device_type} devices")
+            raise ConfigValueError(
+                f"ranks: {here} ranks on this machine, but {devices} {device_type} devices. Start at most one rank per "
+                "device, or pass device='cpu'"
+            )
         return cls(ranks, device_type)
 
 

@@ -65,11 +65,16 @@ class TrainerRanks:
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
-                raise ConfigValueError("process_group: this rank is not in the group")
+                raise ConfigValueError(
+                    f"process_group: rank {dist.get_rank()} is not in the group. Make this on ranks of the group only"
+                )
             if self.world > 1:
                 self.host = _for_host(group if group is not None else dist.group.WORLD)
         elif group is not None:
-            raise ConfigValueError("process_group: torch.distributed is not initialised (or no more)")
+            raise ConfigValueError(
+                "process_group: got a group, but torch.distributed is not initialized (or no more). Call "
+                "init_process_group() first, or leave the group out"
+            )
 
     def rows(self, *numbers: int) -> list[list[int]]:
         """Every rank's `numbers`, as many on each. Collective."""

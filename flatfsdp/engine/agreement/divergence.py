@@ -57,12 +57,12 @@ def _unlike_conditions(found: Mapping[Ranks, StepConditions]) -> str:
     if len(ranks := _by(found, "stepped")) > 1:
         out.append(
             f"{ranks[True]} took an optimizer step since the step before, {ranks[False]} took none. Step on all ranks "
-            "or on none; what decides it must be alike on all, as ShardedGradScaler's verdict is, and GradScaler's not"
+            "or on none; a rank's own data must not decide it, as with GradScaler: use ShardedGradScaler"
         )
     if len(ranks := _by(found, "loaded")) > 1:
         out.append(
             f"{ranks[True]} loaded a state dict since the step before, {ranks[False]} loaded none. Load it on all "
-            "ranks; what one of them alone has read goes to the others by rank0_only=True or broadcast_from_rank0=True"
+            "ranks; to read it on one rank alone, load it with rank0_only=True or broadcast_from_rank0=True"
         )
     if len(ranks := _by(found, "autocast")) > 1:
         ways = [f"{f'computes in {dtype}' if dtype else 'is off'} on {ranks[dtype]}" for dtype in sorted(ranks)]

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...errors import AgreementError
+from ...errors import AgreementError, ranks_in_words
 from ..base.hashing import hash63
 from ..watchdog.store import StoreClient, StoreGone
 from ..watchdog.watchdog import PATIENCE
@@ -331,7 +331,10 @@ class UnusedParams:
                 there = True
         if not there:
             missing = [rank for rank in peers.ranks if rank not in found]
-            raise AgreementError(f"waited {PATIENCE:.0f} s for {what}: no answer of ranks {missing}")
+            raise AgreementError(
+                f"waited {PATIENCE:.0f} s for {what}: no answer of {ranks_in_words(missing)}. Look for what stopped "
+                "the processes of these ranks"
+            )
         return {rank: found.get(rank, (0, False)) for rank in peers.ranks}
 
     def _key(self) -> str:

@@ -264,7 +264,7 @@ def _ignored(
     if any(each is module for each in ignored):
         warn(
             f"{'ignored_modules' if modules else 'ignored_states'}: got the very module to be wrapped "
-            f"({type(module).__name__}), which leaves nothing to shard and no gradient to average. Meant are modules "
+            f"({type(module).__name__}), which leaves nothing to shard and no gradient to average. Pass modules "
             "inside it."
         )
     outside = [type(each).__name__ for each in set(ignored).difference(module.modules())]

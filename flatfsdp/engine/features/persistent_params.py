@@ -54,8 +54,8 @@ class NoTraining(Observer):
     def step_begins(self, unit: Unit | None) -> bool:
         if unit is None:
             raise UsageError(
-                "a backward inside inference(), of a forward from before it; run the backward first, or leave the "
-                "context"
+                "a backward inside inference(), of a forward from before the context; run the backward first, or "
+                "leave the context"
             )
         if torch.is_grad_enabled() and not _torch.in_backward():
             raise UsageError(
@@ -103,9 +103,9 @@ class PersistentParams(Observer):
         for ref in self.pinned or ():
             if not ref.is_fetched:
                 raise UsageError(
-                    f"inside inference() parameters of unit {ref.unit.label} were written to, or its module went "
-                    "from train() to eval() or back, which has them computed with in another dtype. What is kept is "
-                    "not gathered again there: leave the context first, and enter it again"
+                    f"inside inference() parameters of unit {ref.unit.label} were written to, or its module was "
+                    "switched between train() and eval(), which changes the dtype that it computes in. Parameters "
+                    "that the context keeps are not gathered again: leave it before the change, and enter it again"
                 )
         reported: dict[str, list[str]] = {}
         for ref in self._wanted:

@@ -121,7 +121,7 @@ class GatherHooks:
             names, self._context = tensor.__tensor_flatten__()
         except AttributeError:
             raise UsageError(
-                f"{self._what} has {PRE}, but no __tensor_flatten__, so that there is no telling what is to be "
+                f"{self._what} has {PRE}, but no __tensor_flatten__, so it is unknown which tensor is to be "
                 "sharded. Define __tensor_flatten__ and __tensor_unflatten__, as traceable wrapper subclasses have them"
             ) from None
         inner = {name: getattr(tensor, name) for name in names}

@@ -166,7 +166,8 @@ class ExpandedParameter(torch.Tensor):
         names = _names(each.leaf for each in used if isinstance(each, ExpandedParameter))
         raise UsageError(
             f"{name_of(func)} computes with what expand_as() or view_as() made of parameter {names} where it is "
-            "sharded: that only leads to its AccumulateGrad node"
+            "sharded: that only leads to its AccumulateGrad node. Compute with whole values in the forward of its "
+            "module, or inside summon_full_params()"
         )
 
 

@@ -73,9 +73,9 @@ def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str
         happened = "forward ran again" if target is FORWARD else "backward went on"
         fail(
             UsageError(
-                f"unit {label}: its {happened} after its parameters were stepped in the same backward, which no "
-                "backward before did. What this backward computes would mix weights of two steps. Step after the "
-                "backward where a model does this: call remove() of what optimizer_in_backward() returned"
+                f"unit {label}: its {happened} after its parameters were stepped in the same backward, as in no "
+                "backward before. This backward would mix weights of two steps. Such a model has to be stepped after "
+                "the backward: call remove() of what optimizer_in_backward() returned"
             )
         )
     story = "; ".join(map(str, events.tail())) if events is not None else "no trace yet"

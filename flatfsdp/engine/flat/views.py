@@ -425,9 +425,9 @@ def _refuse_writes(views: ParamViews, name: str, when: str) -> NoReturn:
     edited = [handle.layout.params[i].name for i in handle.writes.edited]
     changed = edited or views.replaced or _unlike_shard(handle) or ["the flat parameter"]
     raise UsageError(
-        f"unit {name or '<root>'!r}: parameters were written to {when}: {', '.join(changed)}. The backward would not "
-        "be that of the forward, or the change would be lost; write to parameters before the forward or after the "
-        "backward"
+        f"unit {name or '<root>'!r}: parameters were written to {when}: {', '.join(changed)}. The backward would "
+        "use other values than the forward, or the write would be lost; write to parameters before the forward or "
+        "after the backward"
     )
 
 

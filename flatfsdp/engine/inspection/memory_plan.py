@@ -99,13 +99,14 @@ def memory_plan(
         >>> figures.params, figures.comm["reduce_scatter"]
         (524800, (1, 4198400))
     """
-    units = outermost_model(model, "plan").units
+    units = outermost_model(model, "memory_plan").units
     if not is_memoryless():
         raise UsageError(
-            "memory_plan(): its steps would train the model on nothing. Wrap the model, and call it, in dry_run()"
+            "memory_plan() was called outside of dry_run(), where its steps would train the model on tensors without "
+            "data. Wrap the model, and call it, inside dry_run()"
         )
     if microbatches < 1:
-        raise ConfigValueError(f"plan: expected microbatches of at least 1, found {microbatches}")
+        raise ConfigValueError(f"memory_plan(): expected microbatches of at least 1, found {microbatches}")
     stepper = optimizer.optimizer if isinstance(optimizer, OptimizerInBackward) else optimizer
     figures = stats(model)
     with _stand_in_forwards(units):

@@ -75,7 +75,8 @@ def materialize(
             left = [name for _, name, tensor in _held(module) if tensor.is_meta and tensor not in skip]
             if left:
                 raise UsageError(
-                    f"param_init_fn left {', '.join(left)} of module {path or '<root>'!r} on the meta device"
+                    f"param_init_fn left {', '.join(left)} of module {path or '<root>'!r} on the meta device, without "
+                    "values. Let it give them memory, as module.to_empty(device=..., recurse=False) does, and fill them"
                 )
             undo.pop_all()
 

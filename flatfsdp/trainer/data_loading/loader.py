@@ -220,7 +220,10 @@ class Loader(AbstractContextManager["Loader"]):
         """
         missing = sorted(self.state_dict().keys() - state.keys())
         if missing:
-            raise CheckpointError(f"data position: the state of the loader lacks {', '.join(map(repr, missing))}")
+            raise CheckpointError(
+                f"data position: the state of the loader lacks {', '.join(map(repr, missing))}; give what state_dict() "
+                "of a Loader returned, or resume without its data position"
+            )
         length = _length(self._extent)
         if state["length"] != length:
             raise CheckpointError(

@@ -75,7 +75,10 @@ def test_show_and_verify(saved: Path, capsys: Any) -> None:
     assert main(["verify", str(saved)]) == 1
     assert "__1_0.distcp is damaged: its CRC-32 is" in capsys.readouterr().err
     assert main(["show", str(saved.parent / "y")]) == 1
-    assert capsys.readouterr().err == f"{saved.parent}/y: no complete checkpoint there\n"
+    assert (
+        capsys.readouterr().err
+        == f"{saved.parent}/y: no complete checkpoint there. Give the path that a save was given\n"
+    )
 
 
 def test_to_a_file_of_torchs_and_back(saved: Path, tmp_path: Path, capsys: Any) -> None:

@@ -426,7 +426,7 @@ def test_has_forward():
         (
             {"ignored_modules": [LINEAR, MODEL]},
             "ignored_modules: got the very module to be wrapped (Sequential), which leaves nothing to shard and no "
-            "gradient to average. Meant are modules inside it.",
+            "gradient to average. Pass modules inside it.",
         ),
         (
             {"device_mesh": MESH_2D},
