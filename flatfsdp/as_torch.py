@@ -96,7 +96,9 @@ def install() -> None:
                 if id(value) in by_id:
                     _replace(names, name, by_id[id(value)])
     its_classes = torchs_classes.get_cls_to_fsdp_cls
-    _replace(vars(torchs_classes), "get_cls_to_fsdp_cls", lambda: {**its_classes(), **swapped})  # dynamo's guards ask
+    _replace(
+        vars(torchs_classes), "get_cls_to_fsdp_cls", lambda: {**its_classes(), **swapped}
+    )  # dynamo's guards call it
     _replace(vars(fsdp_module.fully_shard), "state", StateOfModule, missing=True)
     names = vars(dcp_state_dict)
     for name, made in replacements(FullyShardedDataParallel).items():
@@ -130,7 +132,7 @@ def _replace(names: dict[str, Any], name: str, value: Any, *, missing: bool = Fa
 
 def _refuses_units(inputs_first: Any) -> Any:
     """`inputs_first`, which computes gradients of a stage's inputs before those of its `weights`, refuses stages with
-    units: it hands the latter's to nobody who reduces them. torch's FSDP2 loses them without a word where it frees
+    units: it hands the latter's to nobody who reduces them. torch's FSDP2 loses them without an error where it frees
     parameters after a forward."""
 
     @functools.wraps(inputs_first)

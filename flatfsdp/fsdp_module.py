@@ -129,7 +129,7 @@ def fully_shard(
         dp_mesh_dims: a `DataParallelMeshDims`, ours or torch's. `mesh` is the mesh of all axes then, and parameters are
             DTensors on it with `Replicate()` along the named dimensions, with which modules compute there: inputs are
             DTensors of that mesh, too. Gradients that are partial sums along these dimensions are added up, and divided
-            as `set_gradient_divide_factor` says. Needs torch 2.13.
+            as `set_gradient_divide_factor` sets it. Needs torch 2.13.
 
     Returns:
         `module`, or the list, whose classes now derive from `FSDPModule` as well.

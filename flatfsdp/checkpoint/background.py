@@ -41,7 +41,7 @@ class Saving:
         self._saved.result()
 
     def raise_unreported(self) -> None:
-        """Raise an error that nobody has asked for."""
+        """Raise an error that no `result` has raised."""
         error, was_raised, self._was_raised = self._saved.exception(), self._was_raised, True
         if error is not None and not was_raised:
             raise CheckpointError(f"the save before this one, in the background, failed: {error}")
@@ -51,7 +51,7 @@ _last: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()
 
 
 def finish_before(ranks: CheckpointRanks, take: Callable[[], Contents]) -> Callable[[], Contents]:
-    """Wait for the last save in the background; `take`, which fails where that one has and nobody asked."""
+    """Wait for the last save in the background; `take`, which fails where that one has and nobody called `result`."""
     last = _last.pop(ranks.key, None)
     if last is None:
         return take
@@ -73,7 +73,7 @@ def start(ranks: CheckpointRanks, request: SaveRequest, take: Callable[[], Conte
 
 
 def _outcome(work: Callable[[], Contents]) -> Callable[[], Contents]:
-    """What `work` returned or raised, when asked: the other ranks learn of it in the thread, at the first exchange."""
+    """What `work` returned or raised, when called: the other ranks learn of it in the thread, at the first exchange."""
     outcome: Future[Contents] = Future()
     try:
         outcome.set_result(work())

@@ -54,7 +54,7 @@ def listing(
     Args:
         folder: holds one folder for each checkpoint; need not exist.
         named: a pattern (`fnmatch`) of names; others are left out.
-        process_group: the ranks that ask; None for all. Each rank looks for itself; nodes need not share the folder.
+        process_group: the ranks that call; None for all. Each rank looks for itself; nodes need not share the folder.
 
     Returns:
         The same on all ranks, but for the folder where they give different ones; in the order of saving, before them

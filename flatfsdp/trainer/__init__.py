@@ -38,7 +38,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports when asked: what reads data, starts ranks or keeps checkpoints needs none of the extra `train`."""
+    """Imports at first access: what reads data, starts ranks or keeps checkpoints needs none of the extra `train`."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name], __name__), name)

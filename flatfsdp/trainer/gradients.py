@@ -98,7 +98,7 @@ def evaluate(
             has as a method of that name. The same names for each batch.
 
     Returns:
-        The metrics, and 0; or nothing, and who asked some rank to stop meanwhile ([Note: stopping]).
+        The metrics, and 0; or nothing, and who requested a stop of some rank meanwhile ([Note: stopping]).
     """
     functions = [each for each in (getattr(objective, "metrics", None), metrics) if each is not None]
     sums: dict[str, Tensor] = {}
@@ -107,12 +107,12 @@ def evaluate(
         total = sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=world.device))
         total += value if isinstance(value, Tensor) else float(value)
 
-    asked: Callable[[], int] | None = None
+    requests: Callable[[], int] | None = None
     with evaluating(model), torch.no_grad(), _last_output(model) as last:
         for microbatch in batches:
-            if asked is not None and (stopped_by := asked()):
+            if requests is not None and (stopped_by := requests()):
                 return {}, stopped_by
-            asked = _requests_of_ranks(stop, world)
+            requests = _requests_of_ranks(stop, world)
             add("loss", loss_of(microbatch, objective, model, world))
             add("tokens", weight_of(microbatch, objective))
             if functions:
@@ -156,7 +156,7 @@ def _means(sums: Mapping[str, Tensor], objective: Objective, world: RankContext)
 
 
 def _requests_of_ranks(stop: StopRequest, world: RankContext) -> Callable[[], int]:
-    """Sends whether this rank was asked to stop, which goes to all while the next forward runs; what reads the highest
+    """Sends whether this rank is to stop, which goes to all while the next forward runs; what reads the highest
     number of a request, or 0."""
     most = torch.tensor(float(stop.number), device=world.device)
     work = dist.all_reduce(most, dist.ReduceOp.MAX, async_op=True)

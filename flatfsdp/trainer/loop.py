@@ -32,7 +32,7 @@ class Loop:
 
     Attributes:
         taken: steps.
-        stopped_by: 0, or who asked all ranks to stop ([Note: stopping]).
+        stopped_by: 0, or who requested a stop of all ranks ([Note: stopping]).
     """
 
     def __init__(self, trainer: Run) -> None:

@@ -180,7 +180,7 @@ def objective_for(model: nn.Module) -> Objective:
 
 
 def call(model: nn.Module, batch: Any, *, labels: bool = False) -> Any:
-    """What `model` returns for a batch, of which it gets the labels only if asked to."""
+    """What `model` returns for a batch, of which it gets the labels only where they are needed."""
     if isinstance(batch, Mapping):
         given = {name: value for name, value in batch.items() if labels or name != "labels"}
         return model(**{**without_cache(model), **given})

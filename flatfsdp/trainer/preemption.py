@@ -1,9 +1,9 @@
 """Stop a run early, with a checkpoint: signals, and requests of the program.
 
-[Note: stopping] A signal, or a callback, asks one rank to stop. It goes on with its step; the request travels with the
-loss, so that all ranks know of it after the same step, and stop there, with a checkpoint. A second signal of the same
-kind is not asked to wait: it does what it did before the run. One that comes `ECHO_SECONDS` after the first at most is
-the same one on another way: who ends a job (Slurm, systemd, `timeout`) signals all its processes, and the process that
+[Note: stopping] A signal, or a callback, requests a stop of one rank. It goes on with its step; the request travels
+with the loss, so that all ranks know of it after the same step, and stop there, with a checkpoint. A second signal of
+the same kind is no request: it does what it did before the run. One that comes `ECHO_SECONDS` after the first at most
+is the same one on another way: who ends a job (Slurm, systemd, `timeout`) signals all its processes, and the process that
 started the ranks signals them, too.
 
 A process that started the ranks forwards any signal to them as SIGTERM, with the number of the original (`meant_by`): a
@@ -35,11 +35,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: what Slur
 ECHO_SECONDS = 3.0
 REPORT_SECONDS = 30.0  # from a request to the report where the run is
 BLOCKED_SECONDS = 2.0  # that the main thread has for a second signal
-REQUESTED = 1  # a request's number where the program asked; otherwise the signal's
+REQUESTED = 1  # a request's number where the program made it; otherwise the signal's
 
 
 class StopRequest:
-    """Whether this rank was asked to stop.
+    """Whether this rank is to stop.
 
     Attributes:
         number: 0 for no, `REQUESTED`, or the number of the signal.
@@ -116,8 +116,8 @@ def _listen(read_end: int, before: int, numbers: Collection[int], relieved: thre
     while True:
         ready, _, _ = select([read_end], [], [], report_at and max(0.0, report_at - time.monotonic()))
         if not ready:
-            asked = f"was asked to stop {REPORT_SECONDS:.0f} s ago. The run stands at {_place_of(main)}"
-            _print(f"[flatfsdp, rank {rank}] {asked}")
+            words = f"got a request to stop {REPORT_SECONDS:.0f} s ago. The run stands at {_place_of(main)}"
+            _print(f"[flatfsdp, rank {rank}] {words}")
             report_at = None
             continue
         received = os.read(read_end, 64)

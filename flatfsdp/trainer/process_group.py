@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 EXCHANGE = "exchanges what a trainer or loader has"
 
-# A group that only accelerators communicate over gets one beside it that the host does: one, whoever asks.
+# A group that only accelerators communicate over gets one beside it that the host does: one, whoever needs it.
 _on_host: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 

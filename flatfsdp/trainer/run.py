@@ -187,7 +187,7 @@ class Run:
         aside: where what this run has set aside is: a branch later checkpoints, and any run the logs of others (known
             to the rank that leads).
         written: what callbacks have written besides, by a name for people; of the rank that leads.
-        stop: whether this rank was asked to stop.
+        stop: whether this rank is to stop.
         report: takes an exception of this rank's to the others, while `flatfsdp.fail_together`.
     """
 
@@ -239,16 +239,16 @@ class Run:
         return str(self.output / path.name if path.parent == self.manager.folder else path)
 
     def ask_to_stop(self) -> None:
-        """End the run within three steps, on all ranks, as a signal would; any rank may ask."""
+        """End the run within three steps, on all ranks, as a signal would; any rank may call it."""
         self.stop.request()
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss over the data to evaluate on, and the tokens in it; empty where there is none, or when the run was
-        asked to stop meanwhile. Callbacks get it, and the next checkpoint has it."""
+        """Mean loss over the data to evaluate on, and the tokens in it; empty where there is none, or when a stop
+        was requested meanwhile. Callbacks get it, and the next checkpoint has it."""
         return self._evaluate()[0]
 
     def evaluate_once(self) -> int:
-        """Evaluate what has not been evaluated since the last step; 0, or who asked to stop meanwhile."""
+        """Evaluate what has not been evaluated since the last step; 0, or who requested a stop meanwhile."""
         return self._evaluate()[1] if self.progress.evaluated < self.progress.step else 0
 
     def _evaluate(self) -> tuple[dict[str, float], int]:

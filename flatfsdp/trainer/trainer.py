@@ -159,11 +159,11 @@ class Trainer(Run):
             CheckpointError: on every rank: the checkpoint is not there or does not fit.
             ConfigValueError: "best" is to be gone on from, and there is no checkpoint yet.
         """
-        asked = self.training.resume
-        if asked is None:
+        given = self.training.resume
+        if given is None:
             return
-        path = self.manager.find(asked)
-        if path is None and asked == "latest":
+        path = self.manager.find(given)
+        if path is None and given == "latest":
             return
         if path is None:
             raise ConfigValueError(f"resume: got 'best', but {self.output} has no checkpoint yet")
@@ -176,8 +176,8 @@ class Trainer(Run):
         self.checkpoint, self.saved_at = path, self.progress.step
 
     def _finds_checkpoint(self) -> bool:
-        asked = self.training.resume
-        return asked is not None and (asked != "latest" or self.manager.find(asked) is not None)
+        given = self.training.resume
+        return given is not None and (given != "latest" or self.manager.find(given) is not None)
 
     def _print_from_where(self) -> None:
         if not self.world.leads or self.training.resume is None:
@@ -220,12 +220,12 @@ class Trainer(Run):
     def _check_folder(self) -> None:
         """Refuse to begin a run among the checkpoints of another: a path that leads elsewhere begins one, too, and a
         job that its scheduler starts again would come back to it each time."""
-        asked = self.training.resume
-        if asked in ("latest", "best") or (asked is not None and Path(asked).absolute().parent == self.manager.folder):
+        given = self.training.resume
+        if given in ("latest", "best") or (given is not None and Path(given).absolute().parent == self.manager.folder):
             return
         there = self.manager.find("latest")
         if there is not None:
-            begin = "start over" if asked is None else f"begin with {asked}"
+            begin = "start over" if given is None else f"begin with {given}"
             raise ConfigValueError(
                 f"output: {self.output} has checkpoints of a run, {there.name} the last of them, and this one would "
                 f"{begin}. To resume: resume='latest'. Otherwise choose another folder, or remove them"

@@ -244,7 +244,7 @@ class Agreement:
             yield
 
     def numbers_of_ranks(self, what: str, mine: int) -> dict[int, int]:
-        """Every rank's number, as all ranks ask for `what` between iterations. Collective over all axes: 24 bytes of
+        """Every rank's number, where all ranks need `what` between iterations. Collective over all axes: 24 bytes of
         each rank.
         """
         if not self.peers.axes:
@@ -259,7 +259,7 @@ class Agreement:
         return any(code for code, _ in self.peers.numbers_of_ranks(int(flag)).values())
 
     def leave(self, loop: str, error: BaseException | None) -> None:
-        """This rank leaves a `loop` in which others may go on to ask: do they leave, too? With an `error` that shows
+        """This rank leaves a `loop` in which others may go on: do they leave, too? With an `error` that shows
         when the next forward begins.
 
         Raises:

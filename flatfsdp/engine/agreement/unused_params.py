@@ -15,7 +15,7 @@ host waits for each reduction they rely on it: who lacks what was foreseen posts
 *calls* the others before it takes part in the reduction of the unit in question, without which no other rank comes to
 the end of its backward, and waits until all have read it; the round is held when that end has come. After such a
 surprise rounds are held without a call for a while, twice as long after each. On accelerators the host does not wait,
-so that silence proves nothing: there a round is held wherever one is expected.
+so that a missing note proves nothing: there a round is held wherever one is expected.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .rank_exchange import RankExchange
 from .sequence_predictor import SequencePredictor
 
 NOBODY_KNOWS = 0  # in place of an outcome: not all ranks know it
-SOON = 0.05  # seconds that ranks which wait are given before others are asked
-LATE = 0.5  # seconds after which a rank that was asked may have ended
+SOON = 0.05  # seconds that ranks have before those that wait for them request an answer
+LATE = 0.5  # seconds after which a rank with a request may have ended
 OUTCOMES = 1024  # that are remembered
 MOST = 1024  # backwards in a row with rounds, after surprises
 KEPT = 256  # backwards of which a rank can still answer for
@@ -56,7 +56,7 @@ class MissingGradients:
 
 
 class UnusedAnswers:
-    """What one rank lacked in its last backwards of one model, as its watchdog answers other ranks that ask for it.
+    """What one rank lacked in its last backwards of one model, as its watchdog reports to other ranks on request.
 
     The main thread and the watchdog share it, so it is behind a lock. It holds nothing of the model, which it outlives.
     """
@@ -71,7 +71,7 @@ class UnusedAnswers:
         self._store: StoreClient | None = None
 
     def connect(self, rank: int, scope: str, store: StoreClient) -> None:
-        """There are other ranks, which may ask in `store`."""
+        """There are other ranks, which may request it in `store`."""
         self._rank, self._scope, self._store = rank, scope, store
 
     def forget(self) -> None:
@@ -83,7 +83,7 @@ class UnusedAnswers:
 
     def record(self, at: int, kind: int, lacking: int, *, takes_part: bool, relied: bool) -> bool:
         """What this rank lacked in the backward of this `kind` at this place; whether it takes part in a round, which
-        others may have asked it to. `relied`: nobody waits for a rank that lacks what is expected."""
+        others may have requested. `relied`: nobody waits for a rank that lacks what is expected."""
         with self._lock:
             takes_part = takes_part or at in self._requested or (not relied and kind in self._due)
             self._own[at] = MissingGradients(kind, lacking, is_published=takes_part)
@@ -109,7 +109,7 @@ class UnusedAnswers:
     # -- for the watchdog --------------------------------------------------------------------------------------------
 
     def consider(self, scope: str, at: int, calls: bool) -> None:
-        """A rank asks what this one lacks in the backward at this place, or `calls` it to answer."""
+        """A rank requests what this one lacks in the backward at this place, or `calls` it to answer."""
         if scope != self._scope or self._store is None:
             return
         key = f"{scope}/unused/{at}"
@@ -270,7 +270,7 @@ class UnusedParams:
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def _hold_round(self, lacking: int) -> tuple[dict[int, int], bool]:
-        """What each rank lacks, and whether all took part in telling."""
+        """What each rank lacks, and whether all took part."""
         key, relied = self._key(), self.foreseen is not None
         comes = self._all_take_part or relied
         entry = entry_of(self._peers.rank, lacking, takes_part=True)
@@ -300,8 +300,8 @@ class UnusedParams:
     def _publish(
         self, key: str, entry: str, what: str, *, request_after: float, calls: bool = False
     ) -> dict[int, tuple[int, bool]]:
-        """Add `entry` at `key`; what stands there when all ranks have done so. Those that do not come by themselves are
-        asked after so many seconds."""
+        """Add `entry` at `key`; what stands there when all ranks have done so. Those that do not come by themselves get
+        a request after so many seconds."""
         peers = self._peers
         assert peers.watch is not None
         store, began = peers.store, time.monotonic()

@@ -18,7 +18,7 @@ REASONS = {
     "the mesh has to know, so that others that flatten the same dimensions find it",
     "tensor.placement_types._StridedShard": "rows that tensor parallelism has split are split again by data "
     "parallelism, which is the other way round in the order of the mesh; only this placement shows it",
-    "tensor._dtensor_spec.DTensorSpec": "what a DTensor is made of without communication; `from_local` asks autograd "
+    "tensor._dtensor_spec.DTensorSpec": "what a DTensor is made of without communication; `from_local` calls autograd "
     "and makes a new one each time",
     "tensor._dtensor_spec.TensorMeta": "the shape, the strides and the dtype in it",
     "tensor.DTensor._local_tensor": "`to_local` makes another tensor each time, and what it returns shares no version",

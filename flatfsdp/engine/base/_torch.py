@@ -39,7 +39,7 @@ REASONS = {
     "torch._C._current_autograd_node": "units that run in one reentrant checkpoint's backward are recomputed together",
     "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public shows it",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
-    "torch.Tensor._use_count": "whether anybody may hold a leaf's node of autograd; to ask for the node makes one",
+    "torch.Tensor._use_count": "whether anybody may hold a leaf's node of autograd; access to the node makes one",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
     "gradient, after ours",
     "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step, and this is "
@@ -164,8 +164,8 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = geta
 )
 
 
-# Inside the context tensors of subclasses are asked without their `__torch_function__`, which is slow; the class
-# itself, because every unit asks.
+# Inside the context tensors of subclasses are read without their `__torch_function__`, which is slow; the class
+# itself, because every unit calls it.
 as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
@@ -179,7 +179,7 @@ def no_grad() -> AbstractContextManager[Any]:
     return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
-# The id of the running graph task, -1 outside a backward; the function itself, because every gradient asks.
+# The id of the running graph task, -1 outside a backward; the function itself, because every gradient calls it.
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
@@ -254,7 +254,7 @@ use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", l
 
 
 def applies_in_backward() -> bool:
-    """Whether torch's `_apply_optimizer_in_backward` was called on parameters that are there still; to ask every
+    """Whether torch's `_apply_optimizer_in_backward` was called on parameters that are there still; to look at every
     parameter would take longer."""
     module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     return module is not None and bool(module.param_to_acc_grad_map.data)
@@ -345,7 +345,7 @@ def group_of_sharded_tensor(value: Any) -> Any:
 def sharded_tensor_of_rows(rows: torch.Tensor, first: int, shape: Sequence[int], process_group: Any) -> Any:
     """A `ShardedTensor` of which this rank has `rows` from row `first` on. Collective.
 
-    Programs written for FSDP1 ask for this class, which has no public name; it is imported for them only.
+    Programs written for FSDP1 use this class, which has no public name; it is imported for them only.
     """
     from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 

@@ -63,7 +63,7 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
                 found.append(item)
             else:
                 _collect(item, found)
-    elif isinstance(tree, (dict, Mapping)):  # asking an abstract class is slow
+    elif isinstance(tree, (dict, Mapping)):  # a check of an abstract class is slow
         for value in tree.values():
             _collect(value, found)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):

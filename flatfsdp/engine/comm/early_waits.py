@@ -1,4 +1,4 @@
-"""Which reductions are waited for where they are issued, as far as it is known without asking other ranks."""
+"""Which reductions are waited for where they are issued, as far as it is known without communication."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ gloo's own gather and reductions take a second buffer of full size, and its redu
 `PairwiseExchange` exchanges by messages between two ranks each, in place, where much is to be exchanged among a few
 ranks on one host; `AllToAll` is a collective of gloo's, for all others.
 
-[Note: messages] What gloo asks of messages, and what it costs not to heed it:
+[Note: messages] What gloo needs of messages, and what it costs not to heed it:
 
 - *All are posted before the first is waited for*, or ranks wait for each other. A rank's wait then depends on what the
   others have issued, never on what they wait for. (Where there is no room to receive all, a thread goes on as there is:
@@ -25,7 +25,7 @@ ranks on one host; `AllToAll` is a collective of gloo's, for all others.
 - No waits with a time limit (one that runs out takes the whole group down), no `is_completed` (false until waited for).
 
 [Note: at exit] A worker thread of gloo lets go of an operation's tensors a moment after the operation was waited for.
-If Python has let go of them before, they end there, which takes the interpreter's lock; and a native thread that asks
+If Python has let go of them before, they end there, which takes the interpreter's lock; and a native thread that wants
 for that lock once the interpreter is ending is unwound through C++ that cannot be unwound: "terminate called without
 an active exception", SIGABRT, when all work was done. (`destroy_process_group()` joins the workers only if nothing
 holds the group; torch's own modules do, those imported after it was made.) So the interpreter's end waits until no
@@ -128,7 +128,7 @@ def is_near(process_group: Any) -> bool:
 
 
 def _on_one_host(process_group: Any) -> bool:
-    if is_memoryless():  # a dry run, which has no other rank to ask
+    if is_memoryless():  # a dry run, which has no other rank
         return True
     host = hash63(platform.node())
     extremes = torch.tensor([host, -host])

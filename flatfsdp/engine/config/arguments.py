@@ -1,9 +1,9 @@
-"""The one door for what a user hands to a wrapper: every check of arguments that needs no process group.
+"""The one entrance for what a user hands to a wrapper: every check of arguments that needs no process group.
 
 What is unambiguous is accepted and normalised: the name of an enum's member, a dtype, a bool, a collection of module
 classes, torch's own enums, configs and policies (known by their names and attributes, so that torch's FSDP is never
-imported). The rest is refused in words that name the argument, what was given and what is accepted. Behind this door
-code reads a :class:`Config` and asks no more questions.
+imported). The rest is refused in words that name the argument, what was given and what is accepted. Behind it
+code reads a :class:`Config` and checks nothing again.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class ShardedStateDictConfig(StateDictConfig):
     """What carries this rank's part of a parameter.
 
     ``_use_dtensor``: a DTensor. ``sharded_as`` (not in torch's FSDP): "interval", an `OwnedInterval`, made without
-    communication; "sharded_tensor" or "dtensor", rows of torch's class of that name, for programs that ask for it;
+    communication; "sharded_tensor" or "dtensor", rows of torch's class of that name, for programs that need it;
     "fsdp1", as FSDP1 chooses: a DTensor for what was wrapped with a `device_mesh`, else a ShardedTensor, and whole
     values where every rank has all. The default is "interval", and "fsdp1" under `flatfsdp.as_torch`.
 

@@ -53,7 +53,7 @@ class CommHook:
 class PrefetchTargets(tuple["weakref.ref[U]", ...], Generic[U]):
     """Units that a user lets another one gather ahead, in order. They are held weakly: any two may name each other.
 
-    Whether there are any is asked at every step: a tuple answers without a call.
+    Whether there are any is checked at every step: a tuple answers without a call.
     """
 
     __slots__ = ()
@@ -81,7 +81,7 @@ class UnitOptions:
         forward_targets: gathered ahead when the unit's forward begins; none for the unit that followed last time.
         backward_targets: gathered ahead when its backward begins; none for the unit that comes next.
         branch_before: the unit outside that its branch comes right before; none for the order of registration.
-        state_dict: what state dicts hold; ranks need not agree on it until they ask for one.
+        state_dict: what state dicts hold; ranks need not agree on it until they take one.
     """
 
     schedule: Schedule = AS_BUILT

@@ -2,7 +2,7 @@
 
 A block of more than 32 MiB is mapped anew at each allocation, and its pages of 4 KiB are zeroed and mapped one by one
 as they are first written. In pages of 2 MiB that takes a fifth of the time above what writing itself takes. Most
-distributions give them to programs that ask (`/sys/kernel/mm/transparent_hugepage/enabled` is "madvise"); the request
+distributions give them on request (`/sys/kernel/mm/transparent_hugepage/enabled` is "madvise"); the request
 holds for the pages that lie whole inside a block, so no byte more is taken than was allocated.
 """
 
@@ -23,15 +23,15 @@ _ADVICE = 14  # MADV_HUGEPAGE
 
 
 def adviser_for(device: torch.device, size: int) -> Callable[[int, int], object] | None:
-    """What asks for large pages of a block of `size` bytes on `device`, to be called with its address and size after
+    """What requests large pages of a block of `size` bytes on `device`, to be called with its address and size after
     each allocation; None where that has no effect."""
     return advise if size >= LEAST and device.type == "cpu" and _madvise() is not None else None
 
 
 def advise_tensor(made: torch.Tensor) -> None:
     """The same for the memory of a tensor of at least `LEAST` bytes, which was just allocated."""
-    if type(made) is torch.Tensor and (ask := adviser_for(made.device, made.nbytes)) is not None:
-        ask(made.data_ptr(), made.nbytes)
+    if type(made) is torch.Tensor and (advise := adviser_for(made.device, made.nbytes)) is not None:
+        advise(made.data_ptr(), made.nbytes)
 
 
 def advise(address: int, size: int) -> None:
@@ -46,7 +46,7 @@ def advise(address: int, size: int) -> None:
 def _madvise() -> Callable[..., object] | None:
     """The C function where the kernel gives large pages on request, else None."""
     try:
-        asked = sys.platform == "linux" and "[madvise]" in SETTING.read_text()
+        by_request = sys.platform == "linux" and "[madvise]" in SETTING.read_text()
     except OSError:
-        asked = False
-    return ctypes.CDLL(None).madvise if asked else None
+        by_request = False
+    return ctypes.CDLL(None).madvise if by_request else None

@@ -115,7 +115,7 @@ class _Rows:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """As what a piece of a shard is seen that has elements: () for itself, None where `local` has to say."""
+        """As what a piece of a shard is seen that has elements: () for itself, None where `local` decides."""
         if not self.numel or self._stride is not None:
             return None
         return () if len(self._shape) == 1 else self._shape

@@ -55,7 +55,7 @@ class FSDP1Names:
 
     @property
     def _fqn_modifiers(self) -> Any:
-        # torch's get_state_dict and set_state_dict ask for this before anything else. [Note: get_state_dict]
+        # torch's get_state_dict and set_state_dict read this before anything else. [Note: get_state_dict]
         register_wrappers(FSDP1Names)
         raise AttributeError("_fqn_modifiers")  # the wrapped module's own, if it has one
 

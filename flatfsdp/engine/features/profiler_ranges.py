@@ -2,8 +2,8 @@
 
 [Note: labels] A range costs more than much of what it would surround. So units and their reductions open none, until
 somebody looks: then methods of each are decorated, on the objects themselves, until nobody looks any more. Whether
-somebody looks is asked where a forward or a backward begins. torch's own profilers are seen; for those that attach from
-outside, the logger at DEBUG asks for them.
+somebody looks is checked where a forward or a backward begins. torch's own profilers are seen; for those that attach
+from outside, the logger at DEBUG switches them on.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Joined:
     def until(self, done: Callable[[], bool]) -> Iterator[int]:
         """Loop until `done()` on all ranks, for generation: yields 0, 1, and so on. Collective.
 
-        `done` is asked before each step; once it was true, on this rank, `has_data` is False, and what the body
+        `done` is called before each step; once it was true, on this rank, `has_data` is False, and what the body
         computes is to be left alone.
 
         Example (in a process group of one rank):
@@ -174,7 +174,7 @@ class Joined:
             >>> len(tokens)
             3
         """
-        steps: Iterable[bool] = iter(lambda: bool(done()), True)  # asked no more after it was true
+        steps: Iterable[bool] = iter(lambda: bool(done()), True)  # not called again after it was true
         for step, _ in enumerate(self(steps, stand_in=False)):
             yield step
 

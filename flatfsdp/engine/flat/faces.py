@@ -3,7 +3,7 @@
 [Note: faces] Inside a forward and a backward the *leaves* are what modules compute with and what autograd brings
 gradients to. At rest users meet the handle's *face*: *holders*, which modules list, optimizers step on, and reduced
 gradients are the `.grad` of. They are the leaves themselves (`OriginalFace`), one flat parameter for all of them
-(`FlatFace`), or a distributed tensor for each. A handle is given its face as a value, and nobody asks which one it is:
+(`FlatFace`), or a distributed tensor for each. A handle is given its face as a value, and no code checks which it is:
 what they do differently is a method here, or one of the few facts that the interface has.
 """
 

@@ -78,7 +78,7 @@ class SlotMemory:
         buffer.allocate()
         if not slots:
             slots = full_views(buffer.tensor, handle.layout)
-            whole = handle.is_unsharded_at_rest  # asked here, as the buffer is another one each time there
+            whole = handle.is_unsharded_at_rest  # checked here, as the buffer is another one each time there
             segments = [buffer.tensor] if whole else segments_of(buffer.tensor, handle.layout)
         self._buffers[dtype] = buffer, slots, segments
         for gap in handle.layout.gaps:

@@ -1,6 +1,6 @@
 """Parameters that stay unsharded between a forward and its backward.
 
-[Note: left unsharded] What is only asked of such a parameter (shape, dtype, device) is answered for this rank's shard,
+[Note: left unsharded] What only queries such a parameter (shape, dtype, device) is answered for this rank's shard,
 as before the forward and after the backward: who counts elements finds as many at any time. Who computes with it gets
 the unsharded parameter, which has its place in the graph; on an axis of one rank, where the unsharded parameter is a
 copy of the shard in another dtype or elsewhere, the shard.

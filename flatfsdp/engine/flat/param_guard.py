@@ -91,7 +91,7 @@ _ELEMENTWISE = frozenset(
 )
 
 
-# What is asked of this rank's shard: what describes a tensor.
+# Queries that this rank's shard answers: what describes a tensor.
 _OF_SHARD = frozenset(
     "shape ndim dtype device itemsize nbytes is_cpu is_cuda is_meta is_xpu size dim ndimension numel nelement stride "
     "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device __len__".split()
@@ -101,7 +101,7 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class DescribedAsShard(nn.Parameter):
-    """A parameter of which what is only asked of it is answered for this rank's shard, whatever it shows."""
+    """A parameter whose queries are answered for this rank's shard, whatever it shows."""
 
     @classmethod
     def __torch_function__(
@@ -109,10 +109,10 @@ class DescribedAsShard(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if is_query(func):
-            asked = property_of(func)
-            if asked == "grad":
+            query = property_of(func)
+            if query == "grad":
                 wait_for_grad(args[0])
-            elif (asked or func.__name__) in _OF_SHARD:
+            elif (query or func.__name__) in _OF_SHARD:
                 args, kwargs = tuple(map(_described, args)), {name: _described(value) for name, value in kwargs.items()}
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -216,7 +216,7 @@ def refuse_use(leaves: Iterable[nn.Parameter]) -> None:
         leaf.__class__ = HIDDEN[type(leaf)]
 
 
-# Where leaves lie that may be hidden, by their ids: asked when one is used.
+# Where leaves lie that may be hidden, by their ids: looked up when one is used.
 _handles: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
 
 

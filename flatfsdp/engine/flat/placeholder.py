@@ -18,7 +18,7 @@ from torch import nn
 
 from ...errors import UsageError
 
-# What asks about a tensor, or hangs something on it, without reading its elements.
+# What queries a tensor, or attaches something to it, without reading its elements.
 _QUERIES = frozenset(
     "__get__ __set__ __delete__ __repr__ __hash__ __len__ __format__ size dim ndimension numel nelement stride "
     "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device data_ptr "

@@ -38,7 +38,7 @@ class Phase(enum.Enum):
     STEPPED = "stepped"  # an optimizer has stepped on it; nothing of its backward may touch it again
 
 
-# Names of their own: to ask an enumeration for a member takes 0.1 us in Python 3.11, and a step asks for dozens.
+# Names of their own: access to a member of an enumeration takes 0.1 us in Python 3.11, and a step needs dozens.
 SHARDED, GATHERING, UNSHARDED = ShardState
 IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD, SUMMONED, STEPPED = Phase
 

@@ -168,7 +168,7 @@ class ParamViews:
 
         Postcondition: the leaves show their shape.
         """
-        self.show(SHOWS_SHAPE)  # which a graph made just now to ask would await
+        self.show(SHOWS_SHAPE)  # which a graph made just now for a query would await
         leaves = zip(self.handle.layout.params, self.handle.leaves, strict=True)
         return [spec.name for spec, leaf in leaves if leaf.requires_grad and hooks.shape_awaited(leaf) != leaf.shape]
 

@@ -169,7 +169,7 @@ def _build(plan: UnitPlan, shards: Sequence[torch.Tensor]) -> Unit:
 
 
 def _share(units: Sequence[Unit], plans: Sequence[UnitPlan]) -> None:
-    """Let `units`, built as `plans` say, hold parameters of each other."""
+    """Let `units`, built as `plans` describe, hold parameters of each other."""
     for unit, plan in zip(units, plans, strict=True):
         owners = [units[number] for *_, number, _, _ in plan.shared]
         for (module, attribute, path, _, kind, index), owner in zip(plan.shared, owners, strict=True):

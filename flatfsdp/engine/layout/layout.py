@@ -13,7 +13,7 @@ consecutive rows of every parameter, as ``torch.chunk`` divides them, which is w
 way a rank owns one interval of each parameter, and parameters are whole in the flat space. Between segments there may
 be alignment padding that is in no shard.
 
-Three spaces have elements, and a `Span` means nothing without saying in which it lies: the flat space, one rank's
+Three spaces have elements, and a `Span` means nothing without the one that it lies in: the flat space, one rank's
 shard, one parameter (flat space minus the span's start; memory order, see `ParamSpec`).
 
 A layout is a frozen value that proves itself when made, so a wrong one cannot be passed on. FSDP1's layouts are two

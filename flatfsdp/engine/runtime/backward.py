@@ -270,7 +270,7 @@ class Backward:
         self.collecting = None if watched or self.double else self.task
         self.agreement.check_gradients(came=True)
 
-    # -- what the schedule asks, and its actions ---------------------------------------------------------------------
+    # -- facts for the schedule, and its actions ---------------------------------------------------------------------
 
     def in_inner_task(self) -> bool:
         """Whether a graph task inside this one's runs, for example a recomputation's."""

@@ -89,7 +89,7 @@ class BackwardHooks:
         self.observers.begin_step(None)
         if iteration.stage is FAILED:  # the same graph again, after a backward that failed
             iteration.finish_interrupted()
-        if iteration.pending is not None:  # asked here: one call less in each step
+        if iteration.pending is not None:  # checked here: one call less in each step
             iteration.wait_for_gradients()
         if iteration.requested:
             iteration.follow_requests()

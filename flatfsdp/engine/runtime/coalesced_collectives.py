@@ -68,7 +68,7 @@ class Coalescer:
     def _cut(
         self, what: str, sequence: Iterable[Unit], key: Callable[[Unit], tuple[int, object] | None]
     ) -> Iterable[tuple[Unit, ...]]:
-        if not self._bytes:  # asked at every step, and few models have small units
+        if not self._bytes:  # checked at every step, and few models have small units
             return [(unit,) for unit in sequence]
         units = tuple(sequence)
         groups = self._groups.get((what, units))

@@ -70,7 +70,7 @@ class ForwardGathers:
     def gather_in_turn(self, unit: Unit) -> None:
         """It is the turn of `unit`, on all ranks: start to gather it, and maybe the next. Collective."""
         first = self.order.enter(unit)
-        schedule = self.setup.words_of_choices  # asked at every unit
+        schedule = self.setup.words_of_choices  # read at every unit
         if schedule is None:
             schedule = self.setup.description
         for observe in self.observers.before_first_gather if first else ():

@@ -105,7 +105,7 @@ class GradAccumulators:
         places, leaves = [], []
         for unit in units:
             for handle, views, _ in unit.kinds:
-                if handle.accumulator_was_requested or not views.some_hidden:  # where nobody can ask unnoticed
+                if handle.accumulator_was_requested or not views.some_hidden:  # where nobody can get one unnoticed
                     places.append((handle, views))
                     leaves += handle.leaves
                     if not handle.face.holds_leaves:

@@ -159,7 +159,7 @@ def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
 
 
 def names_in(units: Iterable[Unit]) -> Callable[[], Iterable[str]]:
-    """Gives the paths of the parameters of `units`, as long as these live: who asks must not hold them."""
+    """Gives the paths of the parameters of `units`, as long as these live: its holder must not hold them."""
     alive = [weakref.ref(unit) for unit in units]
 
     def names() -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""The door for everything that works between iterations.
+"""The one entrance for everything that works between iterations.
 
 [Note: rest] What a user calls between iterations finds parameters that show their shards, gradients that are there, and
 nothing left of a backward that failed, or that was to be differentiated again. `quiesce` sees to that, and refuses the

@@ -2,7 +2,7 @@
 
 [Note: turns] A unit takes its turn when this rank reaches it: so do all ranks, and nothing has to be decided. A feature
 under which ranks reach different units hands down another `Turns`, at the point `forward_order` of its observer, when
-what users chose has changed. Where turns are `plain`, forwards and backwards ask nothing of them.
+what users chose has changed. Where turns are `plain`, forwards and backwards do not call them.
 """
 
 from __future__ import annotations

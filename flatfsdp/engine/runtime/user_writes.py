@@ -6,7 +6,7 @@ parameter. Both is noticed before the unit is gathered again, by versions and id
 [Note: unnoticed writes] DTensors count no version for what is written to a list of them (`torch._foreach_*`), nor for
 what is written through their `.data`. So what is kept unsharded of such parameters is compared with the shard, value by
 value, before it is computed with: this reads twice the shard, where a gather would move all of the parameter. For what
-is still on its way then there is a copy of the shard. Values may change on some ranks only, so ranks exchange a word
+is still on its way then there is a copy of the shard. Values may change on some ranks only, so ranks exchange a flag
 wherever something was compared, before any of them gathers: at the first gather of a forward, of what was kept by
 choice and of what stays because it is frozen, and when a user asks for such a unit. A comparison waits for the device:
 on accelerators it is made only of what a schedule keeps, of which ranks exchange that word anyway, and nowhere inside

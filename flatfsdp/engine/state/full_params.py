@@ -94,8 +94,8 @@ class _SummonedHandle:
                 assign_grad(each.leaf, grad)
 
     def hide(self, *, writeback: bool, from_rank0: bool) -> list[str]:
-        """Let the leaves show the shard again, after copying this rank's piece back if asked; what does not fit, in
-        words.
+        """Let the leaves show the shard again, after copying this rank's piece back with `writeback`; what does not
+        fit, in words.
 
         Collective if `from_rank0`.
         """

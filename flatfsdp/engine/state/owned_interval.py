@@ -41,7 +41,7 @@ class RemoteElements:
     Attributes:
         process_group: over which the tensor is split, in the order of its elements.
         device: on which that communicates.
-        sizes: how many elements each rank of it owns; a function, since most never ask.
+        sizes: how many elements each rank of it owns; a function, since most need none.
     """
 
     process_group: Any
@@ -180,7 +180,7 @@ class OwnedInterval(torch.Tensor):
         for box in boxes_of(self.spec, self.span) if of_part else self.boxes:
             self.data_of(box).copy_(block_of(unsharded, box.offsets, box.sizes))
 
-    # -- what programs ask of DTensors and ShardedTensors ------------------------------------------------------------
+    # -- what programs read of DTensors and ShardedTensors -----------------------------------------------------------
 
     def full_tensor(self) -> torch.Tensor:
         """The whole, in memory of its own on the device of `local`. Collective over the ranks that it is split over.

@@ -1,4 +1,4 @@
-"""What this rank waits in, for whom and since when; when to ask the others why; and the blocks that all ranks run.
+"""What this rank waits in, for whom and since when; when to poll the others; and the blocks that all ranks run.
 
 [Note: unresponsive store] A request to a store whose server is stopped, or cut off, does not return: no error, no time
 limit. Then the watch can neither read nor write notes ([Note: watch]), and would not come to what needs none: for how
@@ -47,7 +47,7 @@ class LocalWaits:
         self._time_limit = time_limit
         self._period = period
         self.announced: dict[int, AnnouncedWait] = {}
-        self._next_poll = 0.0  # seconds into an announced wait, at which to ask again
+        self._next_poll = 0.0  # seconds into an announced wait, at which to poll again
         self._reported: float | None = None  # since when the wait lasts that was reported
         self._standing, self._standing_since = "", 0.0  # where all ranks were found waiting [Note: deadlock]
 
@@ -81,7 +81,7 @@ class LocalWaits:
         # The program's own operations have the limits of their own groups.
         ours = min(waits.blocked_since(by_ours=True), math.inf if announced is None else announced.since)
         limit = max([self._time_limit, *(each.time_limit for each in list(self.watched))])
-        if now - ours > limit - min(2 * self._period(), limit / 4):  # the others are still to be asked
+        if now - ours > limit - min(2 * self._period(), limit / 4):  # the others are still to be polled
             return "timeout", limit
         return None
 
@@ -100,7 +100,7 @@ class LocalWaits:
         return RankStatus(doing, now - (began if math.isinf(since) else since), stands=stands)
 
     def suspicion(self) -> Purpose | None:
-        """Why to ask what the others do, if there is a reason."""
+        """Why to poll the others, if there is a reason."""
         since, announced = self.waited()
         waited = time.monotonic() - since
         if (passed := self.passed()) is not None:
@@ -128,17 +128,17 @@ class LocalWaits:
         return self._reported == self.waited()[0]
 
     def resumed(self) -> float | None:
-        """Since when a wait had lasted that was reported and is over now; None, also when asked again."""
+        """Since when a wait had lasted that was reported and is over now; None, also at a second call."""
         before = self._reported
         if before is None or self.is_reported:
             return None
         self._reported = None
         return before
 
-    def proves(self, standing: str, *, asked: bool) -> bool:
-        """Whether ranks that are found `standing` now were found so before; `asked`: to have that proved."""
-        again = asked and standing != "" and standing == self._standing
-        if asked or standing != self._standing:
+    def proves(self, standing: str, *, proving: bool) -> bool:
+        """Whether ranks that are found `standing` now were found so before; `proving`: to have that proved."""
+        again = proving and standing != "" and standing == self._standing
+        if proving or standing != self._standing:
             self._standing, self._standing_since = standing, time.monotonic()
         return again
 

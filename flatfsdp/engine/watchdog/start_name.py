@@ -31,7 +31,7 @@ class Moment(NamedTuple):
     """When something was, by two clocks.
 
     Attributes:
-        machine: the boot of a machine that `since_boot`, in seconds, counts from; "" where it cannot be told.
+        machine: the boot of a machine that `since_boot`, in seconds, counts from; "" where it is not known.
         time: of day, in seconds.
     """
 
@@ -102,7 +102,7 @@ def name_of_this_start(store: Any) -> str:
 
 
 def _machine() -> str:
-    """What distinguishes the clock since boot of this machine from those of others; "" where it cannot be told."""
+    """What distinguishes the clock since boot of this machine from those of others; "" where it is not known."""
     with contextlib.suppress(OSError, AttributeError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/time')}"
     return ""

@@ -1,8 +1,8 @@
 """What all ranks do at this moment, requested and reported through the store.
 
-[Note: status poll] A rank that waited for too long, or has lost a connection, *asks*; the watch of each rank answers
-with what that rank does, and the one that asked collects the answers, puts them together and posts the result for all.
-There is one poll at a time: of those who want to ask, one wins, and the others take the result that comes.
+[Note: status poll] A rank that waited for too long, or has lost a connection, *polls* all; the watch of each rank
+answers with what that rank does, and the one that polls collects the answers, puts them together and posts the result
+for all. There is one poll at a time: of those that want to poll, one wins, and the others take the result that comes.
 
 Of W ranks each posts one answer and counts it, and looks for the result twice per period until it is there, within
 `ANSWER` periods; who collects reads 2 W notes and removes those of the poll before the last. All that the others
@@ -31,13 +31,13 @@ from .start_name import state_of
 from .store import StoreClient, launcher_serves_it, server_in_words
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
-REFUSALS = 5  # looks after which one that asked first, and is not heard of, counts for nothing
+REFUSALS = 5  # looks after which one that polled first, and reports nothing, counts for nothing
 NORMALLY = "exited normally"
 UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
 MOST_RECORDS = 64  # ends of processes that a poll reads at most
 
-# Why it is asked: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error, by what the
-# user chose or by the time limit of the process group; a deadlock is to be proved; a connection was lost.
+# Why a poll is held: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error, by what
+# the user chose or by the time limit of the process group; a deadlock is to be proved; a connection was lost.
 Purpose = Literal["meet", "report", "prove", "raise", "timeout", "lost"]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 
@@ -112,9 +112,9 @@ class StatusReport(NamedTuple):
     """What a poll brought to light.
 
     Attributes:
-        purpose: why it was asked; by: who asked.
+        purpose: why it was held; by: by whom.
         lines: what each rank does, in words.
-        lost: the obituaries of ranks that ended.
+        lost: the exit records of ranks that ended.
         unresponsive: the processes of ranks that began with flatfsdp and do not answer.
         parted: what ranks do that wait for each other in different places, or "".
         answered: how many ranks answered.
@@ -178,12 +178,12 @@ class StatusPoll:
         return bool(self._open)
 
     def start(self, purpose: Purpose, *, alarms: int) -> None:
-        """Ask all ranks, unless somebody does. `alarms`: the alarms that this rank knows of."""
+        """Poll all ranks, unless somebody does. `alarms`: the alarms that this rank knows of."""
         if self._open:
             return
         if alarms != self._refused_at:
             self._refused_at, self._refusals = alarms, 0
-        # A rank that won and is not heard of has died at once.
+        # A rank that won, and raised no alarm, has died at once.
         claim = f"claims/{alarms}/{self._refusals // REFUSALS}"
         if self._store.set_if_absent(claim, str(self._rank)) == str(self._rank):
             number = self._store.count("polls")
@@ -199,7 +199,7 @@ class StatusPoll:
         self._open.append(_OpenPoll(number, by, purpose, time.monotonic()))
 
     def results(self) -> Iterator[tuple[int, StatusReport]]:
-        """The roll calls, by number, that have a result now."""
+        """The polls, by number, that have a result now."""
         for poll in list(self._open):
             waited = time.monotonic() - poll.began
             if poll.by == self._rank:
@@ -208,7 +208,7 @@ class StatusPoll:
                 self._open.remove(poll)
                 if (result := StatusReport.of(text)) is not None:
                     yield poll.number, result
-            elif waited > 2 * ANSWER * self.period:  # who asked has ended
+            elif waited > 2 * ANSWER * self.period:  # who polled has ended
                 self._open.remove(poll)
 
     def let_all_read(self, place: str, readers: int | None = None) -> None:
@@ -260,7 +260,7 @@ class StatusPoll:
 
 
 class ExitRecord(NamedTuple):
-    """The last word of a rank whose process ends.
+    """How a rank's process ended.
 
     Attributes:
         words: complete "rank 0 ...".

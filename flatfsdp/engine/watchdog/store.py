@@ -44,7 +44,7 @@ class StoreClient:
             store = dist.group.WORLD.get_group_store()
         self._given: Any = store
         self._connecting = threading.Lock()
-        self._store: Any = None  # connected by the first request, as that asks the server, too
+        self._store: Any = None  # connected by the first request, as that needs the server, too
         self._connection: socket.socket | None = None
         self._requests: dict[int, float] = {}  # by thread: since when it has been waiting for an answer
 
@@ -104,7 +104,7 @@ class StoreClient:
             self.erase(f"alarm/{number - KEPT}")
 
     def wait(self, ready: Callable[[], Any], seconds: float) -> Any:
-        """Ask `ready` until it answers something true, ever more rarely; its last answer."""
+        """Call `ready` until it returns something true, ever more rarely; its last answer."""
         began = time.monotonic()
         while not (answer := ready()):
             waited = time.monotonic() - began
@@ -143,10 +143,10 @@ class StoreClient:
 
 
 class AlarmReader:
-    """The alarms that one rank has yet to hear of.
+    """The alarms that one rank has yet to receive.
 
     Attributes:
-        received: how many it has heard of.
+        received: how many it has.
     """
 
     def __init__(self, store: StoreClient, period: Callable[[], float]) -> None:
@@ -203,7 +203,7 @@ def server_in_words() -> str:
 
 
 def does_not_answer(seconds: float) -> str:
-    """That the store has been silent for so many seconds, in words."""
+    """That the store has not answered for so many seconds, in words."""
     return (
         f"The store of the process group{where_it_was()} has not answered for {seconds:.0f} s, and reports need it: "
         f"{server_in_words()} is stopped, or cannot be reached"

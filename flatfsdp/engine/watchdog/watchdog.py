@@ -1,4 +1,4 @@
-"""Words between ranks outside of collectives: the thread that turns a wait, or the end of a rank, into a sentence.
+"""Reports between ranks outside of collectives: the thread that explains a wait, or the end of a rank.
 
 [Note: watch] A rank that waits in a collective for peers that went elsewhere cannot learn that by a collective. What is
 left is the store of the default process group. A rank that does something unexpected leaves a note there and sounds an
@@ -24,7 +24,7 @@ ever more rarely: two ranks that wait for each other in different places never m
 a rank dies.
 
 A blocked wait cannot be called off: gloo's `abort` blocks as well, and an aborted NCCL kernel lets the host go on with
-garbage. So the thread prints the sentence and leaves the main thread `GRACE` seconds to come back by itself, which it
+garbage. So the thread prints the message and leaves the main thread `GRACE` seconds to come back by itself, which it
 does when the ranks that parted close their connections; only then it ends the process.
 """
 
@@ -90,7 +90,7 @@ class Watchdog:
 
     def add(self, watched: Any, publish: Callable[[], None] = lambda: None) -> None:
         """Look after `watched`, an `OpSequence`, until it is gone; starts the thread if none runs. When it is gone, or
-        the watch ends, `publish`, which must not hold it, writes to the store what others may still ask of it."""
+        the watch ends, `publish`, which must not hold it, writes to the store what others may still need of it."""
         with self._lock:
             self._local.watched.add(watched)
             self._left.append((weakref.ref(watched), publish))
@@ -108,7 +108,7 @@ class Watchdog:
     def waiting(self, ranks: Sequence[int], what: str, *, settled_by_notes: bool = False) -> Iterator[None]:
         """The enclosed code waits until all `ranks` are at the same place, which `what` describes.
 
-        `settled_by_notes`: or until it has heard from them that they are not.
+        `settled_by_notes`: or until it has read from them that they are not.
 
         Raises:
             LostRankError: a connection broke.
@@ -264,7 +264,7 @@ class Watchdog:
             publish()
 
     def _run_errands(self) -> bool:
-        """Go on with what others asked for; True when all of it is done."""
+        """Go on with what others requested; True when all of it is done."""
         for errand in [*self._errands]:
             if errand():
                 self._errands.remove(errand)
@@ -315,7 +315,7 @@ class Watchdog:
             if process.is_gone() and self.store.set_if_absent(f"gone/{rank}", "reported") == "reported":
                 reports.ExitRecord(rank, f"was killed, or crashed: {process} is gone").publish(self.store, alarm=True)
         error: AgreementError | None = None
-        stands_again = self._local.proves(result.standing, asked=result.purpose == "prove")
+        stands_again = self._local.proves(result.standing, proving=result.purpose == "prove")
         if result.parted and announced is not None:
             error = AgreementError(
                 f"ranks wait for each other in different places: {result.parted}. Wrap the same module over the same "
@@ -357,7 +357,7 @@ class Watchdog:
         self, error: AgreementError, ranks: Sequence[int] | None, *, leave: Callable[[], None] | None = None
     ) -> None:
         """Nothing that needs one of `ranks` (None: any other) goes on: the main thread raises `error` at its next step,
-        if it comes to one. `leave` gives the others time to hear of it, before this process and perhaps the store
+        if it comes to one. `leave` gives the others time to read it, before this process and perhaps the store
         end."""
         if leave is not None and self._lost is None:
             leave()
@@ -375,7 +375,7 @@ class Watchdog:
             end_process_unless(lambda: self._local.waited()[0] != since)
 
     def _outlive_the_store(self) -> None:
-        """Nobody can be asked any more: a wait that goes on is for a rank that served the store, or lost it, too."""
+        """No rank can be polled any more: a wait that goes on is for a rank that served the store, or lost it, too."""
         gone_at = time.monotonic()
         while self._wanted():
             self._wake.wait(self._polls.period)
@@ -396,8 +396,8 @@ class Watchdog:
         """Keep the limits of this rank's wait though the store does not answer. Called by the timekeeper."""
         since, announced = self._local.waited()
         waited = time.monotonic() - since
-        asks = announced is None and math.isinf(waits.blocked_since())
-        doing = "waiting for the store" if asks else self._local.status().doing
+        in_store = announced is None and math.isinf(waits.blocked_since())
+        doing = "waiting for the store" if in_store else self._local.status().doing
         if waited > waits.limits.report_after and not self._local.is_reported:
             self._local.reports()
             print_immediately(f"[flatfsdp, rank {self._rank}] {doing}, for {waited:.0f} s. {does_not_answer(seconds)}")

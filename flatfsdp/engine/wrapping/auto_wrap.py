@@ -1,6 +1,6 @@
 """Which submodules become units of their own: the plan that a policy leads to, and its execution, all or nothing.
 
-:func:`plan_wrapping` asks the policy once and answers with data, children before parents; nothing is touched.
+:func:`plan_wrapping` calls the policy once and returns data, children before parents; nothing is touched.
 :func:`apply_plan` then replaces the modules, and hands back what puts them all in place again, so that a constructor
 that fails half-way leaves the model as it was.
 """
@@ -155,9 +155,9 @@ def plan_wrapping(
     if hasattr(policy, "_run_policy"):
         chosen = policy._run_policy(root, closed, dict(kwargs))
     else:
-        asked = _PolicyAnswers(root, policy, closed, uncounted, separate)
-        asked.params_in_units(root, ask=True)
-        chosen = {module: dict(kwargs) for module in asked.chosen}
+        answers = _PolicyAnswers(root, policy, closed, uncounted, separate)
+        answers.params_in_units(root, call=True)
+        chosen = {module: dict(kwargs) for module in answers.chosen}
     if not wrapped and all(module is not root and next(module.parameters(), None) is None for module in chosen):
         _warn_nothing_chosen(root, policy, chosen)
 
@@ -224,7 +224,7 @@ def _set_child(parent: nn.Module, attribute: str, child: nn.Module) -> None:
 
 @dataclass
 class _PolicyAnswers:
-    """What a policy function has been asked so far, and `chosen`, what it wants wrapped; instances of `separate`
+    """What a policy function has returned so far, and `chosen`, what it wants wrapped; instances of `separate`
     count as units in its numels."""
 
     root: nn.Module
@@ -235,21 +235,21 @@ class _PolicyAnswers:
     chosen: list[nn.Module] = field(default_factory=list)
     known: dict[nn.Module, set[nn.Parameter]] = field(default_factory=dict)
 
-    def params_in_units(self, module: nn.Module, *, ask: bool) -> set[nn.Parameter]:
+    def params_in_units(self, module: nn.Module, *, call: bool) -> set[nn.Parameter]:
         """Decide about `module` and all below; return the parameters there that end in units of their own."""
         if module in self.known:  # shared: decided where it was met first
             return self.known[module]
         held: set[nn.Parameter] = set()
         self.known[module] = held
         params = {param for param in module.parameters() if param not in self.uncounted}
-        ask = ask and self.policy(module=module, recurse=True, nonwrapped_numel=_numel(params))
-        if not ask and not self.separate:
+        call = call and self.policy(module=module, recurse=True, nonwrapped_numel=_numel(params))
+        if not call and not self.separate:
             return held
         for child in module.children():
             if child not in self.closed:
-                held |= self.params_in_units(child, ask=ask)
+                held |= self.params_in_units(child, call=call)
         if module is not self.root:
-            wanted = ask and self.policy(module=module, recurse=False, nonwrapped_numel=_numel(params - held))
+            wanted = call and self.policy(module=module, recurse=False, nonwrapped_numel=_numel(params - held))
             if wanted:
                 self.chosen.append(module)
             if wanted or isinstance(module, self.separate):

@@ -1,6 +1,6 @@
 """From a module and a config to a unit: checks, materialisation, synchronisation, kinds.
 
-Constructors communicate only to make process groups and, when asked, to copy rank 0's values (`sync_module_states`).
+Constructors communicate only to make process groups and, on request, to copy rank 0's values (`sync_module_states`).
 All that may fail in a user's hands is checked before the first parameter is touched.
 """
 
@@ -377,7 +377,7 @@ def _check_new(module: nn.Module, nested: Iterable[Unit], front: Front) -> None:
 
 
 def _check_unattended(nested: Iterable[Unit]) -> None:
-    """Refuse to take units from a root by which others go: they would lose them without a word."""
+    """Refuse to take units from a root by which others go: they would lose them without an error."""
     for unit in nested:
         if given := [each.requested_by for each in model_of(unit).observers.all if each.requested_by]:
             raise UsageError(

@@ -195,7 +195,7 @@ class _MetaDeviceMode(TorchFunctionMode):
     Programs guard functions that initialize by `if not parameter.is_meta: return`, so that what is initialized
     elsewhere keeps its values. Taken literally that would leave parameters without any.
 
-    What creates tensors beside them asks for their device, which is the true one unless `device` is set.
+    What creates tensors beside them reads their device, which is the true one unless `device` is set.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, device: bool) -> None:

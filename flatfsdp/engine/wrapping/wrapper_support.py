@@ -1,5 +1,5 @@
 """What stands between a wrapper and its unit: the model that it keeps, the flat parameters that it lists, what only the
-outermost wrapper may be asked, and `.to()` and its like."""
+outermost wrapper may be called for, and `.to()` and its like."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Encoded:
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, where: str) -> Encoded:
     """The tokens of a conversation, and labels for the assistant's turns, their ends included.
 
-    A template that marks what the assistant generates is asked. Of others the tokens up to each answer, with the
+    A template that marks what the assistant generates is used. Of others the tokens up to each answer, with the
     prompt to generate it, have to be the beginning of those up to its end.
 
     Raises:

@@ -153,8 +153,8 @@ def wait_for_a_step(folder: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
 def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path, number: int, code: int) -> None:
-    """At once where it was killed; with a checkpoint where it was asked to stop, by `timeout`, say, which tells it and
-    all processes of its group."""
+    """At once where it was killed; with a checkpoint where it got a signal to stop, for example by `timeout`, which
+    sends it to all processes of its group."""
     options = ["--steps", "100000", "--no-plot", "--no-progress", "--text", str(text), "--output", "run"]
     process = subprocess.Popen(
         [sys.executable, "-m", "flatfsdp.train", *TINY, *options],

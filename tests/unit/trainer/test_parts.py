@@ -173,7 +173,7 @@ def test_a_run_in_a_call_that_never_returns_reports_where_and_ends_by_the_second
             assert process.stdout.readline() == "deaf\n"
             process.send_signal(signal.SIGTERM)
             assert process.stderr.readline() == "SIGTERM: stopping after this step, saving\n"
-            assert re.search(r"rank 0\] was asked to stop .* in deaf$", process.stderr.readline())
+            assert re.search(r"rank 0\] got a request to stop .* in deaf$", process.stderr.readline())
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 128 + signal.SIGTERM
             assert "ends by a second SIGTERM" in process.stderr.read()

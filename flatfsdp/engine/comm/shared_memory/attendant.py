@@ -40,7 +40,7 @@ class Attended(Protocol):
 
 
 class Attendant:
-    """The thread, which begins when it is first asked for and sleeps while nothing is under way."""
+    """The thread, which begins when it is first needed and sleeps while nothing is under way."""
 
     def __init__(self, attended: Callable[[], Iterable[Attended]]) -> None:
         """`attended`: all that there is now; the thread keeps none of it alive."""

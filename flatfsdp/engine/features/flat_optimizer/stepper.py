@@ -297,7 +297,7 @@ def _divided(
 
 
 def _numbers(states: Iterable[State]) -> dict[int, float]:
-    """The values of 0-dim tensors, by their ids; each device is asked once per dtype."""
+    """The values of 0-dim tensors, by their ids; each device is read once per dtype."""
     alike: dict[Any, list[torch.Tensor]] = {}
     for state in states:
         for value in state.values():

@@ -1,5 +1,5 @@
 """Values of state dicts that take communication: whole ones, those that only arrive where they are copied to, and those
-in torch's classes for distributed tensors, which others wrote, or ask for.
+in torch's classes for distributed tensors, which other programs wrote, or need.
 
 The latter split a tensor by rows, not where our shards end: both ways take communication. Where an `OwnedInterval` will
 do, nothing here is needed.
@@ -57,7 +57,7 @@ class LazyValue(torch.Tensor):
             with _torch.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         name = name_of(func)
-        if name == ".data":  # as modules ask for it that load parameters
+        if name == ".data":  # as modules read it that load parameters
             return args[0]
         if name == "copy_()" and isinstance(args[1], LazyValue):
             target, source = args[0], args[1]

@@ -176,7 +176,7 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
 
 
 def has_own_classes(unit: Unit) -> bool:
-    """Whether parameters are of users' classes, of which modules may ask more than any parameter has."""
+    """Whether parameters are of users' classes, of which modules may need more than any parameter has."""
     return any(type(each.leaf) is not nn.Parameter for each in params_of([unit])) and unit.shows_shard
 
 

@@ -40,7 +40,7 @@ class OptimStates:
         ``FULL_STATE_DICT``: whole tensors, gathered one state of one unit at a time; with `rank0_only` the dicts of
         other ranks are empty. Otherwise values are `OwnedInterval`s, what this rank owns of each state: making them
         sends descriptions only, and `torch.distributed.checkpoint` saves them and loads into them; or what else
-        `ShardedOptimStateDictConfig(sharded_as=...)` asks for, which is gathered like whole tensors. Tensors are on the
+        `ShardedOptimStateDictConfig(sharded_as=...)` chooses, which is gathered like whole tensors. Tensors are on the
         CPU with `offload_to_cpu`, which is the default, and never share memory with the optimizer's.
 
         An optimizer that has not stepped on any rank has the state that it would start its first step from: it is
@@ -49,7 +49,7 @@ class OptimStates:
         Args:
             model: what the optimizer was built on, usually the outermost wrapper.
             optim: the optimizer.
-            optim_state_dict: what `optim.state_dict()` gave, if that was changed; None to ask for it.
+            optim_state_dict: what `optim.state_dict()` gave, if that was changed; None to call that.
             group: the ranks of which the first gets the dict, where one alone does; None for the model's.
 
         Raises:
