@@ -101,7 +101,7 @@ def fully_shard(
 
     Parameters of `module` that are in no module sharded before become one *unit*: each rank keeps a part, they are
     gathered around the module's forward and backward, and their gradients are averaged over ranks. Shard inner modules
-    first, the whole model last; then build the optimizer. The model is called as ever. A module inside may also be
+    first, the whole model last; then build the optimizer. The model is called as before. A module inside may also be
     called by itself, before the model or after it.
 
     Of a list, all modules form one unit. It is gathered for the first of them that runs in a forward, and freed when

@@ -116,7 +116,7 @@ class FSDPArguments(Settings):
     replicas: Count | None = setting(None, "copies of the model in the hybrid strategies; none for one per node")
     units: Units = setting("auto", "which submodules become units: auto, none, a path, a class; or several a,b")
     units_fallback: bool = setting(False, "where units names nothing, take the whole model as one unit")
-    bf16: bool = setting(False, "compute in bf16 and sum gradients in fp32: param_dtype and reduce_dtype in a word")
+    bf16: bool = setting(False, "compute in bf16 and sum gradients in fp32: param_dtype and reduce_dtype at once")
     fp16: bool = setting(False, "compute in fp16 with scaled losses and sum gradients in fp32: the same in fp16")
     param_dtype: DType | None = setting(None, "dtype to compute in, such as bf16; none for the parameters' own")
     reduce_dtype: DType | None = setting(

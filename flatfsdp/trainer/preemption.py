@@ -3,8 +3,8 @@
 [Note: stopping] A signal, or a callback, requests a stop of one rank. It goes on with its step; the request travels
 with the loss, so that all ranks know of it after the same step, and stop there, with a checkpoint. A second signal of
 the same kind is no request: it does what it did before the run. One that comes `ECHO_SECONDS` after the first at most
-is the same one on another way: who ends a job (Slurm, systemd, `timeout`) signals all its processes, and the process that
-started the ranks signals them, too.
+is the same one on another way: who ends a job (Slurm, systemd, `timeout`) signals all its processes, and the process
+that started the ranks signals them, too.
 
 A process that started the ranks forwards any signal to them as SIGTERM, with the number of the original (`meant_by`): a
 terminal sends its SIGINT to all processes, hence ranks leave that to the process that started them.

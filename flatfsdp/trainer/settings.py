@@ -340,7 +340,7 @@ def _form(parts: Sequence[Any]) -> dict[str, Any]:
 
 
 def _help(given: Any, name: str, parts: Sequence[Any]) -> str:
-    """The meaning of a field with its names, and its default where that is worth a word: false and none are not."""
+    """The meaning of a field with its names, and its default where that is worth showing: false and none are not."""
     default, meaning = getattr(given, name), given.__pydantic_fields__[name].description or ""
     names = [each for part in parts if isinstance(part, Name) for each in part.names]
     if not all(each in meaning for each in names):

@@ -175,7 +175,7 @@ def backward(
     words = f"began a backward{how} through {len(plan.ended)} units, {len(plan.flats)} flat gradients"
     words += _with(plan.schedule)
     if plan.post_forward:
-        words += f"; {len(plan.post_forward)} units kept nearby"
+        words += f"; {len(plan.post_forward)} units with post-forward shards"
     ran, unreached = (
         f"{sum(units[index].mask for index in indices):x}"
         for indices in (set(plan.begun), set(plan.begun).difference(plan.ended))

@@ -47,7 +47,7 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
     in copies and pickles of the model.
 
     Args:
-        module: a wrapper or a module with wrappers inside, such as a `ModuleList`. All of them are meant.
+        module: a wrapper or a module with wrappers inside, such as a `ModuleList`. All of them take part.
         any_order: whether its wrappers may run in another order than they are registered, and several times; at most
             once in order otherwise.
         before: a module outside, which every rank runs, whose first wrapper is the next to run after `module`; inside

@@ -9,7 +9,7 @@ value, before it is computed with: this reads twice the shard, where a gather wo
 is still on its way then there is a copy of the shard. Values may change on some ranks only, so ranks exchange a flag
 wherever something was compared, before any of them gathers: at the first gather of a forward, of what was kept by
 choice and of what stays because it is frozen, and when a user asks for such a unit. A comparison waits for the device:
-on accelerators it is made only of what a schedule keeps, of which ranks exchange that word anyway, and nowhere inside
+on accelerators it is made only of what a schedule keeps, of which ranks exchange it in any case, and nowhere inside
 `inference()`. Of what travels in few bits, or by hooks of a class of its own, the values are others than the shard's:
 versions have to do.
 """

@@ -284,8 +284,8 @@ def _flatten(
 ) -> list[tuple[FlatParamHandle, DataMesh]]:
     """A handle for each kind among `leaves`, given with their paths, and its mesh. They still show their own memory.
 
-    `packed`: the ids of those that are packed bytes; `parts`: of which wholes some are parts, `hooks`: what says what
-    is gathered of some, `mesh_of`: over which ranks each is sharded, by their ids.
+    `packed`: the ids of those that are packed bytes; `parts`: of which wholes some are parts, `hooks`: decide what is
+    gathered of some, `mesh_of`: over which ranks each is sharded, by their ids.
     """
     kinds: dict[tuple[DataMesh, torch.dtype, bool, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:

@@ -148,7 +148,7 @@ def _count_of_nodes() -> int:
     world = dist.get_world_size()
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or torch.accelerator.device_count()
     if not of_node or world % of_node:
-        hint = "Nothing tells how many ranks a node has: launch with torchrun, or give the number."
+        hint = "How many ranks a node has is not known: launch with torchrun, or give the number."
         refuse_value("replicas", None, f"a divisor of the {world} ranks", hint=hint)
     return world // of_node
 

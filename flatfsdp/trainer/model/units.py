@@ -1,7 +1,7 @@
 """Which submodules become units: named by a path or a class, or found as the blocks that the model repeats.
 
 [Note: repeated blocks] What a model repeats stands in lists (`nn.ModuleList`, `nn.Sequential`) of modules of one class.
-The outermost of them are meant: experts or heads that a block lists are parts of it. Two lists are lists of lists, and
+The outermost of them count: experts or heads that a block lists are parts of it. Two lists are lists of lists, and
 what stands in them is looked at instead: one of `nn.Sequential`s of whole modules, and one of which a single member
 holds more than half, as the stages of a pyramid do. A model of transformers names the classes that it repeats, as its
 `_no_split_modules`.

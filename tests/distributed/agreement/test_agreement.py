@@ -319,7 +319,7 @@ def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
 
     planned = GatherOrder.__init__
     with patch.object(GatherOrder, "__init__", swapped if rank == 1 else planned):
-        if after and rank == 0:  # who does as ever waits for nobody, and hears of it later
+        if after and rank == 0:  # who goes on waits for nobody, and learns of it later
             step(model)
             while inspect.verdict_of(model)() is None:
                 time.sleep(0.05)

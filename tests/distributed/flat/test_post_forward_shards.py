@@ -139,4 +139,4 @@ def dropping(rank: int, world: int) -> str:
 
 def test_ranks_that_hold_other_post_forward_shards_get_an_error(pool4: Run) -> None:
     for text in pool4(dropping, timeout=60):
-        assert "rank 2 began a backward" in text and "; 4 units kept nearby" in text
+        assert "rank 2 began a backward" in text and "; 4 units with post-forward shards" in text

@@ -134,7 +134,7 @@ class SharedMemory:
             if self._broken:  # a sum in place cannot be made once more
                 raise dist.DistBackendError(
                     f"shared memory of {self._name}: rank {self.rank} of the group was interrupted in the middle of an "
-                    f"exchange, which cannot go on, by {self._broken}. Make the process group anew, or start the "
+                    f"exchange, which cannot go on, by {self._broken}. Make the process group again, or start the "
                     "program again"
                 )
             # In any mode, and by any thread, what was issued in inference mode can be written in this one alone.

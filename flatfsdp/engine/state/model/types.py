@@ -119,7 +119,7 @@ class StateDictTypes:
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
         """As `state_dict_type`, with the same arguments (`module`, `state_dict_type`, `state_dict_config`,
-        `optim_state_dict_config`), but for good; returns the settings before. No communication."""
+        `optim_state_dict_config`), but until the next call; returns the settings before. No communication."""
         before = settings_of(module)
         _choose(units_in(module), settings(state_dict_type, state_dict_config, optim_state_dict_config))
         return before
