@@ -1,15 +1,17 @@
 """The one place in tests that looks inside a model.
 
-What tests ask about a wrapped model beyond its public names they ask here, in words that stay when the engine's classes
-and members change theirs: whoever moves or renames those mends this file and no test. Functions take a wrapper; what
-they return asks the engine anew at each use.
+What tests need of a wrapped model beyond its public names they read here, under names that stay when the engine's
+classes and members change theirs: whoever moves or renames those mends this file and no test. Functions take a wrapper;
+what they return reads the engine at each use.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -304,6 +306,27 @@ def comm_stats(model: Any) -> CommStats:
 def units(model: Any) -> list[Unit]:
     """All units of the model that `model` is the outermost wrapper of, or a part; the outermost last."""
     return [Unit(each) for each in _model(model).units]
+
+
+def held_by_units(model: Any) -> list[set[str]]:
+    """For each unit, the classes of what it holds, and of what that holds. Modules and tensors are the user's, whose
+    hooks hold the engine; of functions counts what they were made with, not the globals of their module."""
+    return [_held_by(each) for each in _model(model).units]
+
+
+def _held_by(start: object) -> set[str]:
+    seen: dict[int, object] = {}
+    left = [start]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, (type, ModuleType, nn.Module, Tensor, weakref.ref)):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, FunctionType):
+            left += [each.__closure__, each.__defaults__, each.__kwdefaults__]
+        else:
+            left += gc.get_referents(each)
+    return {type(each).__name__ for each in seen.values()}
 
 
 def copies_of_shards(model: Any) -> int:

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import UsageError, refuse_type
-from ..config.unit_options import CommHook
+from ...errors import UsageError
 from ..runtime.model import Model, check_outermost, model_of
 from ..runtime.module_tree import faced_refs
-from ..runtime.rest import check_outside, free_unit, initialize, quiesce
+from ..runtime.rest import free_unit, initialize
 from ..runtime.unit import Unit
 
 
@@ -56,42 +55,6 @@ def no_sync(unit: Unit) -> Iterator[None]:
     """Accumulate without communication; only on the root."""
     with initialized_model(unit, "no_sync()").no_sync():
         yield
-
-
-def register_comm_hook(unit: Unit, state: Any, function: Callable[..., Any]) -> None:
-    """Let a user's hook do what the reductions of all units do; only on the root."""
-    method = "register_comm_hook()"
-    if not callable(function):
-        refuse_type("register_comm_hook: hook", function, "a callable (state, grad) or (state, grad, shard)")
-    check_outside(unit, method)
-    model = check_outermost(unit, method)
-    quiesce([unit], collective=False, shards=False)
-    for each in model.units:
-        _check_hookable(each, method)
-    hook = CommHook.of(state, function)
-    for each in model.units:
-        model.setup.set_options(each, comm_hook=hook)
-        if model.setup.ready:
-            model.setup.connect(each)
-
-
-def _check_hookable(unit: Unit, method: str) -> None:
-    if unit.options.comm_hook is not None:
-        problem = "it has one already. Register one for the whole life of the model, on its outermost wrapper"
-    elif any(grads.accumulation.pending for grads in unit.grads):
-        problem = "gradients accumulate, not reduced yet. Run a backward that reduces them first"
-    elif unit.built.mixed_precision.reduce_bits is not None:
-        bits = unit.built.mixed_precision.reduce_bits
-        problem = (
-            f"its gradients travel by MixedPrecision(reduce_bits={bits}), but a hook sends them itself. Leave one out"
-        )
-    elif unit.options.schedule.divide_by is not None:
-        problem = "set_gradient_divide_factor() was called, but a hook scales gradients itself. Divide there instead"
-    elif unit.groups.shard.size == 1 and unit.built.traits.shards and unit.groups.replicate is not None:
-        problem = "its shard group, over which a hook reduces, is this rank alone. Use NO_SHARD over the replicas"
-    else:
-        return
-    raise UsageError(f"{method} of unit {unit.label}: {problem}")
 
 
 def apply_to_tensors(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel, ensure_unit_participation
 from flatfsdp.errors import UsageError
 from tests.harness.fake import fake_world
-from tests.harness.inspect import memory
+from tests.harness.inspect import held_by_units, memory
 
 
 class Refuse(torch.autograd.Function):
@@ -89,3 +89,12 @@ def test_a_backward_inside_of_a_part_in_any_order_is_refused() -> None:
         model.module.early = True
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
+
+
+def test_units_hold_no_way_up_to_their_model() -> None:
+    with fake_world(2):
+        model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), auto_wrap_policy={nn.Linear})
+        model(torch.ones(2, 4)).sum().backward()
+        for held in held_by_units(model):
+            assert "FlatParamHandle" in held and "Resources" in held, "nothing is followed: the test shows nothing"
+            assert held.isdisjoint({"Model", "Iteration", "Backward", "ForwardDriver", "BackwardHooks"})

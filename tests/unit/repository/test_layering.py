@@ -174,6 +174,43 @@ def test_packages_document_what_they_own_and_may_import(package: str) -> None:
     assert re.search(r"\bImports\b", words), f"flatfsdp/{package}: what may it import?"
 
 
+def documented_imports(package: str) -> frozenset[str]:
+    """The packages that the docstring of `package` lets it import: those it names, and with "what ... import(s)" what
+    these may import in turn."""
+    words = ast.get_docstring(ast.parse((PACKAGE / "engine" / package / "__init__.py").read_text())) or ""
+    _, _, imports = words.partition("Imports")
+    named = re.findall(r"`(\w+)`", imports)
+    packages = frozenset(name for name in named if f"engine/{name}" in ROW_OF)
+    if "every other package" in imports:
+        return frozenset(name.removeprefix("engine/") for name in ROW_OF if name.startswith("engine/")) - {package}
+    if re.search(r"\bwhat\s+(these|it)\s+imports?", imports):
+        return packages.union(*map(documented_imports, packages))
+    return packages
+
+
+@pytest.mark.parametrize("package", sorted(name[7:] for name in ROW_OF if name.startswith("engine/")))
+def test_packages_import_what_their_docstrings_list(package: str) -> None:
+    found = {
+        unit_of(other).removeprefix("engine/")
+        for one, other in edges()
+        if unit_of(one) == f"engine/{package}" != unit_of(other) and other.startswith("engine/")
+    }
+    assert found <= documented_imports(package), f"not in its docstring: {found - documented_imports(package)}"
+
+
+def test_tests_lie_in_rooms_named_like_packages() -> None:
+    tests = PACKAGE.parent / "tests"
+    packages = {name.removeprefix("engine/") for name in ROW_OF if name.startswith("engine/")}
+    others = {"checkpoint", "trainer", "repository", "tools", "harness"}
+    rooms = {
+        f"{tier}/{room.name}"
+        for tier in ("unit", "single_process", "distributed", "process")
+        for room in (tests / tier).iterdir()
+        if room.is_dir() and any(room.rglob("test_*.py")) and room.name not in packages | others
+    }
+    assert not rooms, f"these are called like no package: {sorted(rooms)}"
+
+
 def points_down(one: str, other: str) -> bool:
     """Whether a file of `one` may import a file of `other`, names in ROWS."""
     programs = {one, other} <= PROGRAMS
