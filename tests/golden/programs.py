@@ -153,7 +153,7 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Experts of which a forward runs some, in some order. [Note: branches]"""
+    """Experts of which a forward runs some, in some order. [Note: conditional units]"""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -3,9 +3,9 @@
 [Note: agreement] The *sequence* of a model is what its units do that involves other ranks, as ops: a forward begins, a
 unit is entered, a forward ends, a backward begins (with the plan of its collectives), an iteration is abandoned. It
 must be the same on all ranks. Ops that nothing lets a rank expect are compared in an exchange of fixed size; that is
-the first iteration. After it every rank compares its next op with what it expects ([Note: habit]) and goes on at no
-cost where they are equal. A rank that does something else leaves a note in the store and waits for those of the others:
-if all are the same it is a new order, else an error. Ranks that did as expected learn of it from their watchdog
+the first iteration. After it every rank compares its next op with what it expects ([Note: predicted order]) and goes on
+at no cost where they are equal. A rank that does something else leaves a note in the store and waits for those of the
+others: if all are the same it is a new order, else an error. Ranks that did as expected learn of it from their watchdog
 ([Note: watch]), which answers for the main thread while that waits in a collective.
 """
 

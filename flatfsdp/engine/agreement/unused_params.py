@@ -6,15 +6,15 @@ another rank brought them, on the host: what was reduced is 0 in either case. It
 
 In a *round* each rank that takes part adds what it lacks to one text in the store, and reads there what the others
 lack. All take part where that was agreed before: in a model's first backward of a kind, with branches or stand-ins
-([Note: branches], [Note: uneven inputs]), and where a round is expected. Elsewhere those that lack something do; for
-the others, which do not wait, their watchdog answers as soon as it reads of it, also after they went on; and at the
-next backward of that kind all take part.
+([Note: conditional units], [Note: uneven inputs]), and where a round is expected. Elsewhere those that lack something
+do; for the others, which do not wait, their watchdog answers as soon as it reads of it, also after they went on; and at
+the next backward of that kind all take part.
 
-What all ranks took part in all of them know, so they expect the same of the next backward ([Note: habit]). Where the
-host waits for each reduction they rely on it: who lacks what was foreseen posts nothing, and all go on. Who does not
-*calls* the others before it takes part in the reduction of the unit in question, without which no other rank comes to
-the end of its backward, and waits until all have read it; the round is held when that end has come. After such a
-surprise rounds are held without a call for a while, twice as long after each. On accelerators the host does not wait,
+What all ranks took part in all of them know, so they expect the same of the next backward ([Note: predicted order]).
+Where the host waits for each reduction they rely on it: who lacks what was foreseen posts nothing, and all go on. Who
+does not *calls* the others before it takes part in the reduction of the unit in question, without which no other rank
+comes to the end of its backward, and waits until all have read it; the round is held when that end has come. After such
+a surprise rounds are held without a call for a while, twice as long after each. On accelerators the host does not wait,
 so that a missing note proves nothing: there a round is held wherever one is expected.
 """
 

@@ -1,6 +1,6 @@
 """Tensors that have shapes, dtypes and devices, but neither memory nor values: what a dry run computes with.
 
-[Note: memoryless] They are torch's fake tensors. But single numbers, and lists of whole ones, that are made from
+[Note: fake tensors] They are torch's fake tensors. But single numbers, and lists of whole ones, that are made from
 nothing else stay what they are: meshes, counts of steps and the like are read, and are small.
 """
 

@@ -1,4 +1,5 @@
-"""Parts of a model that a rank runs as its data will have it, and in which all ranks take part. [Note: branches]"""
+"""Parts of a model that a rank runs as its data will have it, and in which all ranks take part. [Note: conditional
+units]"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Optimizers that step while a backward goes on: a unit as soon as its gradients are reduced, which are freed then.
 
-[Note: stepping] A step cannot be undone, and nothing of the same backward may read or add to what was stepped. So a
-unit steps inside of a backward where that is known (how: [Note: slot sharing]), and at its end elsewhere: in the
-first backward, and where parameters are tied or units called again. Either way the optimizer finds what it would find
-after the backward, and computes the same numbers.
+[Note: optimizer in backward] A step cannot be undone, and nothing of the same backward may read or add to what was
+stepped. So a unit steps inside of a backward where that is known (how: [Note: slot sharing]), and at its end elsewhere:
+in the first backward, and where parameters are tied or units called again. Either way the optimizer finds what it would
+find after the backward, and computes the same numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which parts of a model a rank runs or not, depending on its data. [Note: branches]"""
+"""Which parts of a model a rank runs or not, depending on its data. [Note: conditional units]"""
 
 from __future__ import annotations
 

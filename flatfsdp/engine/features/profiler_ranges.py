@@ -1,9 +1,9 @@
 """Ranges in a profiler's trace, by stage and unit: "flatfsdp::gather blocks.3".
 
-[Note: labels] A range costs more than much of what it would surround. So units and their reductions open none, until
-somebody looks: then methods of each are decorated, on the objects themselves, until nobody looks any more. Whether
-somebody looks is checked where a forward or a backward begins. torch's own profilers are seen; for those that attach
-from outside, the logger at DEBUG switches them on.
+[Note: profiler ranges] A range costs more than much of what it would surround. So units and their reductions open none,
+until somebody looks: then methods of each are decorated, on the objects themselves, until nobody looks any more.
+Whether somebody looks is checked where a forward or a backward begins. torch's own profilers are seen; for those that
+attach from outside, the logger at DEBUG switches them on.
 """
 
 from __future__ import annotations

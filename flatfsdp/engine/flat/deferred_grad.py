@@ -1,9 +1,9 @@
 """Parameters whose gradients are still being reduced, and are waited for where somebody reads them.
 
-[Note: awaited] After a backward that is not the last (`set_is_last_backward`) the reduction issued last goes on beside
-what the user does next. Its parameters have their `.grad` already: what was there, to which the sum will be added, or
-the memory that the sum arrives in. Nobody may look at it before, so the parameters are of a class whose `.grad` waits.
-They are the same objects, and whoever drops a `.grad` drops what arrives in it.
+[Note: deferred gradients] After a backward that is not the last (`set_is_last_backward`) the reduction issued last goes
+on beside what the user does next. Its parameters have their `.grad` already: what was there, to which the sum will be
+added, or the memory that the sum arrives in. Nobody may look at it before, so the parameters are of a class whose
+`.grad` waits. They are the same objects, and whoever drops a `.grad` drops what arrives in it.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class FlatParamHandle:
         face: what users see of the parameters at rest. [Note: faces]
         at_rest: what the leaves show of the shard.
         writes: who wrote to the shard and the leaves.
-        state: [Note: lifecycle].
+        state: [Note: states].
         unsharded: the unsharded parameter, from the launch of its gather until it is resharded; it has a `buffer` only
             where it does not share the shard's memory.
         kept_source: what stays here between uses besides the shard, from which the unsharded form may come.

@@ -11,9 +11,9 @@ can be its slot: the unit's memory is not needed twice. That takes equal dtypes,
 differentiated, and a unit of which an earlier backward has shown that each gradient comes once and in the backward's
 own graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come.
 What is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
-([Note: hidden]). A unit whose forward runs again before its reduction is refused, once: to gather again would be a
-collective that only those ranks issue which share. Padding between the places is that of the shards: zero, unless a
-user wrote to all of a flat parameter, and then it is cleared.
+([Note: guarded parameters]). A unit whose forward runs again before its reduction is refused, once: to gather again
+would be a collective that only those ranks issue which share. Padding between the places is that of the shards: zero,
+unless a user wrote to all of a flat parameter, and then it is cleared.
 
 [Note: window] Without synchronization the slots stay, and the next microbatch adds to them: a *window*. Microbatches
 without synchronization came before, so the next synchronized backward reduces, on every rank alike, whether or not

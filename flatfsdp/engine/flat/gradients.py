@@ -3,8 +3,8 @@
 They gather in slots (`gradient_slots.py`); what no reduction took, or one in part, lasts until the next backward
 (`accumulation.py`).
 
-[Note: undo] Reduced gradients become `.grad` only at the end of a backward (`Gradients.finalize_grads`); until then a
-failed backward can be forgotten.
+[Note: rollback] Reduced gradients become `.grad` only at the end of a backward (`Gradients.finalize_grads`); until then
+a failed backward can be forgotten.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class Gradients:
 
     @property
     def can_finish_later(self) -> bool:
-        """Whether what is being reduced can become `.grad` before it is there. [Note: awaited]"""
+        """Whether what is being reduced can become `.grad` before it is there. [Note: deferred gradients]"""
         handle = self.handle
         if len(self.reducing) != 1 or self.accumulation.partial is not None:
             return False

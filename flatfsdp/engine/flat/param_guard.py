@@ -1,10 +1,10 @@
 """A parameter that does not show its value, and refuses to be used.
 
-[Note: hidden] Between a forward that resharded and the backward a leaf has no elements; in a forward, and until its
-backward, the leaf of a unit that has not run shows this rank's shard. A term over `model.parameters()` would then be
-zero, or another one on each rank, unnoticed, and its gradient of a shape that autograd refuses in words of its own. So
-for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and what only
-asks about it (`.grad`, `requires_grad`, hooks) is answered; its shape, strides, dtype and device are those of this
+[Note: guarded parameters] Between a forward that resharded and the backward a leaf has no elements; in a forward, and
+until its backward, the leaf of a unit that has not run shows this rank's shard. A term over `model.parameters()` would
+then be zero, or another one on each rank, unnoticed, and its gradient of a shape that autograd refuses in words of its
+own. So for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and what
+only asks about it (`.grad`, `requires_grad`, hooks) is answered; its shape, strides, dtype and device are those of this
 rank's shard, which it shows before and after, so that who counts elements finds as many at any time.
 
 [Note: shards by hand] Momentum encoders update their weights inside a forward, element by element and without a graph:

@@ -130,7 +130,7 @@ class ReductionInput:
 
 
 class Reduction:
-    """One exchange of gradients: those of one handle, or coalesced those of several small ones. [Note: joining]
+    """One exchange of gradients: those of one handle, or coalesced those of several small ones. [Note: coalescing]
 
     Attributes:
         parts: the gradients, none when they have been reduced.

@@ -1,6 +1,6 @@
 """Two enums on two owners, and the transitions that are legal.
 
-[Note: lifecycle] *Where the data is* belongs to a flat parameter (`ShardState`); *when we are* belongs to a unit
+[Note: states] *Where the data is* belongs to a flat parameter (`ShardState`); *when we are* belongs to a unit
 (`Phase`). Nothing is inferred from sizes or data pointers. A transition that the tables lack raises with the end of the
 trace.
 """

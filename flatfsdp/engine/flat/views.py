@@ -2,10 +2,10 @@
 
 [Note: view modes] A handle's leaves show one of these things, together: their place in the *shard* (at rest), the
 *unsharded* parameters (N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded
-and the backward, where a shard of one element would broadcast unnoticed; [Note: hidden]). Where a backward is through
-with them they show the shard already, *guarded*, unless it is of another dtype or elsewhere: what is to be shown next
-need not be shown then. In a backward that does not read them they show their *shape*: NaN without memory, since
-autograd lays a gradient out like the leaf that it comes to.
+and the backward, where a shard of one element would broadcast unnoticed; [Note: guarded parameters]). Where a backward
+is through with them they show the shard already, *guarded*, unless it is of another dtype or elsewhere: what is to be
+shown next need not be shown then. In a backward that does not read them they show their *shape*: NaN without memory,
+since autograd lays a gradient out like the leaf that it comes to.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ParamViews:
 
     Attributes:
         extended: those of the leaves that modules see transformed.
-        some_hidden: some leaves refuse to be used. [Note: hidden]
+        some_hidden: some leaves refuse to be used. [Note: guarded parameters]
         tracks_writes: what is written to the `.data` of leaves in place is noticed.
         is_left_unsharded: a forward has left the leaves unsharded, in the shard itself, and no backward has come to
             them.

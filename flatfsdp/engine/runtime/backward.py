@@ -110,7 +110,7 @@ class InFlightReductions:
 
     @property
     def can_finish_later(self) -> bool:
-        """Whether it may be waited for after the backward. [Note: awaited]"""
+        """Whether it may be waited for after the backward. [Note: deferred gradients]"""
         return all(map(_can_finish_later, self.units))
 
 
@@ -141,7 +141,7 @@ class Backward:
         sync: whether there is a unit that reduces.
         weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
         stays_unsharded: units that stay unsharded after their part, and when it is over.
-        deferred: units whose gradients are reduced still when it is over. [Note: awaited]
+        deferred: units whose gradients are reduced still when it is over. [Note: deferred gradients]
         double: `create_graph`: the parameters are needed again.
         gradient_has_arrived: a gradient of a leaf arrived (`torch.autograd.grad` brings none), or this rank reduces
             what other ranks' backwards brought.

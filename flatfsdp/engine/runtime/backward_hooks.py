@@ -42,7 +42,7 @@ class BackwardHooks:
 
     Attributes:
         sync: False inside `no_sync()`.
-        is_last_backward: whether backwards end with all of their reductions. [Note: awaited]
+        is_last_backward: whether backwards end with all of their reductions. [Note: deferred gradients]
         weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
         iteration: of the model.
         of_unit: what the hooks on tensors of each unit hold.

@@ -1,4 +1,4 @@
-"""Small units whose collectives are issued as one. [Note: joining]"""
+"""Small units whose collectives are issued as one. [Note: coalescing]"""
 
 from __future__ import annotations
 

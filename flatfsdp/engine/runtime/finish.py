@@ -44,7 +44,8 @@ class Finisher:
 
 
 class DeferLast(Finisher):
-    """Lets what was issued last be reduced beside what the user does next: whoever reads it waits. [Note: awaited]"""
+    """Lets what was issued last be reduced beside what the user does next: whoever reads it waits. [Note: deferred
+    gradients]"""
 
     ends_with_all = False
 

@@ -1,8 +1,8 @@
 """Which unit reads what another one returns: how the end of a unit's own backward is found.
 
-[Note: links] A call's backward is over when the gradient of its input is there. Where that input is another unit's
-output, the hook that begins that unit's backward shows it, too, and the graph needs one hook less. Tensors are known by
-their identity, and weakly: a link lasts as long as the forward that it belongs to.
+[Note: gradient flow] A call's backward is over when the gradient of its input is there. Where that input is another
+unit's output, the hook that begins that unit's backward shows it, too, and the graph needs one hook less. Tensors are
+known by their identity, and weakly: a link lasts as long as the forward that it belongs to.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Iteration:
         has_freed: whether the forward that runs, or ran last, has freed a unit, which its backward gathers again.
         training: whether the running forward has a backward; inside a reentrant checkpoint, too.
         turns: when it is a unit's turn in it. [Note: turns]
-        pending: gradients of the last backward that are reduced still. [Note: awaited]
+        pending: gradients of the last backward that are reduced still. [Note: deferred gradients]
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class Unit:
         sharing_units: units that hold parameters of this one too, weakly.
         groups: the axes over which it is sharded; axes: those of handles that are elsewhere, too.
         options: what users chose.
-        phase: [Note: lifecycle].
+        phase: [Note: states].
         backward: how far its backward has come.
     """
 

@@ -1,11 +1,11 @@
 """The turns of units that run or not, and in which order, depending on a rank's data; pure.
 
-[Note: branches] A *branch* is a part of a model whose units a rank runs as its data will have it: the tower for images,
-the experts of a mixture. All ranks take part in it all the same, at one place of the forward, whatever the data:
-within the forward of the unit *around* the branch, after what was registered before it, and before the next unit that
-every rank runs. Where it is a rank's *turn* with a unit that it does not run, it gathers and frees it. In a branch in
-order each unit has a turn of its own; a rank that enters one has first taken its turn with those that it passed over.
-A branch in any order has one turn for all of its units, which are then there until the branch is over.
+[Note: conditional units] A *branch* is a part of a model whose units a rank runs as its data will have it: the tower
+for images, the experts of a mixture. All ranks take part in it all the same, at one place of the forward, whatever the
+data: within the forward of the unit *around* the branch, after what was registered before it, and before the next unit
+that every rank runs. Where it is a rank's *turn* with a unit that it does not run, it gathers and frees it. In a branch
+in order each unit has a turn of its own; a rank that enters one has first taken its turn with those that it passed
+over. A branch in any order has one turn for all of its units, which are then there until the branch is over.
 """
 
 from __future__ import annotations

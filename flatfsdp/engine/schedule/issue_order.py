@@ -1,7 +1,7 @@
 """The order in which the collectives of one backward are issued, and which may be now; pure. [Note: backward order]
 
-[Note: joining] A collective costs the host about the same whatever it moves, so small units that follow each other in
-the agreed order are gathered, and reduced, as one. How small is a number of bytes, which bounds what a group of them
+[Note: coalescing] A collective costs the host about the same whatever it moves, so small units that follow each other
+in the agreed order are gathered, and reduced, as one. How small is a number of bytes, which bounds what a group of them
 has together, too: the staging buffer through which it travels, and the memory that is taken ahead of its use. Order and
 sizes are what all ranks agree on, so they find the same groups.
 """

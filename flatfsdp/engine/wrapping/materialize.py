@@ -1,6 +1,6 @@
 """From the meta device to memory and values.
 
-[Note: materialise] A parameter on the meta device gets its memory in place: it stays the same object, so that ties
+[Note: materialization] A parameter on the meta device gets its memory in place: it stays the same object, so that ties
 inside a unit and across units, and optimizers that hold it, survive. A module whose initialisation raises is put back
 on the meta device, so that wrapping it can be tried again. `param_init_fn` sees it on the meta device still.
 """
