@@ -157,3 +157,16 @@ def test_each_note_stands_in_one_place() -> None:
     several = sorted(name for name, count in defined.items() if count > 1)
     assert not several, f"defined in several places: {several}"
     assert not named - defined.keys(), f"defined nowhere: {sorted(named - defined.keys())}"
+
+
+def test_the_reader_s_tour_names_files_that_are_there() -> None:
+    package = Path(flatfsdp.__file__).parent
+    page = (package.parent / "docs" / "internals" / "how_it_works.md").read_text()
+    places = {path.relative_to(package).as_posix() + "/" * path.is_dir() for path in package.rglob("*")}
+    named = set(re.findall(r"[\w/]*(?:\{[\w,]+\})?\w*\.py\b|\b\w+(?:/\w+)*/(?!\w)", page))
+    for each in [each for each in named if "{" in each]:
+        before, several, after = re.split(r"[{}]", each)
+        named = (named - {each}) | {f"{before}{one}{after}" for one in several.split(",")}
+    found = {each for each in named if any(f"/{place}".endswith(f"/{each}") for place in places)}
+    assert len(found) > 20, "the page names hardly any file: the test shows nothing"
+    assert not named - found - {"flatfsdp/", "tests/unit/repository/test_layering.py"}, sorted(named - found)
