@@ -1,8 +1,8 @@
 """What usually comes next, learned from a stream of symbols; pure.
 
 [Note: predicted order] All ranks feed the same agreed stream to their own `SequencePredictor`, so all hold the same
-expectations without an exchange. Where two ranks diverge, at least one of them does what its predictor did not expect, and
-notices at no cost. Nothing else is needed of the predictor; a better one only makes surprises rarer.
+expectations without an exchange. Where two ranks diverge, at least one of them does what its predictor did not expect,
+and notices at no cost. Nothing else is needed of the predictor; a better one only makes surprises rarer.
 
 Inside a forward what follows is expected from the unit that runs and how often it has run in this forward. Between
 forwards and backwards it is what followed the longest run of them that came before and ended like the present one: a
