@@ -41,14 +41,14 @@ class Access:
     """One operation: what it was, on which stream, at which tick of that stream."""
 
     what: str
-    stream: Lane
+    stream: FakeStream
     tick: int
 
     def __str__(self) -> str:
         return f"{self.what} on {self.stream.name}"
 
 
-class Clock(dict["Lane", int]):
+class Clock(dict["FakeStream", int]):
     """Which ticks of which streams are known to be over."""
 
     def learn(self, other: Clock) -> None:
@@ -62,7 +62,7 @@ class Clock(dict["Lane", int]):
 class Event:
     """A point in a stream."""
 
-    def __init__(self, device: FakeDevice, stream: Lane) -> None:
+    def __init__(self, device: FakeDevice, stream: FakeStream) -> None:
         self.device = device
         self.stream = stream
         self.clock = Clock(stream.clock)
@@ -81,7 +81,7 @@ class Event:
         self.device.host.learn(self.clock)
 
 
-class Lane:
+class FakeStream:
     """An order of operations."""
 
     def __init__(self, device: FakeDevice, name: str) -> None:
@@ -105,7 +105,7 @@ class Lane:
         self.device.log.append(f"{self.name} waits for {event.stream.name}")
         self.clock.learn(event.clock)
 
-    def wait_stream(self, stream: Lane) -> None:
+    def wait_stream(self, stream: FakeStream) -> None:
         self.wait_event(Event(self.device, stream))
 
     def synchronize(self) -> None:
@@ -129,9 +129,9 @@ class AsyncWork:
 class Memory:
     """One storage: whose memory it is and who has touched it since it was allocated."""
 
-    owner: Lane
+    owner: FakeStream
     write: Access | None = None
-    reads: dict[Lane, Access] = field(default_factory=dict)
+    reads: dict[FakeStream, Access] = field(default_factory=dict)
 
     @property
     def accesses(self) -> list[Access]:
@@ -165,8 +165,8 @@ class FakeDevice(TorchDispatchMode):
         self.host_waits: list[str] = []
         self.host = Clock()
         self._names = itertools.cycle(["reduce", "replicate"])  # of streams without priority, as a model makes them
-        self._compute = Lane(self, "compute")
-        self._backend = Lane(self, "the backend")
+        self._compute = FakeStream(self, "compute")
+        self._backend = FakeStream(self, "the backend")
         self._current = [self._compute]
         self._memory: dict[weakref.ref[torch.UntypedStorage], Memory] = {}
         self._dead: list[Memory] = []
@@ -174,17 +174,17 @@ class FakeDevice(TorchDispatchMode):
 
     # -- the interface of torch.cuda -----------------------------------------------------------------------------------
 
-    def Stream(self, device: Any = None, *, priority: int = 0) -> Lane:
-        return Lane(self, "unshard" if priority else next(self._names))
+    def Stream(self, device: Any = None, *, priority: int = 0) -> FakeStream:
+        return FakeStream(self, "unshard" if priority else next(self._names))
 
-    def current_stream(self, device: Any = None) -> Lane:
+    def current_stream(self, device: Any = None) -> FakeStream:
         return self._current[-1]
 
     def current_device(self) -> int:
         return 0
 
     @contextmanager
-    def stream(self, stream: Lane) -> Iterator[None]:
+    def stream(self, stream: FakeStream) -> Iterator[None]:
         self._current.append(stream)
         try:
             yield
@@ -194,7 +194,7 @@ class FakeDevice(TorchDispatchMode):
     @contextmanager
     def by_host(self) -> Iterator[None]:
         """Operations inside are the host's own: it runs them at once, knowing only what it has waited for."""
-        host = Lane(self, "the host")
+        host = FakeStream(self, "the host")
         with self.stream(host):
             yield
         self.host.learn(host.clock)

@@ -143,7 +143,7 @@ def record(training: Training, stand_ins: StandIns) -> list[Kernel]:
 
 def inspect(rank: int, setting: Setting) -> dict[str, Any]:
     """Figures of one step: bytes allocated and reserved at its peak and left after it, allocator retries since the
-    start, kernels and copies among them, the same on the lanes of collectives, overlap, and what `count` has.
+    start, kernels and copies among them, the same on the streams of collectives, overlap, and what `count` has.
     Collective.
     """
     training = Training(rank, setting)
@@ -159,10 +159,10 @@ def inspect(rank: int, setting: Setting) -> dict[str, Any]:
     plain = record(training, StandIns())
     figures |= {"kernels": len(plain), "copy kernels": sum(kernel.copies for kernel in plain)}
     spun = record(training, StandIns(SPIN_MS))
-    lanes = {kernel.stream for kernel in spun if kernel.communicates}
-    on_lanes = [kernel for kernel in spun if kernel.stream in lanes and not kernel.communicates]
+    streams = {kernel.stream for kernel in spun if kernel.communicates}
+    on_streams = [kernel for kernel in spun if kernel.stream in streams and not kernel.communicates]
     figures["overlap"] = overlap(spun)
-    figures["on lanes"] = {"kernels": len(on_lanes), "copies": sum(kernel.copies for kernel in on_lanes)}
+    figures["on streams"] = {"kernels": len(on_streams), "copies": sum(kernel.copies for kernel in on_streams)}
     return {**figures, **count(training), "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0)}
 
 

@@ -77,13 +77,13 @@ def inspect(rank: int, setting: Setting, keep: Path | None) -> dict[str, Any]:
     if keep is not None:
         spun.write(keep)
     kernels, calls = plain.kernels(), plain.calls()
-    lanes = {kernel.stream for kernel in spun.kernels() if kernel.communicates}
-    on_lanes = [kernel for kernel in spun.kernels() if kernel.stream in lanes and not kernel.communicates]
+    streams = {kernel.stream for kernel in spun.kernels() if kernel.communicates}
+    on_streams = [kernel for kernel in spun.kernels() if kernel.stream in streams and not kernel.communicates]
     return figures | {
         "kernels": len(kernels),
         "copy kernels": sum(kernel.copies for kernel in kernels),
         "launches": sum(count for name, count in calls.items() if "Launch" in name or "Memcpy" in name),
-        "copies on lanes": sum(kernel.copies for kernel in on_lanes),
+        "copies on streams": sum(kernel.copies for kernel in on_streams),
         "host waits": plain.waits(),
         "memory calls": {name: calls[name] for name in ("cudaMalloc", "cudaFree", "cudaHostAlloc") if calls[name]},
         "record_stream": operators.calls["aten::record_stream"],
@@ -118,8 +118,8 @@ def _judge(report: Report, card: Card, name: str, figures: dict[str, Any], casts
     goal(
         "copies on the streams of collectives",
         f"at most {casts} (casts)",
-        str(figures["copies on lanes"]),
-        figures["copies on lanes"] <= casts,
+        str(figures["copies on streams"]),
+        figures["copies on streams"] <= casts,
     )
     goal("set_sync_debug_mode('error') in a step", "passes", figures["waits"] or "passes", not figures["waits"])
     waits = ", ".join(f"{count} {call}" for call, count in figures["host waits"].items())

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple, cast, get_args
 
 from ...errors import ranks_by_value, ranks_in_words
 from ..base.foreign_text import parse
-from . import store as board
+from . import store as stores
 from .start_name import state_of
 from .store import StoreClient, launcher_serves_it, server_in_words
 
@@ -170,7 +170,7 @@ class StatusPoll:
     @property
     def period(self) -> float:
         """Seconds between two looks of a watch at the store."""
-        return board.PERIOD * max(1.0, self._world / board.READS)
+        return stores.PERIOD * max(1.0, self._world / stores.READS)
 
     @property
     def is_open(self) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, checkpoint, messages
-from flatfsdp.engine.watchdog import store as board
+from flatfsdp.engine.watchdog import store as stores
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.engine.watchdog.regions import current_watch
 from flatfsdp.errors import AgreementError
@@ -138,7 +138,7 @@ def test_every_collective_call_is_known_here() -> None:
 @contextmanager
 def watched_closely() -> Iterator[None]:
     """The watch looks twenty times as often, and reports at once; what it found is forgotten at the end."""
-    with patch.object(board, "PERIOD", 0.02):
+    with patch.object(stores, "PERIOD", 0.02):
         flatfsdp.set_collective_timeout(report_after=0.1)
         try:
             yield
@@ -180,7 +180,7 @@ def delayed(rank: int, world: int, seed: int, folder: str) -> tuple[int, list[st
         if own.random() < 0.15:
             time.sleep(own.uniform(0.3, 1.2))
 
-    with patch.object(watch, "print_immediately", texts.append), patch.object(board, "PERIOD", 0.1):
+    with patch.object(watch, "print_immediately", texts.append), patch.object(stores, "PERIOD", 0.1):
         flatfsdp.set_collective_timeout(report_after=0.3)
         try:
             setting = Setting(folder)

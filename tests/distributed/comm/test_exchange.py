@@ -78,7 +78,7 @@ def in_rank_order(world: int, numel: int, dtype: torch.dtype, seed: int) -> Tens
 def wrong_answers(rank: int, world: int, way: str, thorough: bool) -> list[str]:
     """Which exchanges did not bring what they should."""
     with going(way, rank):
-        transport, lane = over(), Device(CPU).new_stream("test")
+        transport, stream = over(), Device(CPU).new_stream("test")
         wrong = []
         for number, size in enumerate(SIZES):
             # Of the types every other one where there are more than three ranks, another half for the next size.
@@ -87,10 +87,10 @@ def wrong_answers(rank: int, world: int, way: str, thorough: bool) -> list[str]:
                 shard = values(size, dtype, rank)
                 whole = torch.cat([values(size, dtype, each) for each in range(world)])
                 output, in_place = torch.zeros_like(whole), torch.zeros_like(whole)
-                transport.all_gather_base(output, shard, lane).wait()
+                transport.all_gather_base(output, shard, stream).wait()
                 in_place.chunk(world)[rank].copy_(shard) if size else None
                 slot = in_place.narrow(0, rank * size, size)
-                transport.all_gather_base(in_place, slot, lane).wait()
+                transport.all_gather_base(in_place, slot, stream).wait()
                 output, in_place, whole = (each.view(torch.uint8) for each in (output, in_place, whole))
                 if not (torch.equal(output, whole) and torch.equal(in_place, whole)):
                     wrong.append(f"gather of {size} {dtype}")
@@ -98,19 +98,19 @@ def wrong_answers(rank: int, world: int, way: str, thorough: bool) -> list[str]:
                     continue
                 total = in_rank_order(world, world * size, dtype, 7)
                 piece = torch.empty(size, dtype=dtype)
-                transport.reduce_scatter_base(piece, values(world * size, dtype, 7 + rank), lane).wait()
+                transport.reduce_scatter_base(piece, values(world * size, dtype, 7 + rank), stream).wait()
                 if not torch.equal(piece, total.narrow(0, rank * size, size)):
                     wrong.append(f"reduce-scatter of {size} {dtype}")
                 for numel in {size, world * size + 1}:  # pieces of different sizes, and fewer elements than ranks
                     tensor = values(numel, dtype, 11 + rank)
-                    transport.all_reduce(tensor, lane).wait()
+                    transport.all_reduce(tensor, stream).wait()
                     if not torch.equal(tensor, in_rank_order(world, numel, dtype, 11)):
                         wrong.append(f"all-reduce of {numel} {dtype}")
         for size in (1, 17, 2**21 // (world - 1) + 1001):  # the last in several chunks
             rows = torch.stack([values(size, torch.uint8, each) for each in range(world)])
             arrived = torch.zeros(world - 1, size, dtype=torch.uint8)
             sent = torch.stack([rows[rank] + each for each in range(world) if each != rank])
-            transport.all_to_all(arrived, sent, lane).wait()
+            transport.all_to_all(arrived, sent, stream).wait()
             if not torch.equal(arrived, torch.stack([rows[each] + rank for each in range(world) if each != rank])):
                 wrong.append(f"all-to-all of {size} bytes")
         assert (inspect.comm_stats_of(transport).messages > 0) == (way == "pairs")
@@ -135,7 +135,7 @@ def many_in_flight(rank: int, world: int, way: str) -> list[str]:
 
 
 def _many_in_flight(rank: int, world: int) -> list[str]:
-    gathers, sums, lane = over(), over(dist.new_group()), Device(CPU).new_stream("test")
+    gathers, sums, stream = over(), over(dist.new_group()), Device(CPU).new_stream("test")
     order = random.Random(rank)
     wrong = []
     with patch.object(gloo, "SMALLEST", 4000):
@@ -148,18 +148,18 @@ def _many_in_flight(rank: int, world: int) -> list[str]:
                 output = torch.full((world * size,), torch.nan)
                 whole = torch.cat([values(size, torch.float32, 100 * k + each) for each in range(world)])
                 shard = values(size, torch.float32, 100 * k + rank)
-                waits.append((f"gather {k}", gathers.all_gather_base(output, shard, lane), output, whole))
+                waits.append((f"gather {k}", gathers.all_gather_base(output, shard, stream), output, whole))
                 piece, full = torch.full((size,), torch.nan), values(world * size, torch.float32, 50 * k + rank)
                 total = in_rank_order(world, world * size, torch.float32, 50 * k)[rank * size : (rank + 1) * size]
                 if k % 3:
-                    waits.append((f"reduce-scatter {k}", sums.reduce_scatter_base(piece, full, lane), piece, total))
+                    waits.append((f"reduce-scatter {k}", sums.reduce_scatter_base(piece, full, stream), piece, total))
                     continue
                 pieces = [7, size // 2, size - 7 - size // 2]  # now several, of which some may be small
                 rows = list(zip(*(each.split(pieces) for each in full.chunk(world)), strict=True))
                 fulls = [torch.cat(row) for row in rows]
-                waits.append((f"list {k}", sums.reduce_scatter_coalesced(piece, fulls, lane), piece, total))
+                waits.append((f"list {k}", sums.reduce_scatter_coalesced(piece, fulls, stream), piece, total))
                 outputs = torch.full((world * size,), torch.nan).split([world * n for n in pieces])
-                pending = gathers.all_gather_coalesced(outputs, shard.split(pieces), lane)
+                pending = gathers.all_gather_coalesced(outputs, shard.split(pieces), stream)
                 parts = zip(*(each.split(pieces) for each in whole.chunk(world)), strict=True)
                 for number, (output, part) in enumerate(zip(outputs, parts, strict=True)):
                     waits.append((f"gathered list {k}.{number}", pending, output, torch.cat(part)))
@@ -183,13 +183,13 @@ def issued_alone(rank: int, world: int, way: str) -> None:
     with going(way, rank):
         gloo.is_near(dist.group.WORLD)  # asked once
         of_group(dist.group.WORLD)  # likewise
-        transport, lane, notes = over(), Device(CPU).new_stream("test"), dist.new_group()
+        transport, stream, notes = over(), Device(CPU).new_stream("test"), dist.new_group()
         whole, piece = torch.zeros(world * 1000), torch.zeros(1000)
         for first in range(world):
             for issue in (
-                lambda: transport.all_gather_base(whole, piece, lane),
-                lambda: transport.reduce_scatter_base(piece, whole, lane),
-                lambda: transport.all_reduce(whole, lane),
+                lambda: transport.all_gather_base(whole, piece, stream),
+                lambda: transport.reduce_scatter_base(piece, whole, stream),
+                lambda: transport.all_reduce(whole, stream),
             ):
                 if rank == first:
                     pending = issue()
@@ -210,13 +210,13 @@ def waited_for_last(rank: int, world: int, way: str) -> None:
     with going(way, rank):
         gloo.is_near(dist.group.WORLD)  # asked once
         of_group(dist.group.WORLD)  # likewise
-        transport, lane, notes = over(), Device(CPU).new_stream("test"), dist.new_group()
+        transport, stream, notes = over(), Device(CPU).new_stream("test"), dist.new_group()
         numel = 3_000_000  # more than an outbox has room for
         whole, piece = torch.ones(world * numel), torch.ones(numel)
         for issue in (
-            lambda: transport.all_gather_base(whole, piece, lane),
-            lambda: transport.reduce_scatter_base(piece, whole, lane),
-            lambda: transport.all_reduce(whole, lane),
+            lambda: transport.all_gather_base(whole, piece, stream),
+            lambda: transport.reduce_scatter_base(piece, whole, stream),
+            lambda: transport.all_reduce(whole, stream),
         ):
             pending = issue()
             if rank == 0:
@@ -236,13 +236,13 @@ def messages_of(rank: int, world: int, numel: int) -> list[int]:
 
 
 def _messages_of(world: int, numel: int) -> list[int]:
-    transport, lane = over(), Device(CPU).new_stream("test")
+    transport, stream = over(), Device(CPU).new_stream("test")
     whole, piece = torch.zeros(world * numel), torch.zeros(numel)
     seen = []
     for exchange in (
-        lambda: transport.all_gather_base(whole, piece, lane),
-        lambda: transport.reduce_scatter_base(piece, whole, lane),
-        lambda: transport.all_reduce(whole, lane),
+        lambda: transport.all_gather_base(whole, piece, stream),
+        lambda: transport.reduce_scatter_base(piece, whole, stream),
+        lambda: transport.all_reduce(whole, stream),
     ):
         before = inspect.comm_stats_of(transport).messages
         exchange().wait()
@@ -269,14 +269,14 @@ def memory(rank: int, world: int, way: str) -> dict[str, tuple[int, int]]:
 def _memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
     size = 1024 * 1024
     shard, piece, full = torch.randn(size), torch.randn(size), torch.randn(world * size)
-    transport, lane = over(), Device(CPU).new_stream("test")
+    transport, stream = over(), Device(CPU).new_stream("test")
     gloo.is_near(dist.group.WORLD)  # asked once
     of_group(dist.group.WORLD)  # likewise
     found = {}
     for name, exchange in {
-        "gather": lambda: transport.all_gather_base(full, shard, lane).wait(),
-        "reduce-scatter": lambda: transport.reduce_scatter_base(piece, full, lane).wait(),
-        "all-reduce": lambda: transport.all_reduce(full, lane).wait(),
+        "gather": lambda: transport.all_gather_base(full, shard, stream).wait(),
+        "reduce-scatter": lambda: transport.reduce_scatter_base(piece, full, stream).wait(),
+        "all-reduce": lambda: transport.all_reduce(full, stream).wait(),
     }.items():
         inspect.memory_of(transport).reset_peaks()
         peak, left = peak_bytes(exchange)

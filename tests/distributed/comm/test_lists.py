@@ -69,7 +69,7 @@ def small_is(count: int) -> Iterator[None]:
 
 def gathered_wrongly(transport: Transport, rank: int, world: int, sizes: list[int], dtype: torch.dtype) -> list[str]:
     """Lists whose shards lie in place, apart, and in other dtypes; two at once, and each again."""
-    lane, wrong = Device(CPU).new_stream("test"), []
+    stream, wrong = Device(CPU).new_stream("test"), []
     shards_of = [[values(size, dtype, 100 * k + each) for k, size in enumerate(sizes)] for each in range(world)]
     wholes = [torch.cat(shards) for shards in zip(*shards_of, strict=True)]
     outputs, others = ([torch.full_like(whole, 77) for whole in wholes] for _ in range(2))
@@ -83,7 +83,7 @@ def gathered_wrongly(transport: Transport, rank: int, world: int, sizes: list[in
                 mixed[k] = output.fill_(77).narrow(0, rank * sizes[k], sizes[k]).copy_(apart[k])
             elif (turn + k) % 3 == 1:
                 mixed[k] = apart[k].to(torch.complex128 if dtype.is_complex else torch.float64)
-        waits = [transport.all_gather_coalesced(*each, lane) for each in ((outputs, mixed), (others, apart))]
+        waits = [transport.all_gather_coalesced(*each, stream) for each in ((outputs, mixed), (others, apart))]
         for each in waits[:: -1 if turn == 2 else 1]:
             each.wait()
         for k, whole in enumerate(wholes):
@@ -94,12 +94,12 @@ def gathered_wrongly(transport: Transport, rank: int, world: int, sizes: list[in
 
 
 def summed_wrongly(transport: Transport, rank: int, world: int, sizes: list[int], dtype: torch.dtype) -> list[str]:
-    lane, wrong = Device(CPU).new_stream("test"), []
+    stream, wrong = Device(CPU).new_stream("test"), []
     for turn in range(2):
         fulls = [values(world * size, dtype, 100 * k + turn + rank) for k, size in enumerate(sizes)]
         fulls = in_one_storage(fulls) if turn else fulls
         outputs = [torch.full((sum(sizes),), 77, dtype=dtype) for _ in range(2)]
-        waits = [transport.reduce_scatter_coalesced(output, fulls, lane) for output in outputs]
+        waits = [transport.reduce_scatter_coalesced(output, fulls, stream) for output in outputs]
         for each in waits[:: -1 if turn else 1]:
             each.wait()
         totals = [in_rank_order(world, world * size, dtype, 100 * k + turn) for k, size in enumerate(sizes)]
@@ -155,13 +155,13 @@ UNIT = [300_000, 512, 200_000, 512, 9, 100_000]  # elements of a piece: three ma
 def costs(rank: int, world: int, way: str) -> dict[str, tuple[int, ...]]:
     """Of each list: bytes staged, messages, exchanges, bytes by these, and bytes of memory."""
     with going(way, rank):
-        transport, lane = over(), Device(CPU).new_stream("test")
+        transport, stream = over(), Device(CPU).new_stream("test")
         outputs, shards = [torch.ones(world * size) for size in UNIT], [torch.ones(size) for size in UNIT]
         output = torch.ones(sum(UNIT))
         stats, found = inspect.comm_stats_of(transport), {}
         for name, exchange in {
-            "all_gather": lambda: transport.all_gather_coalesced(outputs, shards, lane).wait(),
-            "reduce_scatter": lambda: transport.reduce_scatter_coalesced(output, outputs, lane).wait(),
+            "all_gather": lambda: transport.all_gather_coalesced(outputs, shards, stream).wait(),
+            "reduce_scatter": lambda: transport.reduce_scatter_coalesced(output, outputs, stream).wait(),
         }.items():
             exchange()
             before = stats.staged, stats.messages, stats.counts[name], stats.bytes[name]
@@ -190,9 +190,9 @@ def test_large_ones_are_not_staged_and_one_exchange_takes_all(run: Run, world: i
 
 
 def waits_at_once(rank: int, world: int, sizes: list[int]) -> bool:
-    transport, lane = over(), Device(CPU).new_stream("test")
+    transport, stream = over(), Device(CPU).new_stream("test")
     fulls = [torch.ones(world * size) for size in sizes]
-    pending = transport.reduce_scatter_coalesced(torch.empty(sum(sizes)), fulls, lane)
+    pending = transport.reduce_scatter_coalesced(torch.empty(sum(sizes)), fulls, stream)
     advances = pending.advances_in_waits
     pending.wait()
     return advances
@@ -207,13 +207,13 @@ def test_a_list_that_is_large_as_a_whole_goes_on_in_waits(pool2: Run) -> None:
 def kept(rank: int, world: int, way: str) -> list[bool]:
     """Which tensors of a list live on when nobody has them but the transport that moved them, beside one that stays."""
     with going(way, rank):
-        transport, lane, found = over(), Device(CPU).new_stream("test"), []
+        transport, stream, found = over(), Device(CPU).new_stream("test"), []
         stays = torch.ones(world * 4)
         for first in ([stays], []):
             outputs = [*first, torch.ones(world * 4), torch.ones(world * 9)]
             shards = [torch.ones(output.numel() // world) for output in outputs]
-            transport.all_gather_coalesced(outputs, shards, lane).wait()
-            transport.reduce_scatter_coalesced(torch.cat(shards), outputs, lane).wait()
+            transport.all_gather_coalesced(outputs, shards, stream).wait()
+            transport.reduce_scatter_coalesced(torch.cat(shards), outputs, stream).wait()
             alive = [weakref.ref(each.untyped_storage()) for each in outputs[-2:]]
             del outputs
             gc.collect()
@@ -231,7 +231,7 @@ def test_no_list_is_kept_alive(pool2: Run, way: str) -> None:
 
 def hooked(rank: int, world: int) -> list[str]:
     """A hook is handed one gradient, whose pieces are what ranks have of all segments, and fills one shard."""
-    transport, lane, seen = over(), Device(CPU).new_stream("test"), []
+    transport, stream, seen = over(), Device(CPU).new_stream("test"), []
     state = comm_hooks.DefaultState(dist.group.WORLD)
 
     def hook(state: comm_hooks.DefaultState, grad: Tensor, shard: Tensor) -> None:
@@ -242,7 +242,7 @@ def hooked(rank: int, world: int) -> list[str]:
     sizes, wrong = [3, 40_000, 0, 5], []
     fulls = [values(world * size, torch.float32, 10 * k + rank) for k, size in enumerate(sizes)]
     output = torch.full((sum(sizes),), torch.nan)
-    reducer.reduce_scatter_coalesced(output, fulls, lane).wait()
+    reducer.reduce_scatter_coalesced(output, fulls, stream).wait()
     flat = torch.cat([full.chunk(world)[each] for each in range(world) for full in fulls])
     if not (torch.equal(seen[0][0], flat) and seen[0][1] == sum(sizes)):
         wrong.append("handed something else")

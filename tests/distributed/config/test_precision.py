@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler
-from flatfsdp.engine.watchdog import store as board
+from flatfsdp.engine.watchdog import store as stores
 from flatfsdp.errors import AgreementError
 from tests.conftest import Run
 from tests.harness import inspect
@@ -305,7 +305,7 @@ def left_alone(rank: int, world: int) -> tuple[str, str]:
 
     scaler.scale(model(ROWS).square().mean()).backward()
     with (
-        patch.object(board, "PERIOD", 0.02),
+        patch.object(stores, "PERIOD", 0.02),
         patch.object(torch.distributed, "all_reduce", lost),
         pytest.raises(AgreementError) as raised,
     ):

@@ -54,9 +54,9 @@ def in_turns(rank: int, world: int, strategy: str, use_orig_params: bool, length
     ours, plain = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, alone))
     requests, reachable, main = [0] * STEPS, StoreClient._reachable, threading.main_thread()
 
-    def counted(board: StoreClient) -> Any:
+    def counted(stores: StoreClient) -> Any:
         requests[step] += threading.current_thread() is main
-        return reachable(board)
+        return reachable(stores)
 
     with patch.object(StoreClient, "_reachable", counted):
         for step in range(STEPS):

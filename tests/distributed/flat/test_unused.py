@@ -249,9 +249,9 @@ def posts_of(rank: int, world: int, plan: Plan) -> list[int]:
     model = FullyShardedDataParallel(Net(), auto_wrap_policy={Part}, use_orig_params=True)
     posts, append = [0], StoreClient.append
 
-    def counted(board: StoreClient, key: str, text: str) -> None:
+    def counted(stores: StoreClient, key: str, text: str) -> None:
         posts[-1] += 1
-        append(board, key, text)
+        append(stores, key, text)
 
     StoreClient.append = counted  # type: ignore[method-assign]
     try:

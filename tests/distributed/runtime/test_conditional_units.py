@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.watchdog import store as board
+from flatfsdp.engine.watchdog import store as stores
 from flatfsdp.errors import AgreementError, ConfigValueError, UsageError
 from tests.conftest import Run
 from tests.harness.gradients import fill, gradients_of, names_of, together, unlike
@@ -162,8 +162,8 @@ def differences(
     sync: bool = False,
 ) -> list[str]:
     """Train on `world` ranks and in one process on all their batches; what differs."""
-    # A rank that waits for another's word has it with that one's next look at the board.
-    with patch.object(board, "PERIOD", 0.25):
+    # A rank that waits for another's word has it with that one's next look at the stores.
+    with patch.object(stores, "PERIOD", 0.25):
         return _differences(rank, world, kind, plan, any_order, options, micro, sync)
 
 

@@ -214,14 +214,14 @@ def test_a_missing_wait_shows() -> None:
 
 
 @pytest.mark.parametrize("cell", ARRAY[::5], ids=str)
-def test_lanes_change_no_number(cell: Cell) -> None:
+def test_streams_change_no_number(cell: Cell) -> None:
     options = cell.options | {"limit_all_gathers": cell.offload}
     parity.check(cell.world, cell.recipe, context=streams, **options)
 
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_lanes_change_no_number_of_an_optimizer_in_backward(strategy: str, offload: bool) -> None:
+def test_streams_change_no_number_of_an_optimizer_in_backward(strategy: str, offload: bool) -> None:
     cell = Cell(strategy, 2, use_orig_params=offload, offload=offload, stepping="in the backward")
     options = cell.options | {"join_units_below": 0}
     parity.check(2, cell.recipe, engine=parity.StepsInBackward(), context=streams, **options)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel, ShardedGradScaler, fuse_optimizer_steps, optimizer_in_backward
-from flatfsdp.engine.watchdog import store as board
+from flatfsdp.engine.watchdog import store as stores
 from tests.conftest import Run
 from tests.harness.gradients import fill, gradients_of, names_of, together, unlike
 from tests.harness.meshes import replicas_of_shards
@@ -308,8 +308,8 @@ def _loss(net: nn.Module, of: int, step: int, microbatch: int, *, seed: int, how
 
 def _train(rank: int, world: int, seed: int, how: How) -> list[str]:
     """What parameters, and gradients where they are kept, are not those of one process that runs all ranks' batches."""
-    # A rank that waits for another's word has it with that one's next look at the board.
-    with patch.object(board, "PERIOD", 0.25):
+    # A rank that waits for another's word has it with that one's next look at the stores.
+    with patch.object(stores, "PERIOD", 0.25):
         return _differences(rank, world, seed, how)
 
 

@@ -398,11 +398,11 @@ class Alike(ProcessGroupTransport):
     def __init__(self, inner: Transport) -> None:
         super().__init__(**inspect.arguments_of(inner))
 
-    def all_gather_base(self, output: Tensor, shard: Tensor, lane: Stream) -> PendingWork:
+    def all_gather_base(self, output: Tensor, shard: Tensor, stream: Stream) -> PendingWork:
         output.view(self.group.size, -1).copy_(shard.clone())
         return DONE
 
-    def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Stream) -> PendingWork:
+    def reduce_scatter_base(self, output: Tensor, full: Tensor, stream: Stream) -> PendingWork:
         own = full.view(self.group.size, -1)[self.group.rank]
         output.zero_()
         for _ in range(self.group.size):

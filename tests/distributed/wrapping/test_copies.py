@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, set_collective_timeout
 from flatfsdp.engine.flat.flat_param import FlatParamHandle
-from flatfsdp.engine.watchdog import store as board
+from flatfsdp.engine.watchdog import store as stores
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.errors import UsageError
 from flatfsdp.extensions import set_extensions
@@ -224,7 +224,7 @@ def loaded_late(rank: int, world: int) -> list[str]:
     if rank == 2:
         return []
     pickled = pickle.dumps(FullyShardedDataParallel(seeded(Net), process_group=group))
-    notes, messages = board.StoreClient(), []
+    notes, messages = stores.StoreClient(), []
 
     def note(sentence: str) -> None:
         messages.append(sentence)
@@ -232,7 +232,7 @@ def loaded_late(rank: int, world: int) -> list[str]:
 
     if rank == 0:
         set_collective_timeout(report_after=0.1)
-        with patch.object(watch, "print_immediately", note), patch.object(board, "PERIOD", 0.02):
+        with patch.object(watch, "print_immediately", note), patch.object(stores, "PERIOD", 0.02):
             pickle.loads(pickled)
         set_collective_timeout()
     else:

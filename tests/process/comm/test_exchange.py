@@ -131,16 +131,16 @@ def die(rank: int, world: int, kind: str) -> str:
 
 def _die(rank: int, world: int, kind: str) -> str:
     transport = over_all()
-    lane, size = Device(CPU).new_stream("test"), 8 * 1024 * 1024
+    stream, size = Device(CPU).new_stream("test"), 8 * 1024 * 1024
     shard, whole = torch.ones(size), torch.empty(world * size)
-    transport.all_gather_base(whole, shard, lane).wait()
+    transport.all_gather_base(whole, shard, stream).wait()
     try:
         if kind == "gather":
-            pending = transport.all_gather_base(whole, shard, lane)
+            pending = transport.all_gather_base(whole, shard, stream)
         elif kind == "reduce-scatter":
-            pending = transport.reduce_scatter_base(shard, whole, lane)
+            pending = transport.reduce_scatter_base(shard, whole, stream)
         else:
-            pending = transport.all_reduce(whole, lane)
+            pending = transport.all_reduce(whole, stream)
         if rank == 1:
             os._exit(7)
         pending.wait()
@@ -175,13 +175,13 @@ def forget(rank: int, world: int) -> None:
 
 def _forget(world: int) -> None:
     transport = over_all()
-    lane, size = Device(CPU).new_stream("test"), 2 * 1024 * 1024
+    stream, size = Device(CPU).new_stream("test"), 2 * 1024 * 1024
     for _ in range(3):
-        transport.all_gather_base(torch.empty(world * size), torch.ones(size), lane)
-        transport.reduce_scatter_base(torch.empty(size), torch.ones(world * size), lane)
+        transport.all_gather_base(torch.empty(world * size), torch.ones(size), stream)
+        transport.reduce_scatter_base(torch.empty(size), torch.ones(world * size), stream)
     dist.barrier()
     output = torch.empty(size)
-    transport.reduce_scatter_base(output, torch.ones(world * size), lane).wait()
+    transport.reduce_scatter_base(output, torch.ones(world * size), stream).wait()
     assert output.eq(world).all()
 
 

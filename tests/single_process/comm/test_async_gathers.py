@@ -56,7 +56,7 @@ def test_nothing_happens_too_early(strategy: str, lists: bool, options: dict[str
         assert live(model) - {"residual"} == {"shard"}
         del model
     assert device.races == []
-    # No memory is another stream's, and compute is awaited by no lane of gathers.
+    # No memory is another stream's, and compute is awaited by no stream of gathers.
     assert not any("unshard" in entry.replace("unsharded", "") for entry in device.log)
 
 
@@ -95,7 +95,7 @@ def test_a_forward_in_order_of_issue() -> None:
     assert device.races == []
 
 
-def test_memory_goes_from_one_lane_to_the_other_between_iterations() -> None:
+def test_memory_goes_from_one_stream_to_the_other_between_iterations() -> None:
     with device_of() as device:
         model = wrapped("FULL_SHARD", reshard_after_forward=2)
         for on in (True, False, True):

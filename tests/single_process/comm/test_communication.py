@@ -512,7 +512,7 @@ class Alike(comm.ProcessGroupTransport):
     def __init__(self, inner: comm.Transport) -> None:
         super().__init__(**inspect.arguments_of(inner))
 
-    def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Any) -> PendingWork:
+    def reduce_scatter_base(self, output: Tensor, full: Tensor, stream: Any) -> PendingWork:
         piece = full[: output.numel()]
         output.copy_(piece)
         for _ in range(self.group.size - 1):

@@ -1,4 +1,4 @@
-"""Communication hooks: when and with what they are called, in which memory and on which lane, and what is refused."""
+"""Communication hooks: when and with what they are called, in which memory and on which stream, and what is refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_a_hook_keeps_stays(strategy: str) -> None:
         assert all(torch.equal(piece, torch.full((2,), 2.0)) for piece in kept)
 
 
-# -- lanes -------------------------------------------------------------------------------------------------------------
+# -- streams --------------------------------------------------------------------------------------------------------
 
 
 def asynchronous(state: Any, *tensors: Tensor) -> Any:
@@ -103,7 +103,7 @@ def asynchronous(state: Any, *tensors: Tensor) -> Any:
 
 
 def replacing(state: Any, *tensors: Tensor) -> None:
-    """Leaves its result in memory that it takes on its lane."""
+    """Leaves its result in memory that it takes on its stream."""
     for tensor in tensors:
         tensor.data = tensor.data.to(torch.float64)
     comm_hooks.reduce_scatter_hook(state, *tensors)

@@ -39,9 +39,9 @@ def story(model: FullyShardedDataParallel) -> str:
     trace = inspect.events(model)
     download, wait = Stream.download, Device.block_host
 
-    def downloading(lane: Stream, tensor: Tensor) -> Any:
-        trace.record("download", lane.name)
-        return download(lane, tensor)
+    def downloading(its_stream: Stream, tensor: Tensor) -> Any:
+        trace.record("download", its_stream.name)
+        return download(its_stream, tensor)
 
     def waiting(fake: Device, event: Any) -> None:
         if event is not None:
@@ -98,8 +98,8 @@ def test_the_host_finds_what_was_downloaded(strategy: str, mixed: MixedPrecision
 
     assert races() == []
     with patch.object(Device, "block_host", lambda device, event: None):
-        lane = "reduce" if strategy == "FULL_SHARD" else "replicate"  # that of the last stage
-        assert any(f"mul_ on the host may write before copy_ on {lane} is over" in race for race in races())
+        its_stream = "reduce" if strategy == "FULL_SHARD" else "replicate"  # that of the last stage
+        assert any(f"mul_ on the host may write before copy_ on {its_stream} is over" in race for race in races())
 
 
 def test_what_a_hook_makes_of_a_sum_is_downloaded() -> None:
@@ -145,7 +145,7 @@ def test_page_locked_memory_is_taken_for_every_gradient() -> None:
 
 
 def test_on_a_cpu_nothing_is_downloaded() -> None:
-    with patch.object(Stream, "download", side_effect=AssertionError("the host is the lane")), fake_world(4):
+    with patch.object(Stream, "download", side_effect=AssertionError("the host is the stream")), fake_world(4):
         settled(wrapped("FULL_SHARD", cpu_offload=PINNED))
 
 

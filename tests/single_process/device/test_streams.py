@@ -1,4 +1,4 @@
-"""Lanes on a device that finds races: what is awaited, and when memory goes back.
+"""Streams on a device that finds races: what is awaited, and when memory goes back.
 
 A wait that nothing needs would hide here as well as one that is missing, so each is taken out and must be missed.
 """
@@ -116,12 +116,12 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 WAITS: list[tuple[str, Callable[[], AbstractContextManager[Any]], str]] = [
     (
-        "lanes after compute",
+        "streams after compute",
         lambda: patch.object(Stream, "follow_compute", nothing),
         "_allgather_base_ on unshard may read before",
     ),
     (
-        "compute after lanes",
+        "compute after streams",
         lambda: patch.object(Device, "await_mark", nothing),
         "before _allgather_base_ on unshard has written",
     ),
@@ -206,11 +206,11 @@ def test_a_sum_over_replicas_runs_beside_the_next_reduce_scatter() -> None:
     scatter = comm.ProcessGroupTransport.reduce_scatter_base
 
     def watched(
-        self: comm.ProcessGroupTransport, output: torch.Tensor, full: torch.Tensor, lane: Stream
+        self: comm.ProcessGroupTransport, output: torch.Tensor, full: torch.Tensor, stream: Stream
     ) -> PendingWork:
         across = inspect.replicate_stream(model)
-        unknown.append(across.clock[across] - lane._stream.clock.get(across, 0))
-        return scatter(self, output, full, lane)
+        unknown.append(across.clock[across] - stream._stream.clock.get(across, 0))
+        return scatter(self, output, full, stream)
 
     with device_of() as device:
         model = wrapped("HYBRID_SHARD", mesh=(2, 2))
@@ -334,7 +334,7 @@ def test_the_host_may_write_to_offloaded_shards_after_an_evaluation() -> None:
         assert any("mul_ on the host may write before copy_ on unshard is over" in race for race in evaluate())
 
 
-def test_a_failed_backward_leaves_lanes_in_order() -> None:
+def test_a_failed_backward_leaves_streams_in_order() -> None:
     class Fails(Exception):
         pass
 

@@ -266,16 +266,16 @@ def test_gradients_have_version_counters_of_their_own() -> None:
 def test_a_backend_that_groups_by_itself_needs_no_staging() -> None:
     with fake_world(4) as group, served_as("nccl"):
         cpu, traffic, ledger = Device(torch.device("cpu")), CommStats(), MemoryTracker()
-        lane = cpu.new_stream("any")
+        stream = cpu.new_stream("any")
         transport = comm.transport(Axis.of(group, cpu.device), cpu, comm_stats=traffic, tracker=ledger)
         shards = [torch.full((2,), 3.0), torch.full((3,), 5.0)]
         outputs = [torch.zeros(8), torch.zeros(12)]
         nothing = torch.zeros(0)  # of parameters without elements, which do not hold up the others
-        transport.all_gather_coalesced([nothing, *outputs], [nothing, *shards], lane).wait()
+        transport.all_gather_coalesced([nothing, *outputs], [nothing, *shards], stream).wait()
         # The fake group hands every rank's slot the own shard.
         assert [set(output.tolist()) for output in outputs] == [{3.0}, {5.0}]
         outputs.append(nothing)
-        transport.reduce_scatter_coalesced(torch.empty(5), outputs, lane).wait()
+        transport.reduce_scatter_coalesced(torch.empty(5), outputs, stream).wait()
         assert traffic.counts == {"all_gather": 1, "reduce_scatter": 1}
         assert traffic.bytes == {"all_gather": 80, "reduce_scatter": 80}
         assert traffic.staged == 0 and ledger.total == 0

@@ -114,15 +114,15 @@ class Slow(comm.ProcessGroupTransport):
         super().__init__(**inspect.arguments_of(inner))
         self._begin = clock.backend()
 
-    def all_gather_base(self, output: Tensor, shard: Tensor, lane: Any) -> PendingWork:
+    def all_gather_base(self, output: Tensor, shard: Tensor, stream: Any) -> PendingWork:
         output.zero_()
         return PendingWork(work=Issued(self._begin()), keep=(output, shard))
 
-    def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Any) -> PendingWork:
+    def reduce_scatter_base(self, output: Tensor, full: Tensor, stream: Any) -> PendingWork:
         output.zero_()
         return PendingWork(work=Issued(self._begin()), keep=(output, full))
 
-    def all_reduce(self, tensor: Tensor, lane: Any) -> PendingWork:
+    def all_reduce(self, tensor: Tensor, stream: Any) -> PendingWork:
         return PendingWork(work=Issued(self._begin()), keep=(tensor,))
 
 

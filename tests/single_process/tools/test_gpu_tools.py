@@ -64,7 +64,7 @@ def test_a_stand_in_for_a_collective_moves_nothing(spun: list[int]) -> None:
         assert spun == [2000, 2000]
 
 
-def test_stand_ins_are_on_the_lanes(spun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stand_ins_are_on_the_streams(spun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     streams: list[str] = []
     with fake_world(8), FakeDevice() as device:
         training = jobs.Training(0, Setting(TINY, "flatfsdp"))

@@ -344,7 +344,7 @@ def test_what_works_between_iterations_goes_through_quiesce() -> None:
     assert not found, "these come through engine/runtime/rest.py:\n" + "\n".join(found)
 
 
-def test_memory_is_given_back_by_its_lane_and_never_by_record_stream() -> None:
+def test_memory_is_given_back_by_its_stream_and_never_by_record_stream() -> None:
     found = [
         source.at(node.lineno)
         for source in sources()

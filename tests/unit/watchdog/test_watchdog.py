@@ -14,7 +14,7 @@ import pytest
 
 import flatfsdp
 from flatfsdp.engine.base import wait_limits as waits
-from flatfsdp.engine.watchdog import store as board
+from flatfsdp.engine.watchdog import store as stores
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.engine.watchdog.local_waits import Timekeeper
 from flatfsdp.engine.watchdog.status_report import (
@@ -31,8 +31,8 @@ from flatfsdp.engine.watchdog.watchdog import Watchdog
 from flatfsdp.errors import AgreementError, ConfigTypeError, ConfigValueError, LostRankError, WaitError, ranks_in_words
 
 
-class Notes(board.StoreClient):
-    """A board of one process that counts the requests of one rank."""
+class Notes(stores.StoreClient):
+    """A stores of one process that counts the requests of one rank."""
 
     def __init__(self, shared: dict[str, str]) -> None:
         super().__init__(shared)
@@ -121,7 +121,7 @@ def text(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     found: list[str] = []
     monkeypatch.setattr(watch, "print_immediately", found.append)
     monkeypatch.setattr(watch, "end_process_unless", lambda come_back: None)
-    monkeypatch.setattr(board, "PERIOD", 0.01)
+    monkeypatch.setattr(stores, "PERIOD", 0.01)
     monkeypatch.setattr(Watchdog, "_start", lambda self: None)
     monkeypatch.setattr(Timekeeper, "start", lambda self, wanted: None)
     flatfsdp.set_collective_timeout(report_after=0.01)
@@ -379,7 +379,7 @@ def test_a_process_is_found_gone_only_where_it_can_be() -> None:
 
 def test_a_large_world_looks_less_often(texts: list[str]) -> None:
     assert World(2).watches[0]._polls.period == 0.01
-    calls = StatusPoll(Notes({}), rank=0, world=4 * board.READS)
+    calls = StatusPoll(Notes({}), rank=0, world=4 * stores.READS)
     assert calls.period == 0.04
 
 
