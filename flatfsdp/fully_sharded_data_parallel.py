@@ -16,7 +16,7 @@ from .engine.config.arguments import check_arguments
 from .engine.facade.fsdp1_compat import FSDP1Names
 from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.clip import clip_grad_norm
-from .engine.features.comm_hooks import register_comm_hook
+from .engine.features.comm_hook_registration import register_comm_hook
 from .engine.features.forward_methods import through_wrapper
 from .engine.runtime.model import model_of
 from .engine.runtime.module_tree import units_at, units_in, with_owning_units

@@ -62,7 +62,7 @@ class SavedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class SavedChunk:
     """Elements `[start, stop)` of a tensor in memory order, at `offset` bytes of file number `file`."""
 
     file: int
@@ -94,11 +94,11 @@ class SavedTensor:
         """Bytes of the whole tensor."""
         return self.spec.numel * dtype_named(self.dtype).itemsize
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[SavedChunk]:
         """Its chunks, in no order."""
         for file, start, *pieces in self.rows:
             for numel, offset in zip(pieces[::2], pieces[1::2], strict=True):
-                yield Chunk(file, start, start + numel, offset)
+                yield SavedChunk(file, start, start + numel, offset)
                 start += numel
 
     def to_json(self) -> dict[str, Any]:

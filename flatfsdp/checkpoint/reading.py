@@ -19,7 +19,7 @@ from ..engine.layout.layout import Span
 from ..engine.state.owned_interval import OwnedInterval, block_of
 from ..errors import CheckpointError
 from .disk import Files, disk
-from .manifest import Chunk, Manifest, SavedFile, SavedTensor
+from .manifest import Manifest, SavedChunk, SavedFile, SavedTensor
 from .raw import LARGEST, bytes_of, dtype_named, filling
 
 
@@ -44,7 +44,7 @@ class TensorReader:
                 if interval.span.numel:
                     self._fill(self._manifest.tensors[key], found, interval)
 
-    def _fill(self, saved: SavedTensor, chunks: Sequence[Chunk], interval: OwnedInterval) -> None:
+    def _fill(self, saved: SavedTensor, chunks: Sequence[SavedChunk], interval: OwnedInterval) -> None:
         spec = saved.spec
         dtype = dtype_named(saved.dtype)
         if spec.stride == interval.spec.stride:
@@ -63,9 +63,9 @@ class TensorReader:
                     target = block_of(interval.data_of(mine), _inside(mine, offsets), sizes)
                     target.copy_(block_of(elements, _inside(box, offsets), sizes))
 
-    def _chunks(self, saved: SavedTensor) -> list[Chunk]:
+    def _chunks(self, saved: SavedTensor) -> list[SavedChunk]:
         """In order; of those that several nodes have the one that is here."""
-        chosen: dict[int, Chunk] = {}
+        chosen: dict[int, SavedChunk] = {}
         for chunk in saved.chunks():
             if chunk.start not in chosen or self._path(chunk.file).is_file():
                 chosen[chunk.start] = chunk
@@ -74,7 +74,7 @@ class TensorReader:
     def _path(self, number: int) -> Path:
         return self._folder / self._manifest.files[number].name
 
-    def _fill_in_order(self, chunks: Sequence[Chunk], dtype: torch.dtype, interval: OwnedInterval) -> None:
+    def _fill_in_order(self, chunks: Sequence[SavedChunk], dtype: torch.dtype, interval: OwnedInterval) -> None:
         span, local = interval.span, interval.local.detach()
         direct = local.device.type == "cpu" and local.dtype == dtype and local.is_contiguous()
         most = span.numel if direct else LARGEST // dtype.itemsize
@@ -91,7 +91,7 @@ class TensorReader:
         if done < span.stop:
             raise CheckpointError(f"{interval.spec.name!r}: element {done} is in no file of {self._folder}")
 
-    def _read(self, chunk: Chunk, span: Span, into: torch.Tensor) -> None:
+    def _read(self, chunk: SavedChunk, span: Span, into: torch.Tensor) -> None:
         """Elements `span` of `chunk` into a tensor on the CPU of the saved dtype."""
         path = self._path(chunk.file)
         try:

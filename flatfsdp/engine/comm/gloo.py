@@ -2,7 +2,7 @@
 
 gloo's own gather and reductions take a second buffer of full size, and its reductions sum in an order of their own.
 `PairwiseExchange` exchanges by messages between two ranks each, in place, where much is to be exchanged among a few
-ranks on one host; `AllToAll` is a collective of gloo's, for all others.
+ranks on one host; `GlooAllToAll` is a collective of gloo's, for all others.
 
 [Note: messages] What gloo needs of messages, and what it costs not to heed it:
 
@@ -223,7 +223,7 @@ class PairwiseExchange:
         return row.of(row.pieces[0].new_empty(row.numel))
 
 
-class AllToAll:
+class GlooAllToAll:
     """Exchanges by gloo's all-to-all.
 
     Per rank and reduce-scatter of n bytes: n (W-1)/W received into scratch, and a copy of as much that is sent, but on
@@ -306,8 +306,8 @@ class AllToAll:
             tensor.untyped_storage().resize_(0)
 
 
-class SimulatedExchange(AllToAll):
-    """What `AllToAll` holds, without its exchanges and sums, which take longer the more ranks there are. [Note: dry
+class SimulatedExchange(GlooAllToAll):
+    """What `GlooAllToAll` holds, without its exchanges and sums, which take longer the more ranks there are. [Note: dry
     run]"""
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:

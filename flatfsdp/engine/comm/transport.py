@@ -46,7 +46,7 @@ class DeterministicGloo(ProcessGroupTransport):
     def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
         super().__init__(group, device, comm_stats=comm_stats, tracker=tracker)
         self._pairs = gloo.PairwiseExchange(group.process_group, tracker=tracker, comm_stats=comm_stats)
-        all_to_all = gloo.SimulatedExchange if is_memoryless() else gloo.AllToAll
+        all_to_all = gloo.SimulatedExchange if is_memoryless() else gloo.GlooAllToAll
         self._all_to_all = all_to_all(group.process_group, tracker=tracker, comm_stats=comm_stats)
 
     def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:

@@ -26,7 +26,7 @@ from ..runtime.model import Model
 from ..runtime.unit import Unit
 
 
-class Stage(NamedTuple):
+class Range(NamedTuple):
     """What a range is called and shows.
 
     Attributes:
@@ -57,23 +57,23 @@ def _names_of_parts(reduction: Reduction) -> Iterable[str]:
     return (part.handle.name for part in reduction.parts)
 
 
-STAGES_OF_UNITS: Mapping[str, Stage] = {
-    "launch_unshard": Stage("gather", lambda unit: not unit.is_unsharded),
-    "wait_unshard": Stage("wait for gather", lambda unit: any(handle.state is GATHERING for handle in unit.handles)),
-    "reshard": Stage("reshard", lambda unit: not unit.is_sharded),
-    "reduce": Stage("reduce", labels_reductions=True),
-    "finalize_grads": Stage("settle", lambda unit: any(grads.expected for grads in unit.grads)),
+STAGES_OF_UNITS: Mapping[str, Range] = {
+    "launch_unshard": Range("gather", lambda unit: not unit.is_unsharded),
+    "wait_unshard": Range("wait for gather", lambda unit: any(handle.state is GATHERING for handle in unit.handles)),
+    "reshard": Range("reshard", lambda unit: not unit.is_sharded),
+    "reduce": Range("reduce", labels_reductions=True),
+    "finalize_grads": Range("settle", lambda unit: any(grads.expected for grads in unit.grads)),
 }
-STAGES_OF_FORWARDS: Mapping[str, Stage] = {"run": Stage("forward", names=_name_of_unit)}
-STAGES_OF_BACKWARDS: Mapping[str, Stage] = {"before_backward": Stage("before backward", names=_name_of_unit)}
-STAGES_OF_HOOKS: Mapping[str, Stage] = {"leaf_ready": Stage("gradient", names=_name_of_hooks)}
-STAGES_OF_GROUPS: Mapping[str, Stage] = {
-    "launch_coalesced": Stage("gather", names=_names_of_group),
-    "reduce_coalesced": Stage("reduce", names=_names_of_group, labels_reductions=True),
+STAGES_OF_FORWARDS: Mapping[str, Range] = {"run": Range("forward", names=_name_of_unit)}
+STAGES_OF_BACKWARDS: Mapping[str, Range] = {"before_backward": Range("before backward", names=_name_of_unit)}
+STAGES_OF_HOOKS: Mapping[str, Range] = {"leaf_ready": Range("gradient", names=_name_of_hooks)}
+STAGES_OF_GROUPS: Mapping[str, Range] = {
+    "launch_coalesced": Range("gather", names=_names_of_group),
+    "reduce_coalesced": Range("reduce", names=_names_of_group, labels_reductions=True),
 }
-STAGES_OF_REDUCTIONS: Mapping[str, Stage] = {
-    "release_input": Stage("wait for reduction", lambda reduction: not reduction.input_is_released, _names_of_parts),
-    "finish": Stage("wait for all-reduce", lambda reduction: reduction.is_under_way, _names_of_parts),
+STAGES_OF_REDUCTIONS: Mapping[str, Range] = {
+    "release_input": Range("wait for reduction", lambda reduction: not reduction.input_is_released, _names_of_parts),
+    "finish": Range("wait for all-reduce", lambda reduction: reduction.is_under_way, _names_of_parts),
 }
 
 
@@ -103,17 +103,17 @@ class ProfilerRanges(Observer):
         return True
 
 
-def _decorate(owner: object, stages: Mapping[str, Stage]) -> None:
+def _decorate(owner: object, stages: Mapping[str, Range]) -> None:
     for name, stage in stages.items():
         owner.__dict__[name] = _in_range(owner, name, stage)
 
 
-def _undecorate(owner: object, stages: Mapping[str, Stage]) -> None:
+def _undecorate(owner: object, stages: Mapping[str, Range]) -> None:
     for name in stages:
         owner.__dict__.pop(name, None)
 
 
-def _in_range(owner: object, name: str, stage: Stage) -> Callable[..., Any]:
+def _in_range(owner: object, name: str, stage: Range) -> Callable[..., Any]:
     """The method of that `name`, in a range. Holds `owner` weakly: in a circle it would live until the collector
     comes."""
     me, method = weakref.ref(owner), getattr(type(owner), name)

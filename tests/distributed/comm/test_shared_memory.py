@@ -33,7 +33,7 @@ from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
 from flatfsdp.engine.comm.shared_memory.collectives import SharedMemoryExchange
 from flatfsdp.engine.comm.shared_memory.groups import by_messages, connect, shares
 from flatfsdp.engine.comm.shared_memory.operations import Gather, Sum
-from flatfsdp.engine.comm.shared_memory.segments import Segment
+from flatfsdp.engine.comm.shared_memory.segments import MemorySegment
 from flatfsdp.engine.device import malloc
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import PendingWork
@@ -398,7 +398,7 @@ def without_memory(rank: int, world: int) -> str:
     assert wrong([issue(way, "gather", rank, world, 17, torch.float32)]) == []
     dist.barrier()
     assert inspect.outbox_rests(way)
-    failing = patch.object(Segment, "take_pages", side_effect=OSError(12, "Cannot allocate memory"))
+    failing = patch.object(MemorySegment, "take_pages", side_effect=OSError(12, "Cannot allocate memory"))
     with failing if rank == world - 1 else nullcontext():
         try:
             wrong([issue(way, "gather", rank, world, 17, torch.float32)])

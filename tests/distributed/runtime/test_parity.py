@@ -135,13 +135,13 @@ def one_late_rank() -> Iterator[None]:
 @contextmanager
 def one_late_rank_of_gloo() -> Iterator[None]:
     """Rank 1 is the last to send its gradients."""
-    scatter = gloo.AllToAll._scatter
+    scatter = gloo.GlooAllToAll._scatter
 
-    def late(self: gloo.AllToAll, *args: Any) -> Any:
+    def late(self: gloo.GlooAllToAll, *args: Any) -> Any:
         time.sleep(0.02 if dist.get_rank() == 1 else 0)
         return scatter(self, *args)
 
-    with by_messages(), patch.object(gloo.AllToAll, "_scatter", late):
+    with by_messages(), patch.object(gloo.GlooAllToAll, "_scatter", late):
         yield
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from flatfsdp.engine.comm.shared_memory import segments
-from flatfsdp.engine.comm.shared_memory.segments import Segment, create, is_sealed
+from flatfsdp.engine.comm.shared_memory.segments import MemorySegment, create, is_sealed
 
 PAGE, SIZE = 4096, 64 * 1024
 
@@ -28,7 +28,7 @@ def taken(descriptor: int) -> int:
 
 
 def test_pages_that_are_given_back_are_zeros_until_they_are_taken_again(descriptor: int) -> None:
-    own, peers = Segment(descriptor, SIZE), Segment(descriptor, SIZE)
+    own, peers = MemorySegment(descriptor, SIZE), MemorySegment(descriptor, SIZE)
     own.bytes.fill_(7)
     assert own.give_pages_back(PAGE)
     assert taken(descriptor) == PAGE
@@ -45,14 +45,14 @@ def test_pages_that_are_given_back_are_zeros_until_they_are_taken_again(descript
 
 
 def test_a_peer_may_read_what_was_given_back(descriptor: int) -> None:
-    own, peers = Segment(descriptor, SIZE), Segment(descriptor, SIZE)
+    own, peers = MemorySegment(descriptor, SIZE), MemorySegment(descriptor, SIZE)
     assert own.give_pages_back(PAGE)
     assert peers.bytes.eq(0).all()
 
 
 def test_a_system_that_does_not_know_whether_there_is_memory_keeps_the_pages(descriptor: int) -> None:
     """As Linux before 5.14."""
-    own = Segment(descriptor, SIZE)
+    own = MemorySegment(descriptor, SIZE)
     own.bytes.fill_(7)
     with patch.object(segments, "_POPULATE_WRITE", 9999):
         assert not own.give_pages_back(PAGE)

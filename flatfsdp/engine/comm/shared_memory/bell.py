@@ -18,7 +18,7 @@ import itertools
 import threading
 from functools import cache
 
-from .segments import Segment, create
+from .segments import MemorySegment, create
 
 SIZE = 4096
 _WORD, _SLEEPS = 0, 16  # indices of 32-bit words, in lines of their own
@@ -40,7 +40,7 @@ class _Timespec(ctypes.Structure):
 class Bell:
     """The word of one process, mapped."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: MemorySegment) -> None:
         self._segment = segment
         self._words = memoryview(segment.memory).cast("I")
         self._address = ctypes.c_void_p(segment.bytes.data_ptr() + 4 * _WORD)
@@ -64,7 +64,7 @@ class OwnBell(Bell):
     def __init__(self) -> None:
         self.descriptor = create(SIZE)
         self._sleepers = 0  # threads
-        super().__init__(Segment(self.descriptor, SIZE))
+        super().__init__(MemorySegment(self.descriptor, SIZE))
 
     def look(self) -> int:
         """The word now. From here on, peers wake whoever sleeps; look at what is awaited after it."""

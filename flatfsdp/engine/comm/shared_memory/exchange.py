@@ -35,7 +35,7 @@ from .bell import Bell, own_bell, ring_value
 from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream
 from .operations import AllToAll, Gather, Operation, Sum
 from .peers import Peer
-from .segments import Segment
+from .segments import MemorySegment
 
 CAPACITY = 4 * 1024 * 1024  # bytes of an outbox
 CONTROL = 4096  # bytes before an outbox, for counters and tags
@@ -48,7 +48,7 @@ _NAP = 0.1  # seconds between two looks at whether a peer has ended
 class _Outbox:
     """One rank's, mapped."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: MemorySegment) -> None:
         self.words = memoryview(segment.memory)[:CONTROL].cast("q")
         self.bytes = segment.bytes[CONTROL:]
 
@@ -61,7 +61,7 @@ class SharedMemory:
     _broken = ""  # by what
     _lost = ""  # whom, in words
 
-    def __init__(self, process_group: Any, peers: Sequence[Peer], own: Segment) -> None:
+    def __init__(self, process_group: Any, peers: Sequence[Peer], own: MemorySegment) -> None:
         """`own`: this rank's outbox; the segments of `peers` are theirs, and their bells."""
         self.rank, self.world = process_group.rank(), process_group.size()
         self._name = f"process group {process_group.group_name}"

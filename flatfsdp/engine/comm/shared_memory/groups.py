@@ -15,7 +15,7 @@ from .bell import own_bell
 from .collectives import LARGE, choose_early_waits
 from .exchange import CAPACITY, CONTROL, SharedMemory
 from .peers import connect_peers, obstacle
-from .segments import Segment, create
+from .segments import MemorySegment, create
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def connect(process_group: Any, *, capacity: int = CAPACITY) -> tuple[SharedMemo
     try:
         if not why:
             own = create(CONTROL + capacity)
-            outbox = Segment(own, CONTROL + capacity)
+            outbox = MemorySegment(own, CONTROL + capacity)
             descriptors = [own, own_bell().descriptor]
     except OSError as error:
         why = f"no memory to share: {error}"

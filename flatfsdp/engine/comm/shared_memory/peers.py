@@ -27,7 +27,7 @@ import torch
 
 from ...base import _torch
 from ...base.wait_limits import blocked
-from .segments import Segment, create, is_sealed
+from .segments import MemorySegment, create, is_sealed
 
 NAME, SECRET, REASON = 16, 32, 160  # bytes
 SECONDS = 20.0  # that a rank waits for another one's connection
@@ -43,7 +43,7 @@ class Peer:
         rank: in the group. segments: its own, mapped.
     """
 
-    def __init__(self, rank: int, connection: socket.socket, segments: list[Segment]) -> None:
+    def __init__(self, rank: int, connection: socket.socket, segments: list[MemorySegment]) -> None:
         self.rank = rank
         self.segments = segments
         self._connection = connection
@@ -242,13 +242,13 @@ def _received(connection: socket.socket, size: int) -> bytes:
         return b""
 
 
-def _receive(other: int, connection: socket.socket, sizes: Sequence[int]) -> list[Segment]:
+def _receive(other: int, connection: socket.socket, sizes: Sequence[int]) -> list[MemorySegment]:
     """The segments that another rank sends, mapped."""
     _, descriptors, _, _ = socket.recv_fds(connection, 1, len(sizes))
     try:
         if len(descriptors) != len(sizes) or not all(map(is_sealed, descriptors, sizes)):
             raise ValueError(f"what rank {other} of the group shares is not what was agreed on")
-        return [Segment(*each) for each in zip(descriptors, sizes, strict=True)]
+        return [MemorySegment(*each) for each in zip(descriptors, sizes, strict=True)]
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

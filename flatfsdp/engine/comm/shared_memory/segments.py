@@ -23,7 +23,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of mman.h, which Linux has from 5.14
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
-class Segment:
+class MemorySegment:
     """A mapped segment.
 
     Attributes:
