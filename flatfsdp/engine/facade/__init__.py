@@ -1,1 +1,1 @@
-"""Methods of the wrapper, in groups: signatures, documentation, delegation. Imports `state` and what it imports."""
+"""Methods of the wrapper, in groups: signatures, documentation, delegation. Imports `features` and what it imports."""
