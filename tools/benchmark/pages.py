@@ -19,7 +19,7 @@ import torch.distributed as dist
 import flatfsdp
 from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
 from flatfsdp.engine.comm.shared_memory.exchange import CONTROL
-from flatfsdp.engine.comm.shared_memory.segments import Segment
+from flatfsdp.engine.comm.shared_memory.segments import MemorySegment
 
 from .jobs import Setting, Training
 from .memory import Counter
@@ -114,7 +114,7 @@ class _Peaks:
         live = self._counter.peak() or 0
         self._live, self._both = max(self._live, live), max(self._both, live + sum(self._held.values()))
 
-    def changed(self, segment: Segment) -> None:
+    def changed(self, segment: MemorySegment) -> None:
         """A segment has more or fewer pages now."""
         self._held[id(segment)] = segment.held - CONTROL
 
@@ -129,7 +129,7 @@ def _peaks(counter: Counter) -> Iterator[_Peaks]:
     peaks = _Peaks(counter)
 
     def watched(plain: Any) -> Any:
-        def change(self: Segment, place: int) -> Any:
+        def change(self: MemorySegment, place: int) -> Any:
             peaks.look()
             try:
                 return plain(self, place)
@@ -139,8 +139,8 @@ def _peaks(counter: Counter) -> Iterator[_Peaks]:
         return change
 
     with (
-        patch.object(Segment, "give_pages_back", watched(Segment.give_pages_back)),
-        patch.object(Segment, "take_pages", watched(Segment.take_pages)),
+        patch.object(MemorySegment, "give_pages_back", watched(MemorySegment.give_pages_back)),
+        patch.object(MemorySegment, "take_pages", watched(MemorySegment.take_pages)),
     ):
         yield peaks
 

@@ -16,7 +16,7 @@ from tests.harness.thorough import is_thorough
 
 TIMEOUT = 240  # seconds
 PROGRAMS = [page for page in manual.PAGES if manual.program(page)]
-WORLDS = {page: int(*manual.message(page, "ranks") or [2]) for page in PROGRAMS}
+WORLDS = {page: int(*manual.read(page, "ranks") or [2]) for page in PROGRAMS}
 COMMANDS = [page for page in manual.PAGES if manual.commands(page)]
 
 
@@ -25,7 +25,7 @@ def name_of(page: Path) -> str:
 
 
 def lacks(page: Path) -> list[str]:
-    return [module for module in manual.message(page, "needs") if find_spec(module) is None]
+    return [module for module in manual.read(page, "needs") if find_spec(module) is None]
 
 
 @pytest.fixture(scope="module")

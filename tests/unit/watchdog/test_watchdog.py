@@ -116,8 +116,8 @@ class World:
 
 
 @pytest.fixture
-def text(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What watches say; they look a hundred times as often, end no process, and report after 10 ms."""
+def texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What watches print; they look a hundred times as often, end no process, and report after 10 ms."""
     found: list[str] = []
     monkeypatch.setattr(watch, "print_immediately", found.append)
     monkeypatch.setattr(watch, "end_process_unless", lambda come_back: None)
