@@ -123,7 +123,7 @@ class PersistentParams(Observer):
                 continue
             elif unit.kept.maybe_stale or (wanted is DEVICE and is_compared(unit, handle)):
                 self._maybe_stale.append(ref)
-                reported.setdefault("asking whether what is kept was written to", []).append(unit.label)
+                reported.setdefault("comparing what is kept with its shards", []).append(unit.label)
             elif not ref.is_fetched:
                 self._due.append(ref)
                 reported.setdefault("gathering what is frozen, to keep it", []).append(unit.label)
