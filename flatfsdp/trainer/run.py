@@ -75,8 +75,8 @@ class StepReport:
         tokens_per_second: since the run was started or resumed.
         tflops: of a rank in that time, in 10^12 operations per second, by `utilization.flops_per_token`.
         utilization: its share of what the device computes at most; None where that is not known.
-        peak_bytes: of the rank that has held most: by the device's allocator, or of a CPU the process' largest resident
-            set.
+        peak_bytes: of the rank that has held most: by the device's allocator, or of a CPU the process' largest
+            resident set.
         done: the share of the run that is over, 0 to 1.
         footprint: this rank's bytes, as its third step showed them, or an earlier one until then.
         ids: the samples that this rank has trained on in the step.

@@ -15,7 +15,7 @@ NEVER = math.inf  # when a unit ended that did not run in a pass, and when it be
 
 
 class BackwardClock(Generic[U]):
-    """What a record tells of a backward over it, and how far this has come.
+    """What a record has of a backward over it, and how far this has come.
 
     Attributes:
         sequence: the units of the plan, in the order in which they are reached, if they are; planned: the same.
@@ -62,7 +62,7 @@ class BackwardClock(Generic[U]):
         self._passed = 0  # how many of the gathers were due later than what was reduced last began
 
     def _read(self, record: ForwardRecord[U]) -> Mapping[U, int]:
-        """What the passes tell; returned: units that ran with a graph, and without one that a reentrant checkpoint will
+        """What the passes have; returned: units that ran with a graph, and without one that a reentrant checkpoint will
         make: a recomputation brings them gradients beside those that their graph brings."""
         began, several = self.began, self.several
         unseen: dict[U, int] = {}
@@ -107,7 +107,7 @@ class BackwardClock(Generic[U]):
     def waits_for_first_call(self, unit: U) -> bool:
         """Whether `unit` is reduced when this backward is through with its first call, wherever its gradients come
         from: units that have no graph yet, and are none of the plan, may have begun later, and what it recomputes
-        itself brings gradients of which nothing tells before. [Note: recomputed]"""
+        itself brings gradients of which nothing is known before. [Note: recomputed]"""
         return unit in self.called_again
 
     def is_around(self, unit: U, others: Sequence[U]) -> bool:

@@ -1,4 +1,4 @@
-"""What the schedule of a backward asks of units and of the graph task, and what carries out its actions; pure."""
+"""What the schedule of a backward reads of units and of the graph task, and what carries out its actions; pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class UnitRules(Generic[U]):
 
 @dataclass(frozen=True, slots=True)
 class UnitFacts(Generic[U]):
-    """What is asked of a unit while a backward runs.
+    """What is read of a unit while a backward runs.
 
     Attributes:
         completed: whether every gradient has arrived that this backward awaits of it.
@@ -100,7 +100,7 @@ class Driver(Protocol[U_contra]):
         """Let no reduction hold what it reads: a gather is about to take its memory."""
 
     def may_reach(self, unit: U_contra) -> bool:
-        """Whether the running graph task may come to `unit`, as far as its parameters tell."""
+        """Whether the running graph task may come to `unit`, as far as its parameters show."""
 
     def take_part(self, unit: U_contra) -> None:
         """Let `unit` have gradients, zeros where this backward brings none."""

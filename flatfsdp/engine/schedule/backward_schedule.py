@@ -19,7 +19,7 @@ after all that ended later was gathered, and what began after its end is reduced
 gathers ahead right then: ranks need not reach all that they recompute, nor in one order.
 
 A unit that is called again, or whose parameters others use, is reduced when its first call is over, once: parts of it
-that are recomputed reentrantly bring gradients of which nothing tells before, and on some ranks only.
+that are recomputed reentrantly bring gradients of which nothing is known before, and on some ranks only.
 
 [Note: passed over] A backward may not reach a unit that another rank's does. Its reduction is issued in its turn, with
 zeros, when something is reached that ended before it began ([Note: backward order]): it, and what lacks gradients that
@@ -232,8 +232,8 @@ class BackwardSchedule(Generic[U]):
         self._reduce(rest)
 
     def _gather_unreached(self) -> None:
-        """No gradient completes units here: gather those that other ranks may have, where conditional units tell ranks
-        apart."""
+        """No gradient completes units here: gather those that other ranks may have, where conditional units make
+        ranks differ."""
         if not any(self._rules[unit].is_conditional for unit in self.clock.sequence):
             return
         for unit in self.clock.sequence:

@@ -153,7 +153,7 @@ class Recomputations(Generic[U]):
         return unit in self._clock.repeated and unit not in self._made
 
     def is_segmented(self, unit: U) -> bool:
-        """Whether checkpoints without reentrance run `unit` again, as far as that can be told."""
+        """Whether checkpoints without reentrance run `unit` again, as far as that is known."""
         return unit in self._segmented or (unit in self._clock.planned and unit not in self.will_run)
 
     def record_graph(self, unit: U) -> None:

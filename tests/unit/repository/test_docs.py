@@ -170,3 +170,23 @@ def test_the_reader_s_tour_names_files_that_are_there() -> None:
     found = {each for each in named if any(f"/{place}".endswith(f"/{each}") for place in places)}
     assert len(found) > 20, "the page names hardly any file: the test shows nothing"
     assert not named - found - {"flatfsdp/", "tests/unit/repository/test_layering.py"}, sorted(named - found)
+
+
+# Verbs of speech for what programs do, and words of earlier days that the field does not have.
+UNWANTED = re.compile(
+    r"\b(told|tells?|says?|said|speaks?|hears?|heard|silent|silence|obituar\w*|farewell|midway|lent|residents?(?! set)"
+    r"|portions?|exposure)\b|\broll.call\b|, say,|\bas ever\b"
+)
+
+
+def test_programs_report_and_do_not_speak() -> None:
+    root = Path(flatfsdp.__file__).parents[1]
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "flatfsdp").rglob("*.py")]
+    found = [
+        f"{path.relative_to(root)}: {line.strip()}"
+        for path in pages
+        if path.name != "aliases.py"  # whose table has the old names
+        for line in path.read_text().splitlines()
+        if UNWANTED.search(line)
+    ]
+    assert not found, "report, record, compare, notify...:\n" + "\n".join(found)
