@@ -135,10 +135,10 @@ REFUSED: list[tuple[str, Callable[[], Any], type[FlatFSDPError], str]] = [
         "each dimension once",
     ),
     (
-        "_fsdp_init: no neighbours",
+        "_fsdp_init: no neighbors",
         lambda: on_all_axes(*[Replicate()] * 3, dims=DataParallelMeshDims(("dp", "cp")), names=("dp", "tp", "cp")),
         ConfigValueError,
-        "neighbours in the mesh",
+        "neighbors in the mesh",
     ),
     ("_fsdp_init: no names", lambda: on_all_axes(dims=DP, given=lambda m: 3), ConfigTypeError, "DeviceMesh of all"),
     ("_fsdp_init: replicas alone", without_shards, ConfigValueError, "parameter 'weight'.*no dimension to shard over"),
