@@ -119,9 +119,10 @@ def fully_shard(
             stay, as in `set_reshard_after_forward`. None: freed, but for the outermost module.
         shard_placement_fn: `shard_placement_fn(parameter)` is the placement of a parameter: `Shard(dim)`, or None for
             `Shard(0)`. Sizes need not be multiples of the number of ranks. A parameter is stored with `dim` as the
-            slowest dimension in memory, which its views in forwards show by their strides. DTensors take `Shard(0)`. A
-            `ShardPlacementResult`, ours or torch's, has a mesh besides, over which this parameter is sharded in the
-            place of `mesh`, as those of experts are. It is gathered, freed and reduced with the others of the unit.
+            slowest dimension in memory, which its views in forwards show by their strides. Of a DTensor it is what each
+            rank has that is split, along a dimension of its placements or another one. A `ShardPlacementResult`, ours
+            or torch's, has a mesh besides, over which this parameter is sharded in the place of `mesh`, as those of
+            experts are. It is gathered, freed and reduced with the others of the unit.
         mp_policy: a `MixedPrecisionPolicy`; None leaves all dtypes as they are. Or the wrapper's `MixedPrecision`, for
             what that has besides: the dtype of buffers, parameters and gradients that travel in few bits.
         offload_policy: a `CPUOffloadPolicy`, or None for none. torch's own policies are understood.

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import UsageError
 from ..base import _dtensor
-from ..layout.layout import ParamSpec
+from ..layout.layout import ParamSpec, stride_by_rows
 
 
 def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, stored: Any = None) -> Any:
@@ -22,8 +22,9 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
         dtype: of the parameter.
         stored: the `StoredDTensor` that the parameter was before it was sharded; None for one that was a plain tensor.
 
-    With tensor parallelism the mesh is that of both. Its rows are split by tensor parallelism first and by data
-    parallelism then, so where both split `dim` the placement is `_StridedShard`.
+    Its strides are row-major, as FSDP2's, whatever the order in memory. With tensor parallelism the mesh is that of
+    both. Its rows are split by tensor parallelism first and by data parallelism then, so where both split `dim` the
+    placement is `_StridedShard`.
 
     Raises:
         UsageError: this torch lacks what that takes, or the meshes are not of one mesh.
@@ -32,9 +33,7 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
 
     replicas = [Replicate()] * (dp_mesh.ndim - 1)
     if stored is None:
-        stride = spec.stride or tuple(
-            prod(max(size, 1) for size in spec.shape[each + 1 :]) for each in range(len(spec.shape))
-        )
+        stride = spec.stride or stride_by_rows(spec.shape, 0)
         return _dtensor.new_spec(dp_mesh, [*replicas, Shard(dim)], spec.shape, stride, dtype)
     if stored.spmd is not None:
         return stored.spmd.at_rest(stored, dim, dtype)
@@ -45,7 +44,8 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
     )
     split = Shard(dim) if before == 1 else _dtensor.strided_shard(dim, before)
     mesh = mesh_of_both(dp_mesh, stored.mesh)
-    return _dtensor.new_spec(mesh, [*replicas, split, *stored.placements], stored.shape, stored.stride, dtype)
+    placements, stride = [*replicas, split, *stored.placements], stride_by_rows(stored.shape, 0)
+    return _dtensor.new_spec(mesh, placements, stored.shape, stride, dtype)
 
 
 def mesh_of_both(dp_mesh: Any, other: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 
 from ...errors import UsageError
 from ..base import _dtensor
+from ..layout.layout import stride_by_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,15 +97,16 @@ class SpmdMesh:
             later = range(place + 1, self.mesh.ndim)
             split = prod(self.mesh.size(each) for each in later if getattr(before[each], "dim", None) == dim)
             placements[place] = Shard(dim) if split == 1 else _dtensor.strided_shard(dim, split)
+        stride = stride_by_rows(stored.shape, 0)
         if len(self.shard) < 2:
-            return _dtensor.new_spec(self.mesh, placements, stored.shape, stored.stride, dtype)
+            return _dtensor.new_spec(self.mesh, placements, stored.shape, stride, dtype)
         found: list[Any] = []
         for place, name in enumerate(names):
             if name == self.shard[0]:
                 found += [Replicate()] * (self.dp.ndim - 1) + [placements[place]]
             elif place not in self.dp_places:
                 found.append(placements[place])
-        return _dtensor.new_spec(self._at_rest, found, stored.shape, stored.stride, dtype)
+        return _dtensor.new_spec(self._at_rest, found, stored.shape, stride, dtype)
 
     @cached_property
     def _at_rest(self) -> Any:

@@ -19,7 +19,7 @@ from ...errors import UsageError
 from ..base import _dtensor
 from ..comm.axes import Axis
 from ..flat.extensions import Transform
-from ..layout.layout import ParamSpec
+from ..layout.layout import ParamSpec, stride_by_rows
 from ..layout.part import Part, Ranges, chunk, strided_chunk
 from .data_mesh import DataMeshes
 from .specs import require_dtensors, spec_at_rest
@@ -32,7 +32,7 @@ class StoredDTensor:
 
     Attributes:
         mesh, placements: where the parts are.
-        shape, stride: of the whole.
+        shape: of the whole; stride: its, in the order in memory that the parts have. [Note: stored order]
         spmd: what `mesh` is if it has the data-parallel dimensions, too. [Note: SPMD meshes]
     """
 
@@ -138,7 +138,7 @@ class TensorParallel(Transform):
 
     def _state_of(self, parameter: Any) -> StoredDTensor:
         spmd = None if self._meshes is None else self._meshes.of(parameter).spmd
-        placements, stride = tuple(parameter.placements), tuple(parameter.stride())
+        placements, stride = tuple(parameter.placements), tuple(_dtensor.spec_of(parameter).stride)
         return StoredDTensor(parameter.device_mesh, placements, parameter.shape, stride, spmd)
 
     def see(self, leaf: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
@@ -146,10 +146,11 @@ class TensorParallel(Transform):
         return state.around(leaf)
 
     def describe(self, state: StoredDTensor) -> str:
-        """Its placements, by the names of the mesh's dimensions."""
+        """Its placements, by the names of the mesh's dimensions, and its strides if they are not row-major."""
         names = state.mesh.mesh_dim_names or range(state.mesh.ndim)
         sides = (f"{n} of {state.mesh.size(d)}: {state.placements[d]}" for d, n in enumerate(names))
-        return f" as a DTensor ({', '.join(sides)})"
+        stride = "" if state.stride == stride_by_rows(state.shape, 0) else f" strides {state.stride}"
+        return f"{stride} as a DTensor ({', '.join(sides)})"
 
     def can_be_pickled(self, state: StoredDTensor) -> bool:
         """Its mesh is of this job."""

@@ -1,7 +1,8 @@
 """Along which dimension each parameter is split: a layout in rows splits the one that is the slowest in memory.
 
 [Note: stored order] `Shard(dim)` of a parameter is its rows once `dim` is the slowest dimension in its memory. So the
-parameter is laid out that way before it is sharded, and neither gathers nor reductions copy anything for it.
+parameter is laid out that way before it is sharded, and neither gathers nor reductions copy anything for it. Of a
+DTensor that is what this rank has of it, and its strides say so.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 
 from ...errors import ConfigValueError, ranks_in_words, refuse_type
 from ..base import _dtensor
+from ..layout.layout import stride_by_rows
 from ..runtime.param_registry import owner_of
 from .meshes import ChosenMesh
 
@@ -86,8 +88,8 @@ def _dim_of(placement: Any, name: str, parameter: nn.Parameter) -> int:
     dim %= parameter.dim()
     if dim and _is_made_of_others(parameter):
         raise ConfigValueError(
-            f"{ARGUMENT}: got {placement!r} for parameter {name!r}, which is a {type(parameter).__name__}. Such "
-            "parameters are split along dimension 0. Accepted: Shard(0), or None"
+            f"{ARGUMENT}: got {placement!r} for parameter {name!r}, which is a {type(_local(parameter)).__name__}, a "
+            "tensor made of others. Such parameters are split along dimension 0. Accepted: Shard(0), or None"
         )
     return dim
 
@@ -95,13 +97,31 @@ def _dim_of(placement: Any, name: str, parameter: nn.Parameter) -> int:
 def lay_out(dims: Mapping[nn.Parameter, int]) -> None:
     """Let the memory of each parameter have its dimension as the slowest. [Note: stored order]"""
     for parameter, dim in dims.items():
-        if _is_made_of_others(parameter) or (dim == 0 and parameter.is_contiguous()):
+        if _is_made_of_others(parameter):  # stored as its own transform makes it
             continue
-        moved = parameter.detach().movedim(dim, 0)
-        laid_out = torch.empty(moved.shape, dtype=moved.dtype, device=moved.device)
-        parameter.data = laid_out.copy_(moved).movedim(0, dim)
+        if not _dtensor.is_dtensor(parameter):
+            parameter.data = _laid_out(parameter.detach(), dim)
+            continue
+        spec = _dtensor.spec_of(parameter)
+        stride = stride_by_rows(spec.shape, dim)
+        as_stored = _dtensor.new_spec(spec.mesh, spec.placements, spec.shape, stride, parameter.dtype)
+        _dtensor.set_local(parameter, _laid_out(_local(parameter).detach(), dim), as_stored)
+
+
+def _laid_out(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """`tensor`, or its values in that order in memory."""
+    if dim == 0 and tensor.is_contiguous():
+        return tensor
+    made = torch.empty_strided(
+        tensor.shape, stride_by_rows(tensor.shape, dim), dtype=tensor.dtype, device=tensor.device
+    )
+    return made.copy_(tensor)
 
 
 def _is_made_of_others(parameter: nn.Parameter) -> bool:
-    """Whether it is a tensor that is made of others, such as a DTensor, and stored as its own transform makes it."""
-    return hasattr(type(parameter), "__tensor_flatten__")
+    """Whether what this rank has of it is a tensor that is made of others."""
+    return hasattr(type(_local(parameter)), "__tensor_flatten__")
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return _dtensor.local_of(parameter) if _dtensor.is_dtensor(parameter) else parameter

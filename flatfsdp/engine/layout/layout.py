@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
@@ -400,6 +400,23 @@ class FlatLayout:
     def _known(self) -> dict[tuple[str, int], Any]:
         """What was found by `pieces`, `owned` and `over`, of a rank or a world."""
         return {}
+
+
+def stride_by_rows(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """The stride of a dense tensor of which `dim` is the slowest dimension in memory, and the others are in order; so
+    `ParamSpec.order` begins with it.
+
+    Example:
+        >>> stride_by_rows((2, 3, 4), 1)
+        (4, 8, 1)
+    """
+    stride, step = [0] * len(shape), 1
+    for each in (*reversed([other for other in range(len(shape)) if other != dim]), dim)[: len(shape)]:
+        stride[each] = step
+        step *= max(shape[each], 1)
+    if shape and ParamSpec("", tuple(shape), tuple(stride)).order[0] != dim:
+        stride[dim] = max(stride) + 1  # of one row or none, whose stride moves nothing
+    return tuple(stride)
 
 
 def _check_packing(world: int, align: int) -> None:

@@ -183,6 +183,63 @@ def test_hybrids(name: str, pool4: Run) -> None:
     assert not [each for found in pool4(beside_torchs, (2, 2), CASES[name]) for each in found]
 
 
+# -- methods -----------------------------------------------------------------------------------------------------------
+
+
+def doubled(total: torch.Tensor) -> None:
+    total.mul_(2)
+
+
+def factors(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_force_sum_reduction_for_comms(True)  # all that gloo has
+    model.blocks[0].set_gradient_divide_factor(4.0)
+    model.norm.set_reduce_scatter_divide_factor(0.5)
+
+
+def hooks(model: Any) -> None:
+    for module in (model.blocks[1], model.head):
+        module.set_all_reduce_hook(doubled)
+
+
+def not_gathered_again(model: Any) -> None:
+    """The table of an embedding is not read in its backward."""
+    model.set_reshard_after_forward(True)
+    model.words.set_unshard_in_backward(False)
+
+
+def kept(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+    model.blocks[2].set_reshard_after_forward(False, recurse=False)
+
+
+METHODS: list[Callable[[Any], None]] = [factors, hooks, not_gathered_again, kept]
+
+
+def controlled(rank: int, world: int, shape: tuple[int, ...]) -> list[str]:
+    warnings.simplefilter("ignore")
+    found: list[str] = []
+    for change in METHODS:
+        torch.manual_seed(0)
+        model = Net()
+        one, two = (sharded(copy.deepcopy(model), api, named_mesh(*shape), ROWS) for api in (flatfsdp, theirs))
+        for each in (one, two):
+            change(each)
+        if not all(map(torch.equal, train(one, ROWS, rank, 2), train(two, ROWS, rank, 2))):
+            found.append(f"{change.__name__}: a value")
+        found += [f"{change.__name__}: {each}" for each in differences(one, two)]
+    return found
+
+
+def test_methods(pool2: Run) -> None:
+    assert pool2(controlled, (2,)) == [[], []]
+
+
+def test_methods_of_hybrids(pool4: Run) -> None:
+    assert pool4(controlled, (2, 2)) == [[]] * 4
+
+
 # -- lists -------------------------------------------------------------------------------------------------------------
 
 

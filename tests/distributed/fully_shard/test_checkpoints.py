@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatfsdp.checkpoint
 from tests.conftest import Run
+from tests.harness.meshes import named_mesh
+from tests.harness.tensor_parallel import mesh_of
 
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -127,8 +132,13 @@ def test_a_checkpoint_into_a_model_on_the_meta_device(pool2: Run, tmp_path: Path
 
 
 def copied(rank: int, world: int) -> list[bool]:
-    """State dicts are copied and written by torch.save, of DTensors with their own memory alone."""
+    """State dicts are copied and written by torch.save, of DTensors with their own memory alone. One rank may make one
+    by itself."""
     model, optimizer = trained(flatfsdp, rank)
+    figures = flatfsdp.stats(model)
+    figures.reset()
+    alone = [*model.state_dict().values()] if rank else []
+    silent = not figures.comm and all(map(torch.equal, _locals(alone), _locals(model.parameters())))
     buffer = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), buffer)
     buffer.seek(0)
@@ -141,11 +151,17 @@ def copied(rank: int, world: int) -> list[bool]:
     other.load_state_dict(written)
     others.load_state_dict(of_optimizer)
     storages = [each.to_local().untyped_storage().nbytes() == each.to_local().nbytes for each in other.parameters()]
+    weights = [each.redistribute(placements=[Replicate()]).to_local() for each in model.parameters()]
+    found += [silent, equal(weights, values(model))]
     return [*found, equal(values(model, optimizer), values(other, others)), all(storages)]
 
 
+def _locals(parameters: Iterable[Any]) -> list[torch.Tensor]:
+    return [each.to_local() for each in parameters]
+
+
 def test_state_dicts_are_copied_and_written(pool2: Run) -> None:
-    assert pool2(copied) == [[True] * 4] * 2
+    assert pool2(copied) == [[True] * 6] * 2
 
 
 def between(rank: int, world: int, folder: str, ours_first: bool) -> bool:
@@ -164,3 +180,60 @@ def between(rank: int, world: int, folder: str, ours_first: bool) -> bool:
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_checkpoints_between_ours_and_torchs(ours_first: bool, pool2: Run, tmp_path: Path) -> None:
     assert pool2(between, str(tmp_path), ours_first, timeout=60) == [True, True]
+
+
+# -- from one kind of program to another -------------------------------------------------------------------------------
+
+
+def of_kind(kind: str, steps: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """A trained model of four ranks, over all of them or two and two, or of each process by itself."""
+    torch.manual_seed(steps)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3, bias=False))
+    mesh = named_mesh(4)
+    if "TP" in kind:
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, mesh_of(2, 2)["tp"], plan)
+        mesh = mesh_of(2, 2)["dp"]
+    if kind != "one process":
+        api: Any = theirs if "torch" in kind else flatfsdp
+        for layer in (*model, model):
+            api.fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    for step in range(steps):
+        model(torch.ones(2, 4) + step).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    names = ("exp_avg", "exp_avg_sq", "step")
+    found: list[Any] = [*model.parameters(), *(optimizer.state[p][n] for p in model.parameters() for n in names)]
+    return [each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in found]
+
+
+KINDS = ("ours", "ours with TP", "torch", "torch with TP", "one process")
+
+
+def among_kinds(rank: int, world: int, folder: str) -> list[str]:
+    warnings.simplefilter("ignore")
+    found = []
+    for saves in KINDS:
+        model, optimizer = of_kind(saves, 2)
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        where = f"{folder}/{saves.replace(' ', '_')}"
+        dcp.save(state, checkpoint_id=where)
+        expected = whole_state(model, optimizer)
+        for loads in KINDS:
+            if "ours" in saves + loads:
+                other, others = of_kind(loads, 1)
+                state = dict(zip(("model", "optimizer"), get_state_dict(other, others), strict=True))
+                dcp.load(state, checkpoint_id=where)
+                set_state_dict(other, others, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+                if not equal(whole_state(other, others), expected):
+                    found.append(f"{saves} to {loads}")
+    return found
+
+
+def test_checkpoints_from_any_kind_of_program_to_any(pool4: Run, tmp_path: Path) -> None:
+    assert pool4(among_kinds, str(tmp_path), timeout=90) == [[]] * 4

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import pytest
@@ -116,6 +118,23 @@ def disagree(rank: int, world: int) -> None:
 def test_ranks_that_disagree_are_named(pool2: Run) -> None:
     with pytest.raises(JobFailed, match=r"(?s)rank.*experts\.[01]"):
         pool2(disagree)
+
+
+def late(rank: int, world: int) -> None:
+    model = sharded(mesh=named_mesh(world))
+    model(torch.ones(2, WIDTH), [0]).sum().backward()
+    flatfsdp.set_collective_timeout(report_after=0.4, raise_after=1)
+    if rank == 1:
+        time.sleep(2)
+    model(torch.ones(2, WIDTH), [0]).sum().backward()
+
+
+def test_who_waits_for_whom_is_reported(pool2: Run) -> None:
+    with pytest.raises(JobFailed) as caught:
+        pool2(late)
+    assert re.search(r"waited .*rank 1|rank 1 .*after the backward|rank 1 did not", caught.value.errors[0]), (
+        caught.value
+    )
 
 
 def replicas(rank: int, world: int) -> str:

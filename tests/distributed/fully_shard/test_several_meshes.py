@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import flatfsdp
 from flatfsdp.errors import ConfigValueError
@@ -36,7 +36,7 @@ def expert_mesh() -> DeviceMesh:
     return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
 
 
-def mixture(package: Any, *, divided: bool, torchs_objects: bool, **options: Any) -> Any:
+def mixture(package: Any, *, divided: bool, torchs_objects: bool, split: Any = None, **options: Any) -> Any:
     """Experts on a mesh of their own, all else of their blocks on another. Of four ranks each replica of the dense part
     is over the ranks that divide the experts; of two the experts are replicated."""
     torch.manual_seed(1)
@@ -49,7 +49,7 @@ def mixture(package: Any, *, divided: bool, torchs_objects: bool, **options: Any
     else:
         own, other = named_mesh(2), named_mesh(2, 1)
         info = HSDPMeshInfo(other, shard_mesh_dim=1, replicate_mesh_dim=0)
-    result = ShardPlacementResult(None, info) if torchs_objects else flatfsdp.ShardPlacementResult(None, other)
+    result = ShardPlacementResult(split, info) if torchs_objects else flatfsdp.ShardPlacementResult(split, other)
     for block in net.blocks:
         experts = set(block.experts.parameters())
         choose = _chooser(experts, result)
@@ -126,6 +126,31 @@ def _unlike_one(net: Any, seen: list[list[Any]]) -> list[str]:
 
 def test_divided_experts(pool4: Run) -> None:
     assert pool4(beside, True, timeout=60) == [[]] * 4
+
+
+def by_columns(rank: int, world: int) -> list[str]:
+    """Experts that are fewer than ranks are split along another dimension. Kernels add up products in another order."""
+    stories, found = [], []
+    for package in (flatfsdp, theirs):
+        net = mixture(package, divided=True, torchs_objects=package is theirs, split=Shard(1))
+        optimizer = adamw(net)
+        stories.append((net, [stepped(net, optimizer, step) for step in range(2)]))
+    (net, told), (torchs, expected) = stories
+    for step, (one, two) in enumerate(zip(told, expected, strict=True)):
+        if not all(
+            torch.allclose(torch.as_tensor(a), torch.as_tensor(b), atol=1e-5) for a, b in zip(one, two, strict=True)
+        ):
+            found.append(f"step {step}")
+    for (name, a), b in zip(net.named_parameters(), torchs.parameters(), strict=True):
+        if a._spec != b._spec or not torch.allclose(a.to_local(), b.to_local(), atol=1e-5):
+            found.append(f"{name}: {a._spec}, expected {b._spec}")
+    if net.blocks[0].experts.up.placements != (Shard(1), Shard(0)):
+        found.append(f"{net.blocks[0].experts.up.placements}")
+    return found
+
+
+def test_experts_by_columns(pool4: Run) -> None:
+    assert pool4(by_columns, timeout=60) == [[]] * 4
 
 
 def test_replicated_experts(pool2: Run) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.tensor import Shard
 
 import flatfsdp
 from tests.conftest import Run
@@ -61,10 +63,10 @@ def story(package: Any, case: Case, steps: int = 2, **options: Any) -> tuple[Any
     return net, seen
 
 
-def beside(rank: int, world: int, cases: list[Case], bound: float) -> list[str]:
+def beside(rank: int, world: int, cases: list[Case], bound: float, **options: Any) -> list[str]:
     found = []
     for case in cases:
-        (ours, losses), (torchs, expected) = story(flatfsdp, case), story(theirs, case)
+        (ours, losses), (torchs, expected) = story(flatfsdp, case, **options), story(theirs, case, **options)
         for place, (a, b) in enumerate(zip(losses, expected, strict=True)):
             values = [a, b] if place % 2 else [[torch.tensor(a)], [torch.tensor(b)]]
             if not all(_close(x, y, bound) for x, y in zip(*values, strict=True)):
@@ -100,6 +102,17 @@ def _unlike_one(ours: Any, losses: list[Any]) -> list[str]:
 def test_two_by_two(pool4: Run) -> None:
     cases = [*TWO_BY_TWO, *(THE_OTHER_WAY_ROUND if thorough.is_thorough() else ())]
     assert not [line for lines in pool4(beside, cases, 0.0, timeout=60) for line in lines]
+
+
+def columns(parameter: nn.Parameter) -> Shard | None:
+    """Those that torch's can split evenly."""
+    return Shard(1) if parameter.dim() == 2 and parameter.shape[1] == spmd.WIDTH else None
+
+
+def test_columns(pool4: Run) -> None:
+    """Kernels add up products in another order."""
+    cases = [TWO_BY_TWO[0]]
+    assert not [line for lines in pool4(beside, cases, 1e-5, shard_placement_fn=columns, timeout=60) for line in lines]
 
 
 @pytest.mark.skipif(not thorough.is_thorough(), reason="more models; --thorough")

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import Shard
 
+import flatfsdp
 from flatfsdp import MixedPrecision
 from tests.harness.fake import fake_world
 from tests.single_process.comm.test_communication import NUMELS, Tower, forward, padded, settled, wrapped
@@ -62,3 +65,23 @@ def test_a_cast_goes_into_the_own_slot_of_a_gather() -> None:
 def test_what_stays_nearby_is_copied_out_once() -> None:
     counting = counts_of("FULL_SHARD", reshard_after_forward=2)
     assert dict(counting.copied) == {"forward": 4 * sum(padded(NUMELS, WORLD)) // 2, "backward": GRADIENTS}
+
+
+WIDE = 192  # matrices of 144 KiB, whose pieces are exchanged where they lie
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_dtensors_of_rows_and_of_columns_are_copied_no_more(dim: int) -> None:
+    """Columns are rows of a matrix that lies in memory the other way round. [Note: stored order]"""
+    with fake_world(WORLD):
+        model: Any = nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(2)))
+        for module in (*model, model):
+            flatfsdp.fully_shard(module, reshard_after_forward=True, shard_placement_fn=lambda parameter: Shard(dim))
+        for _ in range(2):  # in the first one ranks compare what they have built
+            model.zero_grad()
+            with Counting(model) as counting:
+                counting.mark()
+                loss = model(torch.ones(2, WIDE)).sum()
+                counting.mark()
+                loss.backward()
+        assert dict(counting.copied) == {"backward": 2 * 4 * WIDE * WIDE}  # gradients, into what is reduced

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import flatfsdp
 from flatfsdp import FSDPModule, FullyShardedDataParallel, as_torch, fully_shard
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
+from tests.harness.gather_hooks import AsInt8
 
 SHAPE = (4, 8)
 
@@ -242,10 +243,11 @@ def tied_over_calls() -> None:
     fully_shard(model)
 
 
-def columns_of_a_dtensor() -> None:
+def columns_of_what_has_hooks() -> None:
     mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     layer = nn.Linear(2, 2)
-    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
+    inner = AsInt8(layer.weight.detach())
+    layer.weight = nn.Parameter(DTensor.from_local(inner, mesh["tp"], [Shard(0)]))
     fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
 
 
@@ -325,7 +327,7 @@ UNNAMED = SimpleNamespace(ndim=2, get_group=lambda: None, mesh_dim_names=None)
         (lambda: flatfsdp.DataParallelMeshDims(), ConfigValueError, r"at least one name"),
         (lambda: flatfsdp.DataParallelMeshDims(shard=3), ConfigTypeError, r"DataParallelMeshDims.shard"),
         (tied_over_calls, UsageError, r"tied to a parameter of another unit \(Linear\).*as a list"),
-        (columns_of_a_dtensor, ConfigValueError, r"'weight', which is a DTensor.*dimension 0"),
+        (columns_of_what_has_hooks, ConfigValueError, r"'weight', which is a AsInt8.*dimension 0"),
         (twice, UsageError, r"given to fully_shard\(\) already"),
         (after_the_outer_one, UsageError, r"in a unit already"),
         (wrapper_inside, UsageError, r"sharded by FullyShardedDataParallel.*given to fully_shard\(\)"),

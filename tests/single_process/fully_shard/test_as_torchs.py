@@ -1,0 +1,113 @@
+"""Programs that were written for FSDP2 find here what they call: signatures, policies, names in torch's modules, and a
+manual that says of each method what it does."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+from torch import nn
+
+import flatfsdp
+from flatfsdp import FSDPModule, as_torch
+
+MANUAL = Path(__file__).resolve().parents[3] / "docs" / "migration" / "fsdp2.md"
+METHODS = sorted(
+    name for name, value in vars(theirs.FSDPModule).items() if inspect.isfunction(value) and not name.startswith("__")
+)
+# What programs import, and from where.
+NAMES = (
+    "fully_shard FSDPModule MixedPrecisionPolicy OffloadPolicy CPUOffloadPolicy UnshardHandle "
+    "register_fsdp_forward_method share_comm_ctx"
+).split()
+PLACES = {
+    "torch.distributed.fsdp": NAMES,
+    "torch.distributed.fsdp._fully_shard": NAMES,
+    "torch.distributed._composable.fsdp": "fully_shard FSDPModule MixedPrecisionPolicy OffloadPolicy "
+    "CPUOffloadPolicy UnshardHandle register_fsdp_forward_method".split(),
+    "torch.distributed.pipelining.stage": ["FSDPModule", "fully_shard"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def parameters(function: Any) -> list[tuple[str, Any]]:
+    return [(each.name, each.kind) for each in inspect.signature(function).parameters.values()]
+
+
+def test_fully_shard_has_the_signature_of_torchs() -> None:
+    assert parameters(flatfsdp.fully_shard) == parameters(theirs.fully_shard)
+    ours, torchs = (inspect.signature(each.fully_shard).parameters for each in (flatfsdp, theirs))
+    # Without a policy nothing is cast or offloaded, as with the one that torch's makes then.
+    policies = {name for name in ours if ours[name].default != torchs[name].default}
+    assert policies == {"mp_policy", "offload_policy"}
+    assert torchs["mp_policy"].default == theirs.MixedPrecisionPolicy()
+    assert type(torchs["offload_policy"].default) is theirs.OffloadPolicy
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_take_what_torchs_take(name: str) -> None:
+    taken = dict(parameters(getattr(FSDPModule, name)))
+    for parameter, kind in parameters(getattr(theirs.FSDPModule, name)):
+        assert taken.get(parameter) in (kind, inspect.Parameter.POSITIONAL_OR_KEYWORD), parameter
+        taken.pop(parameter)
+    rest = set(taken)
+    defaults = inspect.signature(getattr(FSDPModule, name)).parameters
+    assert all(defaults[each].default is not inspect.Parameter.empty for each in rest), rest
+
+
+@pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"])
+def test_policies_have_torchs_fields(name: str) -> None:
+    ours, torchs = (inspect.signature(getattr(each, name)).parameters.values() for each in (flatfsdp, theirs))
+    assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in torchs]
+
+
+def test_torchs_offload_policies_are_understood() -> None:
+    for policy, words in (
+        (theirs.CPUOffloadPolicy(pin_memory=False), "offload"),
+        (theirs.OffloadPolicy(), ""),
+    ):
+        model = flatfsdp.fully_shard(nn.Linear(2, 2), offload_policy=policy)
+        assert ("offload" in str(flatfsdp.summary(model))) is bool(words)
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is not None
+
+
+def test_every_method_of_torchs_is_in_the_manual() -> None:
+    text = MANUAL.read_text()
+    named = set(re.findall(r"\b(\w+)\(", text))
+    private = {"_apply", "_get_fsdp_state"}
+    assert set(METHODS) - private <= named
+
+
+def test_names_are_found_where_programs_look() -> None:
+    modules = {place: importlib.import_module(place) for place in PLACES}
+    before = {(place, name): getattr(module, name, None) for place, module in modules.items() for name in PLACES[place]}
+    as_torch.install()
+    try:
+        for (place, name), torchs in before.items():
+            found = getattr(modules[place], name, None)
+            if torchs is None:  # this torch has no such name there
+                assert found is None, (place, name)
+            else:
+                assert found is getattr(flatfsdp, name), (place, name)
+        layer = theirs.fully_shard(nn.Linear(2, 2))
+        assert isinstance(layer, theirs.FSDPModule) and isinstance(layer, FSDPModule)
+        classes = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard").get_cls_to_fsdp_cls()
+        assert classes[nn.Linear] is type(layer)
+    finally:
+        as_torch.uninstall()
+    assert before == {(place, name): getattr(modules[place], name, None) for place, name in before}
