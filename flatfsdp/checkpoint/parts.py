@@ -19,15 +19,16 @@ from ..engine.agreement.once_per_job import warn_once_per_job
 from ..engine.base.fqns import clean
 from ..engine.comm.error_feedback import Residuals, residual_numels
 from ..engine.config.state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
+from ..engine.runtime.apart import apart
 from ..engine.runtime.module_tree import units_in
-from ..engine.runtime.rest import check_idle, quiesce, residuals_of
+from ..engine.runtime.rest import check_idle, models_of, quiesce, residuals_of
 from ..engine.runtime.unit import Unit
 from ..engine.state.model.types import sharing_memory
 from ..engine.state.named_param import NamedParam, named_buffers, named_state
 from ..engine.state.optim.descriptions import value_of
 from ..engine.state.optim.load_plan import TensorSpec
 from ..engine.state.owned_interval import OwnedInterval
-from ..errors import CheckpointError, ConfigValueError, refuse_type
+from ..errors import CheckpointError, ConfigValueError, UsageError, ranks_in_words, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from .nested import flatten
 
@@ -82,6 +83,7 @@ class _ModelSection(Section):
     def __init__(self, model: nn.Module) -> None:
         super().__init__("model", {})
         self._model = model
+        _refuse_apart(model)
 
     def take(self, *, in_use: bool) -> None:
         with _sharded(self._model), sharing_memory() if in_use else nullcontext():
@@ -162,6 +164,21 @@ def _as_held(named: NamedParam, owned: OwnedInterval) -> torch.Tensor:
     if home.type == "meta":
         home = torch.device("cpu") if handle.options.offload else handle.device
     return handle.face.like_holder((named.index,), owned.local.to(home))
+
+
+def _refuse_apart(model: nn.Module) -> None:
+    """Refuse parameters of which ranks have several under one name. [Note: parameters apart]"""
+    units = units_in(model)
+    found = [(unit, each) for one in models_of(units) for unit, each in apart(one.units) if unit in units]
+    if found:
+        unit, handle = found[0]
+        ranks = unit.axes.of(handle).shard.ranks
+        raise UsageError(
+            f"parameter {unit.entries.fqn(handle.layout.params[0].name)!r} is sharded over {ranks_in_words(ranks)} "
+            "alone, and is no DTensor on a mesh with the others, which so have a parameter of their own under its name: "
+            "a checkpoint would hold one of them. Make it a DTensor on the mesh of the ranks that hold its other parts, "
+            "before it is sharded, or save state dicts of your own"
+        )
 
 
 def _filled(leaf: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:

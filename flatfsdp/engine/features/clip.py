@@ -61,6 +61,7 @@ class _Gradients(NamedTuple):
         """Those of `parameters`, in units of `model` or outside of them."""
         found = cls({}, [], set())
         managed: set[int] = set()
+        norm_axes = model.setup.norm_axes
         chosen = {id(parameter): parameter for parameter in parameters}
         for unit in model.units:
             for kind, handle in enumerate(unit.handles):
@@ -74,9 +75,12 @@ class _Gradients(NamedTuple):
                     for axes, grads in _by_axes(unit, kind, chosen.keys()):
                         found.over([*own, *axes]).extend(grads)
                     continue
+                if handle in norm_axes:
+                    own = norm_axes[handle]
                 grads = found.whole  # without the calls of `over`, for each unit
                 if own:
-                    grads = found.sharded.setdefault((own[0].group.process_group,), (own, []))[1]
+                    key = (own[0].group.process_group,) if len(own) == 1 else tuple(a.group.process_group for a in own)
+                    grads = found.sharded.setdefault(key, (own, []))[1]
                 present = [p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None]
                 grads.extend(map(handle.face.local_of, present) if handle.face.is_distributed else present)
         found.whole.extend([p.grad for key, p in chosen.items() if key not in managed and p.grad is not None])

@@ -52,7 +52,8 @@ class DataParallelMeshDims:
 @dataclass(frozen=True)
 class ShardPlacementResult:
     """What `shard_placement_fn` returns of a parameter that is sharded over ranks of its own. If these are fewer than
-    the module's, the parameter is a DTensor, on the mesh of the ranks that hold its other parts.
+    the module's, let it be a DTensor, on the mesh of the ranks that hold its other parts: else the others have a
+    parameter of their own under its name, of which a checkpoint holds one.
 
     Raises:
         ConfigTypeError: at construction, `mesh_info` is no mesh.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ConfigValueError, ranks_in_words, refuse_type
+from ...errors import ConfigValueError, refuse_type
 from ..base import _dtensor
 from ..layout.layout import stride_by_rows
 from ..runtime.param_registry import owner_of
@@ -48,21 +48,8 @@ def placements_of(
                     f"{ARGUMENT}: got a mesh on {mesh.mesh.device_type} for parameter {name!r}, and one on "
                     f"{default.mesh.device_type} for the module. A module computes on one type of device"
                 )
-            _check_ranks(name, parameter, mesh, default)
         placed[parameter] = _dim_of(placement, name, parameter), mesh
     return placed
-
-
-def _check_ranks(name: str, parameter: nn.Parameter, mesh: ChosenMesh, default: ChosenMesh) -> None:
-    """Refuse a plain parameter that only some ranks of the module share: there would be several of one name."""
-    ranks, around = (sorted(each.mesh.mesh.flatten().tolist()) for each in (mesh, default))
-    if not _dtensor.is_dtensor(parameter) and not set(around) <= set(ranks):
-        raise ConfigValueError(
-            f"{ARGUMENT}: got a mesh of {ranks_in_words(ranks)} for parameter {name!r}, which is no DTensor, in a "
-            f"module that is sharded over {ranks_in_words(around)}. Each such mesh would have a parameter of its own "
-            "under this name: norms would differ between ranks, and checkpoints have several values. Make it a DTensor "
-            "on the mesh of the ranks that hold its other parts, or give it a mesh of all ranks of the module"
-        )
 
 
 def _known(mesh: ChosenMesh, meshes: list[ChosenMesh]) -> ChosenMesh:

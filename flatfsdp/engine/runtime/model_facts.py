@@ -19,6 +19,7 @@ from ..base.hashing import hash63
 from ..comm.process_groups import extent_of
 from ..comm.transport import Transport
 from ..flat.faces import fact_of
+from .apart import apart
 from .part_axes import all_part_axes, beside, each_once
 from .unit import Unit
 
@@ -98,14 +99,16 @@ def unit_entries(units: Iterable[Unit]) -> list[UnitEntry]:
 
 def initial_checksums(units: Sequence[Unit], known: dict[Unit, InitialChecksums]) -> Checksums:
     """Of the values that `units` begin with, as far as they are `known` and nothing has written to them; forgotten by
-    this. Ranks that store other parts need not have the same."""
+    this. Ranks that store other parts, or have parameters of their own, need not have the same. [Note: parameters
+    apart]"""
     out: Checksums = []
-    parts = all_part_axes(units)
+    parts, own = all_part_axes(units), {handle for _, handle in apart(units)}
     for unit in units:
         if (each := known.pop(unit, None)) is not None:
             peers: dict[str, int] = {}
             for handle in unit.handles:
                 places = [axis.group.rank for axis in beside(unit.axes.of(handle), parts)]
+                places += unit.axes.of(handle).shard.ranks if handle in own else ()
                 peers.update(dict.fromkeys((spec.name for spec in handle.layout.params), hash63(str(places))))
             values = each.unchanged(list(peers), own_pieces(unit))
             out += [(unit.entries.fqn(path), value, peers[path]) for path, value in values]

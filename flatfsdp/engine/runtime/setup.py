@@ -20,6 +20,9 @@ from ..comm.axes import ProcessGroups
 from ..comm.block_codec import codecs
 from ..comm.comm_hook import reducers
 from ..comm.process_groups import extent_of, groups_in_words
+from ..comm.transport import Transport
+from ..flat.flat_param import FlatParamHandle
+from .apart import axes_of_norms
 from .coalesced_collectives import Coalescer
 from .device_checks import check_hooked, check_placed, check_registered, check_targets
 from .late_ties import follow_ties
@@ -43,6 +46,7 @@ class Setup:
         version: of what users chose; who keeps what follows from choices compares it.
         words_of_choices: what was set, as in `description`; None when it has to be put together again.
         initial_checksums: of parameters, until they have been compared with the other ranks'.
+        norm_axes: over which norms add up of handles that only some ranks of the model share. [Note: parameters apart]
     """
 
     units: list[Unit]
@@ -57,6 +61,7 @@ class Setup:
     version: int = 0
     initial_checksums: dict[Unit, InitialChecksums] = field(default_factory=dict)
     words_of_choices: str | None = None
+    norm_axes: dict[FlatParamHandle, list[Transport]] = field(default_factory=dict)
 
     @property
     def outermost(self) -> Unit:
@@ -98,8 +103,10 @@ class Setup:
             )
         if training:
             self.write_back(units)  # what a user put in a parameter's place is no value of the beginning
+        axes = axes_of(units)
+        self.norm_axes = axes_of_norms(units, axes)
         self.agreement.connect(
-            axes_of(units),
+            axes,
             ModelNames(unit_entries(units), names_in(units)),
             sharded=any(unit.axes.is_spread for unit in units),
             comm_stats=self.resources.comm_stats,

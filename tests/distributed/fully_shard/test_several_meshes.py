@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
-import flatfsdp
-from flatfsdp.errors import ConfigValueError
+import flatfsdp.checkpoint
+from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.experts import Block, Mixture, divide, loss_on
 from tests.harness.meshes import named_mesh
@@ -209,7 +209,7 @@ def variants(rank: int, world: int, folder: str) -> list[str]:
         for count, other in zip((2, 4), others, strict=True):  # of two: four shards stay among two ranks, two are freed
             if not same(stepped(other, adamw(other), 0), numbers):
                 found.append(f"{count} ranks")
-        found += [*_synchronized(), *_apart()]
+        found += _synchronized()
     words = flatfsdp.summary(net)
     if "2 x 2, 2 x 1" not in words and "2 x 1, 1 x 2" not in words:
         found.append(words)
@@ -254,15 +254,60 @@ def _synchronized() -> list[str]:
     return found
 
 
-def _apart() -> list[str]:
-    """A plain parameter of some of a module's ranks would be another one on the others."""
-    net: Any = Mixture()
-    choose = _chooser({net.head.weight}, flatfsdp.ShardPlacementResult(None, expert_mesh()["efsdp"]))
-    rank = dist.get_rank()
-    words = f"mesh of ranks {rank % 2}, {rank % 2 + 2} for parameter 'head.weight', .*over ranks 0, 1, 2, 3.*DTensor on"
-    with pytest.raises(ConfigValueError, match=words):
-        flatfsdp.fully_shard(net, mesh=named_mesh(4), shard_placement_fn=choose)
-    return []
+def apart(rank: int, world: int, nested: bool, folder: str) -> list[str]:
+    """A plain parameter of some of a module's ranks is another one on the others: each pair of ranks has its own."""
+    mesh, stories, found = expert_mesh()["efsdp"], [], []
+    for package in (flatfsdp, theirs):
+        torch.manual_seed(1)
+        net: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 2))
+        with torch.no_grad():
+            net[1].weight.add_(rank % 2)
+        info: Any = mesh if package is flatfsdp else FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        kind = flatfsdp.ShardPlacementResult if package is flatfsdp else ShardPlacementResult
+        if nested:
+            package.fully_shard(net[1], mesh=mesh)
+            package.fully_shard(net, mesh=named_mesh(4))
+        else:
+            choose = _chooser({net[1].weight}, kind(None, info))
+            package.fully_shard(net, mesh=named_mesh(4), shard_placement_fn=choose)
+        for module in net.modules():
+            if isinstance(module, package.FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # all that gloo has
+                module.set_gradient_divide_factor(1.0)
+        optimizer, told = adamw(net), []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # that ranks begin with different values
+            for step in range(2):
+                x = torch.arange(8.0).view(2, 4) * (rank + step - 1)
+                loss = net(x).square().mean()
+                loss.backward()
+                told.append([loss.item(), *(p.grad.to_local().clone() for p in net.parameters())])
+                optimizer.step()
+                optimizer.zero_grad()
+        stories.append((net, told))
+    (net, told), (torchs, expected) = stories
+    for step, (one, two) in enumerate(zip(told, expected, strict=True)):
+        if not all(torch.allclose(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, two, strict=True)):
+            found.append(f"step {step}: {one}, expected {two}")
+    for (name, a), b in zip(net.named_parameters(), torchs.parameters(), strict=True):
+        if a._spec != b._spec or not torch.allclose(a.to_local(), b.to_local(), atol=1e-4):
+            found.append(f"{name}: {a}, expected {b}")
+    net(torch.ones(2, 4) * rank).sum().backward()
+    squares = torch.stack([p.grad.to_local().square().sum() for p in net.parameters()]).sum()
+    dist.all_reduce(squares)  # each rank has pieces that no other has
+    norm = net.clip_grad_norm_(1e9)
+    if not torch.allclose(norm, squares.sqrt()):
+        found.append(f"norm {norm}, expected {squares.sqrt()}")
+    words = f"parameter '1.weight' is sharded over ranks {rank % 2}, {rank % 2 + 2} alone.*DTensor on the mesh"
+    for call in (flatfsdp.checkpoint.save, flatfsdp.checkpoint.load):
+        with pytest.raises(UsageError, match=words):
+            call(folder, model=net)
+    return found
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_parameters_of_some_ranks_alone(nested: bool, pool4: Run, tmp_path: Path) -> None:
+    assert pool4(apart, nested, str(tmp_path), timeout=60) == [[]] * 4
 
 
 def _state(net: Any, optimizer: Any) -> dict[str, Any]:
