@@ -175,9 +175,9 @@ def _refuse_apart(model: nn.Module) -> None:
         ranks = unit.axes.of(handle).shard.ranks
         raise UsageError(
             f"parameter {unit.entries.fqn(handle.layout.params[0].name)!r} is sharded over {ranks_in_words(ranks)} "
-            "alone, and is no DTensor on a mesh with the others, which so have a parameter of their own under its name: "
-            "a checkpoint would hold one of them. Make it a DTensor on the mesh of the ranks that hold its other parts, "
-            "before it is sharded, or save state dicts of your own"
+            "alone, and is no DTensor on a mesh with the others: these have a parameter of their own under its name, "
+            "and a checkpoint holds one. Make it a DTensor on the mesh of the ranks that hold its other parts, before "
+            "it is sharded, or save state dicts of your own"
         )
 
 

@@ -195,6 +195,11 @@ class FlatParam:
         return found
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard lives on the CPU, by the user's choice."""
+        return bool(self._handle.options.offload)
+
+    @property
     def is_alone(self) -> bool:
         """Whether the shard axis has one rank, and its shard is all of it."""
         found: bool = self._handle.is_unsharded_at_rest

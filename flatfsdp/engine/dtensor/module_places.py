@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any
 
 from torch import nn
@@ -61,6 +62,16 @@ class ModulePlaces:
             pass
         for param_ref, index in slots.others:
             param_ref.hold(parameters[index])
+
+    def displaced(self) -> set[int]:
+        """Of which parameters modules hold something else than was shown last. Those that take parameters in a way of
+        their own are left out."""
+        slots, shown = self._slots, self._shown
+        if slots is None or shown is None:
+            return set()
+        found = map(dict.get, slots.dictionaries, slots.names)
+        others = map(is_not, found, map(shown.__getitem__, slots.indices))
+        return set(compress(slots.indices, others))
 
     def _found(self) -> _Slots:
         slots = self._slots = _Slots([], [], [], [], [])

@@ -185,6 +185,7 @@ class RowFace(Face):
         self._shapes = [rows.shape for rows in self._rows]
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._places = ModulePlaces()
+        self.displaced = self._places.displaced
         self._computes = False
         self._specs: dict[torch.dtype, list[Any]] = {}
         self.counters: list[torch.Tensor] = []

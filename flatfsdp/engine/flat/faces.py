@@ -98,6 +98,11 @@ class Face(Protocol):
     def rest(self) -> None:
         """End of `compute`. Called of distributed holders only."""
 
+    def displaced(self) -> set[int]:
+        """The leaves in whose places modules hold something else, between `compute` and `rest`. Called of distributed
+        holders only: others' modules hold the same at any time, of which changes are found at rest."""
+        return set()
+
     def replaced(self) -> list[int]:
         """The leaves whose holders do not show their place in the shard, though they should: the user put something
         in the place of their memory. Called of distributed holders only, at rest."""

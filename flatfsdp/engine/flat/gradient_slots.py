@@ -29,19 +29,19 @@ parameter's gradients from the window at the next backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ...errors import UsageError
+from ...errors import UsageError, fail
 from ..base import _torch
 from ..device.memory import FlatBuffer
 from .faces import assign_grad
 from .flat_param import FlatParamHandle
 from .layout_views import full_views, segments_of
 from .reduction import ReductionInput, release_inputs
-from .views import ParamViews, check_gradients
+from .views import ParamViews
 
 # A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
 SMALL_BYTES = 64 * 1024
@@ -140,7 +140,7 @@ class GradientSlots:
         numels, handle = self._memory.numels, self._memory.handle
         # Others of as many elements cannot be copied, but for those whose shape is the same without ones.
         if list(map(torch.Tensor.numel, grads.values())) != [numels[i] for i in grads]:
-            check_gradients(handle, grads)
+            _check_gradients(handle, grads)
         if self.buffer is None:
             self.open()
         again = self.filled & grads.keys() if self.filled else ()
@@ -157,7 +157,7 @@ class GradientSlots:
             if again:
                 _torch.foreach_add_([slots[i] for i in again], [grads[i] for i in again])
         except RuntimeError:
-            check_gradients(handle, grads)
+            _check_gradients(handle, grads)
             raise
         self.filled.update(grads)
 
@@ -298,3 +298,25 @@ class Accumulation:
         for mark in dropped:
             slots.filled.difference_update(mark.indices)
         return bool(marks) and len(dropped) == len(marks)
+
+
+def _check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) -> None:
+    """Refuse gradients, by index of their leaf, that have not the shape of their parameter, or are not dense."""
+    for index, grad in grads.items():
+        spec = handle.layout.params[index]
+        if grad.layout is not torch.strided:
+            problem = (
+                f"layout {grad.layout}; expected a dense one, which can be reduced over ranks in one piece. Leave "
+                "sparse=True out of the embedding, or name its module in ignored_modules= and average its gradient "
+                "yourself"
+            )
+        elif grad.shape != spec.shape:
+            problem = (
+                f"shape {tuple(grad.shape)}; expected {spec.shape}. It was used outside the forward of its unit, where "
+                "it shows this rank's shard: compute terms over parameters (for example an L2 penalty) inside the "
+                "forward of the module that holds them, or under torch.no_grad()"
+            )
+        else:
+            continue
+        of = f"parameter {spec.name!r} of unit {handle.name or '<root>'!r}"
+        fail(UsageError(f"{of} received a gradient of {problem}"))

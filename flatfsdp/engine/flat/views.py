@@ -11,7 +11,8 @@ since autograd lays a gradient out like the leaf that it comes to.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -41,6 +42,8 @@ class ViewMode(enum.Enum):
 
 
 SHOWS_SHARD, SHOWS_UNSHARDED, SHOWS_NOTHING, SHOWS_GUARDED, SHOWS_SHAPE = ViewMode
+
+_PTR, _SHAPE, _STRIDE = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride
 
 
 class ParamViews:
@@ -150,17 +153,35 @@ class ParamViews:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether leaves do not show the unsharded form: the user replaced their `.data`. Only while unsharded."""
+        """Whether leaves do not show the unsharded form: the user replaced their `.data`, maybe by another view of the
+        same memory, or what modules hold in their places. Only while unsharded."""
         if self.mode is not SHOWS_UNSHARDED or self.some_hidden:
             return False
-        shown = map(torch.Tensor.data_ptr, self.handle.leaves)
-        return list(shown) != list(map(torch.Tensor.data_ptr, self.handle.unsharded.views))
+        handle = self.handle
+        leaves, views = handle.leaves, handle.unsharded.views
+        if (
+            list(map(_PTR, leaves)) != list(map(_PTR, views))
+            or list(map(_SHAPE, leaves)) != list(map(_SHAPE, views))
+            or list(map(_STRIDE, leaves)) != list(map(_STRIDE, views))
+        ):
+            return True
+        displaced = handle.face.displaced() if handle.face.is_distributed else None
+        return bool(displaced and self._own(displaced))
 
     @property
     def replaced(self) -> list[str]:
         """The names of those leaves."""
-        rows = zip(self.handle.layout.params, self.handle.unsharded.shown, strict=True)
-        return [spec.name for spec, (leaf, view) in rows if leaf.data_ptr() != view.data_ptr()]
+        facts = _PTR, _SHAPE, _STRIDE
+        rows = enumerate(self.handle.unsharded.shown)
+        found = {i for i, (leaf, view) in rows if any(fact(leaf) != fact(view) for fact in facts)}
+        found |= self._own(self.handle.face.displaced()) if self.handle.face.is_distributed else set()
+        return [spec.name for i, spec in enumerate(self.handle.layout.params) if i in found]
+
+    def _own(self, displaced: set[int]) -> set[int]:
+        """The leaves of these that modules should hold themselves: of others they hold what is made of them, and packed
+        ones may get another parameter around their bytes."""
+        made = {id(each.leaf) for each in self.extended}
+        return {i for i in displaced if not (self.handle.options.packed or id(self.handle.leaves[i]) in made)}
 
     def used_at_rest(self) -> list[str]:
         """The names of parameters that a graph read while they showed the shard: autograd refuses gradients of
@@ -396,28 +417,6 @@ def check_requested(views: ParamViews, name: str) -> None:
                 "replaced while unshard() showed it whole, a copy that is freed after its use, and with it what was "
                 "put there. Replace it while it shows this rank's shard, or inside summon_full_params()"
             )
-
-
-def check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) -> None:
-    """Refuse gradients, by index of their leaf, that have not the shape of their parameter, or are not dense."""
-    for index, grad in grads.items():
-        spec = handle.layout.params[index]
-        if grad.layout is not torch.strided:
-            problem = (
-                f"layout {grad.layout}; expected a dense one, which can be reduced over ranks in one piece. Leave "
-                "sparse=True out of the embedding, or name its module in ignored_modules= and average its gradient "
-                "yourself"
-            )
-        elif grad.shape != spec.shape:
-            problem = (
-                f"shape {tuple(grad.shape)}; expected {spec.shape}. It was used outside the forward of its unit, where "
-                "it shows this rank's shard: compute terms over parameters (for example an L2 penalty) inside the "
-                "forward of the module that holds them, or under torch.no_grad()"
-            )
-        else:
-            continue
-        of = f"parameter {spec.name!r} of unit {handle.name or '<root>'!r}"
-        fail(UsageError(f"{of} received a gradient of {problem}"))
 
 
 def _refuse_writes(views: ParamViews, name: str, when: str) -> NoReturn:

@@ -86,13 +86,15 @@ def lay_out(dims: Mapping[nn.Parameter, int]) -> None:
     for parameter, dim in dims.items():
         if _is_made_of_others(parameter):  # stored as its own transform makes it
             continue
+        local = _local(parameter).detach()
         if not _dtensor.is_dtensor(parameter):
-            parameter.data = _laid_out(parameter.detach(), dim)
+            if (laid_out := _laid_out(local, dim)) is not local:
+                parameter.data = laid_out
             continue
         spec = _dtensor.spec_of(parameter)
         stride = stride_by_rows(spec.shape, dim)
         as_stored = _dtensor.new_spec(spec.mesh, spec.placements, spec.shape, stride, parameter.dtype)
-        _dtensor.set_local(parameter, _laid_out(_local(parameter).detach(), dim), as_stored)
+        _dtensor.set_local(parameter, _laid_out(local, dim), as_stored)
 
 
 def _laid_out(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -210,7 +210,7 @@ def not_gathered_again(model: Any) -> None:
 
 
 def kept(model: Any) -> None:
-    model.set_reshard_after_backward(False)
+    model.set_reshard_after_forward(True)
     model.blocks[2].set_reshard_after_forward(False, recurse=False)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -125,16 +124,13 @@ def late(rank: int, world: int) -> None:
     model(torch.ones(2, WIDTH), [0]).sum().backward()
     flatfsdp.set_collective_timeout(report_after=0.4, raise_after=1)
     if rank == 1:
-        time.sleep(2)
+        time.sleep(20)
     model(torch.ones(2, WIDTH), [0]).sum().backward()
 
 
 def test_who_waits_for_whom_is_reported(pool2: Run) -> None:
-    with pytest.raises(JobFailed) as caught:
+    with pytest.raises(JobFailed, match=r"rank 1 .*after the backward"):
         pool2(late)
-    assert re.search(r"waited .*rank 1|rank 1 .*after the backward|rank 1 did not", caught.value.errors[0]), (
-        caught.value
-    )
 
 
 def replicas(rank: int, world: int) -> str:

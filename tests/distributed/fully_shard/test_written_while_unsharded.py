@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import flatfsdp
+from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.thorough import is_thorough
@@ -170,3 +171,66 @@ def requested_again(rank: int, world: int) -> list[str]:
 
 def test_what_was_written_is_there_where_units_are_requested(pool2: Run) -> None:
     assert pool2(requested_again, timeout=120) == [[], []]
+
+
+# -- inside a forward --------------------------------------------------------------------------------------------------
+
+
+class Replacing(nn.Linear):
+    """Puts something else in the place of its weight, in its own forward."""
+
+    how: Callable[[nn.Linear], object] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how is not None:
+            self.how(self)
+        return super().forward(x) if len(self.weight) == len(self.bias) else x
+
+
+def other_data(module: nn.Linear) -> None:
+    module.weight.data = module.weight.data * 2
+
+
+def another_view(module: nn.Linear) -> None:
+    module.weight.data = module.weight.data.t()
+
+
+def fewer_rows(module: nn.Linear) -> None:
+    module.weight.data = module.weight.data[:2]
+
+
+def another_parameter(module: nn.Linear) -> None:
+    module.weight = nn.Parameter(module.weight.detach() * 2, requires_grad=module.weight.requires_grad)
+
+
+REPLACE = (other_data, another_view, fewer_rows, another_parameter)
+
+
+def inside(rank: int, world: int) -> list[str]:
+    """What is refused leaves the model as it was. Frozen, trained, in evaluation; in a unit of its own or not."""
+    found, x = [], torch.ones(2, 4)
+    for number, how in enumerate((*REPLACE, *REPLACE)):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), Replacing(4, 4), nn.Linear(4, 1))
+        model[1].weight.requires_grad_(number % 2 == 0)
+        if number < len(REPLACE):
+            flatfsdp.fully_shard(model[1])
+        flatfsdp.fully_shard(model)
+        for training in (True, False):
+            with torch.set_grad_enabled(training):
+                expected = model(x)
+                model[1].how = how
+                words = r"written to inside a forward: (1\.)?weight"
+                with pytest.raises(UsageError, match=words):
+                    model(x)
+                model[1].how = None
+                if not torch.equal(model(x), expected) or not hasattr(model[0].weight, "grad"):
+                    found.append(f"{how.__name__}, {training}")
+        model(x).sum().backward()
+        if model[1].weight.requires_grad is (model[1].weight.grad is None):
+            found.append(f"{how.__name__}: a gradient")
+    return found
+
+
+def test_what_a_module_replaces_in_its_own_forward_is_refused(pool2: Run) -> None:
+    assert pool2(inside) == [[], []]

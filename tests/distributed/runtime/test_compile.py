@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import flatfsdp
 from flatfsdp import MixedPrecision
 from tests.conftest import Run
 from tests.harness.corners import Setting, data, full_gradients, full_parameters, joined, loss_of, seeded
@@ -102,6 +104,44 @@ SOME = {
 def test_as_many_graphs_as_units_and_the_numbers_of_the_eager_model(how: str, low: bool, pool2: Run) -> None:
     under = SETTINGS if is_thorough() else SOME[how, low]
     assert not joined(pool2(like_eager, how, low, under, timeout=120))
+
+
+def in_place(rank: int, world: int) -> list[str]:
+    """Modules that are compiled before they are given to fully_shard, and one of them after it; one is in torch's
+    wrapper of checkpoints."""
+    from torch._dynamo.utils import counters
+
+    stories, counts = [], []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        net: Any = seeded(Stack)
+        net.b = checkpoint_wrapper(net.b)
+        blocks = (net.a, net.b, net.c)
+        for block in blocks[: 2 * is_compiled]:
+            block.compile(backend=BACKEND)
+        for block in blocks:
+            flatfsdp.fully_shard(block)
+        if is_compiled:
+            net.c.compile(backend=BACKEND)
+        flatfsdp.fully_shard(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        told = []
+        for step in range(3):
+            loss = loss_of(net(data(rank, step)).float())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.detach())
+        stories.append([*told, *(parameter.full_tensor() for parameter in net.parameters())])
+        counts.append(counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    lines = [] if all(map(torch.equal, *stories)) else ["computes something else"]
+    return lines if counts[0] == 0 and counts[1] >= UNITS else [*lines, f"graphs: {counts}"]
+
+
+def test_modules_of_fully_shard_are_compiled_inside_of_their_units(pool2: Run) -> None:
+    assert not joined(pool2(in_place, timeout=120))
 
 
 def one_block(rank: int, world: int) -> list[str]:
