@@ -9,7 +9,7 @@ what they do differently is a method here, or one of the few facts that the inte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
@@ -70,6 +70,8 @@ class Face(Protocol):
             (norms, state dicts), and every rank has each gradient.
         counters: tensors whose versions count what is written through holders and not seen in the shard's; always the
             same list.
+        displaced: of distributed holders, gives the leaves in whose places modules hold something else, between
+            `compute` and `rest`. Of others, whose modules hold the same at any time, changes are found at rest.
     """
 
     holders: list[nn.Parameter]
@@ -79,6 +81,7 @@ class Face(Protocol):
     by_parameter: bool
     is_distributed: bool = False
     counters: list[torch.Tensor]
+    displaced: Callable[[], set[int]]
     _at_rest: ShardViews
 
     def holder_of(self, index: int) -> nn.Parameter:
@@ -97,11 +100,6 @@ class Face(Protocol):
 
     def rest(self) -> None:
         """End of `compute`. Called of distributed holders only."""
-
-    def displaced(self) -> set[int]:
-        """The leaves in whose places modules hold something else, between `compute` and `rest`. Called of distributed
-        holders only: others' modules hold the same at any time, of which changes are found at rest."""
-        return set()
 
     def replaced(self) -> list[int]:
         """The leaves whose holders do not show their place in the shard, though they should: the user put something

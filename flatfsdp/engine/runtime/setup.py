@@ -46,7 +46,6 @@ class Setup:
         version: of what users chose; who keeps what follows from choices compares it.
         words_of_choices: what was set, as in `description`; None when it has to be put together again.
         initial_checksums: of parameters, until they have been compared with the other ranks'.
-        norm_axes: over which norms add up of handles that only some ranks of the model share. [Note: parameters apart]
     """
 
     units: list[Unit]
@@ -61,7 +60,6 @@ class Setup:
     version: int = 0
     initial_checksums: dict[Unit, InitialChecksums] = field(default_factory=dict)
     words_of_choices: str | None = None
-    norm_axes: dict[FlatParamHandle, list[Transport]] = field(default_factory=dict)
 
     @property
     def outermost(self) -> Unit:
@@ -103,10 +101,8 @@ class Setup:
             )
         if training:
             self.write_back(units)  # what a user put in a parameter's place is no value of the beginning
-        axes = axes_of(units)
-        self.norm_axes = axes_of_norms(units, axes)
         self.agreement.connect(
-            axes,
+            axes_of(units),
             ModelNames(unit_entries(units), names_in(units)),
             sharded=any(unit.axes.is_spread for unit in units),
             comm_stats=self.resources.comm_stats,
@@ -137,6 +133,12 @@ class Setup:
         check_placed(module, self.units, self.resources.device.device)
         self.coalescer.measure(self.units)
         self.placed = True
+
+    @functools.cached_property
+    def norm_axes(self) -> dict[FlatParamHandle, list[Transport]]:
+        """The axes over which norms add up of handles that only some ranks share. Precondition: `ready`. [Note:
+        parameters apart]"""
+        return axes_of_norms(self.units, axes_of(self.units))
 
     def connect(self, unit: Unit) -> None:
         """Give `unit` its transports."""

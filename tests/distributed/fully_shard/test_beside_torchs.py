@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 import flatfsdp
 from tests.conftest import Run
 from tests.harness.meshes import named_mesh
+from tests.harness.thorough import is_thorough
 
 D, WORDS = 6, 11
 
@@ -236,6 +237,7 @@ def test_methods(pool2: Run) -> None:
     assert pool2(controlled, (2,)) == [[], []]
 
 
+@pytest.mark.skipif(not is_thorough(), reason="more ranks; --thorough")
 def test_methods_of_hybrids(pool4: Run) -> None:
     assert pool4(controlled, (2, 2)) == [[]] * 4
 
