@@ -87,7 +87,7 @@ def install() -> None:
     by_id[id(inputs_first)] = _refuses_units(inputs_first)
     for module in _PUBLIC:
         for name, ours in _OURS.items():
-            if name in vars(module):
+            if name in vars(module) and not isinstance(vars(module)[name], ModuleType):  # one is `wrap`
                 by_id[id(vars(module)[name])] = ours
     for module in [*sys.modules.values()]:
         if isinstance(module, ModuleType) and _has_names_to_replace(module):

@@ -9,14 +9,16 @@ what they do differently is a method here, or one of the few facts that the inte
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
+from ...errors import UsageError
 from ..layout.layout import FlatLayout
 from .layout_views import ShardViews, shard_of
 from .param_refs import ParamRef
@@ -165,9 +167,31 @@ class Face(Protocol):
 
 
 class _Adoptions:
-    """How many holders users have replaced in this process: who keeps what he found out of holders looks again."""
+    """What users put in the place of holders in this process.
 
-    count = 0
+    Attributes:
+        count: how many there were: who keeps what he found out of holders looks again.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._passed_over: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+
+    def pass_over(self, held: nn.Parameter, name: str) -> None:
+        """The holder called `name` stays one, and only values were taken of what was put in its place."""
+        self.count += 1
+        known, key = self._passed_over, id(held)
+
+        def forget(gone: weakref.ref[nn.Parameter]) -> None:
+            if (found := known.get(key)) is not None and found[0] is gone:
+                del known[key]
+
+        known[key] = weakref.ref(held, forget), name
+
+    def name_in_place_of(self, parameter: torch.Tensor) -> str | None:
+        """What stayed a holder where only values were taken of `parameter`."""
+        found = self._passed_over.get(id(parameter))
+        return found[1] if found is not None and found[0]() is parameter else None
 
 
 adoptions = _Adoptions()
@@ -242,6 +266,7 @@ class FlatFace(Face):
         self._every = tuple(range(len(leaves)))
         self.holders: list[nn.Parameter] = [flat_param]
         self.counters: list[torch.Tensor] = []
+        self._followed = any(map(REQUIRES_GRAD, leaves))  # what was given to the leaves
 
     def holder_of(self, index: int) -> nn.Parameter:
         return self._flat_param
@@ -257,9 +282,20 @@ class FlatFace(Face):
 
     def follow_requires_grad(self) -> None:
         wanted = self._flat_param.requires_grad
-        if list(map(REQUIRES_GRAD, self._leaves)).count(wanted) != len(self._leaves):
+        if (found := list(map(REQUIRES_GRAD, self._leaves))).count(wanted) != len(self._leaves):
+            if wanted is self._followed:
+                self._refuse_of_one(found.index(not wanted))
             for leaf in self._leaves:
                 leaf.requires_grad_(wanted)
+        self._followed = wanted
+
+    def _refuse_of_one(self, index: int) -> NoReturn:
+        words, wanted = self.words, self._followed
+        raise UsageError(
+            f"requires_grad of {self._layout.params[index].name!r} was set to {not wanted} after wrapping. With "
+            f"{words.setting} it lies in a flat parameter, which requires a gradient as a whole ({wanted}). Set it "
+            f"before wrapping, or that of the flat parameter in model.parameters(){words.or_remedy}"
+        )
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         flat = self._flat_param.grad

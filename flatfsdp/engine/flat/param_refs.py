@@ -16,7 +16,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -119,6 +119,25 @@ class ParamRef:
         else:
             module._parameters.pop(self.attribute, None)
         module.__dict__[self.attribute] = value
+
+
+def call_listing(param_refs: Iterable[ParamRef], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`call` of the arguments; meanwhile modules list the leaves that they have as plain attributes, as they would if
+    nothing had been wrapped."""
+    listed = []
+    for param_ref in param_refs:  # once for every parameter and step
+        module, attribute, leaf = param_ref.module_ref(), param_ref.attribute, param_ref.leaf
+        if module is not None and module.__dict__.get(attribute) is leaf:
+            del module.__dict__[attribute]
+            module._parameters[attribute] = leaf
+            listed.append((module, attribute, leaf))
+    try:
+        return call(*args, **kwargs)
+    finally:
+        for module, attribute, leaf in listed:
+            if module._parameters.get(attribute) is leaf:
+                del module._parameters[attribute]
+                module.__dict__[attribute] = leaf
 
 
 def _itself(module: nn.Module) -> nn.Module:

@@ -23,6 +23,7 @@ from ..base import autograd as hooks
 from ..base._torch import as_plain_tensors
 from .deferred_grad import ARRIVALS, show_deferred
 from .extensions import TransformedParam
+from .faces import adoptions
 from .flat_param import FlatParamHandle
 from .layout_views import dense
 from .left_unsharded import LEFT_CAST, LEFT_WHOLE
@@ -291,6 +292,8 @@ class ParamViews:
         if face.is_distributed:
             face.adopt(index, held)
             self.handle.writes.on_replacement()
+        elif face.holds_leaves:
+            adoptions.pass_over(held, self.handle.layout.params[index].name)
 
     def abandon(self, index: int) -> None:
         """No module holds leaf `index` any more: nobody trains it, or waits for its values."""

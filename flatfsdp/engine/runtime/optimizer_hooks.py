@@ -146,10 +146,17 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that holds parameters which it could not step as they are.
 
     Raises:
-        UsageError: they were flattened, or its state is from before wrapping.
+        UsageError: they were flattened, or others are in their places, or its state is from before wrapping.
     """
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
+            if (name := adoptions.name_in_place_of(parameter)) is not None:
+                raise UsageError(
+                    f"param group {number} of the optimizer holds a parameter that was put in the place of {name!r} "
+                    "after wrapping. A forward has taken over its values, and the parameter stays the one that was "
+                    "wrapped, so that this one would never be updated. Build the optimizer after that forward, or copy "
+                    "values into the parameter"
+                )
             unit = registry.owner_of(parameter)
             if unit is None or registry.handle_of_holder(unit, parameter) is not None:
                 continue

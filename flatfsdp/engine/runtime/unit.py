@@ -86,6 +86,7 @@ class Unit:
         self.grads = [Gradients(handle, views) for handle, views in zip(self.handles, self.views, strict=True)]
         self.kinds = list(zip(self.handles, self.views, self.grads, strict=True))
         self.param_refs, self.shared_refs = list(param_refs), list(shared_refs)
+        self.leaves = WatchedLeaves(len(self.handles))
         self.sharing_units: list[weakref.ref[Unit]] = []
         self.owning_units: list[Unit] = []
         self.share_params_of(owning_units)
@@ -94,7 +95,6 @@ class Unit:
         self.options = options
         self.phase = IDLE
         self.kept = KeptUnsharded()
-        self.leaves = WatchedLeaves(len(self.handles))
         self.backward = UnitBackward()
 
     @functools.cached_property
@@ -115,6 +115,9 @@ class Unit:
             if owning_unit not in self.owning_units:
                 owning_unit.sharing_units.append(weakref.ref(self))
         self.owning_units = list(owning_units)
+        handles = (handle for each in (self, *owning_units) for handle in each.handles if handle.face.is_flat)
+        flattened = {id(leaf) for handle in handles for leaf in handle.leaves}
+        self.leaves.unlisted = [each for each in (*self.param_refs, *self.shared_refs) if id(each.leaf) in flattened]
 
     def alive_sharing_units(self) -> Iterator[Unit]:
         """Those of `sharing_units` that are still there."""

@@ -14,6 +14,7 @@ from ..base import autograd as hooks
 from ..comm.transport import Reducer, Transport
 from ..config.strategy import Traits
 from ..flat.flat_param import FlatParamHandle
+from ..flat.param_refs import ParamRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +98,21 @@ class KeptUnsharded:
 
 
 class WatchedLeaves:
-    """What is known of how gradients come to the leaves of a unit.
+    """What is known of the leaves of a unit: how gradients come to them, and which of them modules do not list.
 
     Attributes:
         hooked: by kind, the leaves that notify when their gradient is there, with all hooks that they have.
         before_first: ids of the leaves that notify before the first gradient of the unit comes.
         single_use: whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot
             sharing]
+        unlisted: where modules hold leaves for which flat parameters stand at rest.
     """
 
     def __init__(self, kinds: int) -> None:
         self.hooked: list[dict[int, hooks.Registry]] = [{} for _ in range(kinds)]
         self.before_first: set[int] = set()
         self.single_use: bool | None = None
+        self.unlisted: list[ParamRef] = []
 
 
 class ForwardCall:

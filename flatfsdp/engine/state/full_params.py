@@ -17,9 +17,10 @@ from ..base import _torch
 from ..flat.faces import assign_grad
 from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views, shard_of
+from ..flat.param_refs import ParamRef, check_param_refs
 from ..flat.states import IDLE, SUMMONED
 from ..runtime.model import model_of
-from ..runtime.model_facts import own_axes
+from ..runtime.model_facts import names_of_leaves, own_axes
 from ..runtime.module_tree import put_at_rest, register_leaves
 from ..runtime.rest import collective_call, quiesce
 from ..runtime.unit import Unit
@@ -172,6 +173,27 @@ class _SummonedHandle:
                 assign_grad(holder, handle.face.like_holder((owned.index,), piece.clone()))
 
 
+def _take_replaced(units: Sequence[Unit], *, rank0_only: bool) -> list[str]:
+    """Let leaves that flat parameters stand for show what the user put in their places; what cannot be, in words."""
+    refused = []
+    for unit in units:
+        model = model_of(unit)
+        model.setup.placed = False  # modules may hold parameters that are in no unit
+        shown = is_first(unit.groups) or not rank0_only
+        if not (changed := ParamRef.changed(unit.leaves.unlisted) if shown else []):
+            continue
+        try:
+            check_param_refs(changed, unit.shared_refs, names_of_leaves(model.units), unit.label)
+        except UsageError as error:
+            refused.append(str(error))
+            continue
+        for param_ref in changed:
+            held = param_ref.current
+            assert isinstance(held, nn.Parameter)
+            param_ref.leaf.data = held.detach()
+    return refused
+
+
 def _check_summonable(unit: Unit, *, with_grads: bool) -> None:
     if unit.phase is SUMMONED:
         raise UsageError(
@@ -232,15 +254,15 @@ def summon(
         try:
             yield
         finally:
+            refused = _take_replaced(units, rank0_only=rank0_only) if writeback else []
             sends = writeback and rank0_only
             with collective_call(units, "the end of summon_full_params()") if sends else nullcontext():
                 for each in summoned:
                     unlike += each.hide(writeback=writeback, from_rank0=rank0_only)
     if unlike:
-        raise UsageError(
-            "at the end of summon_full_params() parameters had another shape than at its beginning, and kept "
-            "their values: " + "; ".join(unlike)
-        )
+        refused += ["parameters had another shape than at its beginning, and kept their values: " + "; ".join(unlike)]
+    if refused:
+        raise UsageError(f"at the end of summon_full_params() {'; '.join(refused)}")
 
 
 def unwrap(unit: Unit) -> nn.Module:

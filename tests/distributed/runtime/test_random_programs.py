@@ -108,6 +108,7 @@ class Net(nn.Module):
         if drawn.random() < 0.3:
             self.last.weight = self.first.weight
         self.inside: tuple[int, float] | None = None  # a part through which a forward goes backward, and a weight
+        self.asks = False  # for its parameters, inside of its forward
 
     def blocks(self) -> list[Block]:
         return [module for module in self.modules() if isinstance(module, Block)]
@@ -126,6 +127,8 @@ class Net(nn.Module):
         for index in self.order[:most]:
             part, recompute = self.parts[index], self.recompute[index]
             x = part(x) if recompute is None else checkpoint(part, x, use_reentrant=recompute)
+        if self.asks:
+            x = x * (1 + 0.01 * sum(p.square().sum() for each in (self.first, self.last) for p in each.parameters()))
         return self.last(x)
 
 
@@ -140,6 +143,7 @@ class Player:
         self.alone = Net(drawn)
         drawn.setstate(state)
         net = Net(drawn)
+        self.alone.asks = net.asks = random.Random(f"asks {seed}").random() < 0.3
         strategies = ["FULL_SHARD"] * 3 + ["SHARD_GRAD_OP", "NO_SHARD"] + ["HYBRID_SHARD"] * 2 * (world == 4)
         strategy = drawn.choice(strategies)
         self.original = drawn.random() < 0.6
@@ -777,6 +781,15 @@ def save_a_part(player: Player) -> None:
         player.same(name, found[name], expected)
 
 
+def replace_inside_summon(player: Player) -> None:
+    if player.alone.last.weight is player.alone.first.weight:
+        return  # of tied ones it is refused
+    with FullyShardedDataParallel.summon_full_params(player.model), torch.no_grad():
+        last = player.model.module.last
+        last.weight = nn.Parameter(last.weight * 0.9)
+        player.alone.last.weight.mul_(0.9)
+
+
 ANYTIME = [
     hold_nodes,
     let_nodes_go,
@@ -815,11 +828,12 @@ WHEN_REDUCED = [
     resume,
     write,
     load,
+    replace_inside_summon,
 ]
 
 
 # What modules of fully_shard do not have: nodes of whole parameters, and summons of parts.
-OF_WRAPPERS = (hold_nodes, let_nodes_go, summon_a_part)
+OF_WRAPPERS = (hold_nodes, let_nodes_go, summon_a_part, replace_inside_summon)
 # What reaches the parameters that modules hold, which are to be those at rest.
 OF_HELD_PARAMETERS = (resume, load, save_and_load, freeze_or_thaw, edit_gradients, edit_shards, clear, write)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from inspect import signature
@@ -21,7 +22,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Thei
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel as Ours
 from flatfsdp import ShardedGradScaler as OurScaler
-from flatfsdp import api
+from flatfsdp import api, as_torch
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.fake import fake_world
@@ -409,6 +410,16 @@ def test_absent_attributes() -> None:
                 model.no_such_thing  # noqa: B018
 
 
+def test_torchs_modules_are_reached_by_their_paths_under_as_torch() -> None:
+    as_torch.install()
+    try:
+        assert torch.distributed.fsdp.wrap.ModuleWrapPolicy is ModuleWrapPolicy
+        assert torch.distributed.fsdp.api.ShardingStrategy is api.ShardingStrategy
+    finally:
+        as_torch.uninstall()
+    assert torch.distributed.fsdp.wrap.ModuleWrapPolicy is not ModuleWrapPolicy
+
+
 def test_submodules() -> None:
     with fake_world(2):
         model = Ours(Transformer(tied=False), auto_wrap_policy={Block})
@@ -419,6 +430,118 @@ def test_submodules() -> None:
         assert [m for m in model.modules() if isinstance(m, Ours)] == Ours.fsdp_modules(model)
         assert Ours.fsdp_modules(model, root_only=True) == [model]
         assert isinstance(Ours(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))[1], nn.ReLU)
+
+
+class Asking(nn.Module):
+    """Asks for its parameters inside of its forward, as models do that look for their dtype or add a penalty."""
+
+    def __init__(self, *, holds: bool) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(2)) if holds else None
+        self.found: list[Any] = []
+        self.fails = False
+
+    def forward(self, x: torch.Tensor, call: float = 0.0) -> torch.Tensor:
+        if self.fails:
+            raise ValueError
+        self.found = [(name, *p.shape, p.dtype) for name, p in self.named_parameters()]
+        self.linear_found = next(self.linear.parameters()).dtype
+        penalty: Any = sum(p.square().sum() for p in self.parameters())
+        return self.linear(x).sum() + call * penalty
+
+
+@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize("orig", [True, False])
+def test_modules_list_their_parameters_inside_a_forward(orig: bool, holds: bool) -> None:
+    with fake_world(1):
+        torch.manual_seed(0)
+        alone = Asking(holds=holds)
+        inner = copy.deepcopy(alone)
+        model = Ours(inner, use_orig_params=orig)
+        listed = [name for name, _ in model.named_parameters()]
+        for net in alone, model, model:  # a second one begins after a backward
+            net.zero_grad()
+            net(torch.ones(3), call=0.5).backward()
+        assert inner.found == alone.found and inner.linear_found is torch.float32
+        with Ours.summon_full_params(model, with_grads=True):
+            pairs = zip(model.parameters(), alone.parameters(), strict=True)
+            assert all(torch.allclose(mine.grad, other.grad) for mine, other in pairs)
+        inner.fails = True
+        with pytest.raises(ValueError):
+            model(torch.ones(3))
+        assert [name for name, _ in model.named_parameters()] == listed
+
+
+def _put_another(net: Any) -> None:
+    net[0].weight = nn.Parameter(torch.full((2, 2), 7.0))
+
+
+def _put_a_larger_one(net: Any) -> None:
+    net[0].weight = nn.Parameter(torch.zeros(3, 2))
+
+
+def _tie(net: Any) -> None:
+    net[0].weight = net[1].weight
+
+
+def _delete(net: Any) -> None:
+    net[0].bias = None
+
+
+def _put_a_module(net: Any) -> None:
+    net[1] = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize(
+    ("edit", "refused"),
+    [
+        (_put_another, ""),
+        (_put_a_larger_one, r"\(3, 2\)"),
+        (_tie, "was tied to '1.weight'"),
+        (_delete, "'0.bias' of unit <root> was changed after wrapping: it is gone"),
+        (_put_a_module, "registered after wrapping: 1.weight, 1.bias"),
+    ],
+)
+def test_what_is_put_in_a_parameters_place_inside_summon_is_taken_or_refused(
+    edit: Callable[[Any], None], refused: str, orig: bool
+) -> None:
+    with fake_world(1):
+        model: Any = Ours(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), use_orig_params=orig)
+        model(torch.ones(1, 2)).sum().backward()
+        expected = pytest.raises(flatfsdp.errors.UsageError, match=refused) if refused else nullcontext()
+        with expected:
+            with Ours.summon_full_params(model):
+                edit(model.module)
+            model(torch.ones(1, 2)).sum().backward()
+        if not refused:
+            assert torch.equal(model.state_dict()["0.weight"], torch.full((2, 2), 7.0))
+
+
+def test_an_optimizer_of_what_was_put_in_a_parameters_place_is_refused() -> None:
+    with fake_world(1):
+        model: Any = Ours(nn.Linear(2, 2), use_orig_params=True)
+        wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.module.weight = nn.Parameter(torch.zeros(2, 2))
+        late = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(flatfsdp.errors.UsageError, match="put in the place of 'weight' after wrapping"):
+            late.step()
+        wrapped.step()
+        assert model.state_dict()["weight"].eq(-0.1).all()
+
+
+def test_a_part_of_a_flat_parameter_is_not_frozen_by_itself() -> None:
+    with fake_world(1):
+        model: Any = Ours(nn.Linear(2, 2))
+        for flat in False, True:  # as a whole it is
+            model.requires_grad_(flat)
+            assert model(torch.ones(1, 2)).requires_grad is flat
+        model.module.bias.requires_grad_(False)
+        with pytest.raises(flatfsdp.errors.UsageError, match="requires_grad of 'bias' was set to False after wrapping"):
+            model(torch.ones(1, 2))
+        model.module.bias.requires_grad_(True)
+        model(torch.ones(1, 2)).sum().backward()
 
 
 @pytest.mark.parametrize("orig", [True, False])
