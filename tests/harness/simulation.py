@@ -9,6 +9,7 @@ that they receive, so `deadlock` plays what was written down afterwards.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,6 +82,7 @@ class Program:
     Attributes:
         steps: outermost calls; a list: units of a conditional part, of which each rank runs some.
         sizes: of units, for coalescing; 0: alone.
+        passes: how many forwards there are before the backward; covered: those that it comes to.
     """
 
     units: list[str]
@@ -91,6 +93,8 @@ class Program:
     most: int
     together: dict[str, tuple[str, ...]]
     has_inputs: bool
+    passes: int = 1
+    covered: tuple[int, ...] = (0,)
 
     def tied(self) -> set[str]:
         """Units that use parameters of others, and those others."""
@@ -149,11 +153,8 @@ def drawn_program(seed: int) -> Program:
             steps.append(Call(step.unit, [*_own(step.unit)]))
     owners = _draw_tied(rng, steps) if rng.random() < 0.3 else {}
     _draw_checkpoints(random.Random(f"tied {seed}") if owners else rng, steps)
-    # Where units share parameters, reentrant checkpoints may be inside of such, and no others are inside of each other:
-    # see docs/limits.md.
-    _draw_reentrant(random.Random(f"reentrant {seed}"), steps, inside=not owners)
-    if not owners:
-        _draw_nested(random.Random(f"nested {seed}"), steps)
+    _draw_reentrant(random.Random(f"reentrant {seed}"), steps)
+    _draw_nested(random.Random(f"nested {seed}"), steps)
     _draw_plain(random.Random(f"plain {seed}"), steps)
     kinds: list[Any] = [rng.choice(("before", "halfway", "after", None))]
     if rng.random() < 0.2:
@@ -176,7 +177,9 @@ def drawn_program(seed: int) -> Program:
     tied = {*owners, *chain.from_iterable(owners.values())}
     frozen = {(name, index) for name in names for index in range(PARAMETERS) if rng.random() < 0.1}
     sizes = {name: rng.choice((0, 1, 1)) if name not in together and name not in tied else 0 for name in names}
-    return Program(names, steps, rules, frozen, sizes, rng.choice((1, 1, 2, 3)), together, rng.random() < 0.7)
+    made = Program(names, steps, rules, frozen, sizes, rng.choice((1, 1, 2, 3)), together, rng.random() < 0.7)
+    rng = random.Random(f"passes {seed}")
+    return replace(made, passes=2, covered=rng.choice(((0, 1), (0,), (1,)))) if rng.random() < 0.15 else made
 
 
 def program_of(
@@ -209,17 +212,10 @@ def call(unit: str, *inside: Call, checkpoint: Region | None = None) -> Call:
 
 
 def _draw_checkpoints(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
-    counts: dict[str, int] = {}
-    for step in steps:
-        for each in step.calls() if isinstance(step, Call) else ():
-            counts[each.unit] = counts.get(each.unit, 0) + 1
     reentrant, region = rng.random() < 0.3, None
     plain = rng.choice((0.3, 0.6))
     for step in steps:
         if not isinstance(step, Call) or rng.random() < plain:
-            region = None
-            continue
-        if any(counts[each.unit] > 1 for each in step.calls()):
             region = None
             continue
         if region is None or reentrant or rng.random() < 0.5:
@@ -228,22 +224,15 @@ def _draw_checkpoints(rng: random.Random, steps: Sequence[Call | list[str]]) -> 
             each.region = region
 
 
-def _draw_reentrant(rng: random.Random, steps: Sequence[Call | list[str]], *, inside: bool) -> None:
-    """Reentrant checkpoints around single calls: of units that are called again, inside of units and of each other, and
-    of others; `inside` of those without reentrance, too."""
-    counts: dict[str, int] = {}
-    for step in steps:
-        for each in step.calls() if isinstance(step, Call) else ():
-            counts[each.unit] = counts.get(each.unit, 0) + 1
-    again = {unit for unit, count in counts.items() if count > 1 and rng.random() < 0.5}
+def _draw_reentrant(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
+    """Reentrant checkpoints around single calls, also inside of units, of each other, and of others."""
     share = rng.choice((0.0, 0.3, 0.6))
     nesting = rng.random() < 0.5
 
     def draw(call: Call) -> None:
-        if (call.is_reentrant and not nesting) or (call.region is not None and not (call.is_reentrant or inside)):
+        if call.is_reentrant and not nesting:
             return
-        several = any(counts[each.unit] > 1 for each in call.calls())
-        if call.unit in again if several else rng.random() < share:
+        if rng.random() < share:
             region = Region(True, around=call.region)
             for each in call.calls():
                 each.region = region
@@ -259,15 +248,11 @@ def _draw_reentrant(rng: random.Random, steps: Sequence[Call | list[str]], *, in
 
 def _draw_nested(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
     """Checkpoints of both kinds around single calls that are in others."""
-    counts: dict[str, int] = {}
-    for step in steps:
-        for each in step.calls() if isinstance(step, Call) else ():
-            counts[each.unit] = counts.get(each.unit, 0) + 1
     share = rng.choice((0.0, 0.0, 0.3))
     for step in steps:
         for outer in step.calls() if isinstance(step, Call) else ():
-            around, several = outer.region, any(counts[each.unit] > 1 for each in outer.calls())
-            if around is None or several or rng.random() > share:
+            around = outer.region
+            if around is None or rng.random() > share:
                 continue
             region = Region(rng.random() < 0.5, around=around)
             for each in outer.calls():
@@ -339,7 +324,7 @@ class SimulatedRank:
         self._checkpointed: dict[Region, list[Call]] = {}  # the outermost calls in each reentrant checkpoint
         self._unsharded: dict[str, int] = {}  # by unit, the number of its gather
         self._waited: set[str] = set()
-        self._node, self._nodes = 0, 0
+        self._running: int | None = None  # the reentrant checkpoint whose backward runs, the outermost
         self._tasks: list[set[Leaf]] = []  # gradients that the running graph tasks bring
         self._expecting: set[str] = set()
         self._completed: set[str] = set()
@@ -360,23 +345,20 @@ class SimulatedRank:
 
     def forward(self) -> None:
         """Record it, and draw what the backward will reach."""
-        self._record.begin()
         self._steps: list[Call] = []
-        for step in self.program.steps:
-            if isinstance(step, Call):
-                self._steps.append(self._run(step))
-            else:
-                for unit in step:
-                    self._record.enter(unit)
-                chosen = [unit for unit in step * 2 if self.rng.random() < 0.4]
-                for unit in sorted({unit for unit in chosen if chosen.count(unit) > 1}):
-                    self._record.repeat(unit)
-                self._steps += [Call(unit, [*_own(unit)]) for unit in chosen]
-                for unit in step:
-                    self._record.leave(unit)
-        self._alive = self._record.running  # as a graph would hold it
-        self._record.end()
-        self._reached = {call for call in self._calls() if self.rng.random() < 0.8}
+        self._covered: list[Call] = []  # of the passes to which the backward comes
+        self._alive = []  # as graphs would hold them
+        for number in range(self.program.passes):
+            self._record.begin()
+            steps = [*self._run_pass(copy.deepcopy(self.program.steps))]
+            self._alive.append(self._record.running)
+            self._record.end()
+            self._steps += steps
+            if number in self.program.covered:
+                self._covered += steps
+        covered = {call for step in self._covered for call in step.calls()}
+        self._reached = {call for call in self._calls() if call in covered and self.rng.random() < 0.8}
+        self._recomputing = {id(call.reentrant[0]) for call in covered if call.reentrant}
         # What these are given is passed on, and nothing saved for it.
         share = self.rng.choice((0.0, 0.2))
         self._passing = {call for call in self._calls() if self.rng.random() < share}
@@ -384,6 +366,20 @@ class SimulatedRank:
         self._left_out = {(call, leaf) for call in self._calls() for leaf in call.body if self.rng.random() < share}
         uses = {leaf for call in self._calls() for each in call.body for leaf in _leaves_in(each)}
         self._used = {leaf for leaf in sorted(uses) if leaf not in self.program.frozen and self.rng.random() < 0.8}
+
+    def _run_pass(self, steps: Sequence[Call | list[str]]) -> Iterator[Call]:
+        for step in steps:
+            if isinstance(step, Call):
+                yield self._run(step)
+                continue
+            for unit in step:
+                self._record.enter(unit)
+            chosen = [unit for unit in step * 2 if self.rng.random() < 0.4]
+            for unit in sorted({unit for unit in chosen if chosen.count(unit) > 1}):
+                self._record.repeat(unit)
+            yield from (Call(unit, [*_own(unit)]) for unit in chosen)
+            for unit in step:
+                self._record.leave(unit)
 
     def _calls(self) -> Iterator[Call]:
         for step in self._steps:
@@ -445,7 +441,8 @@ class SimulatedRank:
             if self._leaves(unit):
                 self.schedule.expect(unit)
         self.schedule.reductions.coalesce(program.cut)
-        for step in reversed(self._steps):
+        self.schedule.expect_recomputed()
+        for step in reversed(self._covered):
             self._through(step)
         self.schedule.ended()
         while self._in_flight:
@@ -456,7 +453,9 @@ class SimulatedRank:
         if region in self._recomputed_regions:
             return
         self._recomputed_regions.add(region)
-        outer, self._node = self._node, self._next_node()
+        outer = self._running
+        if not self.in_inner_task():
+            self._running = id(region)
         if region.around is not None and not region.around.reentrant:  # which saved what this one was given
             self._recompute(region.around)
         calls = self._checkpointed[region]
@@ -468,7 +467,7 @@ class SimulatedRank:
         for call in reversed(calls):
             self._through(call, inside=region)
         self._tasks.pop()
-        self._node = outer
+        self._running = outer
 
     def _recompute(self, region: Region) -> None:
         """What a checkpoint without reentrance does when the first of its tensors is needed."""
@@ -486,7 +485,8 @@ class SimulatedRank:
         again = inside in regions
         if again:
             with_graph = not any(each.reentrant for each in regions[: regions.index(inside)])
-            self.schedule.recomputed(call.unit, with_graph=with_graph)
+            further = regions[: regions.index(inside)]
+            self.schedule.recomputed(call.unit, again=not all(each.reentrant for each in further))
             needed = (*self.program.rules[call.unit].owners, call.unit)
             for each in needed:
                 self._wait(each)
@@ -497,10 +497,6 @@ class SimulatedRank:
             for each in (call.unit, *self.program.rules[call.unit].owners):
                 self.schedule.has_graph(each)
 
-    def _next_node(self) -> int:
-        self._nodes += 1
-        return self._nodes
-
     def _through(self, call: Call, *, inside: Region | None = None) -> None:
         """The backward of one call: its end, what is inside of it, its begin. `inside`: the reentrant checkpoint of
         which the graph task runs."""
@@ -510,15 +506,11 @@ class SimulatedRank:
             return
         reached = call in self._reached
         if reached:
-            if inside is None:
-                self._node = self._next_node()
             self._before_backward(call)
         for at, each in reversed([*enumerate(call.body)]):
             if isinstance(each, Call):
                 self._through(each, inside=inside)
             elif self._uses(call, each) and self._flows_on(call, at):
-                if inside is None:
-                    self._node = self._next_node()
                 if call.region is not None and not call.region.reentrant:
                     self._recompute(call.region)
                 if isinstance(each, Plain):
@@ -567,7 +559,6 @@ class SimulatedRank:
                 self._kept.add(unit)  # nothing tells when its backward is over
         begun = unit in self._expecting and unit not in self._completed and unit in self._unsharded
         if begun and unit not in self.program.tied():
-            self.schedule.reached_whole(unit)
             return
         self.schedule.reached(unit)
         for each in needed:
@@ -664,20 +655,19 @@ class SimulatedRank:
 
     def facts(self) -> UnitFacts[str]:
         """What the schedule may ask of a unit."""
-        inside = {call.unit: [each.unit for each in call.calls()][1:] for call in self._calls()}
+        plain = (each for call in self._calls() for each in call.body if isinstance(each, Plain))
+        parted = {unit for each in plain for unit, _ in each.leaves}
         return UnitFacts(
             completed=self._completed.__contains__,
             expects_gradients=lambda unit: unit in self._expecting or unit in self._completed,
+            has_gradients=lambda unit: any((unit, index) in self._arrived for index in range(PARAMETERS)),
             is_over=self._over.__contains__,
-            has_late_gradients=lambda unit: True,
+            is_used_once=lambda unit: unit not in parted,
             is_unsharded=self._unsharded.__contains__,
             is_trained=lambda unit: bool(self._leaves(unit)),
             elements=lambda unit: len(self._leaves(unit)),
             takes_part=self._participates.__contains__,
             awaits_gradients=self._awaits,
-            may_still_run=lambda unit: bool(self._open.get(unit)) or self._awaits(unit),
-            is_in_call=lambda unit, began: any(call.began == began for call in self._open.get(unit, ())),
-            inside=lambda unit: inside.get(unit, ()),
         )
 
     def _leaves(self, unit: str) -> list[int]:
@@ -693,11 +683,11 @@ class SimulatedRank:
     def in_inner_task(self) -> bool:
         return len(self._tasks) > 1
 
-    def running_node(self) -> int:
-        return self._node
+    def is_running(self, checkpoint: object) -> bool:
+        return self._running == checkpoint
 
     def will_recompute(self, checkpoint: object) -> bool:
-        return True
+        return checkpoint in self._recomputing
 
     def brings_gradients(self) -> bool:
         return (
@@ -705,12 +695,6 @@ class SimulatedRank:
             or self.schedule.recomputes_trained
             or any(unit in self.schedule.clock.planned for unit, _ in self._tasks[-1])
         )
-
-    def may_reach(self, unit: str) -> bool:
-        leaves = self._leaves(unit)
-        if leaves:
-            return any(self._comes(unit, index) for index in leaves)
-        return any(call.unit == unit for call in self._calls()) and unit in self.program.together
 
     # -- actions -----------------------------------------------------------------------------------------------------
 

@@ -31,9 +31,7 @@ class ConditionalUnits(Observer, Turns):
         self.training = False
         self._units: Sequence[Unit] = ()
         self._ran: set[Unit] = set()  # of a branch that is there
-        # Of the forwards that the next backward may cover: what this rank ran, with a graph and without.
-        self._with_graph: set[Unit] = set()
-        self._without: set[Unit] = set()
+        self._without: set[Unit] = set()  # what it ran without a graph, of forwards that the next backward may cover
 
     def forward_order(self, units: Sequence[Unit]) -> Turns | None:
         """These turns, if units of the model, the outermost last, are of branches."""
@@ -51,7 +49,6 @@ class ConditionalUnits(Observer, Turns):
         self.training = training
         self.cursors.clear()
         if new_record:
-            self._with_graph.clear()
             self._without.clear()
 
     def enter(self, unit: Unit, gathers: ForwardGathers) -> bool:
@@ -140,8 +137,8 @@ class ConditionalUnits(Observer, Turns):
         slot = self._plan.slot.get(unit)
         if slot is None:
             return reached
-        if self.training:
-            (self._with_graph if reached else self._without).add(unit)
+        if self.training and not reached:
+            self._without.add(unit)
         return None if self._holds(slot) else self.training
 
     def _holds(self, slot: ParticipationSlot[Unit]) -> bool:
@@ -153,9 +150,6 @@ class ConditionalUnits(Observer, Turns):
         """They may be reached in any order, on every rank in another."""
         slots = {unit: self._plan.slot.get(unit) for unit in units}
         return {unit: slot.units for unit, slot in slots.items() if slot is not None and slot.any_order}
-
-    def may_reach(self, unit: Unit) -> bool:
-        return unit in self._with_graph
 
     def check_recomputed(self, unit: Unit) -> None:
         """As of `Turns`.

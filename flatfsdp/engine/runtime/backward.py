@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-import torch
-
 from ...api import BackwardPrefetch
 from ..agreement.agreement import Agreement
 from ..base import _torch
@@ -34,7 +32,6 @@ from ..schedule.forward_record import ForwardRecord
 from .coalesced_collectives import Coalescer
 from .finish import Finisher
 from .model_facts import lacking_in, leave_out, parameters_of, steppable_of
-from .module_tree import units_inside
 from .turns import Turns
 from .unit import Unit
 from .user_hooks import defer_user_hooks
@@ -58,16 +55,14 @@ def awaits_gradients(unit: Unit) -> bool:
 FACTS: UnitFacts[Unit] = UnitFacts(
     completed=attrgetter("backward.completed"),
     expects_gradients=attrgetter("expects_gradients"),
+    has_gradients=lambda unit: unit.expects_gradients and any(grads.arrived for grads in unit.grads),
     is_over=attrgetter("backward.finished"),
-    has_late_gradients=lambda unit: unit.leaves.single_use is False,
+    is_used_once=lambda unit: unit.leaves.single_use is True,
     is_unsharded=attrgetter("is_unsharded"),
     is_trained=lambda unit: bool(unit.trainable_leaves()),
     elements=lambda unit: sum(h.layout.params[i].numel for h in unit.handles for i in h.trainable_indices()),
     takes_part=lambda unit: any(grads.participates for grads in unit.grads),
     awaits_gradients=awaits_gradients,
-    may_still_run=lambda unit: bool(unit.backward.open_calls) or awaits_gradients(unit),
-    is_in_call=lambda unit, began: any(call.began == began for call in unit.backward.open_calls),
-    inside=units_inside,
 )
 
 
@@ -228,7 +223,7 @@ class Backward:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
         if not self.reduces(unit) and unit not in self.schedule.clock.planned:
             self._turns.check_recomputed_in_window(unit)
-        self.schedule.recomputed(unit, with_graph=torch.is_grad_enabled())
+        self.schedule.recomputed(unit, again=_torch.saving() is not None)
 
     def gradient_elements_arrived(self, unit: Unit, elements: int) -> None:
         """So many `elements` of gradients of a unit that counts them. Collective over both axes, and over what hooks
@@ -253,6 +248,7 @@ class Backward:
         if not self._turns.plain and any(unit.options.schedule.branch for unit in self._reductions.outstanding()):
             unused.branch()
         self._reductions.coalesce(self._coalescer.reductions)
+        self.schedule.expect_recomputed()
         if not self.finisher.ends_with_all:
             self._reduced_last = self._reductions.at_the_end()
         elif unused.expects and all(map(self._waits_for_all, self._reductions.outstanding())):
@@ -276,9 +272,9 @@ class Backward:
         """Whether a graph task inside this one's runs, for example a recomputation's."""
         return _torch.graph_task() != self.task
 
-    def running_node(self) -> int:
-        """The node of the graph whose backward runs."""
-        return _torch.running_node()
+    def is_running(self, checkpoint: Any) -> bool:
+        """Whether the node of the graph whose backward runs is that of this reentrant checkpoint."""
+        return id(checkpoint()) == _torch.running_node()
 
     def will_recompute(self, checkpoint: Any) -> bool:
         """Whether the running graph task comes to this reentrant checkpoint."""
@@ -293,11 +289,6 @@ class Backward:
                 hooks.will_accumulate(leaf) for unit in self.schedule.clock.sequence for leaf in unit.trainable_leaves()
             )
         )
-
-    def may_reach(self, unit: Unit) -> bool:
-        """Whether the running graph task may come to `unit`, as far as its parameters show."""
-        leaves = unit.trainable_leaves()
-        return any(map(hooks.will_accumulate, leaves)) if leaves else self._turns.may_reach(unit)
 
     def gather(self, units: Sequence[Unit], *, ahead: bool) -> None:
         """Issue the gather of whatever is sharded of a group, maybe `ahead` of its use."""

@@ -134,7 +134,7 @@ class BackwardHooks:
         for unit in self.setup.units:
             for grads in unit.grads:
                 if grads.accumulation.pending and unit.phase is not FORWARD:  # with this backward inside
-                    backward.schedule.expect(unit, reached=False)
+                    backward.schedule.expect(unit)
 
     def reduce_accumulated(self) -> None:
         """Reduce what backwards without synchronization have left, as one that brings no gradient would. Collective.
@@ -226,7 +226,6 @@ class BackwardHooks:
         begun = unit.phase is PRE_BACKWARD
         # Its own parameters may have been gathered for others that use them, and those it uses of others were not.
         if begun and not unit.is_tied and (unit.is_unsharded or not unit.options.schedule.unshard_in_backward):
-            backward.schedule.reached_whole(unit)
             return
         for views in unit.views:
             check_exposed(views, unit.name)
@@ -320,13 +319,13 @@ class BackwardHooks:
             if own.arrived_in_inner_tasks and _awaits_more(unit):
                 return
             own.completed = True
-            if unit.leaves.single_use is None:
-                unit.leaves.single_use = True
             unit.enter_phase(POST_BACKWARD)
             unit.record_event("grads")
             # The parameters are freed before the reduction takes memory.
             _release(unit, backward)
             backward.gradients_ready(unit)
+            if unit.leaves.single_use is None:  # for the backwards to come: this one may still show otherwise
+                unit.leaves.single_use = True
         elif own.late_gradients <= 0 and (
             own.completed or not expecting or not (backward.in_inner_task() or backward.brings_gradients())
         ):

@@ -50,9 +50,5 @@ class Turns:
         """Those of `units` that a backward gathers together with others, and with which."""
         return {}
 
-    def may_reach(self, unit: Unit) -> bool:
-        """Whether this rank's backward may reach `unit`, of which no gradient of a parameter shows it."""
-        return False
-
 
 PLAIN = Turns()

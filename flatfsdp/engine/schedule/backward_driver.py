@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -41,30 +41,26 @@ class UnitFacts(Generic[U]):
     Attributes:
         completed: whether every gradient has arrived that this backward awaits of it.
         expects_gradients: whether gradients are awaited, or all have come.
+        has_gradients: whether any has come.
         is_over: whether its first call is over, and so all.
-        has_late_gradients: whether parts of it were recomputed by themselves, as far as backwards have shown.
+        is_used_once: whether each of its gradients came once, and in no graph task inside, in the backwards before.
         is_unsharded: whether it is gathered, or on its way.
         is_trained: whether a parameter of it requires a gradient.
         elements: of the gradients that it can get.
         awaits_gradients: whether the running graph task will bring gradients that it lacks.
-        may_still_run: the same, or a call of it has not ended.
         takes_part: whether there is something to reduce of it.
-        is_in_call: whether the backward goes on of the call that began at this tick.
-        inside: the units in its module.
     """
 
     completed: Callable[[U], bool]
     expects_gradients: Callable[[U], bool]
+    has_gradients: Callable[[U], bool]
     is_over: Callable[[U], bool]
-    has_late_gradients: Callable[[U], bool]
+    is_used_once: Callable[[U], bool]
     is_unsharded: Callable[[U], bool]
     is_trained: Callable[[U], bool]
     elements: Callable[[U], int]
     awaits_gradients: Callable[[U], bool]
-    may_still_run: Callable[[U], bool]
     takes_part: Callable[[U], bool]
-    is_in_call: Callable[[U, int | None], bool]
-    inside: Callable[[U], Iterable[U]]
 
 
 class Driver(Protocol[U_contra]):
@@ -81,8 +77,8 @@ class Driver(Protocol[U_contra]):
     def in_inner_task(self) -> bool:
         """Whether a graph task inside of this backward's runs."""
 
-    def running_node(self) -> int:
-        """The node of the graph whose backward runs."""
+    def is_running(self, checkpoint: object) -> bool:
+        """Whether the node of the graph whose backward runs is that of this reentrant checkpoint."""
 
     def will_recompute(self, checkpoint: object) -> bool:
         """Whether the running graph task comes to this reentrant checkpoint."""
@@ -98,9 +94,6 @@ class Driver(Protocol[U_contra]):
 
     def release_inputs(self) -> None:
         """Let no reduction hold what it reads: a gather is about to take its memory."""
-
-    def may_reach(self, unit: U_contra) -> bool:
-        """Whether the running graph task may come to `unit`, as far as its parameters show."""
 
     def take_part(self, unit: U_contra) -> None:
         """Let `unit` have gradients, zeros where this backward brings none."""

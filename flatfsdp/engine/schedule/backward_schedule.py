@@ -4,19 +4,17 @@
 last ended its gather is due, when it first began its reduction. Two cursors move over it, one for each communicator,
 and never back. Three rules couple them:
 
-1. When a unit is reached, the cursor of reductions moves past all that began after its end, then that of gathers to it.
-   What this rank brought no gradients to is *completed*: it takes part with zeros ([Note: passed over]).
+1. When a unit is reached or recomputed, the cursor of reductions moves past all that began after its end, then that of
+   gathers to it. What this rank brought no gradients to is *completed*: it takes part with zeros ([Note: passed over]).
 2. A reduction is issued after all gathers that are due before it: ahead of their use, or, where they have no turn in
-   the plan, when it is known that they will be, it waits for them.
-3. A gather ahead of its use moves the cursor of gathers to the group behind that of the unit that is reached, and never
-   that of reductions. Ranks may reach units in another order: what is gathered ahead for all of them is the same.
+   the plan, since a reentrant checkpoint makes the graph, it waits for them.
+3. A gather ahead of its use moves the cursor of gathers to the group behind that of the unit that is reached, never
+   past one that has no turn, and never that of reductions. Ranks may reach units in another order, or gather less
+   ahead: in which order they gather is settled before the backward.
 
-Both cursors rest while nothing is known of what this rank will bring: in a graph task inside of this one's, and where
-no gradient of a parameter comes at all. Those ranks find out at the end.
-
-What had no graph when the backward began is gathered when a reentrant checkpoint recomputes it ([Note: recomputed]):
-after all that ended later was gathered, and what began after its end is reduced then, as far as ranks agree on. It
-gathers ahead right then: ranks need not reach all that they recompute, nor in one order.
+What a unit's parameters are whole for, and when it is freed, is in [Note: spans]. Both cursors rest while nothing is
+known of what this rank will bring: in a graph task inside of this one's, where all is whole that is used, and where no
+gradient of a parameter comes at all. Those ranks find out at the end.
 
 A unit that is called again, or whose parameters others use, is reduced when its first call is over, once: parts of it
 that are recomputed reentrantly bring gradients of which nothing is known before, and on some ranks only.
@@ -32,12 +30,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Generic, TypeVar
 
-from .backward_clock import NEVER, BackwardClock
+from .backward_clock import NEVER, BackwardClock, Span
 from .backward_driver import Driver, UnitFacts, UnitRules
 from .forward_record import ForwardRecord
 from .issue_order import Cut, GatherOrder, ReduceOrder
 from .mid_backward import HalfwayTrigger
-from .recomputation import Recomputations, taken_from
 from .tied_owners import TiedOwners
 
 U = TypeVar("U", bound=Hashable)
@@ -64,18 +61,31 @@ class BackwardSchedule(Generic[U]):
         together: Mapping[U, Sequence[U]],
     ) -> None:
         """`coalesce` cuts the gathers into groups. `together`: units that are gathered when one of them is needed."""
-        clock = self.clock = BackwardClock(record)
+        clock = self.clock = BackwardClock(record, driver.will_recompute)
         self._rules, self._facts, self._driver = rules, facts, driver
         targets = {unit: rules[unit].targets for unit in record.anchored if rules[unit].targets}
         self.gathers: GatherOrder[U] = GatherOrder(clock.gathers[::-1], targets, coalesce=coalesce, together=together)
+        self.reductions: ReduceOrder[U] = ReduceOrder(record, clock.began)
         self.windows: dict[U, None] = {}
         self.tied_owners: TiedOwners[U] = TiedOwners(clock, rules, facts)
         self._halfway: HalfwayTrigger[U] = HalfwayTrigger()
-        self._repeats: Recomputations[U] = Recomputations(record, clock, driver.will_recompute)
-        will_run = self._repeats.will_run
-        self.recomputes_trained = bool(will_run) and any(map(facts.is_trained, will_run))
-        # Rule 2 for gathers that cannot be issued ahead: what they are due before waits for them.
-        self.reductions: ReduceOrder[U] = ReduceOrder(record, clock.began, self._repeats.to_come)
+        self._reruns: dict[U, int] = {}
+        self._rerun: set[U] = set()  # what such checkpoints inside of reentrant ones are to run again
+        self._unforeseen: dict[U, None] = {}  # what got a graph unforeseen
+        trained = tuple(filter(facts.is_trained, clock.recomputed))
+        self.recomputes_trained = bool(trained)
+        self._awaited = clock.planned.union(trained) if trained else clock.planned
+        if clock.to_come:
+            ticks = [span.due for span in clock.to_come]
+            for span, behind in zip(clock.to_come, self.gathers.due_after(clock.due, ticks), strict=True):
+                span.behind = behind
+            self._limit()
+
+    def _limit(self) -> None:
+        """What has no turn to be gathered comes before gathers and reductions that are due later."""
+        to_come = self.clock.to_come
+        self.gathers.limit = to_come[-1].behind if to_come else len(self.clock.gathers)
+        self.reductions.awaited = to_come[-1].due if to_come else 0
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
@@ -85,40 +95,42 @@ class BackwardSchedule(Generic[U]):
 
     def reaches_again(self, unit: U) -> bool:
         """Whether this backward may come to `unit` again, which other ranks' do not: it cannot be gathered for that."""
-        repeats = self._repeats
-        if (self.clock.has_more_calls(unit) and not self._facts.is_over(unit)) or (
-            self.clock.tied_owners and self.tied_owners.may_be_used(unit)
-        ):
-            return True
-        if unit in repeats.used_repeatedly or unit in repeats.unreached:
-            return True
-        if self.clock.repeated and repeats.will_repeat(unit):
-            return True
-        return bool(self.clock.regions) and not repeats.are_over(unit) and repeats.hold(unit)
+        clock = self.clock
+        if clock.spans and (span := clock.span_of(unit)) is not None:
+            if span.shared or (span.makes_graph and not self._is_through(unit)):
+                return True
+            if self._reruns.get(unit, 0) < span.reruns:
+                return True
+        return (unit in clock.several and not self._facts.is_over(unit)) or (
+            bool(clock.tied_owners) and self.tied_owners.may_be_used(unit)
+        )
+
+    def _is_through(self, unit: U) -> bool:
+        """Whether the only use of `unit`, which had no graph, is over when gradients have flowed through: a checkpoint
+        without reentrance inside may run it again before its own come, or beside others where it has none."""
+        return self._facts.completed(unit) or not (unit in self._rerun or self._facts.is_trained(unit))
 
     def _is_awaited(self, unit: U) -> bool:
         """Whether ranks await the part of `unit`, as far as this one knows."""
-        return not self._facts.completed(unit) and (unit in self.clock.planned or unit in self._repeats.trained)
+        return not self._facts.completed(unit) and unit in self._awaited
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def expect(self, unit: U, *, reached: bool = True) -> None:
-        """`unit` takes part with gradients, of this backward if it was `reached`, or of earlier ones."""
-        if reached and unit not in self.clock.planned:
-            self._repeats.trained[unit] = None
+    def expect(self, unit: U) -> None:
+        """`unit` takes part with gradients, of this backward or of earlier ones."""
         if self._rules[unit].reduces:
             self.reductions.expect(unit)
         else:
             self.windows[unit] = None
 
+    def expect_recomputed(self) -> None:
+        """So do units that get a graph while the backward runs, on all ranks."""
+        for unit in self.clock.begun if self.recomputes_trained else ():
+            if unit in self.clock.recomputed and unit in self._awaited:
+                self.expect(unit)
+
     def reached(self, unit: U) -> None:
         """A gradient is about to flow into `unit`: it is gathered, after all that comes before."""
-        if self._repeats.trained:
-            self._complete_recomputed(but=unit)
-        if self._repeats.used_repeatedly:
-            self._end_repeated_use()
-        if self._repeats.unreached:
-            self._repeats.unreached.discard(unit)
         if self.clock.tied_owners:
             self.tied_owners.reached(unit)
         # What a reentrant checkpoint made is reached at its place, which is not that of a graph that the unit may have
@@ -130,14 +142,10 @@ class BackwardSchedule(Generic[U]):
             # user. Before others are gathered: each takes memory.
             self._pass(min(map(self.clock.ended.get, needed, repeat(NEVER))))
         for each in needed:
-            if not (self._facts.is_unsharded(each) and self.gathers.is_past(each)):
+            if not (self._facts.is_unsharded(each) and (inner or self.gathers.is_past(each))):
                 self.gather_in_turn(each)
         if unit in self.clock.planned and not (inner or self.gathers.is_over):
             self._prefetch_after(unit)
-
-    def reached_whole(self, unit: U) -> None:
-        """A gradient is about to flow into `unit` again, for which nothing is to be gathered."""
-        self._repeats.unreached.discard(unit)
 
     def gather_in_turn(self, unit: U) -> None:
         """Gather `unit` and all whose turn comes before."""
@@ -159,52 +167,51 @@ class BackwardSchedule(Generic[U]):
         clock, facts = self.clock, self._facts
         waits = unit in clock.called_again and (clock.recomputes or not facts.is_over(unit))
         # That its first call is over is not known; nor that this backward comes to it, if it was in another pass.
-        if waits and (clock.recomputes or unit not in clock.in_passes or facts.has_late_gradients(unit)):
+        if waits and (clock.recomputes or unit not in clock.in_passes or not facts.is_used_once(unit)):
             return
         self.reductions.ready(unit)
         self._reduce(self.reductions.due())
 
     def released(self, unit: U) -> None:
         """`unit` was resharded after its part."""
-        # Ranks need not be at the same place when a unit's last gradient comes, but have to be for a gather that has no
-        # turn in the plan.
         rules = self._rules[unit]
-        if rules.prefetch == "after" and not (self.clock.recomputes or rules.targets):
+        if rules.prefetch == "after" and not rules.targets and unit in self.clock.planned:
             self._gather(self.gathers.ahead(unit), ahead=True)
 
-    def recomputed(self, unit: U, *, with_graph: bool) -> None:
-        """The forward of `unit` runs again inside of this backward, maybe `with_graph`: gather it."""
-        if self._repeats.trained:
-            self._complete_recomputed()
-        if self._repeats.used_repeatedly:
-            self._end_repeated_use()
-        planned, needed = unit in self.clock.planned, (*self._rules[unit].owners, unit)
-        if self.clock.recomputes:
-            self._end_last_runs(needed, with_graph)
-        if not (planned and self.clock.planned.issuperset(needed)):
-            self._gather_passed(unit, with_graph)
-        for each in needed:
-            self.gather_in_turn(each)
-        if planned:
-            self._repeats.record_run(unit, self._facts.is_in_call)
-        elif with_graph:
-            self._repeats.unreached.add(unit)
-            if not self.gathers.is_over:
-                self._prefetch_after(unit)
-        self._complete_before(unit, with_graph)
-        if self.clock.recomputes and not self._driver.in_inner_task():
-            self._repeats.record_reentrant_run(unit, needed, self._driver.running_node(), with_graph)
+    def recomputed(self, unit: U, *, again: bool) -> None:
+        """The forward of `unit` runs in this backward, and may `again`: gather it, after all that comes before."""
+        clock, needed = self.clock, (*self._rules[unit].owners, unit)
+        if clock.spans:
+            self._reruns[unit] = self._reruns.get(unit, 0) + 1
+        if again:
+            self._rerun.add(unit)
+        if self._driver.in_inner_task():
+            for each in needed:
+                if not self._facts.is_unsharded(each):
+                    self.gather_in_turn(each)
+            return
+        running = clock.running(self._driver.is_running)
+        spans = {each: clock.begin_span(each, running) for each in needed}
+        due = [clock.due.get(each, NEVER) if span is None else span.due for each, span in spans.items()]
+        if running is not None:
+            due.append(running.ended)
+        # No rank leaves out a reentrant checkpoint: others wait for its gathers, having reduced what comes before.
+        self._pass(min(due), rests=running is None and unit in clock.planned)
+        for each, span in spans.items():
+            if span is None or span.region is None:
+                self.gather_in_turn(each)
+            elif span in clock.to_come:
+                self._gather_without_turn(span)
+        if (span := spans[unit]) is not None and span.region is not None:
+            self._prefetch_after(unit, behind=span.behind)
+            self._reduce_due()
 
     def has_graph(self, unit: U) -> None:
-        """`unit` was recomputed and has a graph from now on: on all ranks, of which maybe some bring it no gradient."""
-        if unit not in self.clock.planned and unit not in self._repeats.trained and self._facts.is_trained(unit):
+        """`unit` was recomputed and has a graph from now on. Unforeseen, gradients may come still."""
+        clock = self.clock
+        if not (unit in self._awaited or unit in clock.began or unit in clock.due) and self._facts.is_trained(unit):
             self.expect(unit)
-            if not self._driver.in_inner_task():
-                self._repeats.node = self._driver.running_node()
-        if self._repeats.to_come:
-            self._repeats.record_graph(unit)
-            if due := self.reductions.due():
-                self._reduce(due)
+            self._unforeseen[unit] = None
 
     def ended(self) -> None:
         """The graph task has ended: do what is left of what other ranks' backwards did, and reduce it. [Note: passed
@@ -215,15 +222,10 @@ class BackwardSchedule(Generic[U]):
                 self._gather_unreached()
                 return
             driver.gradient_arrived(watched=True)
-        for unit in tuple(self._repeats.trained):
+        self._pass(-1, rests=False, awaits=False)
+        for unit in (*self._unforeseen, *self.clock.sequence):
             if not facts.completed(unit):
                 self._complete(unit)
-        while self.clock.begun:  # unit by unit, as a backward goes
-            self._complete_last()
-        for unit in self.clock.sequence:
-            if not facts.completed(unit):
-                self._complete(unit)
-        self._gather(self.gathers.through(self.clock.repeated))
         rest = self.reductions.due(rest=True)
         for unit in (*chain.from_iterable(rest), *self.windows):
             if not facts.expects_gradients(unit):
@@ -250,29 +252,28 @@ class BackwardSchedule(Generic[U]):
             if reading:
                 self._driver.gather(reading, ahead=ahead)
 
-    def _prefetch_after(self, unit: U) -> None:
+    def _gather_without_turn(self, span: Span[U]) -> None:
+        """The reentrant checkpoint runs that `span` is of."""
+        self._gather(self.gathers.first(span.behind), ahead=True)
+        self._gather([(span.unit,)])
+        self.clock.to_come.remove(span)
+        self._limit()
+
+    def _prefetch_after(self, unit: U, *, behind: int = 0) -> None:
+        """`behind`: how many groups had their turn before `unit`, which has none."""
         rules = self._rules[unit]
         if rules.targets:
             self._gather(self.gathers.through(rules.targets, ahead=True), ahead=True)
-        elif rules.prefetch == "before":
-            passed = (unit,) if unit in self.clock.planned else self._passed_at(unit)
-            self._gather(self.gathers.ahead(*passed), ahead=True)
-        elif rules.prefetch == "halfway":
+        elif rules.prefetch == "halfway" and unit in self.clock.planned:
             self._begin_halfway(unit)
-
-    def _passed_at(self, unit: U) -> Sequence[U]:
-        """Units whose gathers are due by the end of `unit`; one is gathered ahead, behind all of these, however many of
-        those that end together gather ahead, and in which order."""
-        return (
-            (unit,) if unit in self.clock.planned else self.clock.due_from(self._repeats.end_of(unit, with_graph=True))
-        )
+        elif rules.prefetch in ("before", "halfway"):
+            self._gather(self.gathers.ahead(unit, behind=behind), ahead=True)
 
     def _begin_halfway(self, unit: U) -> None:
-        """Await half of the gradients of `unit`, unless none will come, it is around the next, or it is outside of the
-        plan. [Note: half-way]"""
+        """Await half of the gradients of `unit`, unless none will come or it is around the next. [Note: half-way]"""
         following = tuple(self.gathers.following(unit))
-        if unit not in self.clock.planned or self.clock.is_around(unit, following):
-            self._gather(self.gathers.ahead(*self._passed_at(unit)), ahead=True)
+        if self.clock.is_around(unit, following):
+            self._gather(self.gathers.ahead(unit), ahead=True)
             return
         self._halfway.begin(unit, self._facts.elements(unit) if self._driver.brings_gradients() else 0, following)
         self.progressed(unit, 0)
@@ -295,6 +296,11 @@ class BackwardSchedule(Generic[U]):
             driver.reduce(group)
         driver.end_turn()
 
+    def _reduce_due(self) -> None:
+        """What has waited for a gather without a turn waits no more."""
+        if due := self.reductions.due():
+            self._reduce(due)
+
     def _reduce_in_turn(self, unit: U) -> None:
         """No gradient of `unit` is to come: reduce it, if there is something to reduce, and all whose turn it is."""
         if self.reductions.expects(unit) and self._facts.takes_part(unit):
@@ -303,124 +309,66 @@ class BackwardSchedule(Generic[U]):
 
     # -- completion --------------------------------------------------------------------------------------------------
 
-    def _complete(self, unit: U, *, keep: bool = False) -> None:
+    def _complete(self, unit: U) -> None:
         if not self._facts.expects_gradients(unit):
             # Not again where it was gathered with others and freed since: those that reach it have it still.
             self._gather(self.gathers.through((unit,)))
-            if self.clock.recomputes and unit in self.clock.planned:
-                self._prefetch_after(unit)  # as ranks did that reached it: other gathers without a turn may follow
             self._driver.take_part(unit)
         self._driver.complete(unit)
-        if not self.clock.waits_for_first_call(unit):
+        if unit not in self.clock.called_again:
             self._reduce_in_turn(unit)
-        if not (keep or self.keeps_unsharded(unit) or self._repeats.will_repeat(unit) or self._repeats.hold(unit)):
+        if not (self.keeps_unsharded(unit) or self.clock.span_of(unit) is not None):
             self._driver.reshard(unit)
 
-    def _pass(self, tick: float) -> None:
-        """This backward is through with what began after `tick`, unless that is not known."""
-        begun, began, completed = self.clock.begun, self.clock.began, self._facts.completed
-        while begun and began[over := begun[-1]] > tick:
-            if completed(over) and over not in self.clock.called_again and not self._repeats.held_unsharded:
+    def _pass(self, tick: float, *, rests: bool = True, awaits: bool = True) -> None:
+        """This backward is through with what began after `tick`: with gradients of units, and with spans. `rests`: not
+        with the former where no gradient is known to come; `awaits`: nor with what gradients are on their way to."""
+        clock, completed = self.clock, self._facts.completed
+        begun, began, spans = clock.begun, clock.began, clock.spans
+        resting = False
+        while True:
+            last = began[begun[-1]] if begun and not resting else -1
+            if spans and spans[-1].over > max(last, tick):
+                self._end_span(spans[-1], reads=not resting)
+                continue
+            if last <= tick:
+                return
+            over = begun[-1]
+            if completed(over) and over not in clock.called_again:
                 begun.pop()  # the usual case, without a call
                 continue
-            if self._is_awaited(over):
+            if awaits and self._is_awaited(over):
                 if self._driver.in_inner_task():
                     return
-                if not self._driver.brings_gradients():
-                    if not self.clock.recomputes and self.reductions.at_the_end():
+                if rests and not self._driver.brings_gradients():
+                    if not clock.recomputes and self.reductions.at_the_end():
                         self._driver.report_no_gradients()
-                    return
+                    resting = True
+                    continue
                 if self._facts.awaits_gradients(over):  # on an accelerator, whose thread autograd has beside the CPU's
                     return
             self._complete_last()
 
     def _complete_last(self) -> None:
         """No call of what began last is left."""
-        over = self.clock.begun.pop()
+        spans, over = self.clock.spans, self.clock.begun.pop()
         if self._is_awaited(over):
             self._complete(over)
         if over in self.clock.called_again:
-            if self._facts.completed(over) and self.clock.waits_for_first_call(over):
+            if spans and spans[-1].unit == over and spans[-1].over == self.clock.began[over]:
+                self._end_span(spans[-1], reads=True)  # a reduction takes memory
+            if self._facts.completed(over):
                 self._reduce_in_turn(over)
-            if over not in self.clock.again and not (self.keeps_unsharded(over) or self._repeats.hold(over)):
-                self._driver.reshard(over)
-        if self._repeats.held_unsharded:
-            for unit in self._repeats.let_go(over):
-                self._driver.reshard(unit)
 
-    # -- recomputation -----------------------------------------------------------------------------------------------
-
-    def _end_last_runs(self, units: Iterable[U], with_graph: bool) -> None:
-        """`units`, one and its owners, are recomputed: those that another node made a graph of before are freed, as
-        they are on ranks where all gradients came of their parameters and inputs."""
-        if not self._driver.in_inner_task():
-            self._repeats.enter(self._driver.running_node())
-        for each in units:
-            another = self._repeats.is_another(each, with_graph)
-            if not another or each in self.clock.planned or self._repeats.will_repeat(each):
-                continue
-            self._repeats.unreached.discard(each)
-            if each in self._repeats.trained:
-                self._driver.complete(each)
-            self._driver.reshard(each)
-
-    def _end_repeated_use(self) -> None:
-        """Free what a node that is over used more than once."""
-        if not self._driver.in_inner_task():
-            for unit in taken_from(self._repeats.used_repeatedly, self._driver.running_node()):
-                if not self._rules[unit].stays_unsharded:
-                    self._driver.reshard(unit)
-
-    def _complete_recomputed(self, *, but: U | None = None) -> None:
-        """Another unit was reached: the tasks are over in which gradients of units outside of the plan come."""
-        if self._driver.in_inner_task():
-            return
-        facts, begins = self._facts, self._driver.running_node() == self._repeats.node  # the task of their gradients
-        for each in tuple(self._repeats.trained):
-            if facts.completed(each) or each is but or (begins and not facts.expects_gradients(each)):
-                continue
-            if not self._driver.may_reach(each):
-                self._complete(each)
-
-    def _complete_before(self, unit: U, with_graph: bool) -> None:
-        """The forward of `unit` runs again: of those next in turn to reduce, complete what gets no gradients.
-
-        They stay whole, since this backward may reach them still, only not for their gradients. A unit outside of the
-        plan had no graph (reentrant checkpointing): its gradients are to come, and its collectives come after those
-        of units that began later in the forward.
-        """
-        facts, planned = self._facts, unit in self.clock.planned
-        if self._driver.in_inner_task() or (planned and not self._driver.brings_gradients()):
-            return
-        over, ended = [], self._repeats.end_of(unit, with_graph)
-        if (owners := self._rules[unit].owners) and self._repeats.is_segmented(unit):
-            # These gathers are waited for, too, and an owner may have been used later.
-            ended = min(ended, *map(self.clock.due.get, owners, repeat(NEVER)))
-        for each in self.reductions.outstanding():
-            if not facts.completed(each) or self.clock.waits_for_first_call(each):
-                if facts.may_still_run(each) or self.clock.began.get(each, 0) < ended:
-                    break
-                over.append(each)
-        if not all(map(facts.completed, over)):
-            # Ranks whose branches get gradients run all of `unit` again before they reduce any of these.
-            self._gather(self.gathers.through(facts.inside(unit)), ahead=True)
-        for each in over:
-            if not facts.completed(each):
-                self._complete(each, keep=True)
-                if not planned and each in self.clock.planned:
-                    self._prefetch_after(each)
-            if self.clock.waits_for_first_call(each):
-                self._reduce_in_turn(each)
-
-    def _gather_passed(self, unit: U, with_graph: bool) -> None:
-        """The forward of `unit`, which is outside of the plan, runs again: gather what ended later and was not reached,
-        as ranks did that reached it, so that the gather of `unit` comes at the same place on all ranks."""
-        if self._driver.in_inner_task():
-            return
-        ended = self._repeats.end_of(unit, with_graph)
-        for each in self.clock.sequence:
-            if self.clock.due.get(each, NEVER) < ended:
-                continue
-            self._gather(self.gathers.through((each,)), ahead=True)
-            if not self._facts.expects_gradients(each) or tuple(self.gathers.following(each)):
-                self._prefetch_after(each)
+    def _end_span(self, span: Span[U], *, reads: bool) -> None:
+        """Nothing reads the parameters any more: free them, after they were gathered as on ranks that read them."""
+        clock = self.clock
+        clock.end_span(span)
+        if span.region is None and reads:
+            self._gather(self.gathers.through((span.unit,)))
+        elif span in clock.to_come:  # it was not recomputed
+            clock.to_come.remove(span)
+            self._limit()
+            self._reduce_due()
+        if not self.keeps_unsharded(span.unit):
+            self._driver.reshard(span.unit)

@@ -30,8 +30,8 @@ from typing import Generic, Literal, TypeVar
 
 U = TypeVar("U", bound=Hashable)
 # "graph": it began with one; "shared": a unit that began with one uses its parameters; "again": gradients may come to
-# it from a run of its own besides; "recomputed": a reentrant checkpoint will make its graph; "none": nothing is known.
-How = Literal["graph", "shared", "again", "recomputed", "none"]
+# it from a run of its own besides; "none": without one, and nothing is known to make it but a checkpoint around.
+How = Literal["graph", "shared", "again", "none"]
 
 
 class ForwardPass:
@@ -46,11 +46,13 @@ class CheckpointRegion:
 
     Attributes:
         around: the checkpoint without reentrance that this one is recomputed inside of.
+        checkpoint: what stands for a reentrant one, the outermost; what is inside of it has no graph yet.
     """
 
     began: int
     ended: int = 0
     around: CheckpointRegion | None = None
+    checkpoint: object | None = None
 
     def outwards(self) -> Iterator[CheckpointRegion]:
         """This one and those around it."""
@@ -58,6 +60,11 @@ class CheckpointRegion:
         while each is not None:
             yield each
             each = each.around
+
+    @property
+    def outermost(self) -> CheckpointRegion:
+        """The last of these."""
+        return self if self.around is None else self.around.outermost
 
 
 @dataclass(eq=False)
@@ -68,12 +75,10 @@ class PassLog(Generic[U]):
         runs: units that began, when, how, and the innermost checkpoint without reentrance around each: what these will
             recompute, on this rank or on others, since which of them can at all hangs on what they saved on a rank.
         ended: when each last finished with an output that can bring it a gradient.
-        reentrant: units that began in a reentrant checkpoint, when, and what stands for that.
     """
 
     runs: list[tuple[U, int, How, CheckpointRegion | None]] = field(default_factory=list)
     ended: dict[U, int] = field(default_factory=dict)
-    reentrant: list[tuple[U, int, object]] = field(default_factory=list)
 
 
 def _no_segments() -> Sequence[object]:
@@ -85,10 +90,10 @@ class ForwardRecord(Generic[U]):
 
     Attributes:
         running: the pass that runs, if one does.
-        begun_again: units that began more than once, at least the last time without a graph, and owners that were used
-            without one.
+        recomputed: units that began in a reentrant checkpoint, or whose parameters one used that did, when, and what is
+            recomputed with them.
+        begun_again: units that began more than once, at least the last time without a graph.
         entered_at: when a unit was entered last.
-        ran_without_graph: whether any unit did.
         consumed: a backward has begun, and no unit has finished since: the next forward opens a new record.
     """
 
@@ -98,18 +103,16 @@ class ForwardRecord(Generic[U]):
         self._anchored: dict[U, None] = {}  # in the order of last anchoring
         self._running: set[U] = set()  # of these, whose forward runs again: no backward inside of it reaches them
         self.begun_again: set[U] = set()
-        # What is recomputed with those that had no graph, and the innermost segment in which they run so again.
-        self._left: dict[U, list[tuple[CheckpointRegion, CheckpointRegion | None]]] = {}
-        self._without_graph: dict[U, CheckpointRegion] = {}  # the first of these, of those that run
-        self._checkpoint: object | None = None  # the reentrant one in which a unit ran last
-        self._repeated = CheckpointRegion(0)  # what ran in it
+        self.recomputed: list[tuple[U, int, CheckpointRegion]] = []
+        self._reentrant = CheckpointRegion(0)  # the reentrant checkpoint in which a unit ran last
         self._segments: weakref.WeakKeyDictionary[object, CheckpointRegion] = weakref.WeakKeyDictionary()
-        self._inside: dict[U, CheckpointRegion] = {}  # units that were entered last in a segment
+        self._inside: dict[U, CheckpointRegion] = {}  # the innermost region in which units were entered last
+        self._entered_inside: CheckpointRegion | None = None  # that of the unit that was entered last
         self._passes: weakref.WeakKeyDictionary[ForwardPass, PassLog[U]] = weakref.WeakKeyDictionary()
         self._now: PassLog[U] = PassLog()  # of the pass that ran last
         self._clock = self.entered_at = 0
         self.running: ForwardPass | None = None
-        self.consumed = self.ran_without_graph = False
+        self.consumed = False
 
     def begin(self) -> None:
         """A pass begins."""
@@ -129,28 +132,30 @@ class ForwardRecord(Generic[U]):
         """`unit` began its forward, in a `segment` if there is one; `segments` are this one and those around it, the
         innermost first, maybe without the first, which is none then."""
         now = self.entered_at = self._clock = self._clock + 1
-        inside = self._enter_segment(unit, segment, segments) if segment is not None or self._inside else None
+        inside = self._entered_inside = self._segment(segment, segments) if segment is not None else None
+        if inside is not None or self._inside:
+            self._enter_region(unit, inside)
         if unit in self._anchored:
             self._running.add(unit)
         self._begun.setdefault(unit, now)
         self._entered.setdefault(unit)
         self._now.runs.append((unit, now, "graph", inside))
 
-    def _enter_segment(
-        self, unit: U, segment: object | None, segments: Callable[[], Sequence[object]]
-    ) -> CheckpointRegion | None:
-        inside = self._segments.get(segment) if segment is not None else None
-        if inside is None and segment is not None:
+    def _segment(self, segment: object, segments: Callable[[], Sequence[object]]) -> CheckpointRegion | None:
+        inside = self._segments.get(segment)
+        if inside is None:
             for each in reversed(segments()):
                 found = self._segments.get(each)
                 if found is None:
                     found = self._segments[each] = CheckpointRegion(self._clock, around=inside)
                 inside = found
+        return inside
+
+    def _enter_region(self, unit: U, inside: CheckpointRegion | None) -> None:
         if inside is not None:
             self._inside[unit] = inside
         else:
             self._inside.pop(unit, None)
-        return inside
 
     def enter_without_graph(
         self,
@@ -164,27 +169,30 @@ class ForwardRecord(Generic[U]):
         `checkpoint`, for which that stands. For the others see `enter`."""
         if unit in self._begun:
             self.begun_again.add(unit)
-        self.ran_without_graph = True
         now = self._tick(unit)
-        inside = self._enter_segment(unit, segment, segments)
-        if checkpoint is None or checkpoint != self._checkpoint:
-            self._repeated = CheckpointRegion(now)
-        self._checkpoint = checkpoint
-        self._without_graph[unit] = self._repeated
-        self._now.runs.append((unit, now, "none" if checkpoint is None else "recomputed", inside))
+        inside = self._segment(segment, segments) if segment is not None else None
         if checkpoint is not None:
-            self._now.reentrant.append((unit, now, checkpoint))
+            if checkpoint != self._reentrant.checkpoint:
+                self._reentrant = CheckpointRegion(now, around=inside, checkpoint=checkpoint)
+            inside = self._reentrant
+            self.recomputed.append((unit, now, inside))
+        elif inside is not None:
+            self._now.runs.append((unit, now, "none", inside))
+        self._entered_inside = inside
+        self._enter_region(unit, inside)
 
     def enter_sharing(self, owning_unit: U) -> None:
-        """Parameters of `owning_unit` are about to be used by another unit, in whose backward it takes part."""
+        """The unit that was entered last, in whose backward `owning_unit` takes part, uses parameters of that."""
         self._entered.setdefault(owning_unit)
-        self._now.runs.append((owning_unit, self._tick(owning_unit), "shared", None))
+        self._now.runs.append((owning_unit, self._tick(owning_unit), "shared", self._entered_inside))
 
     def enter_sharing_without_graph(self, owning_unit: U) -> None:
-        """Parameters of `owning_unit` are about to be used by a unit that began without a graph: gradients may come to
-        them from two recomputations, of that unit and of `owning_unit`, or from one beside a graph."""
-        self._now.runs.append((owning_unit, self._tick(owning_unit), "again", None))
-        self.begun_again.add(owning_unit)
+        """The unit that was entered last, without a graph, uses parameters of `owning_unit`."""
+        now, inside = self._tick(owning_unit), self._entered_inside
+        if inside is not None and inside.checkpoint is not None:
+            self.recomputed.append((owning_unit, now, inside))
+        elif inside is not None:
+            self._now.runs.append((owning_unit, now, "none", inside))
 
     def repeat(self, unit: U) -> None:
         """`unit` runs again, beside units that a backward gathers with it."""
@@ -214,22 +222,20 @@ class ForwardRecord(Generic[U]):
         self._clock += 1
         self._now.ended[unit] = self._clock
         if self._inside and itself:
-            self._leave_segments(unit)
+            self._leave_regions(unit)
 
     def leave_without_graph(self, unit: U) -> None:
         """`unit` finished its forward, and no gradient can come to it unless it is recomputed."""
         self._clock += 1
         self._running.discard(unit)
-        together = self._without_graph.pop(unit, None) or CheckpointRegion(self._clock)
-        together.ended = self._clock
-        self._leave_segments(unit)
-        self._left.setdefault(unit, []).append((together, self._inside.get(unit)))
+        if self._inside:
+            self._leave_regions(unit)
 
-    def _leave_segments(self, unit: U) -> None:
+    def _leave_regions(self, unit: U) -> None:
         for each in self._inside[unit].outwards() if unit in self._inside else ():
             each.ended = self._clock
 
-    # -- what a backward asks ----------------------------------------------------------------------------------------
+    # -- what a backward reads ----------------------------------------------------------------------------------------
 
     @property
     def passes(self) -> Sequence[PassLog[U]]:
@@ -245,25 +251,6 @@ class ForwardRecord(Generic[U]):
         """When `unit` first began; it has a graph from now on, if it had none (a recomputation)."""
         self._entered.setdefault(unit)
         return self._begun[unit] if unit in self._begun else self._tick(unit)
-
-    def began(self, unit: U) -> int:
-        """When `unit`, which has run, first began."""
-        return self._begun[unit]
-
-    def left(self, unit: U, *, later: int = 0) -> tuple[CheckpointRegion, Sequence[CheckpointRegion]]:
-        """What a reentrant checkpoint recomputes with `unit`, which ran without a graph, so many times before it did
-        last, and the segments in which that run is repeated without a graph before it gets one, the innermost first."""
-        left = self._left.get(unit)
-        if not left:
-            return CheckpointRegion(0), ()
-        together, inside = left[max(0, len(left) - 1 - later)]
-        return together, () if inside is None else (*inside.outwards(),)
-
-    def repeated(self) -> dict[U, int]:
-        """Units outside of the plan that segments run again without a graph, as they ran last, and when the outermost
-        of these ended."""
-        ran = {unit: left[-1][1] for unit, left in self._left.items() if unit not in self._anchored}
-        return {unit: [*inside.outwards()][-1].ended for unit, inside in ran.items() if inside is not None}
 
     def awaits(self, unit: U) -> bool:
         """Whether a gradient can reach `unit` in a backward that has not begun."""

@@ -9,6 +9,7 @@ sizes are what all ranks agree on, so they find the same groups.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -25,11 +26,12 @@ class GatherOrder(Generic[U]):
 
     Attributes:
         is_over: whether all was handed out.
+        limit: how many groups may be handed out ahead: those that are due before what has no turn.
     """
 
     def __init__(
         self,
-        anchored: tuple[U, ...],
+        anchored: Sequence[U],
         targets: Mapping[U, Sequence[U]] = MappingProxyType({}),
         *,
         coalesce: Cut[U] | None = None,
@@ -48,6 +50,7 @@ class GatherOrder(Generic[U]):
         self._position = {unit: i for i, group in enumerate(self._groups) for unit in group}
         self._coalesced = together
         self._next = 0
+        self.limit = len(self._groups)
         self.is_over = not self._groups
 
     def until(self, unit: U) -> Sequence[tuple[U, ...]]:
@@ -68,31 +71,45 @@ class GatherOrder(Generic[U]):
         their use, before which others are gathered that are needed with them."""
         if self._coalesced and not ahead:
             units = [each for unit in units for each in self._coalesced.get(unit, (unit,))]
-        last = max([self._position.get(unit, -1) for unit in units], default=-1)
-        due = self._groups[self._next : last + 1]
+        count = max([self._position.get(unit, -1) for unit in units], default=-1) + 1
+        due = self._groups[self._next : min(count, self.limit) if ahead else count]
         self._next += len(due)
         self.is_over = self._next == len(self._groups)
         return due
+
+    def first(self, count: int) -> Sequence[tuple[U, ...]]:
+        """So many groups, but for those that were handed out."""
+        due = self._groups[self._next : count]
+        self._next += len(due)
+        self.is_over = self._next == len(self._groups)
+        return due
+
+    def due_after(self, due: Mapping[U, float], ticks: Iterable[float]) -> Iterator[int]:
+        """For each of `ticks`, which ascend, how many groups are handed out before what is due then and has no turn."""
+        count = len(self._groups)
+        for tick in ticks:
+            while count and all(due.get(unit, math.inf) <= tick for unit in self._groups[count - 1]):
+                count -= 1
+            yield count
 
     def has_turn(self, unit: U) -> bool:
         """Whether the plan gathers `unit`, and has not yet."""
         return self._position.get(unit, -1) >= self._next
 
-    def ahead(self, *units: U) -> Sequence[tuple[U, ...]]:
-        """The next group of the plan, now handed out, unless one after the group of `unit` is already; none at the
-        end."""
-        due = self._upcoming(units)
+    def ahead(self, unit: U, *, behind: int = 0) -> Sequence[tuple[U, ...]]:
+        """The next group of the plan, now handed out, unless one after the group of `unit` is already, or, where it has
+        no turn, after so many groups; none at the end."""
+        due = self._upcoming(self._position.get(unit, behind - 1))
         self._next += len(due)
         self.is_over = self._next == len(self._groups)
         return due
 
     def following(self, unit: U) -> Iterator[U]:
         """The units that `ahead` would hand out."""
-        return itertools.chain.from_iterable(self._upcoming((unit,)))
+        return itertools.chain.from_iterable(self._upcoming(self._position.get(unit, self._next)))
 
-    def _upcoming(self, units: Iterable[U]) -> Sequence[tuple[U, ...]]:
-        last = max(map(self._position.get, units, itertools.repeat(self._next)), default=-1)
-        return () if last < self._next - 1 else self._groups[self._next : self._next + 1]
+    def _upcoming(self, last: int) -> Sequence[tuple[U, ...]]:
+        return () if last < self._next - 1 else self._groups[self._next : min(self._next + 1, self.limit)]
 
 
 class ReduceOrder(Generic[U]):
@@ -101,17 +118,13 @@ class ReduceOrder(Generic[U]):
     Units that are joined go together, when all of them are ready.
 
     Attributes:
-        awaited: units that began when, the last of them last: what began before this one waits until it is taken away.
+        awaited: when a gather is due that has no turn: what began before waits for it.
     """
 
-    def __init__(
-        self,
-        record: ForwardRecord[U],
-        began: Mapping[U, int] = MappingProxyType({}),
-        awaited: Sequence[tuple[int, U]] = (),
-    ) -> None:
+    def __init__(self, record: ForwardRecord[U], began: Mapping[U, int] = MappingProxyType({})) -> None:
         """`began`: when units did that this backward may reach."""
-        self._record, self._began, self.awaited = record, began, awaited
+        self._record, self._began = record, began
+        self.awaited = 0
         self._coalesced: dict[U, tuple[U, ...]] = {}
         self._outstanding: dict[U, int] = {}
         self._in_order: list[U] | None = []  # the outstanding, the next last; None when it has to be sorted anew
@@ -160,7 +173,7 @@ class ReduceOrder(Generic[U]):
             group = self._group(in_order[-1])
             if not (rest or self._ready.issuperset(group)):
                 break
-            if self.awaited and not rest and min(map(self._when_began, group)) < self.awaited[-1][0]:
+            if self.awaited and not rest and min(map(self._when_began, group)) < self.awaited:
                 break
             out.append(group)
             for unit in group:

@@ -22,12 +22,12 @@ class TiedOwners(Generic[U]):
 
     def __init__(self, clock: BackwardClock[U], rules: Mapping[U, UnitRules[U]], facts: UnitFacts[U]) -> None:
         self._clock, self._rules, self._facts = clock, rules, facts
-        self._reached: set[U] = set()  # of the owners
+        self._reached: dict[U, bool] = {}  # of the owners, and whether gradients had come before
 
     def reached(self, unit: U) -> None:
         """A gradient is about to flow into a call of `unit`."""
         if unit in self._clock.tied_owners:
-            self._reached.add(unit)
+            self._reached.setdefault(unit, self._facts.has_gradients(unit))
 
     def awaits_own_call(self, unit: U) -> bool:
         """Whether others use parameters of `unit`, which this backward has not come to itself."""
@@ -45,4 +45,6 @@ class TiedOwners(Generic[U]):
         """Whether it is known that this backward comes to no call of `unit` any more."""
         if self._facts.is_over(unit):
             return True
-        return self._facts.completed(unit) and not (self.awaits_own_call(unit) or unit in self._clock.several)
+        if unit in self._clock.tied_owners and self._reached.get(unit, True):
+            return False  # its own use of what came already may be recomputed, and bring a gradient late
+        return self._facts.completed(unit) and unit not in self._clock.several

@@ -26,8 +26,12 @@ class Block(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
 
-    def forward(self, x: Tensor, use: bool = True, inner: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, use: bool = True, inner: Callable[[Tensor], Tensor] | None = None, parted: bool = False
+    ) -> Tensor:
         x = x if inner is None else inner(x)
+        if parted:
+            return x + reentrant(lambda x: (x @ self.weight).tanh(), x)
         return x + (x @ self.weight).tanh() if use else x + 0.0
 
 
@@ -70,6 +74,26 @@ def _twice(net: Net, x: Tensor, use: bool) -> Tensor:
     for block in (net.c, net.a, net.c):
         x = reentrant(block, x)
     return x
+
+
+def _with_and_without(net: Net, x: Tensor, use: bool) -> Tensor:
+    """Two units are called under a checkpoint and without one, before it or after."""
+    x = reentrant(net.a, net.b(net.first(x), use))
+    x = net.c(x) if use else x + net.c(x).detach()
+    x = net.a(x, use)
+    return reentrant(net.b, net.d(x, use))
+
+
+def _again_with_others(net: Net, x: Tensor, use: bool) -> Tensor:
+    """A unit is called again in a segment, which ranks come to by different units in it, or by none."""
+    x = net.b(net.a(net.first(x)), not use)
+
+    def segment(x: Tensor) -> Tensor:
+        x = net.c(net.a(x, use), not use)
+        return net.d(x, use)
+
+    y: Tensor = other(segment, x)
+    return net.e(y, use)
 
 
 def _nothing_else(net: Net, x: Tensor, use: bool) -> Tensor:
@@ -124,7 +148,7 @@ def _train(
     return [name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)]
 
 
-@pytest.mark.parametrize("step", [_around, _inside, _twice, _nothing_else])
+@pytest.mark.parametrize("step", [_around, _inside, _twice, _nothing_else, _with_and_without, _again_with_others])
 def test_ranks_that_use_other_units_beside_it_are_not_waited_for(
     step: Callable[[Net, Tensor, bool], Tensor], pool2: Run
 ) -> None:
@@ -136,3 +160,26 @@ def test_ranks_that_use_other_units_beside_it_are_not_waited_for(
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID"])
 def test_units_recomputed_together_gather_ahead_in_one_order(prefetch: str, listed: str, pool2: Run) -> None:
     assert pool2(_train, _inside_of_each_other, prefetch, listed, timeout=20) == [[], []]
+
+
+def _two_forwards(rank: int, world: int) -> list[str]:
+    """As `_train`, where a part of a unit is recomputed on one rank, in the first of two forwards alone."""
+
+    def step(net: Net, x: Tensor, parted: bool) -> Tensor:
+        return net.b(net.a(x, parted=parted))
+
+    model: Any = FullyShardedDataParallel(Net(step), auto_wrap_policy={Block}, join_units_below=0, use_orig_params=True)
+    alone = Net(step)
+    inputs = torch.randn(world, 2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+    for net, ranks in ((model, [rank]), (alone, range(world))):
+        for each in ranks:
+            losses = [net(inputs[each, i], each == 0 and i == 0).square().sum() for i in range(2)]
+            (sum(losses) * (1 if net is model else 1 / world)).backward()
+        torch.optim.SGD(net.parameters(), lr=0.05).step()
+    found, expected = model.state_dict(), alone.state_dict()
+    return [name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)]
+
+
+def test_gradients_that_come_late_in_an_earlier_forward_are_reduced_with_the_others(pool2: Run) -> None:
+    """Though nothing has shown yet that they do."""
+    assert pool2(_two_forwards, timeout=20) == [[], []]

@@ -108,13 +108,11 @@ def test_a_record_knows_when_units_without_a_graph_ran() -> None:
         (record.enter if has_graph else record.enter_without_graph)(unit)
         (record.leave if has_graph else record.leave_without_graph)(unit)
     assert record.entered == record.anchored == ("a", "c") and record.may_recompute
-    assert [record.began(unit) for unit in "abc"] == [1, 3, 5]
-    assert record.left("b")[0].ended == 4 and record.left("a")[0].ended == 0
+    assert [record.position(unit) for unit in "abc"] == [1, 3, 5]
     assert not record.begun_again
     record.enter_without_graph("b")
     record.leave_without_graph("b")
-    assert record.begun_again == {"b"} and record.began("b") == 3
-    assert [record.left("b", later=later)[0].ended for later in range(3)] == [8, 4, 4]
+    assert record.begun_again == {"b"} and record.position("b") == 3
 
 
 def test_what_a_reentrant_checkpoint_recomputes_is_over_with_the_last_of_it() -> None:
@@ -122,7 +120,8 @@ def test_what_a_reentrant_checkpoint_recomputes_is_over_with_the_last_of_it() ->
     for unit, checkpoint in (("a", 1), ("b", 1), ("c", 2), ("d", None), ("e", None)):
         record.enter_without_graph(unit, checkpoint=checkpoint)
         record.leave_without_graph(unit)
-    assert [record.left(unit)[0].ended for unit in "abcde"] == [4, 4, 6, 8, 10]
+    spans = [(span.unit, span.due, span.over) for span in BackwardClock(record).to_come]
+    assert spans == [("a", 4, 1), ("b", 4, 1), ("c", 6, 5)]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -135,7 +134,8 @@ def test_what_has_run_without_a_graph_is_over_with_that_run(shared: bool) -> Non
         (record.enter_sharing if shared and unit == "a" else record.enter)(unit)
         record.leave(unit)
     assert list(BackwardClock(record).began.items()) == [("a", 1), ("b", 3)]
-    assert BackwardClock(record).several == {"a"} and BackwardClock(record).ended["a"] == 6
+    clock = BackwardClock(record)
+    assert clock.called_again == {"a"} and clock.due["a"] == 6 and not clock.to_come
 
 
 def test_a_segment_is_over_when_its_units_are_though_others_use_their_parameters() -> None:
@@ -150,7 +150,7 @@ def test_a_segment_is_over_when_its_units_are_though_others_use_their_parameters
     record.leave("b")
     record.leave("a", itself=False)
     clock = BackwardClock(record)
-    assert [each.ended for each in clock.regions] == [2]
+    assert clock.due == {"a": 6, "b": 5}
     assert clock.ended["a"] == 6
 
 
