@@ -2,7 +2,7 @@
 
 [Note: stored order] `Shard(dim)` of a parameter is its rows once `dim` is the slowest dimension in its memory. So the
 parameter is laid out that way before it is sharded, and neither gathers nor reductions copy anything for it. Of a
-DTensor that is what this rank has of it, and its strides say so.
+DTensor that is what this rank has of it, and its strides show it.
 """
 
 from __future__ import annotations
