@@ -191,7 +191,7 @@ class SharedMemory:
         with self._lock:
             if not self._stream.has_work and not self.rest():
                 self.worked_at = LONG_AGO
-                _attendant.begin()
+                _attendant.begin(soon=True)
 
     def _take_pages(self, end: int) -> None:
         """Up to that byte of the segment. The attendant looks from now on whether the outbox is left alone."""
