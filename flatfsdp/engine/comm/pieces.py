@@ -83,7 +83,7 @@ class Row:
             found.copy_to(memory)
         else:
             parts = self.within(start, start + memory.numel())
-            copy(memory.split([part.numel() for part in parts]), parts)
+            copy(cut(memory, parts), parts)
 
     def copy_from(self, memory: torch.Tensor, start: int) -> None:
         """Fill elements from `start` on from `memory`, 1-D and of this dtype: as many as it has."""
@@ -91,7 +91,7 @@ class Row:
             found.copy_from(memory)
         else:
             parts = self.within(start, start + memory.numel())
-            copy(parts, memory.split([part.numel() for part in parts]))
+            copy(parts, cut(memory, parts))
 
     def _as_whole(self, memory: torch.Tensor) -> Scattered | None:
         """What copies all pieces to or from `memory`, if that is for all, and it does."""
@@ -111,6 +111,11 @@ def rows_of(tensors: Sequence[torch.Tensor], world: int) -> list[Row]:
     if len(tensors) == 1:
         return [Row([piece]) for piece in tensors[0].chunk(world)]
     return [Row(pieces) for pieces in zip(*(tensor.chunk(world) for tensor in tensors), strict=True)]
+
+
+def cut(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """`memory`, 1-D, cut as `parts` are, which have as many elements together."""
+    return [memory] if len(parts) == 1 else memory.split([part.numel() for part in parts])
 
 
 def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ...base import _torch
 from ...base.hashing import hash63
-from ..pieces import Row
+from ..pieces import Row, cut
 from .chunks import Chunk
 
 
@@ -76,8 +76,7 @@ class Sum(Operation):
             _add_scattered(output.memory, arrived, own, rank)
             return
         parts, total = (row.within(chunk.start, chunk.end) for row in (own, output))
-        sizes = [part.numel() for part in parts]
-        of_ranks = [parts if each is None else each.split(sizes) for each in arrived]
+        of_ranks = [parts if each is None else cut(each, parts) for each in arrived]
         for one, *terms in zip(total, *of_ranks, strict=True):
             _add_up(one, terms, rank)
 
