@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.engine.base.events import Observer
+from flatfsdp.engine.comm.shared_memory.attendant import Attendant
 from flatfsdp.engine.comm.shared_memory.exchange import CONTROL
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import SHARDED, UNSHARDED
@@ -482,6 +483,13 @@ def outbox_rests(exchange: Any) -> bool:
 def looks(exchange: Any) -> int:
     """How often a rank that waits for an `exchange` through shared memory looks before it sleeps."""
     return int(exchange._shared.looks)
+
+
+def attendant_loop(attended: Any, wanted: Any, hurried: Any) -> Callable[[], None]:
+    """What the thread runs that attends to exchanges, with these events: what wakes it, and what hurries it."""
+    made = Attendant(lambda: attended)
+    made._wanted, made._hurried = wanted, hurried
+    return made._run
 
 
 def outbox_bytes(exchange: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from flatfsdp.engine.comm.shared_memory import attendant
-from flatfsdp.engine.comm.shared_memory.attendant import LONG_AGO, PERIOD, SLOWEST, Attendant
+from flatfsdp.engine.comm.shared_memory.attendant import LONG_AGO, PERIOD, SLOWEST
+from tests.harness import inspect
 
 
 class Exchange:
@@ -52,25 +54,23 @@ class Pauses:
         pass
 
 
-def pauses(*exchanges: Exchange, most: int = 7, then: Callable[[int], Any] = lambda count: False) -> list[float]:
-    """Between looks at these, in periods; `then` is called in each, and tells whether the thread is hurried. Up to
-    where the thread sleeps."""
-    made = Attendant(lambda: exchanges)
-    seen: Any = Pauses(most, then)
-    made._hurried = seen
-    waits = iter((True,))
-    made._wanted.set()
-    plain = made._wanted.wait
+class Wanted(threading.Event):
+    """What wakes the thread: it is set, and once the thread sleeps again the test has seen enough."""
 
-    def wait() -> bool:
-        if not next(waits, False):
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self.is_set():
             raise Through
-        return plain()
+        return True
 
-    made._wanted.wait = wait  # type: ignore[assignment, method-assign]
+
+def pauses(*exchanges: Exchange, most: int = 7, then: Callable[[int], Any] = lambda count: False) -> list[float]:
+    """Between looks at these, in periods; `then` is called in each, and its answer is whether the thread is hurried. Up
+    to where the thread sleeps."""
+    wanted, hurried = Wanted(), Pauses(most, then)
+    wanted.set()
     with pytest.raises(Through):
-        made._run()
-    return seen.of
+        inspect.attendant_loop(exchanges, wanted, hurried)()
+    return hurried.of
 
 
 def test_looks_become_rare_where_others_do_the_work() -> None:
