@@ -190,7 +190,12 @@ def _take_replaced(units: Sequence[Unit], *, rank0_only: bool) -> list[str]:
         for param_ref in changed:
             held = param_ref.current
             assert isinstance(held, nn.Parameter)
-            param_ref.leaf.data = held.detach()
+            try:
+                param_ref.leaf.data = held.detach()
+            except RuntimeError:  # all others are taken, and no rank leaves those that wait for it
+                found = "has no memory (meta)" if held.is_meta else f"is a {type(held).__name__} of {held.layout}"
+                where = f"{param_ref.path!r} of unit {unit.label} was changed after wrapping"
+                refused.append(f"{where}, and keeps its value: it {found}; expected dense values")
     return refused
 
 

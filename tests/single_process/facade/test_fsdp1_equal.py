@@ -492,6 +492,14 @@ def _put_a_module(net: Any) -> None:
     net[1] = nn.Linear(2, 2)
 
 
+def _put_one_without_memory(net: Any) -> None:
+    net[0].weight = nn.Parameter(torch.zeros(2, 2, device="meta"))
+
+
+def _put_a_sparse_one(net: Any) -> None:
+    net[0].weight = nn.Parameter(torch.eye(2).to_sparse())
+
+
 @pytest.mark.parametrize("orig", [True, False])
 @pytest.mark.parametrize(
     ("edit", "refused"),
@@ -516,6 +524,20 @@ def test_what_is_put_in_a_parameters_place_inside_summon_is_taken_or_refused(
             model(torch.ones(1, 2)).sum().backward()
         if not refused:
             assert torch.equal(model.state_dict()["0.weight"], torch.full((2, 2), 7.0))
+
+
+@pytest.mark.parametrize("edit", [_put_one_without_memory, _put_a_sparse_one])
+def test_what_cannot_be_taken_inside_summon_leaves_the_others(edit: Callable[[Any], None]) -> None:
+    with fake_world(1):
+        model: Any = Ours(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        leaf = model.module[0].weight
+        expected = pytest.raises(flatfsdp.errors.UsageError, match=r"'0.weight' of unit <root> .* keeps its value")
+        with expected, Ours.summon_full_params(model):
+            edit(model.module)
+            model.module[1].weight.data.fill_(7.0)
+        model.module[0].weight = leaf
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.state_dict()["1.weight"].eq(7.0).all()
 
 
 def test_an_optimizer_of_what_was_put_in_a_parameters_place_is_refused() -> None:
