@@ -1,4 +1,4 @@
-"""Runs the programs of tests/process/programs/fsdp2, each on torch's FSDP2 and under `flatfsdp.as_torch`, and writes a
+"""Runs the programs of tests/process/programs/frameworks, each on torch's FSDP2 and under `flatfsdp.as_torch`, and writes a
 dated table of how they compare: tools/bench_results/programs.json and .md. Rows of programs that do not run this time
 stay. `tools/programs` calls it in the right environment."""
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.programs import Case, ProgramError, run
-from tests.process.programs.fsdp2.cases import CASES
+from tests.process.programs.frameworks.cases import CASES
 
 RESULTS = Path(__file__).resolve().parent / "bench_results" / "programs"
 PACKAGES = ("torch", "torchtitan", "accelerate", "transformers", "lightning", "torchao")

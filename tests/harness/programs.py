@@ -1,5 +1,5 @@
-"""Runs a program of another framework on ranks of its own, on torch's FSDP2 and under `flatfsdp.as_torch`, and compares
-what it wrote of its end (`tests/process/programs/fsdp2/outcome`)."""
+"""Runs a program of another framework on ranks of its own, on torch's FSDP and under `flatfsdp.as_torch`, and compares
+what it wrote of its end (`tests/process/programs/frameworks/outcome`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ROOT / "tests" / "process" / "programs" / "fsdp2"
+PROGRAMS = ROOT / "tests" / "process" / "programs" / "frameworks"
 WORDS = 6000  # characters of what a failed program printed
 
 
@@ -25,14 +25,16 @@ class ProgramError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A program and what it is compared with: itself on torch's FSDP2, with the same arguments unless others are given.
+    """A program and what it is compared with: itself on torch's FSDP, with the same arguments unless others are given.
 
     Attributes:
-        arguments: after the folder that the program writes to; ``{theirs}`` is that of the other side.
+        arguments: after the folder that the program writes to; ``{theirs}`` is that of torch's side, ``{other}`` that
+            of the side which does not run.
         needs: the packages without which it is skipped.
         bound: by how much numbers and shards may differ at most; 0.0 is bit by bit.
         parts: the parts of the outcome that are compared, by the beginning of their files' names.
-        runs: the arguments of runs before the compared one, in the same folder.
+        runs: the arguments of runs before the compared one, in the same folder; both sides are through with theirs
+            before it begins.
     """
 
     name: str
@@ -92,7 +94,7 @@ def launch(case: Case, arguments: tuple[str, ...], folder: Path, *, ours: bool, 
                 process.wait()
     if code != 0:
         ended = f"still ran after {limit:g} s" if code is None else f"ended with {code}"
-        side = "under flatfsdp.as_torch" if ours else "on torch's FSDP2"
+        side = "under flatfsdp.as_torch" if ours else "on torch's FSDP"
         raise ProgramError(f"{' '.join(command[-len(arguments) - 2 :])} {side} {ended}:\n{_end_of(log)}")
 
 
@@ -112,16 +114,18 @@ def run(case: Case, folder: Path, *, limit: float) -> Result:
     Raises:
         ProgramError: a run failed; torch's side too, which then is no yardstick.
     """
-    seconds = []
+    seconds = [0.0, 0.0]
     folders = folder / "theirs", folder / "ours"
-    for ours, place in enumerate(folders):
+    for place in folders:
         place.mkdir(parents=True)
-        last = case.theirs if case.theirs is not None and not ours else case.arguments
-        begun = time.monotonic()
-        for arguments in (*case.runs, last):
-            named = tuple(each.format(theirs=folders[0]) for each in arguments)
+    for number in range(len(case.runs) + 1):
+        for ours, place in enumerate(folders):
+            last = case.theirs if case.theirs is not None and not ours else case.arguments
+            arguments = (*case.runs, last)[number]
+            named = tuple(each.format(theirs=folders[0], other=folders[not ours]) for each in arguments)
+            begun = time.monotonic()
             launch(case, named, place, ours=bool(ours), limit=limit)
-        seconds.append(time.monotonic() - begun)
+            seconds[ours] += time.monotonic() - begun
     return compared(case, *folders, seconds=(seconds[0], seconds[1]))
 
 

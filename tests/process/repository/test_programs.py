@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.programs import Case, run
-from tests.process.programs.fsdp2.cases import CASES
+from tests.process.programs.frameworks.cases import CASES
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

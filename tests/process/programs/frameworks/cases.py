@@ -1,0 +1,115 @@
+"""The programs and their arguments, as `tests.harness.programs` runs them."""
+
+from __future__ import annotations
+
+from tests.harness.programs import Case
+
+TITAN, ACCELERATE, TRANSFORMERS = ("torchtitan",), ("accelerate", "transformers"), ("transformers",)
+LIGHTNING, PEFT, TRL = ("lightning",), ("accelerate", "transformers", "peft"), ("trl", "peft")
+RESUMED, LOADED = ("first-", ""), ("", "again-")
+SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
+
+
+def titan(name: str, *arguments: str, ranks: int = 2, **more: object) -> Case:
+    return Case(f"torchtitan: Llama 3, {name}", "with_torchtitan.py", arguments, TITAN, ranks, **more)  # type: ignore[arg-type]
+
+
+CASES = [
+    titan("FSDP", "fsdp"),
+    titan("FSDP, activation checkpointing, bf16, accumulated", "fsdp", "ac", "bf16", "accumulate", "always"),
+    titan("FSDP, tied embeddings", "fsdp", "tied"),
+    titan("FSDP, each from the other's checkpoint", "fsdp", "from={other}/checkpoint", runs=(("fsdp", "save"),)),
+    titan("HSDP 2x2", "hsdp", ranks=4),
+    titan("FSDP + TP 2x2, sequence parallel", "tp", ranks=4),
+    titan("FSDP + TP 2x2, activation checkpointing, bf16", "tp", "ac", "bf16", "no-sp", ranks=4),
+    titan(
+        "FSDP + TP 2x2, each from the other's checkpoint", "tp", "from={other}/checkpoint", ranks=4,
+        runs=(("tp", "save"),),
+    ),
+    titan("FSDP + PP 2x2, 1F1B", "pp", ranks=4),
+    titan("FSDP by full DTensors", "fsdp", "full-dtensor"),
+    titan("HSDP 2x2 by full DTensors", "hsdp", "full-dtensor", ranks=4),
+    titan("FSDP + TP 2x2 by full DTensors", "tp", "full-dtensor", ranks=4),
+    Case("accelerate: meta load", "with_accelerate.py", (SHARDED,), ACCELERATE),
+    Case("accelerate: bf16, activation checkpointing", "with_accelerate.py", (FULL, "bf16", "ac"), ACCELERATE),
+    Case("accelerate: no meta load, units kept", "with_accelerate.py", (FULL, "eager", "keep"), ACCELERATE),
+    Case("accelerate: a tied Llama", "with_accelerate.py", (FULL, "llama", "tied"), ACCELERATE),
+    *(
+        Case(
+            f"accelerate: a Llama, save_state and load_state, {kind}",
+            "with_accelerate.py",
+            (kind, "llama", "load"),
+            ACCELERATE,
+            parts=("saved-", ""),
+            runs=((kind, "llama", "save"),),
+        )
+        for kind in (FULL, SHARDED)
+    ),
+    Case("accelerate: offload, size-based units, save_model", "with_accelerate.py",
+         (SHARDED, "eager", "offload", "size", "weights"), ACCELERATE),
+    Case("accelerate: LoRA, each from the other's state", "with_accelerate.py",
+         (SHARDED, "llama", "lora", "load={other}"), PEFT, runs=((SHARDED, "llama", "lora", "save"),)),
+    Case("accelerate: LoRA, bf16, activation checkpointing", "with_accelerate.py",
+         (FULL, "llama", "lora", "bf16", "ac"), PEFT),
+    Case("accelerate: HSDP 2x2", "with_accelerate.py", (SHARDED, "llama", "hsdp"), ACCELERATE, 4),
+    Case("accelerate: FSDP + TP 2x2", "with_accelerate.py", (SHARDED, "llama", "eager", "tp"), ACCELERATE, 4),
+    *(
+        Case(f"accelerate, FSDP1: {name}", "with_accelerate.py", (kind, "v1", *options), ACCELERATE, runs=runs)
+        for name, kind, options, runs in (
+            ("flat parameters, save_state and load_state", FULL, ("flat", "load"), ((FULL, "v1", "flat", "save"),)),
+            ("sharded state, from the other's", SHARDED, ("llama", "load={other}"), ((SHARDED, "v1", "llama", "save"),)),
+            ("bf16, activation checkpointing, SHARD_GRAD_OP", FULL, ("llama", "bf16", "ac", "keep"), ()),
+            ("offload, size-based units, save_model", FULL, ("offload", "size", "weights"), ()),
+        )
+    ),
+    *(
+        Case(f"transformers: Trainer, {name}", "with_trainer.py", arguments, needs, parts=RESUMED)
+        for name, needs, arguments in (
+            ("sharded checkpoints", ACCELERATE, (SHARDED,)),
+            ("full checkpoints, tied, evaluated", ACCELERATE, (FULL, "tied", "evaluate")),
+            ("bf16, activation checkpointing", ACCELERATE, (SHARDED, "bf16", "ac")),
+            ("LoRA", PEFT, (FULL, "lora", "evaluate")),
+            ("offload", ACCELERATE, (FULL, "offload")),
+            ("FSDP1, fsdp='full_shard auto_wrap'", ACCELERATE, (FULL, "v1", "legacy", "evaluate")),
+            ("FSDP1, flat, bf16, activation checkpointing", ACCELERATE, (SHARDED, "v1", "flat", "bf16", "ac")),
+            ("FSDP1, LoRA", PEFT, (FULL, "v1", "lora")),
+        )
+    ),
+    *(
+        Case(f"TRL: {name}", "with_trl.py", options, TRL)
+        for name, options in (
+            ("SFTTrainer, LoRA", ("sft", "lora")),
+            ("SFTTrainer, bf16, packed", ("sft", "bf16", "packed")),
+            ("DPOTrainer, LoRA", ("dpo", "lora")),
+            ("DPOTrainer with a reference model", ("dpo",)),
+            ("SFTTrainer, LoRA, FSDP1", ("sft", "v1", "lora")),
+        )
+    ),
+    *(
+        Case(f"transformers: own FSDP, {name}", "with_transformers.py", options, TRANSFORMERS, ranks, parts=LOADED)
+        for name, ranks, options in (
+            ("2 ranks", 2, ("fsdp=2",)),
+            ("bf16", 2, ("fsdp=2", "bf16")),
+            ("HSDP 2x2", 4, ("fsdp=2", "replicate=2")),
+            ("FSDP + TP 2x2", 4, ("fsdp=2", "tp=2")),
+        )
+    ),
+    Case("torchao: float8", "with_torchao.py", ("clip",), ("torchao",)),
+    # torch's gathers nothing in float8 on gloo: its yardstick gathers in full precision, and rounds after that.
+    Case("torchao: float8, gathered in float8", "with_torchao.py", ("gather",), ("torchao",), theirs=()),
+    *(
+        Case(f"Lightning: ModelParallelStrategy, {name}", "with_lightning.py", options, LIGHTNING, ranks, parts=RESUMED)
+        for name, ranks, options in (
+            ("sharded checkpoint", 2, ()),
+            ("one file, bf16, accumulated", 2, ("one-file", "bf16", "accumulate")),
+            ("FSDP + TP 2x2", 4, ("tp",)),
+        )
+    ),
+    *(
+        Case(f"Lightning: FSDPStrategy, {name}", "with_lightning.py", ("v1", *options), LIGHTNING, parts=RESUMED)
+        for name, options in (
+            ("sharded checkpoint, clipped", ("clip",)),
+            ("one file, bf16, accumulated, activation checkpointing", ("one-file", "bf16", "accumulate", "ac")),
+        )
+    ),
+]  # fmt: skip

@@ -1,0 +1,50 @@
+"""What a program ends with, in a file for each rank: numbers on its way, and its parameters: their shards, or whole
+where FSDP1 has flattened them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+KINDS = ("FSDPModule", "FullyShardedDataParallel")
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def fsdp_of(module: nn.Module) -> str:
+    """The package whose FSDP has sharded something in `module`."""
+    bases = {base for each in module.modules() for base in type(each).__mro__ if base.__name__ in KINDS}
+    return ", ".join(sorted({base.__module__.partition(".")[0] for base in bases})) or "none"
+
+
+def described(parameter: torch.Tensor) -> dict[str, Any]:
+    if not isinstance(parameter, DTensor):
+        return {"local": parameter.detach().clone(), "spec": f"{tuple(parameter.shape)}"}
+    names = parameter.device_mesh.mesh_dim_names
+    spec = f"{tuple(parameter.shape)} {parameter.placements} {names} {parameter.device_mesh.mesh.tolist()}"
+    local = parameter.to_local().detach()
+    return {"local": getattr(local, "_tensor", local).clone(), "spec": spec}  # torchao has the master's in a class
+
+
+def parameters_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    wrapped = any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+    with FullyShardedDataParallel.summon_full_params(module, writeback=False) if wrapped else torch.no_grad():
+        for name, parameter in module.named_parameters():
+            for each in WRAPPERS if wrapped else ():
+                name = name.replace(each, "")
+            yield name, described(parameter)
+
+
+def write(folder: str | Path, values: Iterable[float], *modules: nn.Module, also: str = "") -> None:
+    """Write what this rank ends with; `also`: the name of another part of what the program does."""
+    parameters = {
+        f"{number}: {name}": found for number, module in enumerate(modules) for name, found in parameters_of(module)
+    }
+    found = {"fsdp": fsdp_of(nn.ModuleList(modules)), "values": [*values], "parameters": parameters}
+    torch.save(found, Path(folder) / f"{also}rank{dist.get_rank()}.pt")

@@ -1,2 +1,0 @@
-"""Programs of other people's frameworks that are written for FSDP2; `tests.harness.programs` runs each of them on
-torch's and under `flatfsdp.as_torch`, and compares what they end with. `cases` lists them."""
