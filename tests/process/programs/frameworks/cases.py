@@ -112,4 +112,12 @@ CASES = [
             ("one file, bf16, accumulated, activation checkpointing", ("one-file", "bf16", "accumulate", "ac")),
         )
     ),
+    *(
+        Case(f"Lightning: Fabric, {name}", "with_fabric.py", options, LIGHTNING)
+        for name, options in (
+            ("ModelParallelStrategy", ("v2",)),
+            ("FSDPStrategy, sharded checkpoint", ("v1",)),
+            ("FSDPStrategy, one file, bf16, activation checkpointing", ("v1", "one-file", "bf16", "ac")),
+        )
+    ),
 ]  # fmt: skip

@@ -2,9 +2,10 @@
 checkpoint; what `save_model` writes.
 
 with_trainer.py FOLDER STATE_DICT_TYPE [OPTION...]
-OPTION: v1 | flat | legacy | tied | lora | ac | bf16 | eager | offload | evaluate
+OPTION: v1 | flat | legacy | tied | lora | qlora | ac | bf16 | eager | offload | evaluate
 """
 
+import os
 import sys
 
 import torch
@@ -14,6 +15,7 @@ from outcome import write
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 folder, kind, *options = sys.argv[1:]
+adapted = bool({"lora", "qlora"} & {*options})
 torch.manual_seed(1)
 rows = [torch.randint(0, 64, (16,)) for _ in range(48)]
 data = [{"input_ids": row, "labels": row} for row in rows]
@@ -24,9 +26,22 @@ def build():  # type: ignore[no-untyped-def]
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=64, max_position_embeddings=64, tie_word_embeddings="tied" in options, **sizes)
     model = LlamaForCausalLM(config)
-    if "lora" not in options:
+    if not adapted:
         return model
     from peft import LoraConfig, get_peft_model
+
+    if "qlora" in options:
+        from transformers import BitsAndBytesConfig
+
+        whole = f"{folder}/whole-{os.environ['RANK']}"
+        model.save_pretrained(whole)
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_quant_storage=torch.float32,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+        model = LlamaForCausalLM.from_pretrained(whole, quantization_config=config, dtype=torch.float32)
 
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
 
@@ -71,7 +86,7 @@ def train(also, **more):  # type: ignore[no-untyped-def]
 
         trainer.save_model(f"{folder}/{also}model")
         dist.barrier()
-        name = "adapter_model" if "lora" in options else "model"
+        name = "adapter_model" if adapted else "model"
         written = load_file(f"{folder}/{also}model/{name}.safetensors")
         seen += [written[each].double().sum().item() for each in sorted(written)]
     write(folder, seen, trainer.model, also=also)
