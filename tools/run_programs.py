@@ -1,6 +1,6 @@
-"""Runs the programs of tests/process/programs/frameworks, each on torch's FSDP2 and under `flatfsdp.as_torch`, and writes a
-dated table of how they compare: tools/bench_results/programs.json and .md. Rows of programs that do not run this time
-stay. `tools/programs` calls it in the right environment."""
+"""Runs the programs of tests/process/programs/frameworks, each on torch's FSDP1 or FSDP2 and under
+`flatfsdp.as_torch`, and writes a dated table of how they compare: tools/bench_results/programs.json and .md. Rows of
+programs that do not run this time stay. `tools/programs` calls it in the right environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from tests.harness.programs import Case, ProgramError, run
 from tests.process.programs.frameworks.cases import CASES
 
 RESULTS = Path(__file__).resolve().parent / "bench_results" / "programs"
-PACKAGES = ("torch", "torchtitan", "accelerate", "transformers", "lightning", "torchao")
+PACKAGES = (
+    "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "bitsandbytes", "lightning", "torchao",
+)  # fmt: skip
 
 
 def row_of(case: Case, limit: float) -> dict[str, Any]:

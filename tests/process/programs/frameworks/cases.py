@@ -57,7 +57,10 @@ CASES = [
         Case(f"accelerate, FSDP1: {name}", "with_accelerate.py", (kind, "v1", *options), ACCELERATE, runs=runs)
         for name, kind, options, runs in (
             ("flat parameters, save_state and load_state", FULL, ("flat", "load"), ((FULL, "v1", "flat", "save"),)),
-            ("sharded state, from the other's", SHARDED, ("llama", "load={other}"), ((SHARDED, "v1", "llama", "save"),)),
+            (
+                "a Llama, each from the other's state", SHARDED, ("llama", "load={other}"),
+                ((SHARDED, "v1", "llama", "save"),),
+            ),
             ("bf16, activation checkpointing, SHARD_GRAD_OP", FULL, ("llama", "bf16", "ac", "keep"), ()),
             ("offload, size-based units, save_model", FULL, ("offload", "size", "weights"), ()),
         )
@@ -73,6 +76,8 @@ CASES = [
             ("FSDP1, fsdp='full_shard auto_wrap'", ACCELERATE, (FULL, "v1", "legacy", "evaluate")),
             ("FSDP1, flat, bf16, activation checkpointing", ACCELERATE, (SHARDED, "v1", "flat", "bf16", "ac")),
             ("FSDP1, LoRA", PEFT, (FULL, "v1", "lora")),
+            ("FSDP1, QLoRA", (*PEFT, "bitsandbytes"), (FULL, "v1", "qlora")),
+            ("QLoRA", (*PEFT, "bitsandbytes"), (FULL, "qlora", "eager")),
         )
     ),
     *(
