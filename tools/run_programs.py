@@ -53,10 +53,14 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
 
 
-def kept() -> dict[str, dict[str, Any]]:
+def kept(path: Path) -> dict[str, dict[str, Any]]:
     """The rows that were written before, by their programs."""
-    path = RESULTS.with_suffix(".json")
     return {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+
+
+def chosen(case: Case, name: str) -> bool:
+    """Whether `name` is that of `case`, or a part of it and no other's name."""
+    return case.name == name or (name in case.name and all(each.name != name for each in CASES))
 
 
 def table(found: dict[str, Any]) -> str:
@@ -87,15 +91,17 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/programs", description=__doc__)
-    parser.add_argument("names", nargs="*", help="parts of names: only these programs run")
+    parser.add_argument("names", nargs="*", help="names, or parts of names: only these programs run")
     parser.add_argument("--limit", type=float, default=180, help="seconds that one run of a program may take")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the table's path, without .json or .md")
     parser.add_argument("--list", action="store_true", help="print the programs")
     arguments = parser.parse_args()
-    cases = [case for case in CASES if not arguments.names or any(each in case.name for each in arguments.names)]
+    cases = [case for case in CASES if not arguments.names or any(chosen(case, each) for each in arguments.names)]
     if arguments.list:
         sys.stdout.write("".join(f"{case.name}\n" for case in cases))
         return 0
-    rows = kept()
+    data, written = (arguments.out.with_suffix(each) for each in (".json", ".md"))
+    rows = kept(data)
     failed = False
     for case in cases:
         row = row_of(case, arguments.limit) | {"date": today(), "commit": commit()}
@@ -106,8 +112,8 @@ def main() -> int:
             sys.stdout.write(f"{row.get('error') or row['problems'] or row['largest']}\n")
         sys.stdout.flush()
         found = {"versions": versions(), "rows": [rows[each.name] for each in CASES if each.name in rows]}
-        RESULTS.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        RESULTS.with_suffix(".md").write_text(table(found))
+        data.write_text(json.dumps(found, indent=1) + "\n")
+        written.write_text(table(found))
     return int(failed)
 
 

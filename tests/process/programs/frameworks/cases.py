@@ -30,6 +30,18 @@ CASES = [
     titan("FSDP by full DTensors", "fsdp", "full-dtensor"),
     titan("HSDP 2x2 by full DTensors", "hsdp", "full-dtensor", ranks=4),
     titan("FSDP + TP 2x2 by full DTensors", "tp", "full-dtensor", ranks=4),
+    titan("FSDP, float8", "fsdp", "float8"),
+    titan("FSDP + TP 2x2, float8", "tp", "float8", ranks=4),
+    titan("FSDP, LoRA", "fsdp", "lora"),
+    *(
+        Case(f"torchtitan: Qwen 3 with experts, {name}", "with_torchtitan.py", (*options, "experts"), TITAN, ranks)
+        for name, ranks, options in (
+            ("FSDP", 2, ("fsdp",)),
+            ("FSDP 4, experts over 2", 4, ("ep",)),
+            ("FSDP + TP 2x2, experts over 2", 4, ("etp",)),
+            ("FSDP 4, experts over 2, by full DTensors", 4, ("ep", "full-dtensor")),
+        )
+    ),
     Case("accelerate: meta load", "with_accelerate.py", (SHARDED,), ACCELERATE),
     Case("accelerate: bf16, activation checkpointing", "with_accelerate.py", (FULL, "bf16", "ac"), ACCELERATE),
     Case("accelerate: no meta load, units kept", "with_accelerate.py", (FULL, "eager", "keep"), ACCELERATE),
@@ -123,6 +135,15 @@ CASES = [
             ("ModelParallelStrategy", ("v2",)),
             ("FSDPStrategy, sharded checkpoint", ("v1",)),
             ("FSDPStrategy, one file, bf16, activation checkpointing", ("v1", "one-file", "bf16", "ac")),
+        )
+    ),
+    *(
+        Case(f"verl: {name}", "with_verl.py", options, ("verl", "ray", "peft"))
+        for name, options in (
+            ("FSDP2", ("fsdp2",)),
+            ("FSDP2, LoRA", ("fsdp2", "lora")),
+            ("FSDP1", ("fsdp",)),
+            ("FSDP1, LoRA", ("fsdp", "lora")),
         )
     ),
 ]  # fmt: skip

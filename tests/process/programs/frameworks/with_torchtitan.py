@@ -1,11 +1,13 @@
-"""torchtitan's Llama 3 by its `parallelize_llama`, as its trainer builds, initializes, trains and clips it.
+"""torchtitan's Llama 3, or its Qwen 3 with experts, as its trainer builds, shards, initializes, trains and clips it.
 
 with_torchtitan.py FOLDER STRATEGY [OPTION...]
-STRATEGY: fsdp | hsdp | tp (with FSDP) | pp (with FSDP)
-OPTION: full-dtensor | ac | bf16 | tied | accumulate | no-sp | always | schedule=NAME | from=CHECKPOINT | save
+STRATEGY: fsdp | hsdp | tp (with FSDP) | pp (with FSDP) | ep (with FSDP) | etp (with FSDP and TP)
+OPTION: experts | full-dtensor | float8 | lora | ac | bf16 | tied | accumulate | no-sp | always | schedule=NAME |
+from=CHECKPOINT | save
 """
 
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -27,22 +29,24 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  
 from torchtitan.distributed import ParallelDims, full_dtensor  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
-from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
-from torchtitan.models.llama3 import model_registry  # noqa: E402
-from torchtitan.models.llama3.sharding import set_llama3_sharding_config  # noqa: E402
+from torchtitan.models import llama3, qwen3  # noqa: E402
 
 folder, strategy, *options = sys.argv[1:]
 LAYERS, WORDS, LENGTH, BATCH, STEPS = 2, 2048, 16, 2, 3
-SIZES = {"fsdp": (1, 2, 1, 1), "hsdp": (2, 2, 1, 1), "tp": (1, 2, 2, 1), "pp": (1, 2, 1, 2)}
+SIZES = {
+    "fsdp": (1, 2, 1, 1, 1), "hsdp": (2, 2, 1, 1, 1), "tp": (1, 2, 2, 1, 1), "pp": (1, 2, 1, 2, 1),
+    "ep": (1, 4, 1, 1, 2), "etp": (1, 2, 2, 1, 2),
+}  # fmt: skip
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-replicate, shard, tp, pp = SIZES[strategy]
+replicate, shard, tp, pp, ep = SIZES[strategy]
 parallelism = ParallelismConfig(
     data_parallel_replicate_degree=replicate,
     data_parallel_shard_degree=shard,
     tensor_parallel_degree=tp,
     pipeline_parallel_degree=pp,
+    expert_parallel_degree=ep,
     pipeline_parallel_schedule=next((o[9:] for o in options if o.startswith("schedule=")), "1F1B"),
     spmd_backend="full_dtensor" if "full-dtensor" in options else "partial_dtensor",
     enable_sequence_parallel="no-sp" not in options,
@@ -55,13 +59,29 @@ dims = ParallelDims.from_config(parallelism, world)
 dims.build_mesh()
 dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
-spec = model_registry("debugmodel")
+converters = []
+if "float8" in options:
+    from torchtitan.components.quantization import Float8LinearConverter
+
+    converters.append(Float8LinearConverter.Config(emulate=True, filter_fqns=["lm_head"]))
+if "lora" in options:
+    from torchtitan.components.lora import LoRAConverter
+
+    converters.append(LoRAConverter.Config(rank=4, alpha=8.0))
+# flex attention, the default, has to be compiled
+if "experts" in options:
+    spec = qwen3.model_registry("debugmodel_moe", "sdpa")
+    spec.model.layers = qwen3._build_qwen3_moe_layers(
+        n_layers=LAYERS, dim=256, n_heads=4, n_kv_heads=2, head_dim=128, moe_hidden_dim=64, num_experts=8, top_k=2,
+        attn_backend="sdpa", moe_comm_backend="standard",
+        rope=qwen3.CosSinRoPE.Config(dim=128, max_seq_len=4096, theta=1000000.0),
+    )  # fmt: skip
+else:
+    spec = llama3.model_registry("debugmodel", "sdpa", converters=converters)
+    spec.model.layers = spec.model.layers[:LAYERS]
 config = spec.model
-config.layers = config.layers[:LAYERS]
 config.enable_weight_tying = "tied" in options
-for layer in config.layers:
-    layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex attention has to be compiled
-set_llama3_sharding_config(config, enable_sp=parallelism.enable_sequence_parallel)
+config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
 torch.manual_seed(0)
 with torch.device("meta"):
     model = config.build()
@@ -103,7 +123,7 @@ for part in parts:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # torch's cannot divide by torchtitan's 1.0 on gloo
 named = [(name, parameter) for part in parts for name, parameter in part.named_parameters()]
-optimizer = torch.optim.AdamW(named, lr=1e-2)
+optimizer = torch.optim.AdamW([each for each in named if each[1].requires_grad], lr=1e-2)
 init_optim_state(optimizer)
 wrapped = ModelWrapper(parts)
 
@@ -133,7 +153,11 @@ for _ in range(STEPS):
             loss.backward()
             seen.append(float(loss.detach().to_local() if hasattr(loss, "to_local") else loss.detach()))
     norm = dist_utils.clip_grad_norm_(
-        [p for part in parts for p in part.parameters()], 1.0, foreach=True, pp_mesh=dims.get_optional_mesh("pp")
+        [p for part in parts for p in part.parameters()],
+        1.0,
+        foreach=True,
+        pp_mesh=dims.get_optional_mesh("pp"),
+        ep_enabled=dims.ep_enabled,
     )
     seen.append(float(norm))
     optimizer.step()
