@@ -28,6 +28,7 @@ import torch.distributed.checkpoint.state_dict as dcp_state_dict
 import torch.distributed.fsdp as torchs
 import torch.distributed.fsdp._fully_shard as torchs_fully_shard
 import torch.distributed.fsdp._fully_shard._fully_shard as torchs_classes
+import torch.distributed.fsdp._runtime_utils as torchs_runtime
 import torch.distributed.fsdp.api as torchs_api
 import torch.distributed.fsdp.fully_sharded_data_parallel as torchs_wrapper
 import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
@@ -61,7 +62,11 @@ _OURS: dict[str, Any] = {
 }
 # torch's own FSDP2 goes on under the names of its innermost files.
 _PUBLIC = (torchs, torchs_api, torchs_wrapper, torchs_scaler, torchs_wrap, torchs_fully_shard, torchs_composable)
-_IN_TORCH = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
+_IN_TORCH = (
+    "torch.distributed.pipelining.stage",
+    "torch.distributed.pipelining.schedules",
+    "torch.distributed.fsdp._runtime_utils",
+)
 
 _torchs_own, _torchs_module = torchs.FullyShardedDataParallel, torchs.FSDPModule
 _MISSING = object()
@@ -85,6 +90,7 @@ def install() -> None:
     by_id[id(clip_grad.clip_grad_norm_)] = clips_over_ranks(clip_grad.clip_grad_norm_)
     inputs_first = torchs_stage.stage_backward_input
     by_id[id(inputs_first)] = _refuses_units(inputs_first)
+    by_id[id(torchs_runtime._lazy_init)] = _of_either(torchs_runtime._lazy_init)
     for module in _PUBLIC:
         for name, ours in _OURS.items():
             if name in vars(module) and not isinstance(vars(module)[name], ModuleType):  # one is `wrap`
@@ -147,6 +153,18 @@ def _refuses_units(inputs_first: Any) -> Any:
         return inputs_first(outputs, output_grads, inputs, iter(weights))
 
     return refuses
+
+
+def _of_either(lazy_init: Any) -> Any:
+    """`lazy_init`, FSDP1's, for wrappers of ours as well: verl calls it before it moves shards."""
+
+    @functools.wraps(lazy_init)
+    def initializes(state: Any, root_module: Any) -> Any:
+        if isinstance(state, FullyShardedDataParallel):
+            return state._lazy_init()
+        return lazy_init(state, root_module)
+
+    return initializes
 
 
 class StateOfModule:

@@ -1,4 +1,4 @@
-"""FSDP1's names for our state in one place: what Accelerate, transformers, PEFT, Lightning and DCP touch.
+"""FSDP1's names for our state in one place: what Accelerate, transformers, PEFT, Lightning, verl and DCP touch.
 
 Read-only but for the three that programs set after construction: both kinds of prefetch, and the limit of gathers.
 """
@@ -21,6 +21,7 @@ from ..runtime.module_tree import ignored_in
 from ..runtime.rest import check_outside, initialize
 from ..runtime.unit import Unit
 from ..state.dcp_state_dict import register_wrappers
+from .fsdp1_handle import FSDP1Handle
 from .schedule_api import check_prefetches_on_request
 
 
@@ -36,8 +37,16 @@ class FSDP1Names:
         """The flat parameters of this unit."""
         return [handle.flat_param for handle in self._unit.handles]
 
-    _all_handles = property(lambda self: list(self._unit.handles))  # one per kind of parameter
-    _handle = property(lambda self: next(iter(self._unit.handles), None))
+    @property
+    def _all_handles(self) -> list[FSDP1Handle]:
+        """Those of the whole model, on its outermost wrapper after the first forward; as in FSDP1, none elsewhere."""
+        units = model_of(self._unit).units if self._is_root else []
+        return [FSDP1Handle(unit, handle) for unit in units for handle in unit.handles]
+
+    @property
+    def _handle(self) -> FSDP1Handle | None:
+        """That of the first kind of parameters of this unit."""
+        return FSDP1Handle(self._unit, self._unit.handles[0]) if self._unit.handles else None
 
     @property
     def flat_param(self) -> FlatParameter | None:

@@ -55,8 +55,21 @@ class FlatParameter(TracksWrites, nn.Parameter):
     _fqns = property(lambda self: tuple(spec.name for spec in self._handle.layout.params))
     _shapes = property(lambda self: tuple(torch.Size(spec.shape) for spec in self._handle.layout.params))
     _numels = property(lambda self: tuple(spec.numel for spec in self._handle.layout.params))
-    _local_shard = property(lambda self: self._handle.shard)
     _unpadded_unsharded_size = property(lambda self: torch.Size((self._handle.layout.numel,)))
+
+    @property
+    def _local_shard(self) -> torch.Tensor:
+        shard: torch.Tensor = self._handle.shard
+        return shard
+
+    @_local_shard.setter
+    def _local_shard(self, value: torch.Tensor) -> None:
+        # verl assigns it after `flat_param_to()`, which has done so.
+        if value.data_ptr() != self.data_ptr():
+            raise UsageError(
+                "_local_shard of a FlatParameter: expected what its `.data` shows. Assign `.data`, or write to it in "
+                "place"
+            )
 
 
 VERSION = attrgetter("_version")

@@ -38,6 +38,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from torch.distributed.fsdp import StateDictType, FullStateDictConfig, fully_shard
 from torch.distributed.fsdp.api import MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_state_dict,
 )
@@ -54,6 +55,8 @@ assert type(model) is Late and isinstance(model, Early) and Late.__module__.star
 assert fully_shard.__module__.startswith("flatfsdp") and MixedPrecision.__module__.startswith("flatfsdp")
 assert ShardedGradScaler.__module__.startswith("flatfsdp")
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+_lazy_init(model, model)
+assert model._is_root and len(model._all_handles) == 2
 for _ in range(2):
     model(torch.ones(2, 4)).sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)

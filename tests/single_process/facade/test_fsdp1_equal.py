@@ -296,7 +296,7 @@ def test_what_other_programs_read() -> None:
             assert mine.process_group is other.process_group
             assert isinstance(mine.mixed_precision, flatfsdp.MixedPrecision)
             assert mine.cpu_offload.offload_params is other.cpu_offload.offload_params
-            assert mine._all_handles == [mine._handle]
+            assert mine._all_handles == other._all_handles == []  # before the first forward
             assert mine._handle._orig_param_dtype == other._handle._orig_param_dtype
             assert [p.shape for p in mine.params] == [p.shape for p in other.params]
             assert mine.flat_param is mine._flat_param is mine._handle.flat_param
@@ -597,6 +597,34 @@ class Stored(nn.Module):
             flat.mul_(2.0)
         assert torch.equal(self.linear.weight, 2 * before)
         return self.linear(x)
+
+
+def test_shards_move_by_handles() -> None:
+    """As verl moves them between phases of a step; to another dtype here, where there is one device."""
+    with fake_world(2):
+        model: Any = Ours(nn.Sequential(*(Ours(nn.Linear(4, 4)) for _ in range(2)), nn.Linear(4, 3)))
+        model._lazy_init()
+        assert [*map(bool, model._all_handles)] == 3 * [True] and not model.module[0]._all_handles
+        model(torch.ones(1, 4)).sum().backward()
+        for dtype in (torch.float64, torch.float32):
+            before = [handle.flat_param.detach().clone() for handle in model._all_handles]
+            for handle in model._all_handles:
+                assert not handle._offload_params
+                handle.flat_param_to(dtype=dtype, non_blocking=True)
+                flat = handle.flat_param
+                flat._local_shard = flat.data
+                assert flat._local_shard.data_ptr() == flat.data.data_ptr() and flat.grad.dtype == dtype
+            assert all(
+                torch.equal(handle.flat_param.to(was.dtype), was)
+                for handle, was in zip(model._all_handles, before, strict=True)
+            )
+            model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+            model._handle.reshard(True)
+        with pytest.raises(flatfsdp.errors.UsageError, match=r"what its `\.data` shows"):
+            model._flat_param._local_shard = torch.zeros(3)
+        model(torch.ones(1, 4))
+        with pytest.raises(flatfsdp.errors.UsageError, match="awaits its backward"):
+            model._handle.flat_param_to("cpu")
 
 
 def test_to_cpu() -> None:

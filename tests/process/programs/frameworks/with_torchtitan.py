@@ -30,6 +30,7 @@ from torchtitan.distributed import ParallelDims, full_dtensor  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 from torchtitan.models import llama3, qwen3  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 
 folder, strategy, *options = sys.argv[1:]
 LAYERS, WORDS, LENGTH, BATCH, STEPS = 2, 2048, 16, 2, 3
@@ -68,19 +69,20 @@ if "lora" in options:
     from torchtitan.components.lora import LoRAConverter
 
     converters.append(LoRAConverter.Config(rank=4, alpha=8.0))
-# flex attention, the default, has to be compiled
 if "experts" in options:
-    spec = qwen3.model_registry("debugmodel_moe", "sdpa")
+    spec = qwen3.model_registry("debugmodel_moe")
     spec.model.layers = qwen3._build_qwen3_moe_layers(
         n_layers=LAYERS, dim=256, n_heads=4, n_kv_heads=2, head_dim=128, moe_hidden_dim=64, num_experts=8, top_k=2,
-        attn_backend="sdpa", moe_comm_backend="standard",
+        attn_backend="flex", moe_comm_backend="standard",
         rope=qwen3.CosSinRoPE.Config(dim=128, max_seq_len=4096, theta=1000000.0),
     )  # fmt: skip
 else:
-    spec = llama3.model_registry("debugmodel", "sdpa", converters=converters)
+    spec = llama3.model_registry("debugmodel", converters=converters)
     spec.model.layers = spec.model.layers[:LAYERS]
 config = spec.model
 config.enable_weight_tying = "tied" in options
+for layer in config.layers:
+    layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex attention has to be compiled
 config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
 torch.manual_seed(0)
 with torch.device("meta"):
