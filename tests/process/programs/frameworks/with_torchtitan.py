@@ -7,7 +7,6 @@ from=CHECKPOINT | save
 """
 
 import sys
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,8 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 from torchtitan.models import llama3, qwen3  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config  # noqa: E402
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config  # noqa: E402
 
 folder, strategy, *options = sys.argv[1:]
 LAYERS, WORDS, LENGTH, BATCH, STEPS = 2, 2048, 16, 2, 3
@@ -83,7 +84,10 @@ config = spec.model
 config.enable_weight_tying = "tied" in options
 for layer in config.layers:
     layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex attention has to be compiled
-config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+if "experts" in options:
+    set_qwen3_sharding_config(config, enable_sp=parallelism.enable_sequence_parallel, enable_ep=ep > 1)
+else:
+    set_llama3_sharding_config(config, enable_sp=parallelism.enable_sequence_parallel)
 torch.manual_seed(0)
 with torch.device("meta"):
     model = config.build()
