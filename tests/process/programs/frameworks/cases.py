@@ -70,7 +70,6 @@ CASES = [
     Case("accelerate: LoRA, bf16, activation checkpointing", "with_accelerate.py",
          (FULL, "llama", "lora", "bf16", "ac"), PEFT),
     Case("accelerate: HSDP 2x2", "with_accelerate.py", (SHARDED, "llama", "hsdp"), ACCELERATE, 4),
-    Case("accelerate: FSDP + TP 2x2", "with_accelerate.py", (SHARDED, "llama", "eager", "tp"), ACCELERATE, 4),
     *(
         sharded(f"accelerate, FSDP1: {name}", "with_accelerate.py", (kind, "v1", *options), ACCELERATE, runs=runs)
         for name, kind, options, runs in (

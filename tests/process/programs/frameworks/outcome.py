@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from torch.distributed.tensor import DTensor
 
+# torch's FSDP1 does not take "cpu" for the device of parameters on it: it names it "cpu:0".
+_init_utils._get_device_from_device_id = lambda *named: None
 KINDS = ("FSDPModule", "FullyShardedDataParallel")
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 

@@ -2,7 +2,7 @@
 `load_state` in a new process.
 
 with_accelerate.py FOLDER STATE_DICT_TYPE [OPTION...]
-OPTION: v1 | flat | llama | tied | lora | ac | bf16 | eager | keep | size | offload | hsdp | tp | weights | save |
+OPTION: v1 | flat | llama | tied | lora | ac | bf16 | eager | keep | size | offload | hsdp | weights | save |
 load[=FOLDER OF ANOTHER]
 """
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
         return x + self.outer(torch.relu(self.inner(self.norm(x))))
 
 
-def build(accelerator: Accelerator) -> nn.Module:
+def build() -> nn.Module:
     torch.manual_seed(0)
     if not language:
         return nn.Sequential(nn.Linear(8, 16), *[Block() for _ in range(3)], nn.Linear(16, 5))
@@ -40,12 +40,6 @@ def build(accelerator: Accelerator) -> nn.Module:
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=65, tie_word_embeddings="tied" in options, **sizes))
-    if "tp" in options:
-        if accelerator.is_main_process:
-            model.save_pretrained(f"{folder}/whole")
-        accelerator.wait_for_everyone()
-        mesh = accelerator.torch_device_mesh["tp"]
-        model = LlamaForCausalLM.from_pretrained(f"{folder}/whole", tp_plan="auto", device_mesh=mesh)
     if "lora" in options:
         from peft import LoraConfig, get_peft_model
 
@@ -74,17 +68,16 @@ plugin = FullyShardedDataParallelPlugin(
     cpu_offload="offload" in options,
     **own,
 )
-sizes = {"dp_replicate_size": 2} if "hsdp" in options else {"tp_size": 2} if "tp" in options else None
 accelerator = Accelerator(
     fsdp_plugin=plugin,
     gradient_accumulation_steps=2,
     mixed_precision="bf16" if "bf16" in options else "no",
-    parallelism_config=ParallelismConfig(dp_shard_size=2, **sizes) if sizes else None,
+    parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2) if "hsdp" in options else None,
 )
-net = build(accelerator)
+net = build()
 torch.manual_seed(1)
 if language:
-    words = torch.randint(0, 65, (160 if sizes else 80, 12))
+    words = torch.randint(0, 65, (160 if "hsdp" in options else 80, 12))
     data = TensorDataset(words, words)
 else:
     data = TensorDataset(torch.randn(80, 8), torch.randint(0, 5, (80,)))
@@ -102,7 +95,7 @@ def train(batches):  # type: ignore[no-untyped-def]
         with accelerator.accumulate(model):
             loss = model(input_ids=x, labels=y).loss if language else nn.functional.cross_entropy(model(x), y)
             accelerator.backward(loss)
-            if accelerator.sync_gradients and "tp" not in options:  # torch's norm is of one mesh
+            if accelerator.sync_gradients:
                 seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
             scheduler.step()
