@@ -3,6 +3,7 @@ where FSDP1 has flattened them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
+from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _init_utils
 from torch.distributed.tensor import DTensor
 
-# torch's FSDP1 does not take "cpu" for the device of parameters on it: it names it "cpu:0".
+# What torch's FSDP1 lacks on a CPU: it does not know "cpu" and "cpu:0" as one device, and frees what is to be moved to
+# the CPU where it is there.
 _init_utils._get_device_from_device_id = lambda *named: None
+_flat_param.FlatParamHandle.to_cpu = contextlib.nullcontext
+
 KINDS = ("FSDPModule", "FullyShardedDataParallel")
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
