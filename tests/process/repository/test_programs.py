@@ -1,6 +1,6 @@
-"""Programs of other frameworks that are written for FSDP2 end under `flatfsdp.as_torch` with the numbers and shards
-that they have on torch's. Skipped where they are not installed; `tools/programs` has an environment with all
-of them."""
+"""Programs of other frameworks that are written for FSDP1 or FSDP2 end under `flatfsdp.as_torch` with the numbers and
+parameters that they have on torch's. Skipped where they are not installed; `tools/programs` has an environment with
+all of them."""
 
 from __future__ import annotations
 
