@@ -76,8 +76,8 @@ def table(found: dict[str, Any]) -> str:
         "Each program is one file that uses the released framework as it is, and runs once on torch's FSDP2 (FSDP1 "
         "where its name has that, or FSDPStrategy, which is FSDP1) and once under `python -m flatfsdp.as_torch`. "
         "Compared are the losses and gradient norms of every step and, on every rank, each parameter's shard, mesh, "
-        "placements and shape at the end; FSDP1's flat parameters as whole ones. Where torch's cannot, its program does "
-        "without: gathers in float8 on gloo, and offload on a machine without an accelerator, for which it pins memory.",
+        "placements and shape at the end; FSDP1's flat parameters as whole ones. Where torch's cannot, its program "
+        "does without: gathers in float8 on gloo, and offload, for which it pins memory, without an accelerator.",
         "",
         "| program | ranks | outcome | largest difference | numbers compared | date | commit |",
         "|---|---|---|---|---|---|---|",
