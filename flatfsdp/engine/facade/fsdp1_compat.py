@@ -1,6 +1,6 @@
 """FSDP1's names for our state in one place: what Accelerate, transformers, PEFT, Lightning, verl and DCP touch.
 
-Read-only but for the three that programs set after construction: both kinds of prefetch, and the limit of gathers.
+Read-only but for those that programs set after construction: both kinds of prefetch, the limit of gathers, `_is_root`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ class FSDP1Names:
         """Whether this is the outermost wrapper; None before the first forward."""
         model = model_of(self._unit)
         return model.outermost is self._unit if model.setup.ready else None
+
+    @_is_root.setter
+    def _is_root(self, value: bool) -> None:
+        # verl sets it so that FSDP1 lets it summon the parameters of a wrapper inside, which needs no leave here.
+        pass
 
     @property
     def _fqn_modifiers(self) -> Any:

@@ -605,6 +605,11 @@ def test_shards_move_by_handles() -> None:
         model: Any = Ours(nn.Sequential(*(Ours(nn.Linear(4, 4)) for _ in range(2)), nn.Linear(4, 3)))
         model._lazy_init()
         assert [*map(bool, model._all_handles)] == 3 * [True] and not model.module[0]._all_handles
+        model.module[0]._is_root = True
+        with Ours.summon_full_params(model.module[0]):
+            pass
+        model.module[0]._is_root = False
+        assert model._is_root and model.module[0]._is_root is False
         model(torch.ones(1, 4)).sum().backward()
         for dtype in (torch.float64, torch.float32):
             before = [handle.flat_param.detach().clone() for handle in model._all_handles]
