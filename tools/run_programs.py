@@ -21,7 +21,7 @@ from tests.process.programs.frameworks.cases import CASES
 
 RESULTS = Path(__file__).resolve().parent / "bench_results" / "programs"
 PACKAGES = (
-    "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "bitsandbytes", "lightning", "torchao",
+    "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "verl", "bitsandbytes", "lightning", "torchao",
 )  # fmt: skip
 
 
