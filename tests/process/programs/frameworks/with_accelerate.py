@@ -2,8 +2,8 @@
 `load_state` in a new process.
 
 with_accelerate.py FOLDER STATE_DICT_TYPE [OPTION...]
-OPTION: v1 | flat | llama | tied | lora | ac | bf16 | eager | keep | size | offload | hsdp | weights | save |
-load[=FOLDER OF ANOTHER]
+OPTION: v1 | flat | unclipped | llama | tied | lora | ac | bf16 | eager | keep | size | offload | hsdp |
+weights | save | load[=FOLDER OF ANOTHER]
 """
 
 import sys
@@ -95,7 +95,7 @@ def train(batches):  # type: ignore[no-untyped-def]
         with accelerator.accumulate(model):
             loss = model(input_ids=x, labels=y).loss if language else nn.functional.cross_entropy(model(x), y)
             accelerator.backward(loss)
-            if accelerator.sync_gradients:
+            if accelerator.sync_gradients and "unclipped" not in options:
                 seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
             scheduler.step()

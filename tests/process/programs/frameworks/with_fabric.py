@@ -1,7 +1,7 @@
 """Lightning's Fabric, as LitGPT uses it: its FSDPStrategy, which is FSDP1, or its ModelParallelStrategy; accumulation,
 clipping, a checkpoint, and training from it.
 
-with_fabric.py FOLDER v1|v2 [OPTION...]      OPTION: one-file | bf16 | ac
+with_fabric.py FOLDER v1|v2 [OPTION...]      OPTION: clip | one-file | bf16 | ac
 """
 
 import sys
@@ -68,8 +68,9 @@ def train(model, optimizer):  # type: ignore[no-untyped-def]
                 loss = F.cross_entropy(model(x).float(), y)
                 fabric.backward(loss / 2)
             seen.append(float(loss.detach()))
-        norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
-        seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        if "clip" in options:
+            norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
         optimizer.step()
         optimizer.zero_grad()
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from outcome import write
 from transformers import LlamaConfig, LlamaForCausalLM
-from verl.plugin.platform import PlatformCUDA, set_platform
+from verl.plugin.platform import set_platform
+from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 
 class OnCPU(PlatformCUDA):
@@ -31,15 +32,19 @@ class OnCPU(PlatformCUDA):
 torch.cpu.empty_cache = lambda: None
 set_platform(OnCPU())
 
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy  # noqa: E402
+from torch.distributed.fsdp import (  # noqa: E402
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
 from verl.utils import fsdp_utils  # noqa: E402
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager  # noqa: E402
-from verl.workers.engine.fsdp.utils import create_device_mesh, get_sharding_strategy  # noqa: E402
 
 folder, strategy, *options = sys.argv[1:]
 dist.init_process_group("gloo")
 rank, lora = dist.get_rank(), "lora" in options
-mesh = create_device_mesh(world_size=dist.get_world_size(), fsdp_size=-1)
+mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -64,7 +69,7 @@ def build():  # type: ignore[no-untyped-def]
         param_init_fn=fsdp_utils.init_fn,
         auto_wrap_policy=fsdp_utils.get_fsdp_wrap_policy(model, is_lora=lora),
         device_id=torch.device("cpu"),
-        sharding_strategy=get_sharding_strategy(mesh),
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
         mixed_precision=MixedPrecision(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32
         ),
@@ -97,11 +102,9 @@ def train(model, optimizer, scheduler, steps):  # type: ignore[no-untyped-def]
             loss = model(input_ids=words, labels=words, use_cache=False).loss / 2
             loss.backward()
             seen.append(float(loss.detach()))
-        if strategy == "fsdp":
-            norm = model.clip_grad_norm_(max_norm=0.5)
-        else:
+        if strategy == "fsdp2":  # FSDP1 adds up norms in the order of a set
             norm = fsdp_utils.fsdp2_clip_grad_norm_(model.parameters(), max_norm=0.5)
-        seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+            seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
         optimizer.step()
         scheduler.step()
         fsdp_utils.offload_fsdp_model_to_cpu(model)
