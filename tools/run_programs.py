@@ -34,6 +34,7 @@ def row_of(case: Case, limit: float) -> dict[str, Any]:
         except ProgramError as error:
             return row | {"outcome": "failed", "error": str(error)}
     row |= {"largest": found.largest, "compared": found.compared, "problems": found.problems, "seconds": found.seconds}
+    row["where"] = found.where
     if found.problems or not found.largest <= case.bound:
         return row | {"outcome": "differs"}
     return row | {"outcome": "equal to the bit" if found.largest == 0 else f"within {case.bound:g}"}
@@ -109,7 +110,7 @@ def main() -> int:
         sys.stdout.write(f"{row['outcome']:16}  {case.name}\n")
         if row["outcome"] in ("failed", "differs"):
             failed = True
-            sys.stdout.write(f"{row.get('error') or row['problems'] or row['largest']}\n")
+            sys.stdout.write(f"{row.get('error') or row['problems'] or (row['largest'], row['where'])}\n")
         sys.stdout.flush()
         found = {"versions": versions(), "rows": [rows[each.name] for each in CASES if each.name in rows]}
         data.write_text(json.dumps(found, indent=1) + "\n")

@@ -55,6 +55,7 @@ class Result:
 
     Attributes:
         largest: the largest difference of a number or an element of a shard.
+        where: what has it.
         problems: what else tells them apart.
     """
 
@@ -62,6 +63,7 @@ class Result:
     compared: int
     problems: tuple[str, ...]
     seconds: tuple[float, float]
+    where: str = ""
 
 
 def launch(case: Case, arguments: tuple[str, ...], folder: Path, *, ours: bool, limit: float) -> None:
@@ -130,7 +132,7 @@ def run(case: Case, folder: Path, *, limit: float) -> Result:
 
 
 def compared(case: Case, theirs: Path, ours: Path, *, seconds: tuple[float, float]) -> Result:
-    largest, count, problems = 0.0, 0, []
+    apart, count, problems = {"": 0.0}, 0, []
     for part in case.parts:
         for rank in range(case.ranks):
             one, two = (_outcome(place / f"{part}rank{rank}.pt") for place in (theirs, ours))
@@ -139,8 +141,9 @@ def compared(case: Case, theirs: Path, ours: Path, *, seconds: tuple[float, floa
                 problems.append(f"{where}: sharded by {one['fsdp']} and {two['fsdp']}")
             if len(one["values"]) != len(two["values"]):
                 problems.append(f"{where}: {len(one['values'])} and {len(two['values'])} numbers")
-            for a, b in zip(one["values"], two["values"], strict=False):
-                largest, count = max(largest, _apart(torch.tensor(a), torch.tensor(b))), count + 1
+            for number, (a, b) in enumerate(zip(one["values"], two["values"], strict=False)):
+                apart[f"{where}: number {number}, {a} and {b}"] = _apart(torch.tensor(a), torch.tensor(b))
+                count += 1
             if [*one["parameters"]] != [*two["parameters"]]:
                 problems.append(f"{where}: parameters {[*one['parameters']]} and {[*two['parameters']]}")
             for name in one["parameters"].keys() & two["parameters"].keys():
@@ -148,8 +151,12 @@ def compared(case: Case, theirs: Path, ours: Path, *, seconds: tuple[float, floa
                 if a["spec"] != b["spec"] or a["local"].shape != b["local"].shape:
                     problems.append(f"{where}: {name} is {a['spec']} and {b['spec']}")
                 else:
-                    largest, count = max(largest, _apart(a["local"], b["local"])), count + a["local"].numel()
-    return Result(largest, count, tuple(problems), seconds)
+                    apart[f"{where}: {name}"] = _apart(a["local"], b["local"])
+                    count += a["local"].numel()
+    largest = max(apart.values())
+    first = next(each for each, value in apart.items() if value) if largest else ""
+    at = next(each for each, value in apart.items() if value == largest)
+    return Result(largest, count, tuple(problems), seconds, f"{at}; first at {first}" if largest else "")
 
 
 def _outcome(path: Path) -> dict[str, Any]:
