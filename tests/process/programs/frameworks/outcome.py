@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _init_utils
+from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _init_utils, fully_sharded_data_parallel
 from torch.distributed.tensor import DTensor
 
-# What torch's FSDP1 lacks on a CPU: it does not know "cpu" and "cpu:0" as one device, and frees what is to be moved to
-# the CPU where it is there.
+# What torch's FSDP1 lacks on a CPU: it wants to be given a device, does not know "cpu" and "cpu:0" as one, and frees
+# what is to be moved to the CPU where it is there.
+_of_device = fully_sharded_data_parallel._init_device_handle
+fully_sharded_data_parallel._init_device_handle = lambda *given: _of_device(*given[:3], torch.device("cpu"))
 _init_utils._get_device_from_device_id = lambda *named: None
 _flat_param.FlatParamHandle.to_cpu = contextlib.nullcontext
 
