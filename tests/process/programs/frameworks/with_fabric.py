@@ -44,7 +44,9 @@ if version == "v1":
     )
 else:
     strategy = ModelParallelStrategy(sharded, data_parallel_size=2, tensor_parallel_size=1)
-fabric = Fabric("cpu", strategy, devices=2, precision="bf16-mixed" if "bf16" in options else "32-true")
+fabric = Fabric(
+    accelerator="cpu", strategy=strategy, devices=2, precision="bf16-mixed" if "bf16" in options else "32-true"
+)
 fabric.launch()
 
 
