@@ -5,7 +5,6 @@ with_trainer.py FOLDER STATE_DICT_TYPE [OPTION...]
 OPTION: v1 | flat | legacy | tied | lora | qlora | ac | bf16 | eager | offload | evaluate
 """
 
-import os
 import sys
 
 import torch
@@ -33,8 +32,10 @@ def build():  # type: ignore[no-untyped-def]
     if "qlora" in options:
         from transformers import BitsAndBytesConfig
 
-        whole = f"{folder}/whole-{os.environ['RANK']}"
-        model.save_pretrained(whole)
+        whole = f"{folder}/whole"
+        if dist.get_rank() == 0:
+            model.save_pretrained(whole)
+        dist.barrier()
         config = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
