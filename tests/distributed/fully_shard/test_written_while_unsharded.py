@@ -144,6 +144,29 @@ def test_what_was_written_is_computed_with(keep: Callable[[Any], None], pool2: R
     assert pool2(outputs, keep, policies, timeout=120) == [[], []]
 
 
+def toggled(rank: int, world: int) -> list[str]:
+    """What `requires_grad_()` sets before and after a forward without a backward, as PEFT's `disable_adapter()` does
+    around a reference forward."""
+    model, x = model_of(), torch.ones(2, 4)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model(x)
+    model.requires_grad_(True)
+    model(x).sum().backward()
+    found = [f"{name} has no gradient" for name, each in model.named_parameters() if each.grad is None]
+    with torch.no_grad():
+        model(x)
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, flatfsdp.FSDPModule):
+            module.reshard()
+    return found + [f"{name} is trained" for name, each in model.named_parameters() if each.requires_grad]
+
+
+def test_what_is_frozen_and_trained_between_forwards_stays_so(pool2: Run) -> None:
+    assert pool2(toggled, timeout=60) == [[], []]
+
+
 def requested_again(rank: int, world: int) -> list[str]:
     """The writes after which units are asked for and give other values than the shards; and what stays of requests."""
     found = []
