@@ -19,7 +19,7 @@ WAYS_IN = frozenset(
 PUBLIC_IN_EFFECT = re.compile(
     r"_(all_handles|handle|flat_param|fqns|shapes|numels\w*|is_root|lazy_init|has_params|use_orig_params|state_dict_type"
     r"|comm_hook\w*|device_mesh|ignored_\w+|inter_node_pg|is_padding_mask|sync_gradients|orig_param_dtype|local_shard"
-    r"|fsdp_\w+|shard_param_infos|sharded_size|unpadded_unsharded_size|use_full_prec_in_eval|or_policy|parameters"
+    r"|offload_params|fsdp_\w+|shard_param_infos|sharded_size|unpadded_unsharded_size|use_full_prec_in_eval|or_policy|parameters"
     r"|module_classes_to_ignore|stand_in|step_count|optimizer|config|version|replace|exit|save_to_state_dict"
     r"|load_from_state_dict|backward_hooks|schema|C|value|torch|world|unscale_grads_|HYBRID_SHARD_ZERO2)"
 )

@@ -78,10 +78,9 @@ CASES = [
         for name, kind, options, runs in (
             ("flat parameters, save_state and load_state", FULL, ("flat", "unclipped", "load"),
              ((FULL, "v1", "flat", "unclipped", "save"),)),
-            (
-                "a Llama, each from the other's state", SHARDED, ("llama", "unclipped", "load={other}"),
-                ((SHARDED, "v1", "llama", "unclipped", "save"),),
-            ),
+            # With sharded states a new process has no state of the optimizer on torch's: Accelerate asks for none.
+            ("a Llama, each from the other's state", FULL, ("llama", "unclipped", "load={other}"),
+             ((FULL, "v1", "llama", "unclipped", "save"),)),
             ("bf16, activation checkpointing, SHARD_GRAD_OP", FULL,
              ("llama", "unclipped", "bf16", "ac", "keep"), ()),
             ("offload, size-based units, save_model", FULL, ("unclipped", "offload", "size", "weights"), ()),
@@ -98,7 +97,7 @@ CASES = [
             ("LoRA", PEFT, (FULL, "lora", "evaluate")),
             ("offload", ACCELERATE, (FULL, "offload")),
             ("FSDP1, fsdp='full_shard auto_wrap'", ACCELERATE, (FULL, "v1", "legacy", "evaluate")),
-            ("FSDP1, flat, bf16, activation checkpointing", ACCELERATE, (SHARDED, "v1", "flat", "bf16", "ac")),
+            ("FSDP1, flat, bf16, activation checkpointing", ACCELERATE, (FULL, "v1", "flat", "bf16", "ac")),
             ("FSDP1, LoRA", PEFT, (FULL, "v1", "lora")),
             ("FSDP1, QLoRA", (*PEFT, "bitsandbytes"), (FULL, "v1", "qlora")),
             ("QLoRA", (*PEFT, "bitsandbytes"), (FULL, "qlora", "eager")),
