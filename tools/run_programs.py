@@ -21,7 +21,7 @@ from tests.process.programs.frameworks.cases import CASES
 
 RESULTS = Path(__file__).resolve().parent / "bench_results" / "programs"
 PACKAGES = (
-    "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "verl", "bitsandbytes", "lightning", "torchao",
+    "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "lightning", "torchao",
 )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def table(found: dict[str, Any]) -> str:
         "torch's FSDP.",
         "",
         "Each program is one file that uses the released framework as it is, and runs once on torch's FSDP2 (FSDP1 "
-        "where its name has that, or FSDPStrategy, which is FSDP1) and once under `python -m flatfsdp.as_torch`. "
+        "where its name has that) and once under `python -m flatfsdp.as_torch`. "
         "Compared are the losses and gradient norms of every step and, on every rank, each parameter's shard, mesh, "
         "placements and shape at the end; FSDP1's flat parameters as whole ones. Where torch's cannot, its program "
         "does without: gathers in float8 on gloo, and offload, for which it pins memory, without an accelerator.",

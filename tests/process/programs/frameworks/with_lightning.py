@@ -1,7 +1,6 @@
-"""Lightning's ModelParallelStrategy, with meta init, or its FSDPStrategy, which is FSDP1: an epoch, a checkpoint, and a
-second epoch from it.
+"""Lightning's ModelParallelStrategy: meta init, an epoch, a checkpoint, and a second epoch from it.
 
-with_lightning.py FOLDER [OPTION...]      OPTION: v1 | tp | one-file | bf16 | accumulate | clip | ac
+with_lightning.py FOLDER [OPTION...]      OPTION: tp | one-file | bf16 | accumulate
 """
 
 import sys
@@ -9,7 +8,7 @@ import sys
 import lightning
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from outcome import write
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -37,11 +36,8 @@ class Net(lightning.LightningModule):
     def configure_model(self) -> None:
         if hasattr(self, "body"):
             return
-        torch.manual_seed(0)
-        with torch.device("cpu" if "v1" in options else "meta"):
+        with torch.device("meta"):
             self.body = nn.Sequential(nn.Linear(8, 16), *[Block() for _ in range(3)], nn.Linear(16, 4))
-        if "v1" in options:
-            return
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "bf16" in options else MixedPrecisionPolicy()
         for block in self.body:
             if tensor > 1 and isinstance(block, Block):
@@ -61,27 +57,14 @@ class Net(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class OnCPU(FSDPStrategy):
-    """What makes Lightning accept a CPU: it refuses the class itself there."""
-
-
-def strategy():  # type: ignore[no-untyped-def]
-    if "v1" not in options:
-        return ModelParallelStrategy(2, tensor, save_distributed_checkpoint="one-file" not in options)
-    kind = "full" if "one-file" in options else "sharded"
-    checkpointed = {Block} if "ac" in options else None
-    return OnCPU(auto_wrap_policy={Block}, state_dict_type=kind, activation_checkpointing_policy=checkpointed)
-
-
 def fit(epochs, **more):  # type: ignore[no-untyped-def]
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2 * tensor,
-        strategy=strategy(),
-        precision="bf16-mixed" if "v1" in options and "bf16" in options else None,
+        strategy=ModelParallelStrategy(2, tensor, save_distributed_checkpoint="one-file" not in options),
         max_epochs=epochs,
         accumulate_grad_batches=2 if "accumulate" in options else 1,
-        gradient_clip_val=0.1 if "clip" in options else None,
+        gradient_clip_val=None,
         logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,

@@ -1,9 +1,9 @@
 """torchtitan's Llama 3, or its Qwen 3 with experts, as its trainer builds, shards, initializes, trains and clips it.
 
 with_torchtitan.py FOLDER STRATEGY [OPTION...]
-STRATEGY: fsdp | hsdp | tp (with FSDP) | pp (with FSDP) | ep, ep4 (with FSDP) |
-etp (with FSDP and TP)
-OPTION: experts | sgd | full-dtensor | float8 | lora | ac | bf16 | tied | accumulate | no-sp | always | schedule=NAME |
+STRATEGY: fsdp | hsdp | tp (with FSDP) | pp (with FSDP) |
+etp (experts, with FSDP and TP)
+OPTION: experts | full-dtensor | float8 | lora | ac | bf16 | tied | accumulate | no-sp | always | schedule=NAME |
 from=CHECKPOINT | save
 """
 
@@ -38,7 +38,7 @@ folder, strategy, *options = sys.argv[1:]
 LAYERS, WORDS, LENGTH, BATCH, STEPS = 2, 2048, 16, 2, 3
 SIZES = {
     "fsdp": (1, 2, 1, 1, 1), "hsdp": (2, 2, 1, 1, 1), "tp": (1, 2, 2, 1, 1), "pp": (1, 2, 1, 2, 1),
-    "ep": (1, 2, 1, 1, 2), "ep4": (1, 4, 1, 1, 2), "etp": (1, 2, 2, 1, 2),
+    "etp": (1, 2, 2, 1, 2),
 }  # fmt: skip
 
 dist.init_process_group("gloo")
@@ -130,12 +130,8 @@ for part in parts:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # torch's cannot divide by torchtitan's 1.0 on gloo
 named = [(name, parameter) for part in parts for name, parameter in part.named_parameters()]
-named = [each for each in named if each[1].requires_grad]
-if "sgd" in options:
-    optimizer = torch.optim.SGD(named, lr=1e-1)
-else:
-    optimizer = torch.optim.AdamW(named, lr=1e-2)
-    init_optim_state(optimizer)
+optimizer = torch.optim.AdamW([each for each in named if each[1].requires_grad], lr=1e-2)
+init_optim_state(optimizer)
 wrapped = ModelWrapper(parts)
 
 for option in options:

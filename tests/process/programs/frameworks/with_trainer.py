@@ -1,8 +1,8 @@
-"""The Trainer of transformers with `fsdp_config` of version 2, or 1: six steps, and the last three again from its
+"""The Trainer of transformers with `fsdp_config` of version 2: six steps, and the last three again from its
 checkpoint; what `save_model` writes.
 
 with_trainer.py FOLDER STATE_DICT_TYPE [OPTION...]
-OPTION: v1 | flat | legacy | tied | lora | qlora | ac | bf16 | eager | offload | evaluate
+OPTION: tied | lora | ac | bf16 | eager | offload | evaluate
 """
 
 import sys
@@ -14,7 +14,7 @@ from outcome import write
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 folder, kind, *options = sys.argv[1:]
-adapted = bool({"lora", "qlora"} & {*options})
+adapted = "lora" in options
 torch.manual_seed(1)
 rows = [torch.randint(0, 64, (16,)) for _ in range(48)]
 data = [{"input_ids": row, "labels": row} for row in rows]
@@ -29,21 +29,6 @@ def build():  # type: ignore[no-untyped-def]
         return model
     from peft import LoraConfig, get_peft_model
 
-    if "qlora" in options:
-        from transformers import BitsAndBytesConfig
-
-        whole = f"{folder}/whole"
-        if dist.get_rank() == 0:
-            model.save_pretrained(whole)
-        dist.barrier()
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_quant_storage=torch.float32,
-            bnb_4bit_compute_dtype=torch.float32,
-        )
-        model = LlamaForCausalLM.from_pretrained(whole, quantization_config=config, dtype=torch.float32)
-
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
 
 
@@ -53,19 +38,17 @@ def train(also, **more):  # type: ignore[no-untyped-def]
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "state_dict_type": kind,
         "activation_checkpointing": "ac" in options,
+        "version": 2,
+        "reshard_after_forward": True,
+        "cpu_ram_efficient_loading": "eager" not in options,
+        "cpu_offload": "offload" in options,
     }
-    if "v1" in options:
-        settings |= {"version": 1, "sync_module_states": False, "use_orig_params": "flat" not in options}
-    else:
-        settings |= {"version": 2, "reshard_after_forward": True, "cpu_ram_efficient_loading": "eager" not in options}
-    chosen = "full_shard auto_wrap" if "legacy" in options else True
     arguments = TrainingArguments(
         output_dir=folder,
         max_steps=6,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
-        max_grad_norm=0.0 if "v1" in options else 1.0,
         logging_steps=1,
         save_steps=3,
         eval_strategy="steps" if "evaluate" in options else "no",
@@ -75,14 +58,13 @@ def train(also, **more):  # type: ignore[no-untyped-def]
         use_cpu=True,
         seed=3,
         bf16="bf16" in options,
-        fsdp=f"{chosen} offload" if "legacy" in options and "offload" in options else chosen,
-        fsdp_config=settings | ({"cpu_offload": True} if "offload" in options else {}),
+        fsdp=True,
+        fsdp_config=settings,
     )
     arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU  # what makes it accept a CPU
     trainer = Trainer(model=build(), args=arguments, train_dataset=data, eval_dataset=data[:8])
     trainer.train(**more)
-    # FSDP1 adds up norms in the order of a set.
-    keys = ("loss", "eval_loss") if "v1" in options else ("loss", "grad_norm", "eval_loss")
+    keys = ("loss", "grad_norm", "eval_loss")
     seen = [float(entry[key]) for entry in trainer.state.log_history for key in keys if key in entry]
     if kind == "FULL_STATE_DICT":
         from safetensors.torch import load_file
@@ -91,8 +73,7 @@ def train(also, **more):  # type: ignore[no-untyped-def]
         dist.barrier()
         name = "adapter_model" if adapted else "model"
         written = load_file(f"{folder}/{also}model/{name}.safetensors")
-        if not (adapted and "v1" in options):  # PEFT finds adapters by names of modules, which torch's FSDP1 changes
-            seen += [written[each].double().sum().item() for each in sorted(written)]
+        seen += [written[each].double().sum().item() for each in sorted(written)]
     write(folder, seen, trainer.model, also=also)
 
 

@@ -1,6 +1,6 @@
-"""TRL's SFTTrainer or DPOTrainer, with PEFT's LoRA or without, and `fsdp_config` of version 2, or 1.
+"""TRL's SFTTrainer or DPOTrainer, with PEFT's LoRA or without, and `fsdp_config` of version 2.
 
-with_trl.py FOLDER sft|dpo [OPTION...]      OPTION: v1 | lora | bf16 | packed
+with_trl.py FOLDER sft|dpo [OPTION...]      OPTION: lora | bf16 | packed
 """
 
 import sys
@@ -24,17 +24,13 @@ if dist.get_rank() == 0:
 dist.barrier()
 Trained, Config = (SFTTrainer, SFTConfig) if task == "sft" else (DPOTrainer, DPOConfig)
 settings = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": "FULL_STATE_DICT"}
-if "v1" in options:
-    settings |= {"version": 1, "sync_module_states": False}
-else:
-    settings |= {"version": 2, "cpu_ram_efficient_loading": True}
+settings |= {"version": 2, "cpu_ram_efficient_loading": True}
 arguments = Config(
     output_dir=folder,
     max_steps=4,
     per_device_train_batch_size=2,
     gradient_accumulation_steps=2,
     learning_rate=1e-2,
-    max_grad_norm=0.0 if "v1" in options else 1.0,
     logging_steps=1,
     save_strategy="no",
     report_to=[],
@@ -60,8 +56,7 @@ trainer = Trained(
     peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if "lora" in options else None,
 )
 trainer.train()
-# FSDP1 adds up norms in the order of a set.
-keys = ("loss", *(() if "v1" in options else ("grad_norm",)), "rewards/margins")
+keys = ("loss", "grad_norm", "rewards/margins")
 seen = [float(entry[key]) for entry in trainer.state.log_history for key in keys if key in entry]
 trainer.save_model(f"{folder}/trained")
 write(folder, seen, trainer.model)
