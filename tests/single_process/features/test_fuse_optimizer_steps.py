@@ -566,6 +566,20 @@ def test_a_copy_is_a_plain_optimizer_with_states_of_its_own(duplicate: Any) -> N
         twin.compare()
 
 
+def test_a_gradient_that_is_none_on_a_rank_without_its_rows() -> None:
+    with fake_world(2, rank=1):
+        model = flatfsdp.fully_shard(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 6)))
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        steps = flatfsdp.fuse_optimizer_steps(optimizer)
+        for members in (4, 4, 3, 4):
+            model(torch.ones(2, 4)).sum().backward()
+            if members == 3:
+                model[0].weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            assert steps.members == members
+
+
 def test_remove_ends_it() -> None:
     with fake_world(1):
         twin = Twin()

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base import _dtensor
+from ...base import _dtensor, _torch
 from ...flat.flat_param import FlatParamHandle
 from ...layout.layout import Span
 from ...layout.runs import ParamInShard, find_runs
@@ -55,11 +55,13 @@ class _Placement:
         """Whether all lie where they lay. False where one has no gradient."""
         try:
             return self._now() == self._numbers
-        except TypeError:  # None is there, which has no offset
+        except (AttributeError, TypeError):  # None is there, which has no offset, and no dtype
             return False
 
     def _now(self) -> tuple[list[Any], ...]:
-        grads = _dtensor.locals_of(map(_GRAD, self._lying))
+        with _torch.as_plain_tensors():
+            found = list(map(_GRAD, self._lying))
+        grads = _dtensor.locals_of(found)
         offsets = list(map(_OFFSET, grads))
         memory = list(map(_POINTER, grads))  # another one after each backward, but one tensor's for all of a run
         return (
