@@ -85,6 +85,13 @@ class Row:
             parts = self.within(start, start + memory.numel())
             copy(cut(memory, parts), parts)
 
+    def copy_given_to(self, memory: torch.Tensor, start: int) -> None:
+        """`copy_to` right after `fill`, before anybody writes to what that was given."""
+        if (found := self._as_whole(memory)) is not None:
+            found.copy_given_to(memory)
+        else:
+            self.copy_to(memory, start)
+
     def copy_from(self, memory: torch.Tensor, start: int) -> None:
         """Fill elements from `start` on from `memory`, 1-D and of this dtype: as many as it has."""
         if (found := self._as_whole(memory)) is not None:

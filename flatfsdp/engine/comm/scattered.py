@@ -85,6 +85,19 @@ class Scattered:
         if self._singles:
             _torch.foreach_copy_([parts[place] for place in self._places], self._singles)
 
+    def copy_given_to(self, memory: torch.Tensor) -> None:
+        """`copy_to` right after `fill`: from what the sources have in one place, which takes no index."""
+        parts = memory.view(_UNITS[self._unit]).split(self._sizes)
+        targets, sources = [parts[place] for place in self._places], [*self._singles]
+        for each, source in zip(self._together, self._joined, strict=True):
+            if source is None:
+                torch.index_select(each.storage, 0, each.index, out=parts[each.place])
+            else:
+                targets.append(parts[each.place])
+                sources.append(source)
+        if sources:
+            _torch.foreach_copy_(targets, sources)
+
     def copy_from(self, memory: torch.Tensor) -> None:
         """Fill them from `memory`, which fits, and has what is for them one behind the other."""
         parts = memory.view(_UNITS[self._unit]).split(self._sizes)

@@ -83,6 +83,11 @@ def test_rows_are_filled_from_shards_that_adjoin_or_not(seed: int) -> None:
         for _ in range(2):  # the second time by what is known
             row.fill(shards)
             assert all(torch.equal(piece, shard.float()) for piece, shard in zip(row.pieces, shards, strict=True))
+            copied = torch.zeros(row.numel + 1)[chance.randint(0, 1) :][: row.numel]  # aligned or not
+            row.copy_given_to(copied, 0)
+            assert torch.equal(copied, torch.cat(row.pieces))
+            row.copy_given_to(copied[1:], 1)
+            assert torch.equal(copied, torch.cat(row.pieces))
             shards[0].add_(1)
     row.fill(row.pieces)  # which lie there
 

@@ -50,7 +50,7 @@ class SharedMemoryExchange:
     def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
         """Every rank's `shards` into its row; of any dtype, and anywhere. [Note: rows]"""
         rows[self._shared.rank].fill(shards)
-        return self._under_way(self._shared.gather(rows))
+        return self._under_way(self._shared.gather(rows, just_filled=True))
 
     def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork:
         """The sum over ranks of this rank's row, in rank order, into `output`. [Note: in waits]"""

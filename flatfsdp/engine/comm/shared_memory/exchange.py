@@ -90,9 +90,16 @@ class SharedMemory:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def gather(self, rows: Sequence[Row], *, depends: bool = False) -> Operation:
-        """Every rank's row, of which this rank's is there, into the rows of all. The first is the longest."""
-        return self._issue(Gather(rows, self.rank), rows[0].numel, bytes_each=rows[0].dtype.itemsize, depends=depends)
+    def gather(self, rows: Sequence[Row], *, depends: bool = False, just_filled: bool = False) -> Operation:
+        """Every rank's row, of which this rank's is there, into the rows of all. The first is the longest.
+
+        `just_filled`: nobody has written to what this rank's row was filled from.
+        """
+        made = Gather(rows, self.rank, just_filled=just_filled)
+        with self._lock:
+            self._issue(made, rows[0].numel, bytes_each=rows[0].dtype.itemsize, depends=depends)
+            made.just_filled = False  # from now on somebody may
+        return made
 
     def sum_rows(self, output: Row, rows: Sequence[Row]) -> Operation:
         """The sum over ranks of this rank's row, in rank order, into `output`. The first is the longest."""

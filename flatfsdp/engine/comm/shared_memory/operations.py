@@ -33,15 +33,20 @@ class Operation(Protocol):
 
 
 class Gather(Operation):
-    """Every rank's row, of which this rank's is there, into the rows of all. [Note: rows]"""
+    """Every rank's row, of which this rank's is there, into the rows of all. [Note: rows]
 
-    def __init__(self, rows: Sequence[Row], rank: int) -> None:
-        self._rows, self._rank = rows, rank
+    Attributes:
+        just_filled: this rank's row was filled just now, and what it was filled from is as it was.
+    """
+
+    def __init__(self, rows: Sequence[Row], rank: int, *, just_filled: bool) -> None:
+        self._rows, self._rank, self.just_filled = rows, rank, just_filled
         self.tag, self.done = _tag("gather", rows[0]), False
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
         row = self._rows[self._rank]
-        row.copy_to(_place(outbox, chunk.place, row, chunk), chunk.start)
+        copy = row.copy_given_to if self.just_filled else row.copy_to
+        copy(_place(outbox, chunk.place, row, chunk), chunk.start)
 
     def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
         for row, outbox in zip(self._rows, outboxes, strict=True):
