@@ -178,7 +178,6 @@ class RowFace(Face):
         hooks: Sequence[GatherHooks | None],
     ) -> None:
         self._leaves = leaves
-        self._trained = list(map(_REQUIRES_GRAD, leaves))
         self.holders: list[nn.Parameter] = []
         specs = zip(layout.params, stored, hooks, strict=True)
         self._rows = [_Rows(spec, layout, rank, mesh, one, other) for spec, one, other in specs]
@@ -262,26 +261,14 @@ class RowFace(Face):
         self._places.show(self._leaves)
 
     def rest(self) -> None:
-        self._take_requires_grad()
         self._computes = False
         self._places.show(self.holders)
 
     def follow_requires_grad(self) -> None:
-        self._take_requires_grad()
         wanted = list(map(_REQUIRES_GRAD, self.holders))
-        if wanted != self._trained:
+        if wanted != list(map(_REQUIRES_GRAD, self._leaves)):
             for leaf, flag in zip(self._leaves, wanted, strict=True):
                 leaf.requires_grad_(flag)
-            self._trained = wanted
-
-    def _take_requires_grad(self) -> None:
-        """Holders take what users have set on leaves meanwhile, which modules hold until after a backward."""
-        found = list(map(_REQUIRES_GRAD, self._leaves))
-        if found != self._trained:
-            for holder, flag, before in zip(self.holders, found, self._trained, strict=True):
-                if flag != before:
-                    holder.requires_grad_(flag)
-            self._trained = found
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
