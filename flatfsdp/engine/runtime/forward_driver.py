@@ -388,14 +388,13 @@ def _own_output(unit: Unit, output: Any) -> Any:
     occupied: set[int] = set()
     for each in (unit, *unit.owning_units) if unit.owning_units else (unit,):
         for handle, views, _ in each.kinds:
+            if handle.state is UNSHARDED and handle.options.packed:
+                keep_packed(handle, each.param_refs, each.name)
             check_unwritten(views, each.name)
-            if handle.state is UNSHARDED:
-                if handle.options.packed:
-                    keep_packed(handle, each.param_refs, each.name)
-                if handle.unsharded.buffer is not None:
-                    occupied.add(handle.unsharded.flat.data_ptr())
-                    if handle.unsharded.has_inner:
-                        occupied.update(handle.unsharded.inner_addresses())
+            if handle.state is UNSHARDED and handle.unsharded.buffer is not None:
+                occupied.add(handle.unsharded.flat.data_ptr())
+                if handle.unsharded.has_inner:
+                    occupied.update(handle.unsharded.inner_addresses())
     occupied.discard(0)
     if not occupied:
         return output

@@ -169,7 +169,7 @@ def test_it_refuses_in_words() -> None:
         with pytest.raises(UsageError, match="is a rank of a job already"), dry_run(4):
             pass
         model = FullyShardedDataParallel(nn.Linear(2, 2))
-        with pytest.raises(UsageError, match="in dry_run"):
+        with pytest.raises(UsageError, match=r"inside dry_run\(\)"):
             memory_plan(model)
     with dry_run(2):
         model = FullyShardedDataParallel(nn.Linear(2, 2))
