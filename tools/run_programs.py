@@ -113,6 +113,7 @@ def main() -> int:
             sys.stdout.write(f"{row.get('error') or row['problems'] or (row['largest'], row['where'])}\n")
         sys.stdout.flush()
         found = {"versions": versions(), "rows": [rows[each.name] for each in CASES if each.name in rows]}
+        data.parent.mkdir(parents=True, exist_ok=True)
         data.write_text(json.dumps(found, indent=1) + "\n")
         written.write_text(table(found))
     return int(failed)
