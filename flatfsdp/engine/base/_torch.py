@@ -216,14 +216,29 @@ def segments() -> list[object]:
 def custom_forward() -> weakref.ref[Any] | None:
     """The node of the outermost custom autograd Function whose forward runs, as that of a reentrant checkpoint,
     whatever its make; None outside of all. What runs without a graph there is no user's `no_grad()`."""
+    node = _outermost("forward")
+    return None if node is None else weakref.ref(node)
+
+
+def custom_backward() -> Any:
+    """The node of the outermost custom autograd Function whose backward runs; None outside of all."""
+    node = _outermost("backward")
+    return node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
+
+
+def _outermost(method: str) -> Any:
     found: FrameType | None = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+        if code.co_name == method and code.co_varnames[:1] == ("ctx",):
             found = frame
         frame = frame.f_back
-    return None if found is None else weakref.ref(found.f_locals["ctx"])
+    return None if found is None else found.f_locals["ctx"]
+
+
+# The node of the graph whose backward runs; the function itself, because every unit calls it.
+node_now: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def running_node() -> int:

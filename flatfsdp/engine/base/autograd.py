@@ -137,6 +137,22 @@ def shape_awaited(leaf: torch.Tensor) -> torch.Size:
 shape_admitted = _torch.shape_awaited
 
 
+def customs_before(nodes: Iterable[Any], node: Any) -> list[Any]:
+    """The nodes of custom autograd Functions that ran their forward before that of `node`, and to which gradients of
+    `nodes` flow on."""
+    latest, left = node._sequence_nr(), list(filter(None, nodes))
+    seen, found = set(left), []
+    while left:
+        each = left.pop()
+        if isinstance(each, torch.autograd.function.BackwardCFunction) and each._sequence_nr() < latest:
+            found.append(each)
+        for following, _ in each.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                left.append(following)
+    return found
+
+
 class _Edges(torch.autograd.Function):
     """Of no use but for its node, whose next ones are those of all its inputs."""
 

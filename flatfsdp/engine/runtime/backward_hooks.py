@@ -204,6 +204,8 @@ class BackwardHooks:
         if unit.phase is FORWARD:
             _refuse_inside_forward(unit)
         backward, own = self.begin(), unit.backward
+        if call is None:
+            own.ends_unseen.append(_torch.node_now())
         if own.completed and (own.finished or _is_done_reading(unit, backward)):
             return
         if unit.phase is STEPPED:
@@ -263,6 +265,7 @@ class BackwardHooks:
                 own.arrived_in_inner_tasks.discard((kind, index))
         elif not (again or own.completed):
             own.arrived_in_inner_tasks.add((kind, index))
+        own.ran_again = _torch.custom_backward() if task != own.task else own.ran_again
         if not backward.gradient_has_arrived:
             backward.gradient_arrived(watched=bool(self.observers.gradient_came))
         for observe in self.observers.gradient_came:
@@ -292,10 +295,8 @@ class BackwardHooks:
             self.advance(unit, backward)
 
     def _skip_missing(self, unit: Unit) -> None:
-        """Where calls are over and gradients are missing: await none that this backward does not compute.
-
-        Other ranks may use all parameters: they reduce now, and gather on only when this rank has reduced, too.
-        """
+        """Where calls are over, await no gradients that this backward does not compute. Other ranks may use all
+        parameters: they reduce now, and gather on only when this rank has reduced, too."""
         awaiting = [(handle, grads) for handle, _, grads in unit.kinds if grads.missing]
         if not awaiting or unit.backward.open_calls or unit.backward.completed:
             return
@@ -316,7 +317,7 @@ class BackwardHooks:
             expecting = expecting or bool(grads.expected)
             missing = missing or bool(grads.missing)
         if expecting and not own.completed and not missing and own.late_gradients <= 0:
-            if own.arrived_in_inner_tasks and _awaits_more(unit):
+            if (own.arrived_in_inner_tasks and _awaits_more(unit)) or (own.ran_again is not None and own.runs_again()):
                 return
             own.completed = True
             unit.enter_phase(POST_BACKWARD)

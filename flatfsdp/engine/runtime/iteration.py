@@ -436,6 +436,7 @@ def _rollback(unit: Unit) -> bool:
 
     Called during exception handling: must not block or communicate.
     """
+    unit.backward.forget_graph()
     if unit.phase is not SUMMONED:  # else the parameters are the user's, and the backward did not reach them
         for views in unit.views:
             views.show(SHOWS_SHARD)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...api import CPUOffload, MixedPrecision
+from ..base import _torch
 from ..base import autograd as hooks
 from ..comm.transport import Reducer, Transport
 from ..config.strategy import Traits
@@ -150,15 +151,19 @@ class UnitBackward:
         late_gradients: how many gradients come again, of a segment recomputed in a graph task of its own or after one.
         task: the graph task in which gradients are awaited.
         arrived_in_inner_tasks: leaves whose gradients only tasks inside that one brought, as (kind, index).
+        ran_again: the node of the reentrant checkpoint that last brought gradients of a part.
+        ends_unseen: the nodes where calls began that were given nothing that gets a gradient, which would show the end.
     """
 
     __slots__ = (
         "arrived_in_inner_tasks",
         "completed",
+        "ends_unseen",
         "finished",
         "keep_unsharded",
         "late_gradients",
         "open_calls",
+        "ran_again",
         "task",
     )
 
@@ -167,6 +172,22 @@ class UnitBackward:
         self.open_calls: set[ForwardCall] = set()
         self.completed = False
         self.finished = False
+        self.ran_again: Any = None
+        self.ends_unseen: list[Any] = []
         self.late_gradients = 0
         self.task = -1
         self.arrived_in_inner_tasks: set[tuple[int, int]] = set()
+
+    def runs_again(self) -> bool:
+        """Whether nothing shows the end of the unit's part, or keeps it unsharded, and this backward comes to other
+        reentrant checkpoints than that which brought gradients last: they may run parts of the unit again."""
+        if self.keep_unsharded or not self.ends_unseen:
+            return False
+        if _torch.graph_task() != self.task:
+            return True  # one that runs has not brought all of its gradients
+        return any(map(_torch.will_compute, hooks.customs_before(self.ends_unseen, self.ran_again)))
+
+    def forget_graph(self) -> None:
+        """The backward has failed: hold nothing of its graph."""
+        self.ran_again = None
+        self.ends_unseen.clear()

@@ -47,6 +47,14 @@ class Net(nn.Module):
         return self.step(self, x.clone().requires_grad_(), use)
 
 
+class Parted(Net):
+    """Its root has two parameters."""
+
+    def __init__(self, step: Callable[[Net, Tensor, bool], Tensor]) -> None:
+        super().__init__(step)
+        self.behind = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+
 def _around(net: Net, x: Tensor, use: bool) -> Tensor:
     """What comes behind a checkpoint inside of its unit is ready before the unit inside has a graph."""
     x = reentrant(net.a, x)
@@ -123,15 +131,30 @@ def _inside_of_each_other(net: Net, x: Tensor, use: bool) -> Tensor:
     return y
 
 
+def _part_of_a_unit(net: Any, x: Tensor, use: bool) -> Tensor:
+    """A part of a unit, which no other unit runs in, is recomputed after all gradients have come, on one rank."""
+
+    def part(x: Tensor) -> Tensor:
+        return x + (x @ net.weight).tanh()
+
+    x = reentrant(part, x)
+    return reentrant(part, x @ net.behind if use else x)
+
+
 def _train(
-    rank: int, world: int, step: Callable[[Net, Tensor, bool], Tensor], prefetch: str | None = None, listed: str = ""
+    rank: int,
+    world: int,
+    step: Callable[[Net, Tensor, bool], Tensor],
+    prefetch: str | None = None,
+    listed: str = "",
+    made: type[Net] = Net,
 ) -> list[str]:
     """Parameters that differ from those of one process. `listed`: a unit, and those that it lists to be gathered
-    ahead."""
+    ahead; `made`: what is trained."""
     model: Any = FullyShardedDataParallel(
-        Net(step), auto_wrap_policy={Block}, backward_prefetch=prefetch, join_units_below=0, use_orig_params=True
+        made(step), auto_wrap_policy={Block}, backward_prefetch=prefetch, join_units_below=0, use_orig_params=True
     )
-    alone = Net(step)
+    alone = made(step)
     if listed:
         first, *others = [getattr(model.module, name) for name in listed]
         first.set_modules_to_backward_prefetch(others)
@@ -153,6 +176,11 @@ def test_ranks_that_use_other_units_beside_it_are_not_waited_for(
     step: Callable[[Net, Tensor, bool], Tensor], pool2: Run
 ) -> None:
     assert pool2(_train, step, timeout=20) == [[], []]
+
+
+# Model 930010 under `fully_shard`: the unit, of which nothing shows that its backward is over, was freed before.
+def test_a_unit_is_whole_until_its_parts_have_been_recomputed(pool2: Run) -> None:
+    assert pool2(_train, _part_of_a_unit, made=Parted, timeout=20) == [[], []]
 
 
 # Program 161780 of the simulation: ranks gathered in different orders, which the first backwards compare.
