@@ -115,6 +115,27 @@ class World:
             time.sleep(0.002)
 
 
+class Clock:
+    """A time that goes on only while somebody sleeps: how busy the machine is shows in no wait."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that count reports, of which a second one is due after a second."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+
+
 @pytest.fixture
 def texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What watches print; they look a hundred times as often, end no process, and report after 10 ms."""
@@ -155,7 +176,7 @@ def reported(size: int, texts: list[str]) -> list[int]:
     return requests
 
 
-def test_a_wait_is_reported_once_by_every_rank(texts: list[str]) -> None:
+def test_a_wait_is_reported_once_by_every_rank(texts: list[str], clock: None) -> None:
     reported(9, texts)
     reports, after = sorted(texts[:9]), texts[9:]
     for rank, report in enumerate(reports):
@@ -170,7 +191,7 @@ def test_a_wait_is_reported_once_by_every_rank(texts: list[str]) -> None:
     ]
 
 
-def test_a_report_costs_each_rank_as_little_in_a_large_world(texts: list[str]) -> None:
+def test_a_report_costs_each_rank_as_little_in_a_large_world(texts: list[str], clock: None) -> None:
     """But for the one that collects the answers."""
     few, many = reported(8, texts), reported_anew(256, texts)
     assert max(many[1:]) <= 2 * max(few[1:]) <= 60, (few[1:], many[1:])
