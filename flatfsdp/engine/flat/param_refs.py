@@ -121,23 +121,37 @@ class ParamRef:
         module.__dict__[self.attribute] = value
 
 
-def call_listing(param_refs: Iterable[ParamRef], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`call` of the arguments; meanwhile modules list the leaves that they have as plain attributes, as they would if
-    nothing had been wrapped."""
+Listed = tuple[nn.Module, str, nn.Parameter]
+
+
+def list_leaves(param_refs: Iterable[ParamRef]) -> list[Listed]:
+    """Modules list the leaves that they have as plain attributes, as they would if nothing had been wrapped, until
+    `unlist` of what this returns."""
     listed = []
-    for param_ref in param_refs:  # once for every parameter and step
+    for param_ref in param_refs:  # once for every parameter, and each way of a step
         module, attribute, leaf = param_ref.module_ref(), param_ref.attribute, param_ref.leaf
         if module is not None and module.__dict__.get(attribute) is leaf:
             del module.__dict__[attribute]
             module._parameters[attribute] = leaf
             listed.append((module, attribute, leaf))
+    return listed
+
+
+def unlist(listed: Iterable[Listed]) -> None:
+    """End of `list_leaves`. What users have put in a place meanwhile stays."""
+    for module, attribute, leaf in listed:
+        if module._parameters.get(attribute) is leaf:
+            del module._parameters[attribute]
+            module.__dict__[attribute] = leaf
+
+
+def call_listing(param_refs: Iterable[ParamRef], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`call` of the arguments, between `list_leaves` and `unlist`."""
+    listed = list_leaves(param_refs)
     try:
         return call(*args, **kwargs)
     finally:
-        for module, attribute, leaf in listed:
-            if module._parameters.get(attribute) is leaf:
-                del module._parameters[attribute]
-                module.__dict__[attribute] = leaf
+        unlist(listed)
 
 
 def _itself(module: nn.Module) -> nn.Module:

@@ -128,6 +128,8 @@ class Unit:
         if phase not in PHASE_STEPS[self.phase]:
             refuse_step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self.resources.events)
         self.phase = phase
+        if self.leaves.unlisted:
+            self.leaves.show_listed(phase is PRE_BACKWARD)
 
     def record_event(self, kind: str) -> None:
         """Record an event of this unit."""
@@ -383,6 +385,8 @@ class Unit:
             self.kept.shards.clear()
         if self.kept.post_forward:
             self.drop_post_forward_shards()
+        if self.leaves.listed:
+            self.leaves.show_listed(False)
         self.phase = IDLE
         self.backward = UnitBackward()
 

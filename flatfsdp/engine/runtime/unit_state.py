@@ -15,7 +15,7 @@ from ..base import autograd as hooks
 from ..comm.transport import Reducer, Transport
 from ..config.strategy import Traits
 from ..flat.flat_param import FlatParamHandle
-from ..flat.param_refs import ParamRef
+from ..flat.param_refs import Listed, ParamRef, list_leaves, unlist
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,7 @@ class WatchedLeaves:
         single_use: whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot
             sharing]
         unlisted: where modules hold leaves for which flat parameters stand at rest.
+        listed: where they list them, since a backward recomputes parts of the unit.
     """
 
     def __init__(self, kinds: int) -> None:
@@ -114,6 +115,15 @@ class WatchedLeaves:
         self.before_first: set[int] = set()
         self.single_use: bool | None = None
         self.unlisted: list[ParamRef] = []
+        self.listed: list[Listed] = []
+
+    def show_listed(self, shown: bool) -> None:
+        """Modules list the `unlisted` ones from now on, or do not."""
+        if shown:
+            self.listed += list_leaves(self.unlisted)
+        else:
+            unlist(self.listed)
+            self.listed.clear()
 
 
 class ForwardCall:

@@ -18,6 +18,7 @@ import torch.distributed.fsdp.api as torch_api
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TheirScaler
+from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel as Ours
@@ -435,33 +436,41 @@ def test_submodules() -> None:
 class Asking(nn.Module):
     """Asks for its parameters inside of its forward, as models do that look for their dtype or add a penalty."""
 
-    def __init__(self, *, holds: bool) -> None:
+    def __init__(self, *, holds: bool, reentrant: bool | None = None) -> None:
         super().__init__()
         self.linear, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(2)) if holds else None
         self.found: list[Any] = []
-        self.fails = False
+        self.fails, self.reentrant = False, reentrant
 
     def forward(self, x: torch.Tensor, call: float = 0.0) -> torch.Tensor:
         if self.fails:
             raise ValueError
+        if self.reentrant is None:
+            return self.part(x, call)
+        return checkpoint(self.part, x, call, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+    def part(self, x: torch.Tensor, call: float) -> torch.Tensor:
         self.found = [(name, *p.shape, p.dtype) for name, p in self.named_parameters()]
         self.linear_found = next(self.linear.parameters()).dtype
         penalty: Any = sum(p.square().sum() for p in self.parameters())
         return self.linear(x).sum() + call * penalty
 
 
+@pytest.mark.parametrize("reentrant", [None, True, False])
 @pytest.mark.parametrize("holds", [True, False])
 @pytest.mark.parametrize("orig", [True, False])
-def test_modules_list_their_parameters_inside_a_forward(orig: bool, holds: bool) -> None:
+def test_modules_list_their_parameters_inside_a_forward(orig: bool, holds: bool, reentrant: bool | None) -> None:
+    """In what a checkpoint inside of it recomputes, too."""
     with fake_world(1):
         torch.manual_seed(0)
-        alone = Asking(holds=holds)
+        alone = Asking(holds=holds, reentrant=reentrant)
         inner = copy.deepcopy(alone)
         model = Ours(inner, use_orig_params=orig)
         listed = [name for name, _ in model.named_parameters()]
         for net in alone, model, model:  # a second one begins after a backward
             net.zero_grad()
-            net(torch.ones(3), call=0.5).backward()
+            net(torch.ones(3, requires_grad=True), call=0.5).backward()
+            assert [name for name, _ in model.named_parameters()] == listed
         assert inner.found == alone.found and inner.linear_found is torch.float32
         with Ours.summon_full_params(model, with_grads=True):
             pairs = zip(model.parameters(), alone.parameters(), strict=True)

@@ -26,11 +26,11 @@ FUNCTIONS = {}
 # are 20,000 for the engine and 9,600 for the core, each with the second number on top: parts that declare what they
 # take as values pay for imports, fields and docstrings of their own.
 LINES = {
-    "engine": (23_715, 4_145, 1_103, 2_111, 7_120),
-    "core": (11_350, 1_202, 348, 2_060, 3_300),
+    "engine": (23_715, 4_145, 1_103, 2_111, 7_150),
+    "core": (11_350, 1_202, 348, 2_060, 3_330),
     "checkpoint": (4_103, 886, -7, 106, 53),
     "trainer": (7_300, 324, -818, 35, 5, 1_892),
-    "all": (36_122, 5_661, -417, 2_252, 6_104, 2_997),
+    "all": (36_122, 5_661, -417, 2_252, 6_104, 3_027),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
