@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=nn.Module)
+Given = TypeVar("Given", bound=nn.Module | list[Any])
 
 
 class FSDPModule(FSDP2Controls):
@@ -62,32 +63,8 @@ class FSDPModule(FSDP2Controls):
         return reduce(self, FSDPModule)  # type: ignore[arg-type]
 
 
-@overload
 def fully_shard(
-    module: M,
-    *,
-    mesh: Any = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: Any = ...,
-    offload_policy: Any = ...,
-    ignored_params: Iterable[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-) -> M: ...
-@overload
-def fully_shard(
-    module: list[M],
-    *,
-    mesh: Any = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: Any = ...,
-    offload_policy: Any = ...,
-    ignored_params: Iterable[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-) -> list[M]: ...
-def fully_shard(
-    module: Any,
+    module: Given,
     *,
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
@@ -96,7 +73,7 @@ def fully_shard(
     offload_policy: Any = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> Any:
+) -> Given:
     """Shard the parameters of a module over ranks, in place: as FSDP2's function of that name.
 
     Parameters of `module` that are in no module sharded before become one *unit*: each rank keeps a part, they are
@@ -150,16 +127,7 @@ def fully_shard(
         >>> flatfsdp.fully_shard(model)(torch.ones(4, 2)).shape
         torch.Size([4, 1])
     """
-    call = check_call(
-        module,
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        dp_mesh_dims=dp_mesh_dims,
-    )
+    call = check_call(**locals())
     in_place.shard(call, FSDPModule)
     return module
 

@@ -17,8 +17,9 @@ Bytes are counted as they travel, with the scales (`CommStats`), and rows of byt
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +40,7 @@ class QuantizedTransport(ProcessGroupTransport):
     """Another transport's gathers of parameters, or reductions of gradients, in few bits. [Note: quantization]"""
 
     casts_shards = True
+    _residuals: Sequence[Residuals] = ()  # of what is reduced; none without error feedback
 
     def __init__(self, inner: Transport, codec: BlockCodec) -> None:
         """`inner`: over several ranks; what is not overridden here is done as there, in full precision."""
@@ -77,14 +79,9 @@ class QuantizedTransport(ProcessGroupTransport):
         return self.reduce_scatter_coalesced(output, [full], stream)
 
     def reduce_scatter_coalesced(
-        self,
-        output: torch.Tensor,
-        fulls: Sequence[torch.Tensor],
-        stream: Stream,
-        residuals: Sequence[Residuals] = (),
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        """`reduce_scatter_base` of several, whose results lie one behind the other, as one operation. Collective.
-        `residuals`: of what all pieces of `fulls` are of, or none."""
+        """`reduce_scatter_base` of several, whose results lie one behind the other, as one operation. Collective."""
         world, rank = self.group.size, self.group.rank
         wholes = [_by_rank(real(full), world) for full in fulls]
         sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
@@ -94,7 +91,7 @@ class QuantizedTransport(ProcessGroupTransport):
         with stream.running():
             sent, arrived = (self._bytes((world - 1) * sum(sizes)) for _ in range(2))
             outgoing, incoming = (buffer.tensor.view(world - 1, -1) for buffer in (sent, arrived))
-            owed = [piece for each in residuals for piece in each.of_others(fulls[0], world - 1)]
+            owed = [piece for each in self._residuals for piece in each.of_others(fulls[0], world - 1)]
             for index, (whole, rows) in enumerate(zip(wholes, outgoing.split(sizes, dim=1), strict=True)):
                 lost = real(owed[index]) if owed else None
                 self._encode(whole[:rank], rows[:rank], lost[:rank] if lost is not None else None)
@@ -110,9 +107,9 @@ class QuantizedTransport(ProcessGroupTransport):
 
         return self._followed(arriving, stream, add_up, output, *fulls, *owed)
 
-    def all_reduce(self, tensor: torch.Tensor, stream: Stream, residuals: Sequence[Residuals] = ()) -> PendingWork:
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         """Sum `tensor` over ranks in place: all of them decode the same sums. Collective; on a CPU again when it is
-        waited for. `residuals`: of what lies in `tensor`, one behind the other, or none."""
+        waited for."""
         world, rank = self.group.size, self.group.rank
         flat = real(tensor.view(-1))
         if not flat.numel():
@@ -125,11 +122,11 @@ class QuantizedTransport(ProcessGroupTransport):
 
         def encode(place: slice, rows: torch.Tensor) -> None:
             pieces = _pieces(flat[place], rows, piece)
-            if not residuals:
+            if not self._residuals:
                 for values, row in pieces:
                     self._encode(values, row)
                 return
-            with joined(residuals, tensor) as owed:
+            with joined(self._residuals, tensor) as owed:
                 for (values, row), (lost, _) in zip(pieces, _pieces(real(owed)[place], rows, piece), strict=True):
                     self._encode(values, row, lost)
 
@@ -181,30 +178,15 @@ class QuantizedTransport(ProcessGroupTransport):
         return buffer
 
 
-class Compensated:
-    """A quantized transport's reductions of certain gradients, with their residuals."""
-
-    def __init__(self, transport: QuantizedTransport, residuals: Sequence[Residuals]) -> None:
-        self._transport, self._residuals = transport, residuals
-
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
-        """As the transport's. Collective."""
-        return self._transport.reduce_scatter_coalesced(output, [full], stream, self._residuals)
-
-    def reduce_scatter_coalesced(
-        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        """As the transport's. Collective."""
-        return self._transport.reduce_scatter_coalesced(output, fulls, stream, self._residuals)
-
-    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
-        """As the transport's. Collective."""
-        return self._transport.all_reduce(tensor, stream, self._residuals)
-
-
-def compensated(reducer: R, residuals: Sequence[Residuals]) -> R | Compensated:
-    """`reducer`, with these `residuals` where it quantizes."""
-    return Compensated(reducer, residuals) if isinstance(reducer, QuantizedTransport) else reducer
+def compensated(reducer: R, residuals: Sequence[Residuals]) -> R:
+    """`reducer`, where it quantizes for the reduction of one flat gradient, or of several that lie one behind the
+    other, of whose pieces these are the `residuals`."""
+    if not isinstance(reducer, QuantizedTransport):
+        return reducer
+    made: Any = copy.copy(reducer)
+    made._residuals = residuals
+    found: R = made
+    return found
 
 
 def _pieces(flat: torch.Tensor, rows: torch.Tensor, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
