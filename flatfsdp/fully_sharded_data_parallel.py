@@ -15,7 +15,6 @@ from .engine.comm.process_groups import groups_in_words, is_first_of, resolve_gr
 from .engine.config.arguments import check_arguments
 from .engine.facade.fsdp1_compat import FSDP1Names
 from .engine.facade.schedule_api import ScheduleControls
-from .engine.features.clip import clip_grad_norm
 from .engine.features.comm_hook_registration import register_comm_hook
 from .engine.features.forward_methods import through_wrapper
 from .engine.runtime.model import model_of
@@ -354,24 +353,3 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             ),
         ):
             yield
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
-
-        `norm_type` is the p of the p-norm, 0 or larger; `inf` for the largest absolute value. Parameters that this
-        wrapper ignores count once. Every rank gets the same norm, a tensor without dimensions. Collective.
-
-        With `error_if_nonfinite` a norm that is infinite or not a number is an error, which names the first gradient
-        that is, and its rank; gradients then stay as they were.
-
-        Raises:
-            NonFiniteError: for such a norm, on every rank.
-            AgreementError: on every rank, within seconds where the others do something else.
-            UsageError: on a nested wrapper; an optimizer steps in backwards.
-            ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
-        """
-        model = wrapper_support.initialized_model(self._unit, "clip_grad_norm_")
-        with model.agreement.collective_call("clip_grad_norm_()"):
-            return clip_grad_norm(model, self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -22,7 +22,7 @@ from ..runtime.model import model_of
 from ..runtime.module_tree import units_at, units_in
 from ..runtime.rest import check_outside
 from ..runtime.unit import Unit
-from .accumulated_gradients import AccumulatedGradients
+from .gradients_api import GradientControls
 
 
 class UnshardHandle:
@@ -35,7 +35,7 @@ class UnshardHandle:
         model_of(self._unit).wait_for(self._unit)
 
 
-class ScheduleControls(AccumulatedGradients):
+class ScheduleControls(GradientControls):
     """Methods of the wrapper that change when it communicates and when it gives memory back. [Note: schedule]
 
     They hold until they are changed again, and in copies and pickles of a model. Every rank sets the same; the next

@@ -4,50 +4,20 @@ names."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from ...api import check_bool, check_number
 from ...errors import ConfigValueError, UsageError, refuse_type, warn
 from ..facade.schedule_api import ScheduleControls
-from ..features.clip import clip_grad_norm
 from ..runtime.model import check_outermost
 from ..runtime.rest import check_outside, quiesce
 from ..runtime.unit import Unit
-from ..wrapping.wrapper_support import initialized_model
 
 
 class FSDP2Controls(ScheduleControls):
     """The methods of a module of `fully_shard`. The mixin expects `_unit`."""
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """As the wrapper's: scale all gradients so that their norm over all ranks is at most `max_norm`; returns the
-        norm before, which is the same tensor on every rank. Collective.
-
-        `torch.nn.utils.clip_grad_norm_` does it, too, by operations on DTensors. Only on the outermost module.
-
-        Args:
-            max_norm: at most this.
-            norm_type: the p of the p-norm, 0 or larger, or `inf`.
-            error_if_nonfinite: whether a norm that is infinite or not a number is an error, which names the first
-                gradient that is, and its rank.
-
-        Raises:
-            NonFiniteError: for such a norm, on every rank.
-            AgreementError: on every rank, within seconds where the others do something else.
-            UsageError: on a nested module; an optimizer steps in backwards.
-            ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
-        """
-        model = initialized_model(self._unit, "clip_grad_norm_")
-        # Modules may hold the unsharded parameters, which have no gradients.
-        parameters = chain(model.steppable, cast(nn.Module, self).parameters())
-        with model.agreement.collective_call("clip_grad_norm_()"):
-            return clip_grad_norm(model, parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def reset_iter_state(self) -> None:
         """Return to between iterations after a forward or a backward has failed; gradients of it are dropped.

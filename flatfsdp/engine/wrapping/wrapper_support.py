@@ -43,17 +43,12 @@ def flat_params_hidden(module: nn.Module) -> Iterator[None]:
             register_flat_params(wrapper, wrapper.__dict__["_unit"])
 
 
-def initialized_model(unit: Unit, method: str) -> Model:
-    """The model of its outermost `unit`, initialized; refuses other units."""
-    model = check_outermost(unit, method)
-    initialize(model)
-    return model
-
-
 @contextmanager
 def no_sync(unit: Unit) -> Iterator[None]:
     """Accumulate without communication; only on the root."""
-    with initialized_model(unit, "no_sync()").no_sync():
+    model = check_outermost(unit, "no_sync()")
+    initialize(model)
+    with model.no_sync():
         yield
 
 

@@ -1,0 +1,70 @@
+"""What a model's owner may do with gradients between a backward and a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import cast
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+from ..features.clip import clip_grad_norm
+from ..runtime.model import check_outermost
+from ..runtime.rest import check_outside, initialize
+from ..runtime.unit import Unit
+
+
+class GradientControls:
+    """Methods of the outermost wrapper, or module of `fully_shard`. The mixin expects `_unit`."""
+
+    _unit: Unit
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+
+        Parameters that are ignored count once. Every rank gets the same norm, a tensor without dimensions. Collective.
+        For modules of `fully_shard`, `torch.nn.utils.clip_grad_norm_` does it, too, by operations on DTensors.
+
+        Args:
+            max_norm: at most this.
+            norm_type: the p of the p-norm, 0 or larger; `inf` for the largest absolute value.
+            error_if_nonfinite: whether a norm that is infinite or not a number is an error, which names the first
+                gradient that is, and its rank; gradients then stay as they were.
+
+        Raises:
+            NonFiniteError: for such a norm, on every rank.
+            AgreementError: on every rank, within seconds where the others do something else.
+            UsageError: on a nested wrapper or module; an optimizer steps in backwards.
+            ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
+        """
+        model = check_outermost(self._unit, "clip_grad_norm_")
+        initialize(model)
+        parameters: Iterable[torch.Tensor] = cast(nn.Module, self).parameters()
+        if self._unit.entries.in_place:  # modules may hold the unsharded parameters, which have no gradients
+            parameters = chain(model.steppable, parameters)
+        with model.agreement.collective_call("clip_grad_norm_()"):
+            return clip_grad_norm(model, parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def reduce_accumulated_gradients(self) -> None:
+        """Reduce now what backwards without synchronization have added up, and make it `.grad`; no backward is needed.
+
+        For the whole model: a pipeline's schedule calls it for a stage when all microbatches have come back. Parameters
+        to which no rank's gradients came get none. Wrappers whose gradients are not to be synchronized
+        (`set_requires_gradient_sync(False)`) keep theirs. Collective over the shard groups and the replicate groups.
+
+        Raises:
+            UsageError: inside a forward or a backward, inside `no_sync()`, or on a nested wrapper.
+            AgreementError: on every rank: some do something else.
+        """
+        call, unit = "reduce_accumulated_gradients()", self._unit
+        check_outside(unit, call)
+        model = check_outermost(unit, call)
+        if not model.backwards.sync:
+            raise UsageError(f"{call} was called inside no_sync(), which reduces nothing; call it after that context")
+        initialize(model)
+        with model.agreement.collective_call(call):
+            model.backwards.reduce_accumulated()
