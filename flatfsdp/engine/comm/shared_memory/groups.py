@@ -7,12 +7,16 @@ import logging
 import os
 from typing import Any
 
+import torch
+
 from ....api import check_bool
 from ...base.overrides import Override
 from ...base.per_group import for_group, known_for_group
+from ...device.fake_tensors import is_memoryless
+from ..axes import Axis
 from .bell import SIZE as BELL_SIZE
 from .bell import own_bell
-from .collectives import LARGE, choose_early_waits
+from .collectives import LARGE, choose_early_waits, is_waited_for_early
 from .exchange import CAPACITY, CONTROL, SharedMemory
 from .peers import connect_peers, obstacle
 from .segments import MemorySegment, create
@@ -114,6 +118,17 @@ def would_share(process_group: Any) -> bool:
     """Whether a dry run takes it that the ranks of `process_group` will share memory: they may be on one host."""
     could = process_group.size() <= MOST_RANKS and not _by_messages.value
     return could and _wanted and not obstacle()
+
+
+def waits_early(group: Axis, device: torch.device, sent: int) -> bool | None:
+    """Whether a reduction over `group`, on `device`, of which a rank sends so many bytes is waited for early; None
+    where the group's first exchange decides. No communication. [Note: in waits]"""
+    if group.served_as != "gloo" or device.type != "cpu" or not is_waited_for_early(sent):
+        return False
+    known = shares(group.process_group)
+    if known is None and would_share(group.process_group):
+        return True if is_memoryless() else None
+    return bool(known)
 
 
 def connect(process_group: Any, *, capacity: int = CAPACITY) -> tuple[SharedMemory | None, str]:
