@@ -25,12 +25,20 @@ FUNCTIONS = {}
 # added since or taken away, then what "Cheaper bytes", "Two fronts" and "The manual" brought. The goals of "The house"
 # are 20,000 for the engine and 9,600 for the core, each with the second number on top: parts that declare what they
 # take as values pay for imports, fields and docstrings of their own.
+#
+# Why the engine is not at its goal, counted on 2026-11-26: it has 38,132 lines, where 20,000 and what was brought on
+# purpose (4,145, 2,111, 7,150) make 33,406. Of its lines 45 in 100 are statements, 9 signatures, 3 errors and
+# warnings, 20 docstrings, 7 imports, 16 blank, each within two of what it was at e07bc83. No function is without use,
+# nor, but for what users may pass, a parameter; 7 lines are broken that would fit. The 4,726 lines are 340 of its
+# 2,740 functions, with all that is theirs: as much as `agreement`, `watchdog` and `fully_shard`, or two docstrings in
+# three. So it gets there by what it can do, or by what it tells; designs that need less were found for some 500 lines
+# (docs/internals/contributing.md).
 LINES = {
-    "engine": (23_715, 4_145, 1_103, 2_111, 7_150),
-    "core": (11_350, 1_202, 348, 2_060, 3_330),
+    "engine": (23_715, 4_145, 1_011, 2_111, 7_150),
+    "core": (11_350, 1_202, 322, 2_060, 3_330),
     "checkpoint": (4_103, 886, -7, 106, 53),
     "trainer": (7_300, 324, -818, 35, 5, 1_892),
-    "all": (36_122, 5_661, -417, 2_252, 6_104, 3_027),
+    "all": (36_122, 5_661, -509, 2_252, 6_104, 3_027),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
