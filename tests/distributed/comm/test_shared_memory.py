@@ -367,6 +367,24 @@ def test_who_shares_a_processor_sleeps_sooner(pool3: Run) -> None:
     assert alone == [10 * each for each in sharing]
 
 
+def idle(rank: int, world: int) -> tuple[float, list[str]]:
+    """Seconds of a processor that each rank takes while all wait for the last one, for two seconds."""
+    way = exchange()
+    assert wrong([issue(way, "gather", rank, world, 100, torch.float32)]) == []
+    dist.barrier()
+    began = time.process_time()
+    if rank == world - 1:
+        time.sleep(2)
+    found = wrong([issue(way, kind, rank, world, 1001, torch.float32) for kind in KINDS])
+    return time.process_time() - began, found
+
+
+def test_who_waits_for_long_sleeps(pool3: Run) -> None:
+    for seconds, found in pool3(idle):
+        assert found == []
+        assert seconds < 0.4
+
+
 def rests_soon(rank: int, world: int) -> tuple[bool, bool, list[str]]:
     """Whether rank 0, which is to rest while rank 1 has yet to read, keeps the pages until then, and no longer."""
     way, take = exchange(), Gather.take
