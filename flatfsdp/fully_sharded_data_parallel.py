@@ -150,7 +150,6 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             undo.pop_all()
         self._fsdp_wrapped_module = module
         wrapper_support.keep_model(self, model)
-        wrapper_support.register_flat_params(self, self._unit)
         self.register_load_state_dict_post_hook(loading.end)
 
     @classmethod
@@ -346,10 +345,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         """
         loading.forget(module)
         units = with_owning_units(units_in(module) if recurse else units_at(module))
-        with (
-            wrapper_support.flat_params_hidden(module),
-            full_params.summon(
-                units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
-            ),
+        with full_params.summon(
+            units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
         ):
             yield

@@ -121,37 +121,68 @@ class ParamRef:
         module.__dict__[self.attribute] = value
 
 
-Listed = tuple[nn.Module, str, nn.Parameter]
+def flat_name(kind: int) -> str:
+    """Under which name the flat parameter of a unit's handle is listed."""
+    return f"_flat_param_{kind}" if kind else "_flat_param"
 
 
-def list_leaves(param_refs: Iterable[ParamRef]) -> list[Listed]:
-    """Modules list the leaves that they have as plain attributes, as they would if nothing had been wrapped, until
-    `unlist` of what this returns."""
+def enlist(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
+    """Modules list what they have as plain attributes in these places from now on; those where they did."""
     listed = []
     for param_ref in param_refs:  # once for every parameter, and each way of a step
         module, attribute, leaf = param_ref.module_ref(), param_ref.attribute, param_ref.leaf
         if module is not None and module.__dict__.get(attribute) is leaf:
             del module.__dict__[attribute]
             module._parameters[attribute] = leaf
-            listed.append((module, attribute, leaf))
+            listed.append(param_ref)
     return listed
 
 
-def unlist(listed: Iterable[Listed]) -> None:
-    """End of `list_leaves`. What users have put in a place meanwhile stays."""
-    for module, attribute, leaf in listed:
-        if module._parameters.get(attribute) is leaf:
+def unlist(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
+    """The inverse of `enlist`. What users have put in a place meanwhile stays."""
+    unlisted = []
+    for param_ref in param_refs:
+        module, attribute, leaf = param_ref.module_ref(), param_ref.attribute, param_ref.leaf
+        if module is not None and module._parameters.get(attribute) is leaf:
             del module._parameters[attribute]
             module.__dict__[attribute] = leaf
+            unlisted.append(param_ref)
+    return unlisted
 
 
-def call_listing(param_refs: Iterable[ParamRef], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`call` of the arguments, between `list_leaves` and `unlist`."""
-    listed = list_leaves(param_refs)
-    try:
-        return call(*args, **kwargs)
-    finally:
-        unlist(listed)
+class Listing:
+    """What modules of one unit list in turns: at rest flat parameters, and what these stand for inside of a forward,
+    and of a backward that may recompute parts of it, as they would if nothing had been wrapped.
+
+    Attributes:
+        flat: where flat parameters are listed: in the module inside of the wrapper, as in FSDP1.
+        leaves: where modules hold what flat parameters stand for, those of other units, too.
+    """
+
+    def __init__(self, flat: Iterable[ParamRef]) -> None:
+        self.flat = list(flat)
+        self.leaves: list[ParamRef] = []
+        self._shown: list[ParamRef] = []
+        self._hidden: list[ParamRef] = []
+
+    def show(self, shown: bool) -> None:
+        """Modules list the leaves from now on, or do not."""
+        if shown:
+            self._hidden += unlist(self.flat)
+            self._shown += enlist(self.leaves)
+        elif self._shown or self._hidden:
+            unlist(self._shown)
+            enlist(self._hidden)
+            self._shown, self._hidden = [], []
+
+    def during(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`call` of the arguments, while modules list the leaves."""
+        hidden, listed = unlist(self.flat), enlist(self.leaves)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            unlist(listed)
+            enlist(hidden)
 
 
 def _itself(module: nn.Module) -> nn.Module:

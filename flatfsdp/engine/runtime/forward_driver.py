@@ -20,7 +20,6 @@ from ..base.events import Observers
 from ..base.nested_tensors import cast_floating, map_tensors, move, tensors_in
 from ..config.arguments import has_forward
 from ..flat.buffer_casting import cast_buffers
-from ..flat.param_refs import call_listing
 from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_UNSHARDED, check_unwritten, keep_packed
 from ..schedule.forward_record import ForwardPass, ForwardRecord
@@ -160,8 +159,8 @@ class ForwardDriver:
         if self.iteration.depth == 0 and self.observers.begin_step(unit):
             return self.run(unit, args, kwargs, call=call, entry=entry, stays=stays)
         called = call if call is not None else unit.entries.wrapped
-        if unlisted := unit.leaves.unlisted:
-            called = functools.partial(call_listing, unlisted, called)
+        if (listing := unit.leaves.listing).leaves:
+            called = functools.partial(listing.during, called)
         if unit.phase is SUMMONED:
             return self._run_summoned(unit, args, kwargs, called)
         outermost = self._enter(unit)

@@ -425,7 +425,7 @@ def _reshard_unused(unit: Unit) -> None:
 def _retain(unit: Unit) -> None:
     """A backward that will be differentiated again has ended: parameters stay unsharded, gradients in flight."""
     unit.phase = UNIT_IDLE
-    unit.leaves.show_listed(False)
+    unit.leaves.listing.show(False)
     for grads in unit.grads:
         grads.retain_for_double_backward()
     unit.track_writes()
@@ -438,7 +438,7 @@ def _rollback(unit: Unit) -> bool:
     Called during exception handling: must not block or communicate.
     """
     unit.backward.forget_graph()
-    unit.leaves.show_listed(False)
+    unit.leaves.listing.show(False)
     if unit.phase is not SUMMONED:  # else the parameters are the user's, and the backward did not reach them
         for views in unit.views:
             views.show(SHOWS_SHARD)

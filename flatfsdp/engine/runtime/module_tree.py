@@ -12,7 +12,7 @@ from ...errors import ConfigValueError
 from ..base.fqns import WRAPPED, fqn
 from ..config.arguments import has_forward
 from ..flat.faces import Face
-from ..flat.param_refs import ParamRef
+from ..flat.param_refs import ParamRef, unlist
 from .unit import Unit
 
 # What wrapping ignored: the attributes of a module that held ignored parameters; None for an ignored module, whatever
@@ -113,14 +113,18 @@ def faced_refs(unit: Unit) -> list[tuple[ParamRef, Face]]:
 
 
 def put_at_rest(unit: Unit) -> None:
-    """Let modules of `unit` hold what they hold at rest, where that is not registered as a leaf is."""
+    """Let modules of `unit` hold what they hold at rest, where that is not registered as a leaf is, and list flat
+    parameters."""
     for param_ref, face in faced_refs(unit):
         if not face.holds_leaves:
             face.put(param_ref)
+    for param_ref in unit.leaves.listing.flat:
+        param_ref.register()
 
 
 def register_leaves(unit: Unit) -> None:
     """Let modules of `unit` list the leaves themselves, until `put_at_rest`."""
+    unlist(unit.leaves.listing.flat)
     for param_ref, face in faced_refs(unit):
         if not face.holds_leaves:
             param_ref.register()

@@ -25,7 +25,7 @@ from ..comm.transport import Reducer
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
-from ..flat.param_refs import ParamRef
+from ..flat.param_refs import ParamRef, flat_name
 from ..flat.reduction import Reduction, ReductionInput
 from ..flat.sources import DEVICE, UnshardSource
 from ..flat.states import GATHERING, IDLE, PHASE_STEPS, PRE_BACKWARD, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
@@ -86,7 +86,9 @@ class Unit:
         self.grads = [Gradients(handle, views) for handle, views in zip(self.handles, self.views, strict=True)]
         self.kinds = list(zip(self.handles, self.views, self.grads, strict=True))
         self.param_refs, self.shared_refs = list(param_refs), list(shared_refs)
-        self.leaves = WatchedLeaves(len(self.handles))
+        flat = {flat_name(kind): handle.flat_param for kind, handle in enumerate(self.handles) if handle.face.is_flat}
+        flat_refs = [ParamRef(entries.first, name, name, flat_param) for name, flat_param in flat.items()]
+        self.leaves = WatchedLeaves(len(self.handles), flat_refs)
         self.sharing_units: list[weakref.ref[Unit]] = []
         self.owning_units: list[Unit] = []
         self.share_params_of(owning_units)
@@ -117,7 +119,8 @@ class Unit:
         self.owning_units = list(owning_units)
         handles = (handle for each in (self, *owning_units) for handle in each.handles if handle.face.is_flat)
         flattened = {id(leaf) for handle in handles for leaf in handle.leaves}
-        self.leaves.unlisted = [each for each in (*self.param_refs, *self.shared_refs) if id(each.leaf) in flattened]
+        refs = (*self.param_refs, *self.shared_refs)
+        self.leaves.listing.leaves = [each for each in refs if id(each.leaf) in flattened]
 
     def alive_sharing_units(self) -> Iterator[Unit]:
         """Those of `sharing_units` that are still there."""
@@ -128,8 +131,8 @@ class Unit:
         if phase not in PHASE_STEPS[self.phase]:
             refuse_step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self.resources.events)
         self.phase = phase
-        if self.leaves.unlisted:
-            self.leaves.show_listed(phase is PRE_BACKWARD)
+        if self.leaves.listing.leaves:
+            self.leaves.listing.show(phase is PRE_BACKWARD)
 
     def record_event(self, kind: str) -> None:
         """Record an event of this unit."""
@@ -385,8 +388,8 @@ class Unit:
             self.kept.shards.clear()
         if self.kept.post_forward:
             self.drop_post_forward_shards()
-        if self.leaves.listed:
-            self.leaves.show_listed(False)
+        if self.leaves.listing.leaves:
+            self.leaves.listing.show(False)
         self.phase = IDLE
         self.backward = UnitBackward()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..base import autograd as hooks
 from ..comm.transport import Reducer, Transport
 from ..config.strategy import Traits
 from ..flat.flat_param import FlatParamHandle
-from ..flat.param_refs import Listed, ParamRef, list_leaves, unlist
+from ..flat.param_refs import Listing, ParamRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,31 +99,21 @@ class KeptUnsharded:
 
 
 class WatchedLeaves:
-    """What is known of the leaves of a unit: how gradients come to them, and which of them modules do not list.
+    """What is known of the leaves of a unit: how gradients come to them, and when modules list them.
 
     Attributes:
         hooked: by kind, the leaves that notify when their gradient is there, with all hooks that they have.
         before_first: ids of the leaves that notify before the first gradient of the unit comes.
         single_use: whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot
             sharing]
-        unlisted: where modules hold leaves for which flat parameters stand at rest.
-        listed: where they list them, since a backward recomputes parts of the unit.
+        listing: of those for which flat parameters stand at rest.
     """
 
-    def __init__(self, kinds: int) -> None:
+    def __init__(self, kinds: int, flat_refs: Iterable[ParamRef]) -> None:
         self.hooked: list[dict[int, hooks.Registry]] = [{} for _ in range(kinds)]
         self.before_first: set[int] = set()
         self.single_use: bool | None = None
-        self.unlisted: list[ParamRef] = []
-        self.listed: list[Listed] = []
-
-    def show_listed(self, shown: bool) -> None:
-        """Modules list the `unlisted` ones from now on, or do not."""
-        if shown:
-            self.listed += list_leaves(self.unlisted)
-        else:
-            unlist(self.listed)
-            self.listed.clear()
+        self.listing = Listing(flat_refs)
 
 
 class ForwardCall:

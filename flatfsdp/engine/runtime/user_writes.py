@@ -26,6 +26,7 @@ from ..device.fake_tensors import is_memoryless
 from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import own_pieces_of
 from ..flat.param_refs import ParamRef, check_param_refs, refuse_functional_call
+from ..flat.placeholder import Placeholder
 from ..flat.sources import DEVICE
 from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_requested
@@ -45,6 +46,8 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
     changed = ParamRef.changed(unit.param_refs)
     if unit.shared_refs:
         changed += ParamRef.changed(unit.shared_refs)
+    if changed:  # state dicts of modules inside of one another: the outer one's placeholders are no user's
+        changed = [each for each in changed if type(each.current) is not Placeholder]
     if changed and _torch.in_functional_call():
         refuse_functional_call(changed, unit.label)
     if changed and unit.shows_shard:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ...api import HYBRIDS
 from ..base.fqns import clean
+from ..flat.write_tracker import FlatParameter
 
 MODULE = "torch.distributed.checkpoint.state_dict"
 
@@ -59,19 +60,18 @@ def replacements(ours: type) -> dict[str, Callable[[Any], Any]]:
         "_get_module_fsdp_state_if_fully_sharded_module": lambda torchs_own: (
             lambda module: module if isinstance(module, ours) else torchs_own(module)
         ),
-        "_get_fqns": lambda torchs_own: _names_of(torchs_own, ours),
+        "_get_fqns": _names_of,
     }
 
 
-def _names_of(torchs_own: Callable[..., set[str]], ours: type) -> Callable[..., set[str]]:
-    """torch looks for a flat parameter one module further in than where ours is registered."""
+def _names_of(torchs_own: Callable[..., set[str]]) -> Callable[..., set[str]]:
+    """torch knows one flat parameter of a unit, and expects the names of wrappers in its name."""
 
     def names_of(model: Any, name: str, *args: Any, **kwargs: Any) -> set[str]:
         path, _, last = name.rpartition(".")
-        wrapper = model.get_submodule(path) if last.startswith("_flat_param") else None
-        if not isinstance(wrapper, ours):
+        flat = getattr(model.get_submodule(path), last, None) if last.startswith("_flat_param") else None
+        if not isinstance(flat, FlatParameter):
             return torchs_own(model, name, *args, **kwargs)
-        flat: Any = wrapper._parameters[last]  # type: ignore[attr-defined]
         prefix = f"{clean(path)}." if clean(path) else ""
         return {prefix + inside for inside in flat._fqns}
 

@@ -180,7 +180,7 @@ def _take_replaced(units: Sequence[Unit], *, rank0_only: bool) -> list[str]:
         model = model_of(unit)
         model.setup.placed = False  # modules may hold parameters that are in no unit
         shown = is_first(unit.groups) or not rank0_only
-        if not (changed := ParamRef.changed(unit.leaves.unlisted) if shown else []):
+        if not (changed := ParamRef.changed(unit.leaves.listing.leaves) if shown else []):
             continue
         try:
             check_param_refs(changed, unit.shared_refs, names_of_leaves(model.units), unit.label)
@@ -281,6 +281,8 @@ def unwrap(unit: Unit) -> nn.Module:
         with consolidated(unit, kind) as whole:
             views.show_borrowed_views([view.clone() for view in whole])
     register_leaves(unit)
+    for param_ref in unit.leaves.listing.flat:
+        del param_ref.module.__dict__[param_ref.attribute]
     for views in unit.views:
         for extended in views.extended:
             extended.dissolve()

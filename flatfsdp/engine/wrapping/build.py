@@ -148,7 +148,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     )
     install_extensions(unit, transformed)
     if not front.entries:
-        watch((*param_refs, *shared_refs))
+        watch((*param_refs, *shared_refs, *unit.leaves.listing.flat))
     put_at_rest(unit)
     for each, attributes in (*dict.fromkeys(ignored_modules).items(), *ignored_refs.items()):
         ignore(each, attributes)

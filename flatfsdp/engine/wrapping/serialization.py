@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -33,14 +35,14 @@ from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from ..runtime.entries import Entries
 from ..runtime.model import Model, model_of
-from ..runtime.module_tree import ignore, ignored_in, units_in, units_inside
+from ..runtime.module_tree import ignore, ignored_in, put_at_rest, units_in, units_inside
 from ..runtime.param_registry import owners_of
 from ..runtime.resources import ModelSettings
 from ..runtime.rest import quiesce, residuals_of
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
 from .build import install_extensions, new_model
-from .wrapper_support import keep_model, register_flat_params
+from .wrapper_support import keep_model
 
 BUILT = ("traits", "mixed_precision", "cpu_offload", "island", "modules")
 OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch")
@@ -62,7 +64,6 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
     """What `restore` needs to build `wrapper` again."""
     unit: Unit = wrapper.__dict__["_unit"]
     attributes = {key: value for key, value in wrapper.__dict__.items() if key not in ("_unit", "_kept_root")}
-    attributes["_parameters"] = {k: v for k, v in wrapper._parameters.items() if not k.startswith("_flat_param")}
     return {
         "attributes": attributes,
         "unit": {
@@ -115,7 +116,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     for each in model.units:  # the owners of what an inner one shares may have come after it
         each.share_params_of(owners_of(each.shared_refs))
     keep_model(wrapper, model)
-    register_flat_params(wrapper, unit)
+    put_at_rest(unit)
     for residuals, held in zip(residuals_of(unit), plan.get("residuals", ()), strict=True):
         residuals.load(held)
 
@@ -176,12 +177,26 @@ def at_rest(wrapper: nn.Module) -> list[Unit]:
     return units
 
 
+@contextmanager
+def _without_flat_params(units: list[Unit]) -> Iterator[None]:
+    """Modules have no flat parameters, which those that are copied of them get from `restore`."""
+    flat_refs = [param_ref for unit in units for param_ref in unit.leaves.listing.flat]
+    taken = [each for each in flat_refs if each.module._parameters.pop(each.attribute, None) is not None]
+    try:
+        yield
+    finally:
+        for param_ref in taken:
+            param_ref.register()
+
+
 def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy` of a wrapper: parameters, buffers and settings are copied, process groups shared."""
     units = at_rest(wrapper)
     twin: nn.Module = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
-    restore(twin, copy.deepcopy(state_of(wrapper), memo))
+    with _without_flat_params(units):
+        state = copy.deepcopy(state_of(wrapper), memo)
+    restore(twin, state)
     unit, copied = wrapper.__dict__["_unit"], twin.__dict__["_unit"]
     for old, new in zip(unit.handles, copied.handles, strict=True):
         memo[id(old.flat_param)] = new.flat_param  # an optimizer copied with the model follows it
@@ -247,7 +262,8 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
             views.show(SHOWS_NOTHING)
     _inside = True
     try:
-        torch.save((type(wrapper), state_of(wrapper), lists_of(units)), buffer)
+        with _without_flat_params(units):
+            torch.save((type(wrapper), state_of(wrapper), lists_of(units)), buffer)
     finally:
         _inside = False
         for unit in units:

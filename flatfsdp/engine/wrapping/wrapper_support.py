@@ -1,5 +1,5 @@
-"""What stands between a wrapper and its unit: the model that it keeps, the flat parameters that it lists, what only the
-outermost wrapper may be called for, and `.to()` and its like."""
+"""What stands between a wrapper and its unit: the model that it keeps, what only the outermost wrapper may be called
+for, and `.to()` and its like."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
+from ..flat.param_refs import enlist, unlist
 from ..runtime.model import Model, check_outermost, model_of
 from ..runtime.module_tree import faced_refs
 from ..runtime.rest import free_unit, initialize
@@ -20,27 +21,6 @@ from ..runtime.unit import Unit
 def keep_model(wrapper: nn.Module, model: Model) -> None:
     """Let `wrapper` have the outermost unit of `model`, and keep the model alive, and with it all units."""
     wrapper.__dict__["_unit"], wrapper.__dict__["_kept_root"] = model.outermost, model
-
-
-def register_flat_params(wrapper: nn.Module, unit: Unit) -> None:
-    """List the flat parameters as the wrapper's own, where they are what optimizers step on."""
-    for kind, handle in enumerate(unit.handles):
-        if handle.face.is_flat:
-            wrapper._parameters["_flat_param" if kind == 0 else f"_flat_param_{kind}"] = handle.flat_param
-
-
-@contextmanager
-def flat_params_hidden(module: nn.Module) -> Iterator[None]:
-    """No flat parameter among `module.parameters()`: the whole ones are listed instead."""
-    wrappers = [m for m in module.modules() if isinstance(m.__dict__.get("_unit"), Unit)]
-    for wrapper in wrappers:
-        for name in [name for name in wrapper._parameters if name.startswith("_flat_param")]:
-            del wrapper._parameters[name]
-    try:
-        yield
-    finally:
-        for wrapper in wrappers:
-            register_flat_params(wrapper, wrapper.__dict__["_unit"])
 
 
 @contextmanager
@@ -85,7 +65,7 @@ def apply_to_tensors(
             )
     if between:
         free_unit(unit)
-    flat = {name: wrapper._parameters.pop(name) for name in list(wrapper._parameters) if name.startswith("_flat_param")}
+    flat = unlist(unit.leaves.listing.flat)
     param_refs = faced_refs(unit)
     for param_ref, _ in param_refs:
         param_ref.unregister()
@@ -94,7 +74,7 @@ def apply_to_tensors(
     finally:
         for param_ref, face in param_refs:
             face.put(param_ref)
-        wrapper._parameters.update(flat)
+        enlist(flat)
     if not (between and shards):
         return
     with torch.no_grad():

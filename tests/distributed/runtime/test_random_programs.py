@@ -176,8 +176,11 @@ class Player:
             hooks = comm_hooks.reduce_scatter_hook, comm_hooks.allreduce_hook
             self.model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), hooks[strategy == "NO_SHARD"])
         self.kind = drawn.choice((*OPTIMIZERS,))
+        # Programs reach parameters through what the wrapper wraps, too.
+        wrapped = random.Random(f"wrapped {seed}").random() < 0.5
+        self.parameters_of: Callable[[Any], Any] = self.front.inner if wrapped else lambda net: net
         self.flat_steps = self.original and drawn.random() < 0.3
-        self.optimizer, self.plain = self._optimizer(self.model), self._optimizer(self.alone)
+        self.optimizer, self.plain = self._optimizer(self.parameters_of(self.model)), self._optimizer(self.alone)
         if self.flat_steps:
             fuse_optimizer_steps(self.optimizer)
         self.number = self.turn = 0
@@ -682,7 +685,7 @@ def edit_shards(player: Player) -> None:
 
 def clear(player: Player) -> None:
     set_to_none = player.drawn.random() < 0.6
-    for net in player.model, player.alone:
+    for net in player.parameters_of(player.model), player.alone:
         net.zero_grad(set_to_none)
 
 

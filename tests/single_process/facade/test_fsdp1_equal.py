@@ -24,6 +24,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel as Ours
 from flatfsdp import ShardedGradScaler as OurScaler
 from flatfsdp import api, as_torch
+from flatfsdp.engine.base.fqns import clean
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.fake import fake_world
@@ -431,6 +432,75 @@ def test_submodules() -> None:
         assert [m for m in model.modules() if isinstance(m, Ours)] == Ours.fsdp_modules(model)
         assert Ours.fsdp_modules(model, root_only=True) == [model]
         assert isinstance(Ours(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))[1], nn.ReLU)
+
+
+class Holding(nn.Module):
+    """Holds parameters of its own, one of which is to be ignored, beside modules that hold some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.scale = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        self.first, self.last = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) * self.scale).sum() + self.left.sum()  # type: ignore[no-any-return]
+
+
+def held(wrapper: type[Any], **settings: Any) -> Any:
+    torch.manual_seed(0)
+    net = Holding()
+    net.first = wrapper(net.first, device_id=torch.device("cpu"), **settings)
+    return wrapper(net, ignored_states=[net.left], device_id=torch.device("cpu"), **settings)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("orig", [True, False])
+def test_the_wrapped_module_lists_what_its_wrapper_lists(orig: bool, world: int) -> None:
+    """In FSDP1's order, at any time between steps. Whoever trains, clears or freezes that reaches all."""
+
+    def listed(net: nn.Module) -> list[str]:
+        return [clean(name) for name, _ in net.named_parameters()]
+
+    with fake_world(world):
+        model, theirs = held(Ours, use_orig_params=orig), held(Theirs, use_orig_params=orig)
+        before = list(model.parameters())
+        for _ in range(2):
+            assert listed(model.module) == listed(model) == listed(theirs) == listed(theirs.module)
+            assert list(map(id, model.module.parameters())) == list(map(id, before))
+            model(torch.ones(3)).backward()
+        with Ours.summon_full_params(model, recurse=False):
+            assert [name for name in listed(model) if "_flat_param" in name] == ([] if orig else ["first._flat_param"])
+        shards = [handle.flat_param.detach().clone() for handle in model._all_handles]
+        torch.optim.SGD(model.module.parameters(), lr=0.1).step()
+        pairs = zip(shards, model._all_handles, strict=True)
+        assert not any(torch.equal(shard, handle.flat_param) for shard, handle in pairs)
+        model.module.zero_grad()
+        assert not any(parameter.grad is not None for parameter in model.parameters())
+        model.module.requires_grad_(False)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        if not orig:  # refused with original parameters
+            model.module.double()
+            assert {value.dtype for value in model.state_dict().values()} == {torch.float64}
+        assert not list(model._parameters)
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_state_dicts_of_a_module_that_holds_parameters_beside_modules_of_its_unit(orig: bool) -> None:
+    with fake_world(1):
+        model, alone = held(Ours, use_orig_params=orig), Holding()
+        listed = [name for name, _ in model.named_parameters()]
+        for net in model.module, model:
+            state = net.state_dict()
+            assert list(state) == list(alone.state_dict())
+            assert not alone.load_state_dict(state).missing_keys
+            with torch.no_grad():
+                for parameter in alone.parameters():
+                    parameter.add_(1)
+            net.load_state_dict(alone.state_dict())
+            found = model.state_dict()
+            assert all(torch.equal(found[name], value) for name, value in alone.state_dict().items())
+            assert [name for name, _ in model.named_parameters()] == listed
+            assert [name for name, _ in copy.deepcopy(model).named_parameters()] == listed
 
 
 class Asking(nn.Module):

@@ -27,6 +27,7 @@ from ...base.fqns import COMPILED, TRANSPARENT, WRAPPED, clean, clean_text, fqn
 from ...config.state_dict_configs import StateDictType
 from ...flat.faces import FlatFace
 from ...flat.flat_param import FlatParamHandle
+from ...flat.param_refs import flat_name
 from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...runtime.model import model_of
@@ -41,7 +42,7 @@ from ..owned_interval import OwnedInterval
 from ..parts import every_axis
 from .distributed_values import DistributedValue, defer_distributed, whole_if_distributed
 from .placeholders import Placeholders, placeholder_for
-from .saving import FLAT, check_flat, has_own_classes
+from .saving import check_flat, has_own_classes
 from .types import only_rank0
 
 UNDER_WAY = "_load_under_way"
@@ -290,7 +291,7 @@ def _rename(state_dict: dict[str, Any], prefix: str, wrapper: nn.Module) -> None
 def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace flat shards (LOCAL_STATE_DICT) by what they hold of each parameter."""
     for kind, handle in enumerate(unit.handles):
-        key = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
+        key = prefix + flat_name(kind)
         if key not in state_dict:
             continue
         check_flat(unit)

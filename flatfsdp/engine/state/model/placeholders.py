@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...flat.param_refs import ParamRef
+from ...flat.param_refs import ParamRef, enlist, unlist
 from ...flat.placeholder import Placeholder
 from ...runtime.unit import Unit
 from ..named_param import NamedParam, params_of
@@ -29,6 +29,8 @@ class Placeholders:
         self.unit = unit
         self._replaced: list[tuple[ParamRef, bool, Any]] = []  # what was there, and whether it was registered
         self._placeholders: dict[int, Placeholder] = {}
+        flat = unit.leaves.listing.flat
+        self._hidden = unlist(each for each in flat if within is None or each.module is within)
         owned = {id(each.leaf): each for each in params_of((unit, *unit.owning_units))}
         for param_ref in (*unit.param_refs, *unit.shared_refs):
             if within is not None and param_ref.module is not within:
@@ -56,6 +58,7 @@ class Placeholders:
                 param_ref.module._parameters.pop(param_ref.attribute, None)
                 param_ref.module.__dict__[param_ref.attribute] = before
         self._replaced.clear()
+        enlist(self._hidden)
         for key in self._placeholders:
             _standing.pop(key, None)
         self._placeholders.clear()

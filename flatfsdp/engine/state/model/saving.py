@@ -23,6 +23,7 @@ from ...agreement.object_collectives import is_first_of
 from ...base.fqns import clean
 from ...config.state_dict_configs import StateDictSettings, StateDictType
 from ...flat.flat_param import FlatParamHandle
+from ...flat.param_refs import flat_name
 from ...flat.placeholder import Placeholder, PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...layout.layout import ParamSpec
@@ -40,7 +41,6 @@ from .distributed_values import carried, carrier_of, flat_of
 from .placeholders import Placeholders, placeholder_for
 from .types import StateDictRequest, settings_of, shares_memory
 
-FLAT = "_flat_param"
 
 
 @dataclass
@@ -226,7 +226,7 @@ def fill(job: StateDictCall, unit: Unit, destination: Any, among: Sequence[str],
             for key in (key for each in params for key in waiting[id(each.leaf)]):
                 del destination[key]
             for kind, handle in enumerate(unit.handles) if owning_unit is unit else ():
-                name = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
+                name = prefix + flat_name(kind)
                 _put(job, destination, name, _flat(job, name, unit, handle))
             continue
         for _, kind, members in by_handle(params):

@@ -31,7 +31,7 @@ _UNDER_WAY = "_part_under_way"
 
 
 def watch(param_refs: Iterable[ParamRef]) -> None:
-    """Let the modules of `param_refs` answer for themselves."""
+    """Let the modules of `param_refs`, and what lists flat parameters, answer for themselves."""
     for module in {id(module): module for each in param_refs if (module := each.module_ref()) is not None}.values():
         if before_saving not in module._state_dict_pre_hooks.values():
             module.register_state_dict_pre_hook(before_saving)
@@ -46,8 +46,11 @@ def _unit_called(module: nn.Module) -> Unit | None:
     if left is not None:  # of a call that raised
         left.abandon()
     unit = unit_around(module)
+    if unit is None or unit.phase is SUMMONED:
+        return None
     on_behalf = any(type(parameter) is Placeholder for parameter in module._parameters.values())
-    return None if unit is None or on_behalf or unit.phase is SUMMONED else unit
+    on_behalf = on_behalf or any(each.attribute in module.__dict__ for each in unit.leaves.listing.flat)  # hidden
+    return None if on_behalf else unit
 
 
 class _Saving(Placeholders):
