@@ -244,6 +244,10 @@ class Accumulation:
         """Whether something is left to reduce: the next backward that reduces does, on all ranks."""
         return self.window_open or self.partial is not None
 
+    def is_stepped_by(self, held: set[int]) -> bool:
+        """Whether an optimizer that holds these, by their ids, would step on what a window has left of gradients."""
+        return any(mark.is_there and id(mark.parameter) in held for mark in self._window_grads)
+
     def keep_partial(self, total: torch.Tensor | None, contributed: set[int]) -> None:
         """Keep `total`, in place of what was kept; None for nothing."""
         tracker = self._handle.tracker

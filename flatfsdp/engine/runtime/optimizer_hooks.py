@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...errors import UsageError
+from ...errors import UsageError, is_new
+from ..agreement.once_per_job import warn_once_per_job
 from ..base.overrides import Override
 from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParameter, FlatParamHandle
@@ -59,7 +60,8 @@ def is_at_work(optimizer: torch.optim.Optimizer) -> bool:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not is_at_work(optimizer):
         before_step(optimizer)
-        _look_at(optimizer)
+        for model in stepped_by(optimizer):
+            _check_reduced(optimizer, model)
     for ref in [*looking]:
         if (each := ref()) is not None:
             each.optimizer_steps(optimizer)
@@ -80,6 +82,25 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
         known = _CheckedOptimizer(generation, groups, tuple(map(weakref.ref, models)), distributed)
         _checked[optimizer] = known
     return known
+
+
+def _check_reduced(optimizer: torch.optim.Optimizer, model: Model) -> None:
+    """Warn where the gradients to step on are those of this rank alone, for a shard that belongs to all."""
+    windows = [
+        grads.accumulation
+        for unit in model.units
+        for grads in unit.grads
+        if grads.accumulation.window_open and not grads.handle.is_unsharded_at_rest
+    ]
+    if windows:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if any(window.is_stepped_by(held) for window in windows) and is_new("unreduced"):
+            warn_once_per_job(
+                f"{type(optimizer).__name__} steps on gradients that are not averaged over ranks: they were "
+                "accumulated under no_sync(), and no backward has reduced them, so that each rank's shard follows the "
+                "data of that rank alone. Run the last backward before a step outside of no_sync(), under fully_shard "
+                "after set_requires_gradient_sync(True)"
+            )
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[Model]:

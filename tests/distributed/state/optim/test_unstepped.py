@@ -155,6 +155,113 @@ def game(rank: int) -> Iterator[None]:
         yield
 
 
+class Parts(nn.Module):
+    """A part that is wrapped by itself, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = FSDP(nn.Linear(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())  # type: ignore[no-any-return]
+
+
+def in_parts(rank: int, *made: Callable[[Any], Any]) -> Iterator[None]:
+    """Optimizers of what each of `made` takes of the model, which step in turns."""
+    torch.manual_seed(0)
+    model = FSDP(Parts())
+    optimizers = [torch.optim.SGD(each(model), lr=0.1) for each in made]
+    for step in range(STEPS):
+        loss(model, rank, step).backward()
+        optimizers[step % len(optimizers)].step()
+        model.zero_grad()
+        yield
+
+
+def body(model: Any) -> Any:
+    return model.module.body.parameters()
+
+
+def head_group_beside_body(rank: int) -> Iterator[None]:
+    def groups(model: Any) -> Any:
+        return [{"params": body(model)}, {"params": model.module.head.parameters(), "lr": 1.0}]
+
+    return in_parts(rank, groups)
+
+
+def everything_that_the_module_lists(rank: int) -> Iterator[None]:
+    return in_parts(rank, lambda model: model.module.parameters())
+
+
+def in_turns(rank: int) -> Iterator[None]:
+    """Two optimizers, each for some parameters."""
+    return in_parts(rank, body, lambda model: [model._flat_param])
+
+
+def frozen(rank: int) -> Iterator[None]:
+    def trained(model: Any) -> Any:
+        model._flat_param.requires_grad_(False)
+        return body(model)
+
+    return in_parts(rank, trained)
+
+
+def partly_by_hand(rank: int) -> Iterator[None]:
+    model = FSDP(Parts())
+    optimizer = torch.optim.SGD(body(model), lr=0.1)
+    while True:
+        loss(model, rank).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model._flat_param.sub_(0.1 * model._flat_param.grad)
+        yield
+
+
+def some_by_choice(rank: int) -> Iterator[None]:
+    """Of original parameters."""
+    model = wrapped(use_orig_params=True)
+    optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if "weight" in name], lr=0.1)
+    while True:
+        loss(model, rank).backward()
+        optimizer.step()
+        yield
+
+
+def accumulating(rank: int, last_reduces: bool, **settings: Any) -> Iterator[None]:
+    model = wrapped(**settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        with model.no_sync():
+            loss(model, rank).backward()
+            if not last_reduces:
+                optimizer.step()  # a window is open
+        if last_reduces:
+            loss(model, rank).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def unreduced(rank: int, world: int, *args: Any, **settings: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught, patch.object(errors, "_warned", set()):
+        warnings.simplefilter("always", errors.FlatFSDPWarning)
+        for _ in zip(range(STEPS), accumulating(rank, *args, **settings), strict=False):
+            pass
+    return [str(each.message) for each in caught if "not averaged" in str(each.message)]
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_step_on_gradients_that_were_not_reduced_is_reported_once(pool2: Run, orig: bool) -> None:
+    (message,) = [each for found in pool2(unreduced, False, use_orig_params=orig) for each in found]
+    assert message == (
+        "SGD steps on gradients that are not averaged over ranks: they were accumulated under no_sync(), and no "
+        "backward has reduced them, so that each rank's shard follows the data of that rank alone. Run the last "
+        "backward before a step outside of no_sync(), under fully_shard after set_requires_gradient_sync(True)"
+    )
+    assert pool2(unreduced, True, use_orig_params=orig) == [[], []]
+    assert pool2(unreduced, False, use_orig_params=orig, sharding_strategy="NO_SHARD") == [[], []]
+
+
 def reported(rank: int, world: int, program: Callable[..., Iterator[None]], **settings: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught, patch.object(errors, "_warned", set()):
         warnings.simplefilter("always", errors.FlatFSDPWarning)
@@ -174,9 +281,26 @@ def test_groups_by_names_that_match_nothing_are_reported_once(pool2: Run) -> Non
     )
 
 
+def test_flat_parameters_that_no_optimizer_has_beside_others_are_reported_once(pool2: Run) -> None:
+    (message,), others = pool2(reported, head_group_beside_body)
+    assert others == []
+    assert message == (
+        "no optimizer steps on some flat parameters of this model (_flat_param): they have got gradients in two "
+        "backwards, and the SGD has others (1 of its 2 param groups are empty). A flat parameter is listed by the "
+        "module that is wrapped, and what is inside of that lists none of it. Take all of model.parameters(), wrap "
+        "modules that need a param group of their own, or wrap with use_orig_params=True. If it is meant, "
+        "requires_grad_(False) on them saves their gradients"
+    )
+
+
 @pytest.mark.parametrize(
     "program",
     [
+        everything_that_the_module_lists,
+        in_turns,
+        frozen,
+        partly_by_hand,
+        some_by_choice,
         groups_that_match,
         by_hand,
         by_hand_through_data,
