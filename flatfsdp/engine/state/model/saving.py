@@ -42,7 +42,6 @@ from .placeholders import Placeholders, placeholder_for
 from .types import StateDictRequest, settings_of, shares_memory
 
 
-
 @dataclass
 class StateDictCall:
     """One call from outside, and those that it leads to.
