@@ -187,6 +187,7 @@ class RowFace(Face):
         self._places = ModulePlaces()
         self.displaced = self._places.displaced
         self._computes = False
+        self._followed = list(map(_REQUIRES_GRAD, leaves))
         self._specs: dict[torch.dtype, list[Any]] = {}
         self.counters: list[torch.Tensor] = []
 
@@ -265,10 +266,16 @@ class RowFace(Face):
         self._places.show(self.holders)
 
     def follow_requires_grad(self) -> None:
-        wanted = list(map(_REQUIRES_GRAD, self.holders))
-        if wanted != list(map(_REQUIRES_GRAD, self._leaves)):
-            for leaf, flag in zip(self._leaves, wanted, strict=True):
-                leaf.requires_grad_(flag)
+        asked, found = list(map(_REQUIRES_GRAD, self.holders)), list(map(_REQUIRES_GRAD, self._leaves))
+        if asked != found:
+            # Users set it on what modules hold: the leaves between a forward and its backward, else the holders. Which
+            # of both differs from what they had in common is what was set.
+            for i, (one, other) in enumerate(zip(asked, found, strict=True)):
+                if one is not other:
+                    asked[i] = not self._followed[i]
+                    self.holders[i].requires_grad_(asked[i])
+                    self._leaves[i].requires_grad_(asked[i])
+        self._followed = asked
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

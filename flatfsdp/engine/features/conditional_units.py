@@ -9,10 +9,10 @@ from typing import NoReturn
 from ...errors import UsageError
 from ..base.events import Observer
 from ..flat.states import FORWARD, IDLE
-from ..runtime.forward_gathers import ForwardGathers, follow_requires_grad
+from ..runtime.forward_gathers import ForwardGathers
 from ..runtime.module_tree import nesting
 from ..runtime.turns import Turns
-from ..runtime.unit import Unit
+from ..runtime.unit import Unit, follow_requires_grad
 from ..schedule.conditional import Branch, ParticipationCursor, ParticipationPlan, ParticipationSlot, Place
 
 
@@ -115,7 +115,7 @@ class ConditionalUnits(Observer, Turns):
         phase, depth = unit.phase, len(self.cursors)
         unit.enter_phase(FORWARD)
         try:
-            follow_requires_grad(unit)
+            follow_requires_grad((unit,))
             gathers.gather(unit)
             self.module_ran(unit, gathers)
         except BaseException:

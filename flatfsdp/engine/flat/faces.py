@@ -145,7 +145,8 @@ class Face(Protocol):
         return
 
     def follow_requires_grad(self) -> None:
-        """Give the leaves the `requires_grad` that users have set on holders. Not called where these are the leaves."""
+        """Give the leaves the `requires_grad` that users have set on holders, and distributed holders that which they
+        have set on leaves. Not called where these are the same."""
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         """What is the `.grad` of each leaf's place in the shard; [] where there is none of any. Of the shape that

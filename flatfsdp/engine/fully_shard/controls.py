@@ -4,20 +4,39 @@ names."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+import torch
 from torch import nn
 
 from ...api import check_bool, check_number
 from ...errors import ConfigValueError, UsageError, refuse_type, warn
 from ..facade.schedule_api import ScheduleControls
 from ..runtime.model import check_outermost
+from ..runtime.module_tree import units_in
 from ..runtime.rest import check_outside, quiesce
 from ..runtime.unit import Unit
 
 
 class FSDP2Controls(ScheduleControls):
     """The methods of a module of `fully_shard`. The mixin expects `_unit`."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As any module's: drop the gradients of all parameters inside, or make them zero. Between a forward and its
+        backward, where modules hold unsharded parameters, those of their `DTensor`s.
+
+        Args:
+            set_to_none: False to keep `.grad`, with zeros.
+        """
+        for unit in units_in(cast(nn.Module, self)):
+            for handle in unit.handles:
+                for holder in handle.face.holders:
+                    if set_to_none:
+                        holder.grad = None
+                    elif holder.grad is not None:
+                        with torch.no_grad():
+                            holder.grad.zero_()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def reset_iter_state(self) -> None:
         """Return to between iterations after a forward or a backward has failed; gradients of it are dropped.

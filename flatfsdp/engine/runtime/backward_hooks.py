@@ -30,7 +30,7 @@ from .iteration import FAILED, Iteration
 from .model_facts import Flags, backward_plan, trained
 from .replica_checks import ReplicaChecks
 from .setup import Setup
-from .unit import Unit, refuse_without_model
+from .unit import Unit, follow_requires_grad, refuse_without_model
 from .unit_state import ForwardCall
 
 Exceptions = tuple[bool, frozenset[Unit], Mapping[Unit, UnitRules[Unit]]]
@@ -95,15 +95,15 @@ class BackwardHooks:
             iteration.follow_requests()
         record = iteration.record
         with _torch.as_plain_tensors():  # leaves may be hidden
+            follow_requires_grad(self.setup.units)
             flags = {unit: trained(unit) for unit in record.anchored}
         backward = self._plan(record, flags)
         record.consumed = True
         iteration.begin_backward(backward)
         self.accumulators.look_before_backward(self.setup.units)
         with _torch.as_plain_tensors():
-            for unit in record.begun:
-                for grads in unit.grads:
-                    grads.stash_grads()
+            for grads in [grads for unit in record.begun for grads in unit.grads]:
+                grads.stash_grads()
         self._expect_accumulated(backward)
         for unit in [unit for unit, each in flags.items() if any(map(any, each))]:
             backward.schedule.expect(unit)

@@ -24,7 +24,7 @@ from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_UNSHARDED, check_unwritten, keep_packed
 from ..schedule.forward_record import ForwardPass, ForwardRecord
 from .backward_hooks import BackwardHooks, UnitHooks
-from .forward_gathers import ForwardGathers, follow_requires_grad
+from .forward_gathers import ForwardGathers
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
 from .iteration import LEFT_BEHIND, Iteration
@@ -32,7 +32,7 @@ from .model_facts import trained_parameters
 from .resources import Resources
 from .setup import Setup
 from .turns import PLAIN
-from .unit import Unit
+from .unit import Unit, follow_requires_grad
 from .unit_state import ForwardCall
 
 
@@ -226,7 +226,7 @@ class ForwardDriver:
         if outermost:
             self._forget_autocast()
         self.gathers.gather(unit)
-        follow_requires_grad(unit)
+        follow_requires_grad((unit,))
         unit.record_event("forward")
         if outermost:
             args, kwargs = move((args, kwargs), self.resources.device.device)

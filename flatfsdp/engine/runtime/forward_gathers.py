@@ -176,10 +176,3 @@ class ForwardGathers:
 def _is_used_by_sharing_unit(unit: Unit) -> bool:
     """Whether a unit that holds some parameters of `unit` too is in its forward."""
     return any(each.phase is FORWARD for each in unit.alive_sharing_units())
-
-
-def follow_requires_grad(unit: Unit) -> None:
-    """Give leaves the `requires_grad` that users have set on what they hold instead."""
-    for handle in unit.handles:
-        if not handle.face.holds_leaves:
-            handle.face.follow_requires_grad()

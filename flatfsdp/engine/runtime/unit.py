@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 from typing import NoReturn
@@ -392,6 +392,14 @@ class Unit:
             self.leaves.listing.show(False)
         self.phase = IDLE
         self.backward = UnitBackward()
+
+
+def follow_requires_grad(units: Iterable[Unit]) -> None:
+    """Give leaves the `requires_grad` that users have set on what they hold instead."""
+    for unit in units:
+        for handle in unit.handles:
+            if not handle.face.holds_leaves:
+                handle.face.follow_requires_grad()
 
 
 def refuse_without_model(unit: Unit) -> NoReturn:

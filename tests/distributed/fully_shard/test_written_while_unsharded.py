@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
 from flatfsdp.errors import UsageError
@@ -165,6 +167,125 @@ def toggled(rank: int, world: int) -> list[str]:
 
 def test_what_is_frozen_and_trained_between_forwards_stays_so(pool2: Run) -> None:
     assert pool2(toggled, timeout=60) == [[], []]
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter that can be switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+        self.enabled = True
+
+    def enable(self, enabled: bool) -> None:
+        self.adapter.requires_grad_(enabled)
+        self.enabled = enabled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base(x).tanh()
+        return y + self.adapter(x) if self.enabled else y
+
+
+class Policy(nn.Sequential):
+    """Its layers, each under a checkpoint of the kind `reentrant`, unless that is None."""
+
+    reentrant: bool | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            if self.reentrant is None or not torch.is_grad_enabled():
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x.requires_grad_(), use_reentrant=self.reentrant)
+        return x
+
+
+def preferred(model: Any, *, first: bool) -> list[float]:
+    """Losses of steps whose reference is the model without its adapters, run after it or `first`."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        for layer in model:
+            layer.enable(False)
+        with torch.no_grad():
+            found: torch.Tensor = model(x)
+        for layer in model:
+            layer.enable(True)
+        return found
+
+    for step in range(3):
+        for micro in range(2):
+            x = torch.linspace(-1, 1, 8).view(2, 4) * (1 + step + micro)
+            known = reference(x) if first else None
+            out = model(x)
+            loss = -nn.functional.logsigmoid(out - (reference(x) if known is None else known)).mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        model.zero_grad()
+    return losses
+
+
+def preferences(rank: int, world: int, reshard: bool | None) -> list[str]:
+    found = []
+    for reentrant, first, root in product((None, False, True), (False, True), (True, False)):
+        results = []
+        for shard in (False, True):
+            torch.manual_seed(0)
+            model: Any = Policy(*(Adapted() for _ in range(3)))
+            model.reentrant = reentrant
+            if shard:
+                for layer in list(model)[int(root) :]:  # what is left is the root's
+                    flatfsdp.fully_shard(layer, reshard_after_forward=reshard)
+                flatfsdp.fully_shard(model)
+            results.append(preferred(model, first=first))
+        if len(set(results[0])) < 4 or not torch.allclose(*map(torch.tensor, results), rtol=1e-6, atol=0):
+            found.append(f"reentrant={reentrant}, first={first}, in the root: {root}: {results}")
+    return found
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_adapters_are_switched_off_between_a_forward_and_its_backward(reshard: bool | None, pool2: Run) -> None:
+    assert pool2(preferences, reshard, timeout=120) == [[], []]
+
+
+def between(rank: int, world: int) -> list[str]:
+    """What is done to the parameters that modules hold between a forward and its backward."""
+    found, x = [], torch.ones(2, 4)
+    for reshard in (None, True, False):
+        model = model_of(reshard_after_forward=reshard)
+        model(x).sum().backward()
+        before = [each.grad.full_tensor().clone() for each in model.parameters()]
+        out = model(x)
+        model.zero_grad()
+        out.sum().backward()
+        if not all(map(torch.equal, before, [each.grad.full_tensor() for each in model.parameters()])):
+            found.append(f"{reshard}: gradients that zero_grad() has dropped")
+        out = model(x)
+        model.zero_grad(set_to_none=False)
+        model[2].requires_grad_(False)
+        out.sum().backward()
+        flags = [each.requires_grad for each in model.parameters()]
+        if flags != [True, True, False, False]:
+            found.append(f"{reshard}: requires_grad {flags}")
+        if any(each.grad.full_tensor().any() for each in model[2].parameters()):
+            found.append(f"{reshard}: a gradient of what was frozen")
+        if not all(map(torch.equal, before, [each.grad.full_tensor() for each in model[0].parameters()])):
+            found.append(f"{reshard}: other gradients of the rest")
+        out = model(x)
+        model[2].requires_grad_(True)
+        out.sum().backward()
+        if any(each.grad.full_tensor().any() for each in model[2].parameters()):
+            found.append(f"{reshard}: a gradient of what was frozen in its forward")
+        model.zero_grad()
+        model(x).sum().backward()
+        if not all(map(torch.equal, before, [each.grad.full_tensor() for each in model.parameters()])):
+            found.append(f"{reshard}: gradients at the end")
+    return found
+
+
+def test_what_is_done_between_a_forward_and_its_backward_is_kept(pool2: Run) -> None:
+    assert pool2(between, timeout=60) == [[], []]
 
 
 def requested_again(rank: int, world: int) -> list[str]:

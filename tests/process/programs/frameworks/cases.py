@@ -91,6 +91,7 @@ CASES = [
             ("SFTTrainer, LoRA", ("sft", "lora")),
             ("SFTTrainer, bf16, packed", ("sft", "bf16", "packed")),
             ("DPOTrainer with a reference model", ("dpo",)),
+            ("DPOTrainer, LoRA, activation checkpointing", ("dpo", "lora", "ac")),
         )
     ),
     *(

@@ -1,6 +1,7 @@
 """TRL's SFTTrainer or DPOTrainer, with PEFT's LoRA or without, and `fsdp_config` of version 2.
 
-with_trl.py FOLDER sft|dpo [OPTION...]      OPTION: lora | bf16 | packed
+with_trl.py FOLDER sft|dpo [OPTION...]      OPTION: lora | bf16 | packed | ac
+With lora, dpo's reference is the model with its adapter disabled, whose forward runs between another and its backward.
 """
 
 import sys
@@ -42,6 +43,7 @@ arguments = Config(
     fsdp=True,
     fsdp_config=settings,
     **({"packing": True} if "packed" in options else {}),
+    **({"gradient_checkpointing": True} if "ac" in options else {}),
 )
 arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU  # what makes it accept a CPU
 if task == "sft":
