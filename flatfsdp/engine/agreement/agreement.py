@@ -204,6 +204,20 @@ class Agreement:
         if self.peers.axes:
             self.sequence.next(self._issued(tuple(gathered), tuple(reduced)), completes=True)
 
+    def foresees_none(self, brings: Callable[[], bool]) -> bool:
+        """Whether a backward that begins is known to all ranks to bring no gradient: compared here where one before
+        brought none. A rank whose gradients come late waits before them for gathers, which others would not issue if
+        they waited for its note at their own first gradient. No collective.
+
+        `brings`: whether this rank's will bring any.
+        """
+        if not self.sequence.expects(CAME, NONE_CAME) or self.peers.watch is None:
+            return False
+        self.peers.raise_verdict()
+        op = CAME if brings() else NONE_CAME
+        self.sequence.show(op)
+        return op is NONE_CAME
+
     def check_gradients(self, *, came: bool) -> None:
         """The first gradient of a parameter came in a backward that communicates, or it ended and none `came`.
 

@@ -253,6 +253,7 @@ class Backward:
             self._reduced_last = self._reductions.at_the_end()
         elif unused.expects and all(map(self._waits_for_all, self._reductions.outstanding())):
             unused.rely()
+        self._no_gradients_came = self.agreement.foresees_none(self.brings_gradients)
 
     def _waits_for_all(self, unit: Unit) -> bool:
         """Whether the host of each rank waits for the reduction of `unit`, to which no other rank can be missing."""

@@ -593,3 +593,40 @@ def live_and_die(rank: int, world: int) -> list[list[str]]:
 def test_the_watch_lives_as_long_as_the_models(pool2: Run) -> None:
     one = ["flatfsdp watch"]
     assert pool2(live_and_die) == [[[], [], one, one, [], one]] * 2
+
+
+class CutBehindFrozen(nn.Module):
+    """A frozen block and a trained one, from which no gradient flows back where it is `cut`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen, self.trained = Block().requires_grad_(False), Block()
+
+    def forward(self, x: torch.Tensor, cut: bool) -> torch.Tensor:
+        x = self.frozen(x.clone().requires_grad_())
+        y: torch.Tensor = self.trained(x)
+        return x + (y.detach() if cut else y)
+
+
+def reach_by_turns(rank: int, world: int) -> bool:
+    """Whether gradients are those of one process where two forwards of a step bring none on any rank, then the second
+    does on rank 0 and the first on the others."""
+    alone = CutBehindFrozen()
+    model = wrap(CutBehindFrozen(), join_units_below=0, backward_prefetch=None)
+    inputs = torch.randn(world, 2, 3, 4, generator=torch.Generator().manual_seed(1))
+    for cuts in ([True] * 4, [True, False, False, True]):
+        for net, ranks in ((model, [rank]), (alone, range(world))):
+            for each in ranks:
+                losses = [net(inputs[each, i], cuts[2 * (each > 0) + i]).square().sum() for i in range(2)]
+                (sum(losses) * (1 if net is model else 1 / world)).backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        found = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        expected = [parameter.grad for parameter in alone.parameters() if parameter.requires_grad]
+        return all(map(torch.allclose, found, expected))  # type: ignore[arg-type]
+
+
+def test_gradients_that_come_first_behind_a_frozen_unit_are_not_waited_for_before_it(pool2: Run) -> None:
+    """After a backward that brought none: a rank waited for the others to say whether theirs brings some, and they for
+    what that rank was to gather. Model 940139 of the random ones."""
+    assert pool2(reach_by_turns, timeout=20) == [True, True]
