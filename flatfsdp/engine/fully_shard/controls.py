@@ -23,7 +23,7 @@ class FSDP2Controls(ScheduleControls):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any module's: drop the gradients of all parameters inside, or make them zero. Between a forward and its
-        backward, where modules hold unsharded parameters, those of their `DTensor`s.
+        backward, where modules hold unsharded parameters, those of the DTensors behind these.
 
         Args:
             set_to_none: False to keep `.grad`, with zeros.
