@@ -94,7 +94,8 @@ def run_user_hooks(leaves: Sequence[torch.Tensor]) -> None:
 
 def run_hooks(parameters: Sequence[torch.Tensor]) -> None:
     """Run users' post-accumulate hooks of `parameters`, into which autograd accumulates nothing."""
-    registries = list(map(_torch.hooks_on, parameters))
+    with _torch.as_plain_tensors():
+        registries = list(map(_torch.hooks_on, parameters))
     if not any(registries):
         return
     for parameter, registry in zip(parameters, registries, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import compress, count, repeat
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
-from ..base import _dtensor
+from ..base import _dtensor, _torch
 from ..device.fake_tensors import is_memoryless
 from ..flat.faces import Face, FaceWords, Sums, adoptions, assign_grad
 from ..flat.gather_hooks import GatherHooks
@@ -210,17 +210,14 @@ class RowFace(Face):
 
     def _note_memory(self) -> None:
         self._locals = list(map(_LOCAL, self.holders))
-        self._local_ids = list(map(id, self._locals))
         # An operation on a DTensor raises the version of that, one on its local tensor the shard's; but for those of
         # another class, which have the shard inside.
         apart = [local for local, rows in zip(self._locals, self._rows, strict=True) if rows.hooks is not None]
         self.counters[:] = [*self.holders, *apart]
 
     def replaced(self) -> list[int]:
-        found = list(map(id, map(_LOCAL, self.holders)))
-        if found == self._local_ids:
-            return []
-        return [i for i, (one, other) in enumerate(zip(found, self._local_ids, strict=True)) if one != other]
+        others = map(is_not, map(_LOCAL, self.holders), self._locals)
+        return list(compress(count(), others))
 
     def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
         rows = self._rows[index]
@@ -266,7 +263,9 @@ class RowFace(Face):
         self._places.show(self.holders)
 
     def follow_requires_grad(self) -> None:
-        asked, found = list(map(_REQUIRES_GRAD, self.holders)), list(map(_REQUIRES_GRAD, self._leaves))
+        with _torch.as_plain_tensors():
+            asked = list(map(_REQUIRES_GRAD, self.holders))
+        found = list(map(_REQUIRES_GRAD, self._leaves))
         if asked != found:
             # Users set it on what modules hold: the leaves between a forward and its backward, else the holders. Which
             # of both differs from what they had in common is what was set.
@@ -298,6 +297,10 @@ class RowFace(Face):
         return [None if grad is None else self.piece_of(i, grad) for i, grad in enumerate(grads)]
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
+        with _torch.as_plain_tensors():  # attributes of DTensors take half as long
+            return self._add_grads(total, trained)
+
+    def _add_grads(self, total: torch.Tensor, trained: frozenset[int]) -> Sums:
         specs = self._specs.get(total.dtype) or self._specs_in(total.dtype)
         holders, rows, shapes = self.holders, self._rows, self._shapes
         pieces: Iterable[tuple[int, torch.Tensor]] = self._at_rest.pieces_of(total)

@@ -108,7 +108,10 @@ class WriteTracker:
         """How often the shard was written to, not counting leaves."""
         # Either may be written to, and after a replacement of the shard they no longer share one counter.
         writes = self._shard._version + self._flat_param._version
-        return writes + self._replacements + sum(map(VERSION, self.counters)) if self.counters else writes
+        if not self.counters:
+            return writes
+        with _torch.as_plain_tensors():  # of a class of their own
+            return writes + self._replacements + sum(map(VERSION, self.counters))
 
     def on_replacement(self) -> None:
         """A holder is another tensor from now on, whose version may be any."""

@@ -22,8 +22,11 @@ def defer_user_hooks(unit: Unit, kind: int, *, on_leaves: bool) -> None:
     if handle.face.holds_leaves:
         if on_leaves:
             hooks.defer_user_hooks(handle.leaves)
-    elif on_leaves or any(map(_torch.has_hooks, handle.face.holders)):
-        _check_hooks(unit, handle)
+    else:
+        with _torch.as_plain_tensors():
+            on_holders = any(map(_torch.has_hooks, handle.face.holders))
+        if on_leaves or on_holders:
+            _check_hooks(unit, handle)
 
 
 def _check_hooks(unit: Unit, handle: FlatParamHandle) -> None:

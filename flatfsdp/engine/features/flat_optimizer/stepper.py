@@ -147,7 +147,8 @@ class RunPlan:
         optimizer.__dict__.update(_changed(vars(stand_in), attributes))
         for group, used, given in zip(optimizer.param_groups, stand_in.param_groups, settings, strict=True):
             group.update(_changed(used, given))
-        torch.autograd.graph.increment_version(self._placement.members)  # which a write to the shard does not do
+        with _torch.as_plain_tensors():
+            torch.autograd.graph.increment_version(self._placement.members)  # which a write to the shard does not do
         changed = not _same(_values([run.state for run in self.runs]), self._run_values)
         if changed:
             for run in self.runs:
