@@ -298,40 +298,37 @@ class RowFace(Face):
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
         with _torch.as_plain_tensors():  # attributes of DTensors take half as long
-            return self._add_grads(total, trained)
-
-    def _add_grads(self, total: torch.Tensor, trained: frozenset[int]) -> Sums:
-        specs = self._specs.get(total.dtype) or self._specs_in(total.dtype)
-        holders, rows, shapes = self.holders, self._rows, self._shapes
-        pieces: Iterable[tuple[int, torch.Tensor]] = self._at_rest.pieces_of(total)
-        if self._without:  # too: what is computed with a gradient is computed by all ranks
-            pieces = [each for each in pieces if rows[each[0]].numel]
-            pieces += [(i, total) for i in self._without]
-        if len(trained) < len(holders):
-            pieces = [each for each in pieces if each[0] in trained]
-        new, shown = [], []  # which parameters these are of, and what is theirs now
-        for i, piece in pieces:
-            new.append(i)
-            if (shape := shapes[i]) is None:
-                shown.append(rows[i].local(piece))
-            else:
-                shown.append(piece.view(shape) if shape else piece)
-        sums: Sums = []
-        if any(map(is_not, map(_GRAD, holders), repeat(None))):
-            found = [(i, holders[i].grad, local) for i, local in zip(new, shown, strict=True)]
-            for i, grad, local in found:
-                if grad is not None:
-                    rows[i].check(grad, "the .grad")
-                    sums.append((_dtensor.local_of(grad), local))
-            new = [i for i, grad, _ in found if grad is None]
-            shown = [local for _, grad, local in found if grad is None]
-        fits = total.dtype == holders[0].dtype
-        for i, made in zip(new, _dtensor.dtensors(shown, map(specs.__getitem__, new)), strict=True):
-            if fits:
-                holders[i].grad = made
-            else:
-                assign_grad(holders[i], made)
-        return sums
+            specs = self._specs.get(total.dtype) or self._specs_in(total.dtype)
+            holders, rows, shapes = self.holders, self._rows, self._shapes
+            pieces: Iterable[tuple[int, torch.Tensor]] = self._at_rest.pieces_of(total)
+            if self._without:  # too: what is computed with a gradient is computed by all ranks
+                pieces = [each for each in pieces if rows[each[0]].numel]
+                pieces += [(i, total) for i in self._without]
+            if len(trained) < len(holders):
+                pieces = [each for each in pieces if each[0] in trained]
+            new, shown = [], []  # which parameters these are of, and what is theirs now
+            for i, piece in pieces:
+                new.append(i)
+                if (shape := shapes[i]) is None:
+                    shown.append(rows[i].local(piece))
+                else:
+                    shown.append(piece.view(shape) if shape else piece)
+            sums: Sums = []
+            if any(map(is_not, map(_GRAD, holders), repeat(None))):
+                found = [(i, holders[i].grad, local) for i, local in zip(new, shown, strict=True)]
+                for i, grad, local in found:
+                    if grad is not None:
+                        rows[i].check(grad, "the .grad")
+                        sums.append((_dtensor.local_of(grad), local))
+                new = [i for i, grad, _ in found if grad is None]
+                shown = [local for _, grad, local in found if grad is None]
+            fits = total.dtype == holders[0].dtype
+            for i, made in zip(new, _dtensor.dtensors(shown, map(specs.__getitem__, new)), strict=True):
+                if fits:
+                    holders[i].grad = made
+                else:
+                    assign_grad(holders[i], made)
+            return sums
 
     def _specs_in(self, dtype: torch.dtype) -> list[Any]:
         made = self._specs[dtype] = [rows.spec(dtype) for rows in self._rows]

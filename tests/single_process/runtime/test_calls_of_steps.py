@@ -98,7 +98,7 @@ def test_a_unit_of_two_tensors_takes_few_calls_in_a_step() -> None:
 
 # Of a unit of four tensors in a step, beside its optimizer's: flat, in rows, and as DTensors.
 MOST_OF_FRONTS = {"flat": 267, "rows": 305, "fully_shard": 318}
-MOST_OF_A_FUSED_STEP = 340  # of fully_shard, the optimizer's calls included
+MOST_OF_A_FUSED_STEP = 341  # of fully_shard, the optimizer's calls included
 
 
 def calls_under(front: str, blocks: int, *, fused: bool = False) -> int:
