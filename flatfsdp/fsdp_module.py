@@ -127,7 +127,16 @@ def fully_shard(
         >>> flatfsdp.fully_shard(model)(torch.ones(4, 2)).shape
         torch.Size([4, 1])
     """
-    call = check_call(**locals())
+    call = check_call(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+    )
     in_place.shard(call, FSDPModule)
     return module
 

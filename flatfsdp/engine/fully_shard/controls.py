@@ -29,7 +29,7 @@ class FSDP2Controls(ScheduleControls):
             set_to_none: False to keep `.grad`, with zeros.
         """
         for unit in units_in(cast(nn.Module, self)):
-            for handle in unit.handles:
+            for handle in unit.handles if not unit.shows_shard else ():  # others are listed, as those of any module
                 for holder in handle.face.holders:
                     if set_to_none:
                         holder.grad = None

@@ -11,13 +11,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
-import flatfsdp
 from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
 from tests.harness import fresh
 from tests.harness.thorough import some
-from tests.process.comm.test_shared_memory import step, wrapped
+from tests.process.comm.test_shared_memory import begun, step
 from tests.process.watchdog.test_faults import frozen_until_gone
 
 # It asks whether it may write a chunk, or read one, and tells its peers that it has: what it does is under way between.
@@ -27,12 +25,7 @@ POINTS = [*product(["killed", "stopped"], HAND_SHAKES, ["before", "behind"])]
 
 def ends(rank: int, world: int, how: str, hand_shake: str, when: str) -> None:
     """Rank 1 is killed, or stopped until the other one is gone, in its second step or third."""
-    dist.init_process_group("gloo")
-    flatfsdp.set_collective_timeout(report_after=1, raise_after=3)
-    pids: list[Any] = [None] * world
-    dist.all_gather_object(pids, os.getpid())
-    model = wrapped()
-    step(model)
+    model, pids = begun(world)
     plain, number = getattr(ChunkStream, hand_shake), itertools.count()
     last = 1 + POINTS.index((how, hand_shake, when)) % 5  # another one in each case
 

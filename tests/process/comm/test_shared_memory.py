@@ -150,13 +150,19 @@ def step(model: Any, seed: int = 0) -> float:
     return loss.item()
 
 
-def stopped(rank: int, world: int) -> None:
+def begun(world: int) -> tuple[Any, list[int]]:
+    """A model after a step, with short limits, and the processes of all ranks."""
     dist.init_process_group("gloo")
     flatfsdp.set_collective_timeout(report_after=1, raise_after=3)
     pids: list[Any] = [None] * world
     dist.all_gather_object(pids, os.getpid())
     model = wrapped()
     step(model)
+    return model, pids
+
+
+def stopped(rank: int, world: int) -> None:
+    model, pids = begun(world)
     if rank == 1:
         frozen_until_gone([pids[0]])
     step(model)
