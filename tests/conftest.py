@@ -17,7 +17,7 @@ if ROOT not in sys.path:
 
 from tests.harness import sharing, thorough  # noqa: E402
 
-Run = Callable[..., list[Any]]  # run(fn, *args, timeout=60, **kwargs): every rank's result
+Run = Callable[..., list[Any]]  # run(fn, *args, timeout=120, **kwargs): every rank's result
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

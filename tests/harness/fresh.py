@@ -61,7 +61,7 @@ class Started:
     folder: Path
 
 
-def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Outcome]:
+def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Outcome]:
     """``fn(rank, world, *args, **kwargs)`` in ``world`` new processes; how each of them ended, in rank order.
 
     ``fn`` is a function at the top of a module. It finds the environment that torchrun gives, and no process group: the

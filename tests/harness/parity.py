@@ -283,7 +283,7 @@ def check(
     mode: Mode = "bit",
     bound: float = 1e-5,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     **options: Any,
 ) -> Story:
     """Train ``recipe`` on ``world`` ranks of the pool and compare with the oracle; the engine's story with all losses.

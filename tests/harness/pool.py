@@ -48,7 +48,7 @@ class _Answer:
     groups: int  # process groups that exist in the worker
 
 
-def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
     """``fn(rank, world, *args, **kwargs)`` on every rank of a pool; what each returned, in rank order.
 
     ``fn`` is a function at the top of a module. In it the default process group is a gloo group of ``world`` ranks,

@@ -128,7 +128,7 @@ def test_no_call_needs_numpy(pool2: Run, tmp_path: Path) -> None:
     names = [f"FullyShardedDataParallel.{name}" for name in ("state_dict", "full_optim_state_dict")]
     if is_thorough():
         names += ["checkpoint.save", *sorted(CALLS.keys() - {"checkpoint.keep"}), "checkpoint.keep"]
-    pool2(without_numpy, str(tmp_path), names, timeout=30)
+    pool2(without_numpy, str(tmp_path), names)
 
 
 def test_every_collective_call_is_known_here() -> None:

@@ -746,7 +746,7 @@ def test_like_one_process(name: str, some: int, pool2: Run) -> None:
     "name", ["two_forwards_two_backwards", "gradient_penalty_with_a_loss", "checkpoint_around_two_units_reentrant"]
 )
 def test_hybrid_like_one_process(name: str, pool4: Run) -> None:
-    found = pool4(job, name, tuple(Setting(s.strategy, s.orig, s.doubled) for s in HYBRID), timeout=40)
+    found = pool4(job, name, tuple(Setting(s.strategy, s.orig, s.doubled) for s in HYBRID))
     assert not joined([[line for line in lines if "differs by a norm" not in line or _far(line)] for lines in found])
 
 

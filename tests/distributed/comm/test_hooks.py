@@ -280,7 +280,7 @@ def skipping(rank: int, world: int, under: tuple[Setting, ...]) -> list[str]:
 
 
 def test_hooks_and_gathers_interleave_differently_on_ranks(pool2: Run) -> None:
-    assert not joined(pool2(skipping, SHARDED, timeout=20))
+    assert not joined(pool2(skipping, SHARDED))
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ def test_other_collectives_end_in_words_on_all_ranks(how: str, pool3: Run) -> No
     for rank, (text, seconds) in enumerate(pool3(divergent, how)):
         assert "issued another collective" in text, (rank, text)
         assert ("rank 2 of the group" in text) == (rank != 2), (rank, text)
-        assert seconds < 5
+        assert seconds < 20
 
 
 def interrupted(rank: int, world: int) -> tuple[list[float], str]:
@@ -382,7 +382,7 @@ def idle(rank: int, world: int) -> tuple[float, list[str]]:
 def test_who_waits_for_long_sleeps(pool3: Run) -> None:
     for seconds, found in pool3(idle):
         assert found == []
-        assert seconds < 0.4
+        assert seconds < 1
 
 
 def rests_soon(rank: int, world: int) -> tuple[bool, bool, list[str]]:

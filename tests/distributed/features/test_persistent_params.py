@@ -87,7 +87,7 @@ def passed_over(rank: int, world: int, on: str | None) -> list[str]:
 
 @pytest.mark.parametrize("on", [None, "device", "host"])
 def test_units_that_a_backward_passes_over(on: str | None, pool2: Run) -> None:
-    assert not joined(pool2(passed_over, on, timeout=40))
+    assert not joined(pool2(passed_over, on))
 
 
 def small() -> nn.Module:
@@ -146,7 +146,7 @@ def changing(rank: int, world: int, how: str, on: str, folder: str) -> list[str]
 @pytest.mark.parametrize("how", ["load_state_dict", "checkpoint", "summon", "in place"])
 @pytest.mark.parametrize("on", ["device", "host"])
 def test_new_values_are_seen(how: str, on: str, tmp_path: Path, pool3: Run) -> None:
-    assert not joined(pool3(changing, how, on, str(tmp_path), timeout=40))
+    assert not joined(pool3(changing, how, on, str(tmp_path)))
 
 
 def differing(rank: int, world: int, what: str) -> str:
@@ -168,7 +168,7 @@ def differing(rank: int, world: int, what: str) -> str:
     ("what", "words"), [("a choice", "keep_frozen=device"), ("a flip", "not frozen any more: '1'")]
 )
 def test_ranks_that_keep_different_units_get_an_error(what: str, words: str, pool2: Run) -> None:
-    for line in pool2(differing, what, timeout=40):
+    for line in pool2(differing, what):
         assert "rank 0" in line and "rank 1" in line and words in line
 
 
@@ -246,7 +246,7 @@ def generating(rank: int, world: int, registered: bool, keep_all: bool) -> list[
 @pytest.mark.parametrize("keep_all", [True, False])
 @pytest.mark.parametrize("registered", [True, False])
 def test_generation_with_a_cache(registered: bool, keep_all: bool, pool2: Run) -> None:
-    assert not joined(pool2(generating, registered, keep_all, timeout=40))
+    assert not joined(pool2(generating, registered, keep_all))
 
 
 def leaving(rank: int, world: int, how: str) -> str:
@@ -266,7 +266,7 @@ def leaving(rank: int, world: int, how: str) -> str:
     ("how", "words"), [("enters", "called inference(max_bytes=None)"), ("leaves", "called the end of inference()")]
 )
 def test_ranks_that_enter_or_leave_alone_get_an_error(how: str, words: str, pool2: Run) -> None:
-    for line in pool2(leaving, how, timeout=40):
+    for line in pool2(leaving, how):
         assert "rank 0" in line and "rank 1" in line and words in line
 
 

@@ -113,7 +113,7 @@ def clipped(rank: int, world: int, p: float) -> list[str]:
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.5, float("inf")])
 def test_clip_counts_each_gradient_once(p: float, pool2: Run) -> None:
-    assert not joined(pool2(clipped, p, timeout=40))
+    assert not joined(pool2(clipped, p))
 
 
 def linears() -> nn.Sequential:
@@ -175,7 +175,7 @@ def clipped_like_torch(rank: int, world: int, hybrid: bool) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_clip_like_torch(world: int, run: Run) -> None:
-    assert not joined(run(world, clipped_like_torch, world == 4, timeout=40))
+    assert not joined(run(world, clipped_like_torch, world == 4))
 
 
 def clipped_in_bf16(rank: int, world: int) -> list[str]:
@@ -367,7 +367,7 @@ def _parameter(model: nn.Module) -> None:
 
 
 def test_replaced_between_steps(pool2: Run) -> None:
-    assert not joined(pool2(replaced, timeout=40))
+    assert not joined(pool2(replaced))
 
 
 def refused(rank: int, world: int) -> list[str]:
@@ -471,7 +471,7 @@ def _optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Op
 
 
 def test_optimizers_with_groups_by_name(pool2: Run) -> None:
-    assert not joined(pool2(grouped, timeout=40))
+    assert not joined(pool2(grouped))
 
 
 def averaged(rank: int, world: int) -> list[str]:
@@ -501,7 +501,7 @@ def averaged(rank: int, world: int) -> list[str]:
 
 
 def test_evaluating_an_average_of_the_weights(pool2: Run) -> None:
-    assert not joined(pool2(averaged, timeout=40))
+    assert not joined(pool2(averaged))
 
 
 # --- the wrapper as a module ------------------------------------------------------------------------------------------

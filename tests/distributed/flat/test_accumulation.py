@@ -84,17 +84,17 @@ SEQUENCES = [
 @pytest.mark.parametrize(("number", "of"), list(enumerate(SEQUENCES)))
 def test_any_mix_of_synced_and_unsynced_microbatches(number: int, of: str, pool2: Run) -> None:
     under = (*HALVES[number % 2], OFFLOADED[number % 3])
-    assert not joined(pool2(mixed, of, under, timeout=40))
+    assert not joined(pool2(mixed, of, under))
 
 
 @pytest.mark.parametrize("of", ["nns", "snZns"])
 def test_mixes_under_hybrids(of: str, pool4: Run) -> None:
-    assert not joined(pool4(mixed, of, HYBRID, timeout=40))
+    assert not joined(pool4(mixed, of, HYBRID))
 
 
 @pytest.mark.parametrize("of", ["nns", "nZs", "nzs"])
 def test_mixes_with_shards_of_no_element(of: str, pool3: Run) -> None:
-    assert not joined(pool3(tiny, of, timeout=40))
+    assert not joined(pool3(tiny, of))
 
 
 def tiny(rank: int, world: int, of: str) -> list[str]:
@@ -121,7 +121,7 @@ def two_optimizers(rank: int, world: int, to_none: bool) -> list[str]:
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_part_of_a_window_is_dropped(to_none: bool, pool2: Run) -> None:
-    assert not joined(pool2(two_optimizers, to_none, timeout=40))
+    assert not joined(pool2(two_optimizers, to_none))
 
 
 def replaced(rank: int, world: int, of: str) -> list[str]:
@@ -144,7 +144,7 @@ def replaced(rank: int, world: int, of: str) -> list[str]:
 
 @pytest.mark.parametrize("of", ["sss", "ns", "sns"])
 def test_gradients_replaced_between_microbatches(of: str, pool2: Run) -> None:
-    assert not joined(pool2(replaced, of, timeout=40))
+    assert not joined(pool2(replaced, of))
 
 
 def edited_window(rank: int, world: int) -> str:

@@ -79,11 +79,11 @@ SEQUENCES = [
 def test_like_one_process(number: int, of: str, pool2: Run) -> None:
     of = of if of[-1] in "rs" else of + "r"
     under = (*HALVES[number % 2], OFFLOADED[number % 3])
-    assert not joined(pool2(accumulated, of, under, timeout=40))
+    assert not joined(pool2(accumulated, of, under))
 
 
 def test_under_hybrids(pool4: Run) -> None:
-    assert not joined(pool4(accumulated, "ffbfbbr", HYBRID, timeout=40))
+    assert not joined(pool4(accumulated, "ffbfbbr", HYBRID))
 
 
 def with_parts(model: Any, rank: int, step: int) -> None:
@@ -102,7 +102,7 @@ def partly(rank: int, world: int) -> list[str]:
 
 
 def test_what_no_rank_used_has_no_gradient(pool2: Run) -> None:
-    assert not joined(pool2(partly, timeout=40))
+    assert not joined(pool2(partly))
 
 
 def partial_sums(rank: int, world: int) -> list[str]:
@@ -122,7 +122,7 @@ def partial_sums(rank: int, world: int) -> list[str]:
 
 
 def test_partial_sums_go_on(pool4: Run) -> None:
-    assert not joined(pool4(partial_sums, timeout=40))
+    assert not joined(pool4(partial_sums))
 
 
 def refusals(rank: int, world: int) -> dict[str, str]:
@@ -146,7 +146,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 
 def test_where_it_is_refused(pool2: Run) -> None:
-    for found in pool2(refusals, timeout=40):
+    for found in pool2(refusals):
         assert found.keys() == {"no_sync", "nested", "forward", "backward"}, found
         assert "inside no_sync()" in found["no_sync"]
         assert "call it on the outermost" in found["nested"]
@@ -163,4 +163,4 @@ def stepped(rank: int, world: int) -> int:
 
 
 def test_the_windows_memory_is_freed(pool2: Run) -> None:
-    assert pool2(stepped, timeout=40) == [0, 0]
+    assert pool2(stepped) == [0, 0]

@@ -223,7 +223,7 @@ def _differences(
 def test_parity_with_one_process(run: Run, world: int, kind: type[nn.Module], any_order: bool) -> None:
     plan = (IN_ANY_ORDER if any_order else IN_ORDER)[kind]
     for options in some(({}, {"join_units_below": 0, "backward_prefetch": None}), 2, world + any_order):
-        assert run(world, differences, kind, plan, any_order, options, timeout=30) == [[]] * world
+        assert run(world, differences, kind, plan, any_order, options) == [[]] * world
 
 
 @pytest.mark.parametrize(
@@ -243,14 +243,14 @@ def test_parity_with_other_settings(
     pool2: Run, kind: type[nn.Module], any_order: bool, options: dict[str, Any]
 ) -> None:
     plan = (IN_ANY_ORDER if any_order else IN_ORDER)[kind]
-    assert pool2(differences, kind, plan, any_order, options, timeout=30) == [[], []]
+    assert pool2(differences, kind, plan, any_order, options) == [[], []]
 
 
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("any_order", [False, True])
 def test_accumulation(pool2: Run, any_order: bool, sync: bool) -> None:
     plan = (IN_ANY_ORDER if any_order else IN_ORDER)[Mixture]
-    assert pool2(differences, Mixture, plan, any_order, {}, 2, sync, timeout=30) == [[], []]
+    assert pool2(differences, Mixture, plan, any_order, {}, 2, sync) == [[], []]
 
 
 @pytest.mark.parametrize("any_order", [False, True])
@@ -259,7 +259,7 @@ def test_accumulation(pool2: Run, any_order: bool, sync: bool) -> None:
 )
 def test_four_ranks(pool4: Run, any_order: bool, options: dict[str, Any]) -> None:
     plan = (IN_ANY_ORDER if any_order else IN_ORDER)[Mixture]
-    assert pool4(differences, Mixture, plan, any_order, options, timeout=30) == [[]] * 4
+    assert pool4(differences, Mixture, plan, any_order, options) == [[]] * 4
 
 
 class Recomputed(Mixture):
@@ -273,7 +273,7 @@ def test_activation_checkpointing(pool2: Run, most: int, prefetch: str | None) -
     """A rank that runs experts again gathers all of the block before the others have its experts' gradients."""
     plan = [*IN_ANY_ORDER[Mixture], [(), (3, 2)], [(1,), ()]]
     options = {"backward_prefetch": prefetch, "join_units_below": most}
-    assert pool2(differences, Recomputed, plan, True, options, timeout=30) == [[], []]
+    assert pool2(differences, Recomputed, plan, True, options) == [[], []]
 
 
 class Flanked(nn.Module):
@@ -301,7 +301,7 @@ class Flanked(nn.Module):
 @pytest.mark.parametrize("most", [0, 1 << 20])
 def test_beside_what_is_recomputed_reentrantly(pool2: Run, any_order: bool, most: int) -> None:
     plan = (IN_ANY_ORDER if any_order else IN_ORDER)[Chosen]
-    assert pool2(differences, Flanked, plan, any_order, {"join_units_below": most}, timeout=30) == [[], []]
+    assert pool2(differences, Flanked, plan, any_order, {"join_units_below": most}) == [[], []]
 
 
 # -- what is frozen, evaluated, copied --------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class FrozenExperts(Mixture):
 @pytest.mark.parametrize("kind", [Frozen, Looked, FrozenExperts])
 def test_a_frozen_branch(pool2: Run, kind: type[nn.Module], any_order: bool) -> None:
     plan = (IN_ANY_ORDER if any_order else IN_ORDER)[kind.__mro__[1] if kind is not Looked else Pictured]
-    assert pool2(differences, kind, plan, any_order, {}, timeout=30) == [[], []]
+    assert pool2(differences, kind, plan, any_order, {}) == [[], []]
 
 
 def trained_without_a_graph(rank: int, world: int) -> bool:
@@ -460,7 +460,7 @@ def test_copies_and_pickles_keep_it(pool2: Run) -> None:
 @pytest.mark.parametrize("any_order", [False, True])
 def test_a_branch_that_is_registered_later_than_it_runs(pool2: Run, any_order: bool) -> None:
     plan = (IN_ANY_ORDER if any_order else IN_ORDER)[Pictured]
-    assert pool2(differences, Later, plan, any_order, {}, timeout=30) == [[], []]
+    assert pool2(differences, Later, plan, any_order, {}) == [[], []]
 
 
 def stepped_in_backward(rank: int, world: int) -> bool:
@@ -502,7 +502,7 @@ def differentiable(rank: int, world: int, any_order: bool) -> bool:
 @pytest.mark.filterwarnings("ignore:Using backward. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("any_order", [False, True])
 def test_a_backward_that_may_be_differentiated(pool2: Run, any_order: bool) -> None:
-    assert all(pool2(differentiable, any_order, timeout=30))
+    assert all(pool2(differentiable, any_order))
 
 
 def differentiated(rank: int, world: int, any_order: bool, twice: bool) -> list[str]:
@@ -540,7 +540,7 @@ def differentiated(rank: int, world: int, any_order: bool, twice: bool) -> list[
 @pytest.mark.parametrize("any_order", [False, True])
 @pytest.mark.parametrize("twice", [False, True])
 def test_gradients_of_inputs(pool2: Run, any_order: bool, twice: bool) -> None:
-    assert pool2(differentiated, any_order, twice, timeout=30) == [[], []]
+    assert pool2(differentiated, any_order, twice) == [[], []]
 
 
 # -- costs -----------------------------------------------------------------------------------------------------------
@@ -664,6 +664,6 @@ def accumulated_beside_reentrant(rank: int, world: int) -> str:
 
 
 def test_accumulation_beside_what_is_recomputed_reentrantly_is_refused(pool2: Run) -> None:
-    for message in pool2(accumulated_beside_reentrant, timeout=30):
+    for message in pool2(accumulated_beside_reentrant):
         assert message.startswith("unit 'last' runs again inside a backward without reduction")
         assert "use_reentrant=False" in message

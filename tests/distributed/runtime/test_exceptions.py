@@ -156,7 +156,7 @@ def caught(rank: int, world: int, place: str) -> list[str]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_failed_step_leaves_no_trace(place: str, pool2: Run) -> None:
-    assert not joined(pool2(caught, place, timeout=40))
+    assert not joined(pool2(caught, place))
 
 
 def recomputed(rank: int, world: int, reentrant: bool) -> list[str]:
@@ -167,7 +167,7 @@ def recomputed(rank: int, world: int, reentrant: bool) -> list[str]:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_failed_recomputation_leaves_no_trace(reentrant: bool, pool2: Run) -> None:
-    assert not joined(pool2(recomputed, reentrant, timeout=40))
+    assert not joined(pool2(recomputed, reentrant))
 
 
 def _fallback(net: Net, x: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def caught_inside(rank: int, world: int) -> list[str]:
 
 
 def test_an_exception_caught_inside_the_model(pool2: Run) -> None:
-    assert not joined(pool2(caught_inside, timeout=40))
+    assert not joined(pool2(caught_inside))
 
 
 def failed_forward_in_window(rank: int, world: int) -> list[str]:
@@ -208,7 +208,7 @@ def failed_forward_in_window(rank: int, world: int) -> list[str]:
 
 
 def test_a_failed_forward_keeps_the_window(pool2: Run) -> None:
-    assert not joined(pool2(failed_forward_in_window, timeout=40))
+    assert not joined(pool2(failed_forward_in_window))
 
 
 def failed_backward_in_window(rank: int, world: int) -> tuple[list[str], list[str]]:
@@ -228,7 +228,7 @@ def failed_backward_in_window(rank: int, world: int) -> tuple[list[str], list[st
 
 
 def test_a_failed_backward_drops_the_window_and_reports_it(pool2: Run) -> None:
-    results = pool2(failed_backward_in_window, timeout=40)
+    results = pool2(failed_backward_in_window)
     assert not joined([lines for lines, _ in results])
     messages = [text for _, texts in results for text in texts]
     assert all("dropped" in text for text in messages) and len(messages) == 2 * len(ALL)  # on one rank each time
@@ -253,7 +253,7 @@ def memory_after(rank: int, world: int, place: str, under: tuple[Setting, ...]) 
     ("place", "half"), [("forward of a unit", 0), ("between units", 1), ("backward inside a unit", 0)]
 )
 def test_a_failed_step_holds_no_memory(place: str, half: int, pool2: Run) -> None:
-    assert not joined(pool2(memory_after, place, HALVES[half], timeout=40))
+    assert not joined(pool2(memory_after, place, HALVES[half]))
 
 
 def next_thing(rank: int, world: int, place: str) -> list[str]:
@@ -276,7 +276,7 @@ def next_thing(rank: int, world: int, place: str) -> list[str]:
 
 @pytest.mark.parametrize("place", ["between units", "backward between units"])
 def test_clipping_and_summoning_after_a_failure(place: str, pool2: Run) -> None:
-    assert not joined(pool2(next_thing, place, timeout=40))
+    assert not joined(pool2(next_thing, place))
 
 
 def saved_after(rank: int, world: int, place: str, turn: int, thorough: bool) -> list[str]:
@@ -314,4 +314,4 @@ def local_state(model: FullyShardedDataParallel) -> list[Tensor]:
     ("turn", "place"), list(enumerate(["between units", "backward between units", "backward inside a unit"]))
 )
 def test_saving_and_copying_after_a_failure(turn: int, place: str, pool2: Run) -> None:
-    assert not joined(pool2(saved_after, place, turn, is_thorough(), timeout=40))
+    assert not joined(pool2(saved_after, place, turn, is_thorough()))

@@ -57,11 +57,11 @@ def accumulated(rank: int, world: int, sync: str, under: tuple[Setting, ...]) ->
 
 @pytest.mark.parametrize(("sync", "under"), [("sss", HALVES[0]), ("sns", HALVES[1])])
 def test_accumulation(sync: str, under: tuple[Setting, ...], pool2: Run) -> None:
-    assert not joined(pool2(accumulated, sync, under, timeout=40))
+    assert not joined(pool2(accumulated, sync, under))
 
 
 def test_accumulation_under_hybrids(pool4: Run) -> None:
-    assert not joined(pool4(accumulated, "sss", HYBRID, timeout=40))
+    assert not joined(pool4(accumulated, "sss", HYBRID))
 
 
 # --- what comes between two microbatches ------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def seen(rank: int, world: int, between: Callable[[Any], Any], under: tuple[Sett
 @pytest.mark.parametrize(("number", "between"), list(enumerate(BETWEEN)))
 def test_what_comes_between(number: int, between: Callable[[Any], Any], pool2: Run) -> None:
     under = LINGER if is_thorough() else LINGER_HALVES[number % 2]
-    assert not joined(pool2(seen, between, under, timeout=40))
+    assert not joined(pool2(seen, between, under))
 
 
 def saved_and_loaded(rank: int, folder: str, *, last: bool) -> list[list[Tensor]]:
@@ -278,7 +278,7 @@ def checkpoints(rank: int, world: int, folder: str) -> bool:
 
 
 def test_checkpoints(pool2: Run, tmp_path: Any) -> None:
-    assert all(pool2(checkpoints, str(tmp_path / "saved"), timeout=40))
+    assert all(pool2(checkpoints, str(tmp_path / "saved")))
 
 
 def held_elsewhere(rank: int, world: int) -> list[bool]:
@@ -299,4 +299,4 @@ def held_elsewhere(rank: int, world: int) -> list[bool]:
 
 
 def test_copies_have_the_setting(pool2: Run) -> None:
-    assert all(map(all, pool2(held_elsewhere, timeout=40)))
+    assert all(map(all, pool2(held_elsewhere)))

@@ -82,7 +82,7 @@ def cut_on_one_rank(rank: int, world: int, prefetch: str | None) -> bool:
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None])
 def test_a_backward_that_does_not_reach_all_units_of_the_other_ranks(pool2: Run, prefetch: str | None) -> None:
     """Nor does one that may be differentiated."""
-    assert all(pool2(cut_on_one_rank, prefetch, timeout=20))
+    assert all(pool2(cut_on_one_rank, prefetch))
 
 
 class Sum(nn.Module):
@@ -140,7 +140,7 @@ def test_a_backward_that_begins_behind_units_of_the_other_ranks(
 ) -> None:
     """It completes what it has passed before it waits for a gather, though no gradient has come yet."""
     for most in (0, 3 * 4 * (WIDTH * WIDTH + 2 * WIDTH)):
-        assert all(pool2(last_ones_left_out, recompute, prefetch, counts, most, timeout=20))
+        assert all(pool2(last_ones_left_out, recompute, prefetch, counts, most))
 
 
 class Alternating(nn.Module):
@@ -176,7 +176,7 @@ def left_out_between_recomputed(rank: int, world: int, prefetch: str | None, mos
 def test_a_unit_that_is_left_out_before_one_that_is_recomputed_reentrantly(pool2: Run, prefetch: str | None) -> None:
     """All are of one size: in different orders they would be added to each other."""
     for most in (0, 3 * 4 * (WIDTH * WIDTH + 2 * WIDTH)):
-        assert all(pool2(left_out_between_recomputed, prefetch, most, timeout=20))
+        assert all(pool2(left_out_between_recomputed, prefetch, most))
 
 
 class Aside(nn.Module):
@@ -214,7 +214,7 @@ def test_a_backward_that_passes_over_all_parameters_before_one_that_is_recompute
     pool2: Run, strategy: str, which: int
 ) -> None:
     """Where it has begun to reduce with the other ranks, it does so to the end."""
-    assert all(pool2(of_no_parameter_on_one_rank, strategy, which, timeout=20))
+    assert all(pool2(of_no_parameter_on_one_rank, strategy, which))
 
 
 class RunAgain(nn.Module):
@@ -255,7 +255,7 @@ def run_again_and_not_reached(rank: int, world: int, prefetch: str) -> bool:
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID"])
 def test_what_is_gathered_ahead_by_ranks_that_reach_what_was_run_again(pool2: Run, prefetch: str) -> None:
     """A rank that does not reach it gathers the same ahead, before the next checkpoint runs again."""
-    assert all(pool2(run_again_and_not_reached, prefetch, timeout=20))
+    assert all(pool2(run_again_and_not_reached, prefetch))
 
 
 class Scaled(nn.Module):
@@ -305,7 +305,7 @@ def partly_unused_and_recomputed(rank: int, world: int, prefetch: str | None, sc
 def test_a_recomputed_unit_of_which_one_rank_uses_a_part(pool2: Run, prefetch: str | None, scaled: list[bool]) -> None:
     """Its reduction comes before that of the next on all ranks: gradients of the two would be exchanged for each
     other's."""
-    assert all(pool2(partly_unused_and_recomputed, prefetch, scaled, timeout=20))
+    assert all(pool2(partly_unused_and_recomputed, prefetch, scaled))
 
 
 class Twice(nn.Module):
@@ -343,7 +343,7 @@ def test_a_unit_that_is_called_and_then_again_under_a_reentrant_checkpoint(
     pool2: Run, strategy: str, orig: bool
 ) -> None:
     for most in (0, 2**20):
-        assert all(pool2(called_before_and_recomputed, strategy, orig, most, timeout=20))
+        assert all(pool2(called_before_and_recomputed, strategy, orig, most))
 
 
 class Around(nn.Module):
@@ -399,7 +399,7 @@ def half_way_before_or_after(rank: int, world: int, tails: list[bool]) -> bool:
 def test_half_of_the_gradients_before_a_recomputation_on_one_rank_and_after_it_on_another(
     pool2: Run, tails: list[bool]
 ) -> None:
-    assert all(pool2(half_way_before_or_after, tails, timeout=20))
+    assert all(pool2(half_way_before_or_after, tails))
 
 
 def again_after_a_failure(rank: int, world: int, strategy: str, prefetch: str) -> bool:
@@ -430,7 +430,7 @@ def again_after_a_failure(rank: int, world: int, strategy: str, prefetch: str) -
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_the_same_backward_again_after_it_failed(pool2: Run, strategy: str, prefetch: str) -> None:
-    assert all(pool2(again_after_a_failure, strategy, prefetch, timeout=20))
+    assert all(pool2(again_after_a_failure, strategy, prefetch))
 
 
 def penalty(model: nn.Module, x: Tensor, zero: Callable[[], None]) -> None:
@@ -540,7 +540,7 @@ def used_on_one_rank(rank: int, world: int, without: str, prefetch: str | None, 
 def test_what_one_rank_alone_uses(pool2: Run, without: str, prefetch: str | None, hooked: bool) -> None:
     turn = (without == "units") + hooked + ("BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None).index(prefetch)
     for joined in some((False, True), 2, turn):
-        assert all(pool2(used_on_one_rank, without, prefetch, hooked, joined, timeout=20))
+        assert all(pool2(used_on_one_rank, without, prefetch, hooked, joined))
 
 
 class Residual(nn.Module):
@@ -593,7 +593,7 @@ def called_twice(rank: int, world: int, left_out: list[tuple[set[int], set[int]]
 def test_two_calls_of_which_ranks_leave_out_different_units(
     pool2: Run, left_out: list[tuple[set[int], set[int]]], prefetch: str | None
 ) -> None:
-    assert all(pool2(called_twice, left_out, prefetch, timeout=20))
+    assert all(pool2(called_twice, left_out, prefetch))
 
 
 def slopes(rank: int, world: int) -> tuple[int, bool]:
@@ -670,7 +670,7 @@ def inside_a_forward(rank: int, world: int, options: dict[str, Any]) -> list[str
     ],
 )
 def test_a_backward_inside_a_forward(pool2: Run, options: dict[str, Any]) -> None:
-    assert pool2(inside_a_forward, options, timeout=40) == [[], []]
+    assert pool2(inside_a_forward, options) == [[], []]
 
 
 def through_what_runs(rank: int, world: int) -> str:
@@ -684,5 +684,5 @@ def through_what_runs(rank: int, world: int) -> str:
 
 
 def test_a_backward_through_a_unit_whose_forward_runs_is_refused(pool2: Run) -> None:
-    for message in pool2(through_what_runs, timeout=20):
+    for message in pool2(through_what_runs):
         assert message.startswith("unit <root>: a backward inside its own forward reaches its parameters")

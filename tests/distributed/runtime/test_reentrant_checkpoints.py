@@ -175,19 +175,19 @@ def _train(
 def test_ranks_that_use_other_units_beside_it_are_not_waited_for(
     step: Callable[[Net, Tensor, bool], Tensor], pool2: Run
 ) -> None:
-    assert pool2(_train, step, timeout=20) == [[], []]
+    assert pool2(_train, step) == [[], []]
 
 
 # Model 930010 under `fully_shard`: the unit, of which nothing shows that its backward is over, was freed before.
 def test_a_unit_is_whole_until_its_parts_have_been_recomputed(pool2: Run) -> None:
-    assert pool2(_train, _part_of_a_unit, made=Parted, timeout=20) == [[], []]
+    assert pool2(_train, _part_of_a_unit, made=Parted) == [[], []]
 
 
 # Program 161780 of the simulation: ranks gathered in different orders, which the first backwards compare.
 @pytest.mark.parametrize("listed", ["ca", "da"])
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID"])
 def test_units_recomputed_together_gather_ahead_in_one_order(prefetch: str, listed: str, pool2: Run) -> None:
-    assert pool2(_train, _inside_of_each_other, prefetch, listed, timeout=20) == [[], []]
+    assert pool2(_train, _inside_of_each_other, prefetch, listed) == [[], []]
 
 
 def _two_forwards(rank: int, world: int) -> list[str]:
@@ -210,4 +210,4 @@ def _two_forwards(rank: int, world: int) -> list[str]:
 
 def test_gradients_that_come_late_in_an_earlier_forward_are_reduced_with_the_others(pool2: Run) -> None:
     """Though nothing has shown yet that they do."""
-    assert pool2(_two_forwards, timeout=20) == [[], []]
+    assert pool2(_two_forwards) == [[], []]

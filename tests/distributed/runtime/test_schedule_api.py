@@ -72,11 +72,11 @@ def accumulated(rank: int, world: int, keep: bool, sync: str, parts: bool, under
     ],
 )
 def test_accumulation(sync: str, keep: bool, parts: bool, half: int, pool2: Run) -> None:
-    assert not joined(pool2(accumulated, keep, sync, parts, HALVES[half], timeout=40))
+    assert not joined(pool2(accumulated, keep, sync, parts, HALVES[half]))
 
 
 def test_accumulation_under_hybrids(pool4: Run) -> None:
-    assert not joined(pool4(accumulated, True, "nns", True, HYBRID, timeout=40))
+    assert not joined(pool4(accumulated, True, "nns", True, HYBRID))
 
 
 def add_up_shards(model: Any, rank: int, step: int, *, of: str) -> list[torch.Tensor]:
@@ -95,11 +95,11 @@ def partial_sums(rank: int, world: int, of: str, under: tuple[Setting, ...]) -> 
 
 @pytest.mark.parametrize(("number", "of"), list(enumerate(["pps", "nps", "pns", "sps"])))
 def test_partial_sums_of_hybrids(number: int, of: str, pool4: Run) -> None:
-    assert not joined(pool4(partial_sums, of, HYBRID_HALVES[number % 2], timeout=40))
+    assert not joined(pool4(partial_sums, of, HYBRID_HALVES[number % 2]))
 
 
 def test_partial_sums_of_one_axis(pool2: Run) -> None:
-    assert not joined(pool2(partial_sums, "pps", ALL, timeout=40))
+    assert not joined(pool2(partial_sums, "pps", ALL))
 
 
 def partial_sum_and_a_failure(rank: int, world: int) -> list[str]:
@@ -125,7 +125,7 @@ def _fail(grad: torch.Tensor) -> None:
 
 @pytest.mark.filterwarnings("ignore::flatfsdp.errors.FlatFSDPWarning")
 def test_a_failed_backward_leaves_partial_sums_alone(pool2: Run) -> None:
-    assert not joined(pool2(partial_sum_and_a_failure, timeout=40))
+    assert not joined(pool2(partial_sum_and_a_failure))
 
 
 def own_hybrid(rank: int, world: int) -> None:
@@ -147,7 +147,7 @@ def own_hybrid(rank: int, world: int) -> None:
 
 
 def test_a_hybrid_of_hooks(pool4: Run) -> None:
-    pool4(own_hybrid, timeout=40)
+    pool4(own_hybrid)
 
 
 @pytest.mark.parametrize("reduce", [torch.float32, torch.float16])
@@ -184,7 +184,7 @@ def evaluations(rank: int, world: int, root: bool, under: tuple[Setting, ...]) -
 
 @pytest.mark.parametrize("root", [False, True])
 def test_evaluations_between_steps(root: bool, pool2: Run) -> None:
-    assert not joined(pool2(evaluations, root, HALVES[root], timeout=40))
+    assert not joined(pool2(evaluations, root, HALVES[root]))
 
 
 def tiny() -> nn.Module:
@@ -261,7 +261,7 @@ def embedded(rank: int, world: int) -> list[str]:
 
 
 def test_an_embedding_needs_no_gather_in_backward(pool2: Run) -> None:
-    assert not joined(pool2(embedded, timeout=40))
+    assert not joined(pool2(embedded))
 
 
 def listed(model: Any, rank: int, step: int) -> list[torch.Tensor]:
@@ -279,7 +279,7 @@ def lists(rank: int, world: int, under: tuple[Setting, ...]) -> list[str]:
 
 
 def test_lists_of_what_is_gathered_ahead(pool2: Run) -> None:
-    assert not joined(pool2(lists, ALL, timeout=40))
+    assert not joined(pool2(lists, ALL))
 
 
 def on_the_callers_stream(model: Any, rank: int, step: int) -> list[torch.Tensor]:
@@ -297,7 +297,7 @@ def callers(rank: int, world: int, under: tuple[Setting, ...]) -> list[str]:
 
 
 def test_gathers_on_the_callers_stream(pool2: Run) -> None:
-    assert not joined(pool2(callers, ALL, timeout=40))
+    assert not joined(pool2(callers, ALL))
 
 
 def listing_differently(rank: int, world: int) -> str:
@@ -309,12 +309,12 @@ def listing_differently(rank: int, world: int) -> str:
 
 
 def test_ranks_that_list_different_units_get_an_error(pool2: Run) -> None:
-    for text in pool2(listing_differently, timeout=40):
+    for text in pool2(listing_differently):
         assert "in unit 'blocks.0', schedule: rank 0: prefetch in forward of 'blocks.1'; rank 1: " in text
 
 
 def test_ranks_that_gather_on_different_streams_get_an_error(pool2: Run) -> None:
-    for text in pool2(differing, "set_unshard_async_op", True, timeout=40):
+    for text in pool2(differing, "set_unshard_async_op", True):
         assert "schedule: rank 0: as built; rank 1: unshard_async_op=True" in text
 
 
@@ -337,7 +337,7 @@ def requests(rank: int, world: int, wait: bool, under: tuple[Setting, ...]) -> l
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_requests(wait: bool, pool2: Run) -> None:
-    assert not joined(pool2(requests, wait, HALVES[wait], timeout=40))
+    assert not joined(pool2(requests, wait, HALVES[wait]))
 
 
 def requested_before_the_step(rank: int, world: int, orig: bool, wait: bool) -> list[torch.Tensor]:
@@ -364,7 +364,7 @@ def asking_differently(rank: int, world: int) -> str:
 
 
 def test_ranks_that_request_different_units_get_an_error(pool2: Run) -> None:
-    for text in pool2(asking_differently, timeout=40):
+    for text in pool2(asking_differently):
         assert "rank 0 called unshard() of unit 'blocks.0'; rank 1 called unshard() of unit 'blocks.1'" in text
 
 
@@ -391,6 +391,6 @@ def differing(rank: int, world: int, method: str, early: bool) -> str:
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("method", DIFFERENT)
 def test_ranks_that_set_different_schedules_get_an_error(method: str, early: bool, pool2: Run) -> None:
-    for text in pool2(differing, method, early, timeout=40):
+    for text in pool2(differing, method, early):
         assert "rank 0" in text and "rank 1" in text
         assert (DIFFERENT[method].removesuffix(" in all units") if early else DIFFERENT[method]) in text

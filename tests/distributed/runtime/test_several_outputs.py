@@ -90,4 +90,4 @@ def _train(rank: int, world: int, kind: Callable[[], nn.Module], uses: Uses, str
 def test_a_frozen_unit_is_gathered_once_whatever_a_loss_uses(
     kind: Callable[[], nn.Module], uses: Uses, strategy: str, pool2: Run
 ) -> None:
-    assert all(pool2(_train, kind, uses, strategy, timeout=30))
+    assert all(pool2(_train, kind, uses, strategy))

@@ -247,4 +247,4 @@ def _train_shared(rank: int, world: int, net: Callable[[], nn.Module]) -> list[s
     ],
 )
 def test_owners_are_there_for_units_that_other_ranks_use_otherwise(net: Callable[[], nn.Module], pool2: Run) -> None:
-    assert pool2(_train_shared, net, timeout=20) == [[], []]
+    assert pool2(_train_shared, net) == [[], []]

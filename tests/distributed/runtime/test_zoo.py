@@ -132,7 +132,7 @@ def like_one_process(rank: int, world: int, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_like_one_process(name: str, pool2: Run) -> None:
-    assert not joined(pool2(like_one_process, name, timeout=40))
+    assert not joined(pool2(like_one_process, name))
 
 
 def tied(rank: int, world: int, on: str) -> list[str]:
@@ -141,7 +141,7 @@ def tied(rank: int, world: int, on: str) -> list[str]:
 
 @pytest.mark.parametrize("on", ["cpu", "meta"])
 def test_one_weight_in_three_modules(on: str, pool2: Run) -> None:
-    assert not joined(pool2(tied, on, timeout=40))
+    assert not joined(pool2(tied, on))
 
 
 def averaged(rank: int, world: int) -> list[str]:
@@ -166,7 +166,7 @@ def averaged(rank: int, world: int) -> list[str]:
 
 
 def test_averages_of_models(pool2: Run) -> None:
-    assert not joined(pool2(averaged, timeout=40))
+    assert not joined(pool2(averaged))
 
 
 class Body(nn.Module):
@@ -197,7 +197,7 @@ def outside(rank: int, world: int) -> list[str]:
 
 
 def test_a_weight_that_a_loss_takes(pool2: Run) -> None:
-    assert not joined(pool2(outside, timeout=40))
+    assert not joined(pool2(outside))
 
 
 # --- refused in words -------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def refused(rank: int, world: int, what: str) -> str:
     ],
 )
 def test_refused_in_words_on_every_rank(what: str, words: str, pool2: Run) -> None:
-    for text in pool2(refused, what, timeout=40):
+    for text in pool2(refused, what):
         assert words in text
 
 
@@ -268,7 +268,7 @@ def hooked(rank: int, world: int) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore::flatfsdp.errors.FlatFSDPWarning")
 def test_users_hooks(pool2: Run) -> None:
-    assert not joined(pool2(hooked, timeout=40))
+    assert not joined(pool2(hooked))
 
 
 # --- statistics over ranks --------------------------------------------------------------------------------------------

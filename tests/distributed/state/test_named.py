@@ -229,7 +229,7 @@ def small(rank: int, world: int) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 3, 4] if is_thorough() else [4])
 def test_8_shards_of_one_and_no_element(world: int, run: Run) -> None:
-    assert not joined(run(world, small, timeout=40))
+    assert not joined(run(world, small))
 
 
 # --- 9: parameters keep their identity --------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def late(rank: int, world: int) -> list[str]:
 
 @pytest.mark.parametrize("world", [3, 4] if is_thorough() else [3])
 def test_11_sums_in_rank_order(world: int, run: Run) -> None:
-    assert not joined(run(world, late, timeout=40))
+    assert not joined(run(world, late))
 
 
 # --- 14: copies -------------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def flipped_by_name(rank: int, world: int, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", FLIPPED)
 def test_16_requires_grad_flips_between_steps(name: str, pool2: Run) -> None:
-    assert not joined(pool2(flipped_by_name, name, timeout=40))
+    assert not joined(pool2(flipped_by_name, name))
 
 
 def _partly_frozen() -> nn.Module:
@@ -500,7 +500,7 @@ def tied(rank: int, world: int, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", TIES)
 def test_tied_parameters(name: str, pool2: Run) -> None:
-    assert not joined(pool2(tied, name, timeout=40))
+    assert not joined(pool2(tied, name))
 
 
 def tied_later(rank: int, world: int) -> str:

@@ -22,7 +22,7 @@ from tests.distributed.flat.test_requires_grad import batch, freeze_in_turn
 from tests.distributed.flat.test_requires_grad import wrapped as wrapped_game
 from tests.harness import fresh, inspect
 
-LIMIT = 60.0  # seconds for all ranks to end once they have started; on idle cores it takes 3
+LIMIT = 120.0  # seconds for all ranks to end once they have started; on idle cores it takes 3
 
 
 def trained(**kwargs: Any) -> Any:

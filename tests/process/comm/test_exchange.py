@@ -157,7 +157,7 @@ def test_a_peer_dies_in_the_middle_of_a_large_message(kind: str, world: int) -> 
     """Where the dead one's part was through, and only the survivor's was not, gloo wakes nobody: that is for the watch
     to end (`test_faults.py`), and another try here."""
     for _ in range(6):
-        first, dead, *others = fresh.run(world, die, kind, timeout=20)
+        first, dead, *others = fresh.run(world, die, kind)
         survivors = [first, *others]
         assert dead.exit_code == 7
         if all(each.exit_code is not None for each in survivors):

@@ -16,7 +16,7 @@ from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
 from tests.harness import fresh
 from tests.harness.thorough import some
 from tests.process.comm.test_shared_memory import begun, step
-from tests.process.watchdog.test_faults import frozen_until_gone
+from tests.process.watchdog.test_faults import LIMIT, frozen_until_gone
 
 # It asks whether it may write a chunk, or read one, and tells its peers that it has: what it does is under way between.
 HAND_SHAKES = ["to_post", "was_posted", "to_take", "was_taken"]
@@ -50,7 +50,7 @@ def ends(rank: int, world: int, how: str, hand_shake: str, when: str) -> None:
 @pytest.mark.parametrize(
     ("how", "hand_shake", "when"),
     [
-        pytest.param(*point, marks=pytest.mark.ranks(2, ends, of=["how", "hand_shake", "when"], timeout=30))
+        pytest.param(*point, marks=pytest.mark.ranks(2, ends, of=["how", "hand_shake", "when"], timeout=LIMIT))
         for point in some(POINTS, 5)
     ],
 )

@@ -36,11 +36,12 @@ from tests.harness import fresh
 from tests.harness.thorough import is_thorough
 from tests.process.watchdog.test_faults import frozen_until_gone, is_running
 
-SECONDS = 4.0  # in which a rank has to end once a peer has
+SECONDS = 12.0  # in which a rank has to end once a peer has
+LONG = 45.0  # for what takes two seconds where nobody waits
 
 
 def job(case: Callable[..., Any], world: int = 2, **kwargs: Any) -> pytest.MarkDecorator:
-    return pytest.mark.ranks(world, case, timeout=60, **kwargs)
+    return pytest.mark.ranks(world, case, timeout=120, **kwargs)
 
 
 def well(outcomes: list[fresh.Outcome]) -> list[Any]:
@@ -451,7 +452,7 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
         flatfsdp.share_host_memory(False)
     before = held()
     began = time.monotonic()
-    with failures[how] if rank == 1 else PLAIN:
+    with patch.object(peers, "SECONDS", LONG), failures[how] if rank == 1 else PLAIN:
         model = wrapped()
         found = [step(model, seed) for seed in range(3)]
     after, seconds = held(), time.monotonic() - began
@@ -487,7 +488,7 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
 def test_one_rank_that_cannot_takes_all_back_to_gloo(how: str, reason: str, outcomes: list[fresh.Outcome]) -> None:
     for lines, found, plain, left, seconds in well(outcomes):
         assert len(lines) > 1  # what was logged, and that of a report
-        assert seconds < peers.SECONDS / 2  # nobody waits for who cannot come
+        assert seconds < LONG  # nobody waits for who cannot come
         assert all(re.search(reason, line) for line in lines), lines
         assert found == plain
         assert left[1] <= 1, left  # its bell
