@@ -1,7 +1,8 @@
 """`tools/bench`: flatfsdp beside torch's FSDP1, FSDP2, DDP and a process without communication, in one table.
 
 Two ranks on gloo, one thread each, every measurement in fresh processes. It writes results.md, results.json and
-results.png; with --sweep, sweep.md and so on; with --profile or --exchange, profile.md and profile.json and so on.
+results.png; with --sweep, sweep.md and so on; with --profile, --instructions or --exchange, profile.md and profile.json
+and so on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import exchange, memory, profile, rounds, shared_memory
+from . import exchange, instructions, memory, profile, rounds, shared_memory
 from .engines import ENGINES, TRUTH
 from .host import host_rounds
 from .machine import ROOT, describe
@@ -27,7 +28,7 @@ from .table import render
 RESULTS = ROOT / "tools" / "bench_results"
 SKETCH = Path("/tmp/flatfsdp-bench")
 HOST_WORLDS = (1, 8, 64, 512)
-PARTS = ("cells", "figures", "host", "profile", "exchange", "pages")
+PARTS = ("cells", "figures", "host", "profile", "instructions", "exchange", "pages")
 QUICK = ("small", "mlp")
 
 
@@ -59,6 +60,11 @@ def arguments() -> argparse.Namespace:
     add("--sweep", action="store_true", help="instead, MLP stacks of 1 to 64 units, and of 1 to 8 times the size")
     add("--shared-memory", choices=tuple(shared_memory.PARTS), help="instead, one part of the table of shared memory")
     add("--profile", action="store_true", help="instead, whose code a step's CPU time goes to (takes py-spy)")
+    add(
+        "--instructions",
+        action="store_true",
+        help="instead, a unit's host time in machine instructions (takes valgrind)",
+    )
     add("--exchange", action="store_true", help="instead, a unit's exchanges as one flat tensor, and as a list")
     add(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL over all GPUs, and a fake group of 8 ranks"
@@ -83,7 +89,10 @@ def main() -> int:
     if given.profile and not profile.is_possible():
         print("tools/bench: profiles are taken by py-spy, which is not there: pip install py-spy", file=sys.stderr)
         return 2
-    draws = not (given.profile or given.exchange)
+    if given.instructions and (missing := instructions.why_not()):
+        print(f"tools/bench: {missing}", file=sys.stderr)
+        return 2
+    draws = not (given.profile or given.instructions or given.exchange)
     if given.shared_memory == "memory":
         memory.return_at_once()
     if given.device == "cpu" and draws and not memory.preload():
@@ -92,12 +101,14 @@ def main() -> int:
     results: dict[str, Any] = {"machine": {**describe(given.device), "command": command}}
     if given.shared_memory:
         return share_memory(given, results)
-    kind = next((kind for kind in ("profile", "exchange", "sweep") if getattr(given, kind)), "results")
+    kind = next((kind for kind in ("profile", "instructions", "exchange", "sweep") if getattr(given, kind)), "results")
     results |= MEASURE[kind](given)
     given.out.mkdir(parents=True, exist_ok=True)
-    stem = kind + ("-cuda" if given.device == "cuda" else "")
+    stem = STEMS.get(kind, kind) + ("-cuda" if given.device == "cuda" else "")
     (given.out / f"{stem}.json").write_text(json.dumps(results) + "\n")
     text = TEXT.get(kind, render)(results)
+    if kind == "instructions":
+        text += instructions.notes(given.out / f"{stem}.md")
     (given.out / f"{stem}.md").write_text(text)
     if draws:
         (draw_sweep if given.sweep else draw)(results, given.out / f"{stem}.png")
@@ -151,13 +162,20 @@ def profiles(given: argparse.Namespace) -> dict[str, Any]:
     return {"profile": profile.profile_all([MODELS[name] for name in given.models], given.engines)}
 
 
+def counts(given: argparse.Namespace) -> dict[str, Any]:
+    """Machine instructions of steps."""
+    chosen = instructions.ENGINES_COUNTED if set(given.engines) == set(ENGINES) else given.engines
+    return {"instructions": instructions.count_all([name for name in chosen if name != TRUTH])}  # which has no units
+
+
 def exchanges(given: argparse.Namespace) -> dict[str, Any]:
     """What exchanges of lists cost beside exchanges of single tensors."""
     return {"exchange": exchange.exchange_rounds(given.rounds)}
 
 
-MEASURE = {"results": compare, "sweep": sweep, "profile": profiles, "exchange": exchanges}
-TEXT = {"profile": profile.render, "exchange": exchange.render}  # others are tables of engines
+MEASURE = {"results": compare, "sweep": sweep, "profile": profiles, "instructions": counts, "exchange": exchanges}
+TEXT = {"profile": profile.render, "instructions": instructions.render, "exchange": exchange.render}
+STEMS = {"instructions": "host_instructions"}  # of the files, where they are not called like the part
 
 if __name__ == "__main__":
     sys.exit(main())
