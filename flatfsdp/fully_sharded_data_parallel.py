@@ -189,6 +189,12 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
                 raise
             return through_wrapper(self, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (inside := wrapper_support.owner_of(self, name, value)) is not None:
+            setattr(inside, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def __getitem__(self, key: Any) -> Any:
         """`module[key]` of a wrapped container such as `nn.Sequential`."""
         return self.module[key]  # type: ignore[index]

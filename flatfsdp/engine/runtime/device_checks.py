@@ -3,7 +3,7 @@ and on the device where it computes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -56,13 +56,18 @@ def move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device)
                 module._buffers[name] = buffer.to(device)
 
 
-def check_registered(module: nn.Module, units: Sequence[Unit]) -> None:
+def check_registered(module: nn.Module, units: Sequence[Unit], among: Collection[int] | None = None) -> None:
     """Refuse to compute with parameters of `module` that were registered after wrapping: none of its units holds them.
+
+    Args:
+        module, units: the outermost one, and all of its model.
+        among: the ids of those that count, if not all do.
 
     Raises:
         UsageError: naming all of them.
     """
-    found = unmanaged_parameters(module, units)
+    unmanaged = unmanaged_parameters(module, units)
+    found = [name for name, parameter in unmanaged.items() if among is None or id(parameter) in among]
     if found:
         raise UsageError(
             f"these parameters were registered after wrapping: {', '.join(found)}. No unit holds them, so they are not "

@@ -161,8 +161,8 @@ def ignored_in(module: nn.Module) -> list[tuple[nn.Module, frozenset[str] | None
     return [(each, _ignored[each]) for each in module.modules() if each in _ignored]
 
 
-def unmanaged_parameters(module: nn.Module, units: Collection[Unit]) -> list[str]:
-    """Paths of the parameters in `module` that none of its `units` holds, though wrapping did not ignore them.
+def unmanaged_parameters(module: nn.Module, units: Collection[Unit]) -> dict[str, nn.Parameter]:
+    """The parameters in `module`, by their paths, that none of its `units` holds, though wrapping did not ignore them.
 
     Wrappers of other units are not looked into: they are models of their own.
     """
@@ -172,7 +172,7 @@ def unmanaged_parameters(module: nn.Module, units: Collection[Unit]) -> list[str
         for param_ref in (*unit.param_refs, *unit.shared_refs)
     }
     flat = {id(handle.flat_param) for unit in units for handle in unit.handles}
-    found: list[str] = []
+    found: dict[str, nn.Parameter] = {}
     own, seen = set(units), set[int]()
     waiting = [("", module)]
     while waiting:
@@ -184,7 +184,7 @@ def unmanaged_parameters(module: nn.Module, units: Collection[Unit]) -> list[str
         for name, parameter in module._parameters.items():
             known = name in ignored or (id(module), name) in held or id(parameter) in flat
             if parameter is not None and not known:
-                found.append(fqn(path, name))
+                found[fqn(path, name)] = parameter
         children = [(name, child) for name, child in module._modules.items() if child is not None]
         waiting += [(path if name == WRAPPED else fqn(path, name), child) for name, child in reversed(children)]
     return found

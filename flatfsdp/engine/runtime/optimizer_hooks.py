@@ -21,6 +21,7 @@ from ..base.overrides import Override
 from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from . import param_registry as registry
+from .device_checks import check_registered
 from .model import Model
 from .rest import before_step
 
@@ -167,8 +168,10 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that holds parameters which it could not step as they are.
 
     Raises:
-        UsageError: they were flattened, or others are in their places, or its state is from before wrapping.
+        UsageError: they were flattened, or others are in their places, or its state is from before wrapping; they were
+            registered in a model after its first forward, which refuses those of before.
     """
+    strangers = set[int]()
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if (name := adoptions.name_in_place_of(parameter)) is not None:
@@ -179,6 +182,8 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
                     "values into the parameter"
                 )
             unit = registry.owner_of(parameter)
+            if unit is None and parameter.requires_grad:
+                strangers.add(id(parameter))
             if unit is None or registry.handle_of_holder(unit, parameter) is not None:
                 continue
             handle = next(h for h in unit.handles if any(leaf is parameter for leaf in h.leaves))
@@ -200,3 +205,6 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
                         "FullyShardedDataParallel.optim_state_dict(model, optimizer), because optimizer.state_dict() "
                         "holds the pieces of one rank"
                     )
+    for model in registry.models if strangers else ():
+        if model.setup.placed:
+            check_registered(model.outermost.entries.first, model.units, among=strangers)

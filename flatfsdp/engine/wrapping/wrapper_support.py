@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
+from ..base.fqns import WRAPPED
 from ..flat.param_refs import enlist, unlist
 from ..runtime.model import Model, check_outermost, model_of
 from ..runtime.module_tree import faced_refs
@@ -21,6 +22,16 @@ from ..runtime.unit import Unit
 def keep_model(wrapper: nn.Module, model: Model) -> None:
     """Let `wrapper` have the outermost unit of `model`, and keep the model alive, and with it all units."""
     wrapper.__dict__["_unit"], wrapper.__dict__["_kept_root"] = model.outermost, model
+
+
+def owner_of(wrapper: nn.Module, name: str, value: object) -> nn.Module | None:
+    """The module inside that an attribute of `wrapper` is set on: one that is a module or a parameter, or is put in the
+    place of one or of a buffer. The wrapper lists what that module has, and its forward uses nothing else."""
+    inside: nn.Module | None = wrapper.__dict__.get("_modules", {}).get(WRAPPED)
+    if inside is None or name in wrapper._modules or hasattr(type(wrapper), name):
+        return None
+    replaced = any(name in registered for registered in (inside._parameters, inside._buffers, inside._modules))
+    return inside if replaced or isinstance(value, nn.Module | nn.Parameter) else None
 
 
 @contextmanager

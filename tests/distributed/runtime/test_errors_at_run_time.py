@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, fully_shard
 from flatfsdp.engine.comm import process_groups as groups
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
 from flatfsdp.extensions import set_extensions
@@ -578,6 +578,46 @@ def test_what_may_be_registered_after_wrapping(world: None, argument: str, copie
     model.module.append(nn.ReLU())
     model.module.append(FullyShardedDataParallel(linear(), use_orig_params=orig))
     assert model(torch.ones(1, 4)).shape == (1, 4)
+
+
+@pytest.mark.parametrize("front", ["flat", "orig", "fully_shard"])
+def test_an_optimizer_of_what_was_registered_after_the_first_forward(world: None, front: str) -> None:
+    """No forward looks for it any more, and each rank would step on its own gradient."""
+    model: Any = nn.Sequential(linear(), nn.Sequential(linear()))
+    net = model
+    if front == "fully_shard":
+        fully_shard(model)
+    else:
+        model = FullyShardedDataParallel(net, use_orig_params=front == "orig")
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    net[1].append(linear(bias=False))
+    model(torch.ones(1, 4)).sum().backward()
+    expected = """\
+these parameters were registered after wrapping: 1.1.weight. No unit holds them, so they are not
+sharded and their gradients are not averaged over ranks. Register them before wrapping, or keep them
+outside, in a module that ignored_modules= lists"""
+    assert_expected_inline(reported(torch.optim.SGD(model.parameters(), lr=0.1).step), expected)
+    own = nn.Linear(1, 1)  # of no model
+    own(torch.ones(1)).backward()
+    torch.optim.SGD([*own.parameters(), *net[0].parameters()], lr=0.1).step()
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_modules_and_parameters_set_on_a_wrapper_are_the_wrapped_modules(world: None, orig: bool) -> None:
+    """It lists what that module has, and computes with nothing else: they would be neither trained nor saved."""
+    net = Pair()
+    net.register_buffer("scale", torch.ones(1))
+    model: Any = FullyShardedDataParallel(net, use_orig_params=orig)
+    model.loss, model.scale, model.head = nn.CrossEntropyLoss(), torch.zeros(1), linear()
+    model.shift = nn.Parameter(torch.zeros(4))
+    model.note = "plain"
+    assert net.loss is model.loss and net.scale is model.scale and net.head is model.head
+    assert net.shift is model.shift and not hasattr(net, "note")
+    assert "loss" in dict(model.named_modules()) and "shift" in dict(model.named_parameters())
+    assert list(model._modules) == ["_fsdp_wrapped_module"]
+    message = reported(lambda: model(torch.ones(1, 4)))
+    assert message.startswith("these parameters were registered after wrapping: shift, head.weight, head.bias.")
 
 
 # --- parameters used where they are not whole -------------------------------------------------------------------------
