@@ -195,6 +195,18 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         else:
             super().__setattr__(name, value)
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a submodule to the wrapped module; arguments as in torch. With parameters it is refused by a forward."""
+        self.module.add_module(name, module)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter in the wrapped module; arguments as in torch. A forward refuses it."""
+        self.module.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer in the wrapped module; arguments as in torch."""
+        self.module.register_buffer(name, tensor, persistent)
+
     def __getitem__(self, key: Any) -> Any:
         """`module[key]` of a wrapped container such as `nn.Sequential`."""
         return self.module[key]  # type: ignore[index]
