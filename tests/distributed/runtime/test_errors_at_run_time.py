@@ -614,7 +614,7 @@ def test_modules_and_parameters_set_on_a_wrapper_are_the_wrapped_modules(world: 
     model.register_buffer("seen", torch.zeros(1))
     model.register_module("gate", nn.Sigmoid())
     model.note = "plain"
-    assert "seen" in model.state_dict() and net.gate is model.gate
+    assert "seen" in net._buffers and net.gate is model.gate
     assert net.loss is model.loss and net.scale is model.scale and net.head is model.head
     assert net.shift is model.shift and not hasattr(net, "note")
     assert "loss" in dict(model.named_modules()) and "shift" in dict(model.named_parameters())
