@@ -61,7 +61,31 @@ def replacements(ours: type) -> dict[str, Callable[[Any], Any]]:
             lambda module: module if isinstance(module, ours) else torchs_own(module)
         ),
         "_get_fqns": _names_of,
+        "_unflatten_optim_state_dict": lambda torchs_own: _unflatten_of(torchs_own, ours),
     }
+
+
+def _unflatten_of(torchs_own: Callable[..., dict[str, Any]], ours: type) -> Callable[..., dict[str, Any]]:
+    """torch asks this rank's optimizer what states a parameter has; of those of which the rank holds nothing it has
+    none. Here the state dict says so."""
+
+    def unflatten(optim: Any, flattened: dict[str, Any], info: Any) -> dict[str, Any]:
+        unflattened = torchs_own(optim, flattened, info)
+        if not any(isinstance(module, ours) for module in info.fsdp_modules):
+            return unflattened
+        states: dict[str, dict[str, Any]] = {name: {} for name in unflattened["state"]}
+        for key, value in flattened.items():
+            kind, *parts = key.split(".")
+            length = next((n for n in range(len(parts) - 1, 0, -1) if ".".join(parts[:n]) in states), None)
+            if kind != "state" or length is None:
+                continue
+            entry = states[".".join(parts[:length])]
+            for part in parts[length:-1]:  # of a state that is a dict
+                entry = entry.setdefault(part, {})
+            entry[parts[-1]] = value
+        return {**unflattened, "state": states}
+
+    return unflatten
 
 
 def _names_of(torchs_own: Callable[..., set[str]]) -> Callable[..., set[str]]:

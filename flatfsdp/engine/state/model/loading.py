@@ -37,7 +37,7 @@ from ...runtime.unit import Unit
 from ..consolidate import scatter_from_first, store
 from ..from_rank0 import FromRank0, spread
 from ..full_params import summon
-from ..named_param import NamedParam, by_handle, params_of
+from ..named_param import NamedParam, by_handle, named_state, params_of
 from ..owned_interval import OwnedInterval
 from ..parts import every_axis
 from .distributed_values import DistributedValue, defer_distributed, whole_if_distributed
@@ -233,9 +233,12 @@ def begin(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
         _rename(state_dict, prefix, wrapper)
         return
     begin_unit(unit, state_dict)
+    own = _take_own(wrapper, state_dict, prefix)
     if only_rank0(unit.options.state_dict):
         initialize(model_of(unit))
         spread(unit, state_dict, prefix)
+    for key, interval in own.items():
+        state_dict.setdefault(key, interval)
     _unpack_flat(unit, state_dict, prefix)
     wrapper.__dict__[UNDER_WAY] = UnitLoad(unit, state_dict, prefix, rest[-1])
     _rename(state_dict, prefix, wrapper)
@@ -248,6 +251,20 @@ def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
     quiesce([unit], collective=False, check=lambda each: check_idle(each, "load_state_dict()"))
     model_of(unit).agreement.loaded = True
     defer_distributed(state_dict)
+
+
+def _take_own(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    """Parameters that `state_dict` has in their own place, taken out of it, as what this rank owns of them: torch's
+    `set_model_state_dict()` gives those that it was not given."""
+    if not any(isinstance(value, nn.Parameter) for value in state_dict.values()):
+        return {}
+    taken = {}
+    for param in named_state(wrapper):
+        for key in [prefix + name for name in param.names] if param.unit is not None else ():
+            if any(state_dict.get(key) is each for each in (param.leaf, param.handle.flat_param)):
+                del state_dict[key]
+                taken[key] = param.in_place()
+    return taken
 
 
 def end(wrapper: nn.Module, incompatible: Any) -> None:
