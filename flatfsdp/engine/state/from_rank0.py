@@ -21,6 +21,7 @@ from ..runtime.model_facts import own_axes
 from ..runtime.unit import Unit
 from .model.distributed_values import LazyValue
 from .named_param import named_buffers
+from .owned_interval import OwnedInterval
 from .parts import broadcast_tensor, every_axis
 
 
@@ -50,12 +51,13 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace `state_dict` below `prefix` by what the first rank has there. Collective over both axes of `unit`, and
     those of parts of parameters inside.
 
-    Does nothing inside a wrapper for which it has been done.
+    Does nothing inside a wrapper for which it has been done. What each rank owns (`OwnedInterval`) stays.
 
     Raises:
         UsageError: on every rank: a value cannot be sent.
     """
-    own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+    found = ((key, value) for key, value in state_dict.items() if key.startswith(prefix))
+    own = {key: value for key, value in found if not isinstance(value, OwnedInterval)}
     if any(isinstance(value, FromRank0) for value in own.values()):
         return
     axes = every_axis([unit])

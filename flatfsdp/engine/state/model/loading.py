@@ -107,9 +107,9 @@ class UnitLoad:
             for unit, kind, params in by_handle(params_of((self.unit, *self.unit.owning_units))):
                 values = [(each, received[id(each.leaf)]) for each in params if id(each.leaf) in received]
                 if any(isinstance(value, FromRank0) for _, value in values):
-                    _store_from_first(unit, kind, values)
-                else:
-                    self._store_each(values)
+                    _store_from_first(unit, kind, [each for each in values if not isinstance(each[1], OwnedInterval)])
+                    values = [each for each in values if isinstance(each[1], OwnedInterval)]
+                self._store_each(values)
 
     def _store_each(self, values: Sequence[tuple[NamedParam, Any]]) -> None:
         """Copy what this rank owns of parameters of one handle from their values."""
