@@ -10,14 +10,17 @@ imported for it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from ...api import HYBRIDS
-from ..base.fqns import clean
+from ..base.fqns import clean, fqn
 from ..flat.write_tracker import FlatParameter
+from ..runtime.module_tree import units_in
+from .named_param import params_of
 
 MODULE = "torch.distributed.checkpoint.state_dict"
 
@@ -61,8 +64,25 @@ def replacements(ours: type) -> dict[str, Callable[[Any], Any]]:
             lambda module: module if isinstance(module, ours) else torchs_own(module)
         ),
         "_get_fqns": _names_of,
+        "_iterate_valid_model_state": _with_ties,
         "_unflatten_optim_state_dict": lambda torchs_own: _unflatten_of(torchs_own, ours),
     }
+
+
+def _with_ties(torchs_own: Callable[..., Iterator[tuple[str, Any]]]) -> Callable[..., Iterator[tuple[str, Any]]]:
+    """torch takes for tied what modules list at several places; a flat parameter they list at one."""
+
+    def iterate(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        yield from torchs_own(model, *args, **kwargs)
+        units = units_in(model)
+        flats = {id(each.leaf): each.handle.flat_param for each in params_of(units) if each.handle.face.is_flat}
+        places = [each for unit in units for each in (*unit.param_refs, *unit.shared_refs) if id(each.leaf) in flats]
+        times = Counter(id(each.leaf) for each in places)
+        tied = [each for each in places if times[id(each.leaf)] > 1]
+        paths = {id(module): path for path, module in model.named_modules()} if tied else {}
+        yield from ((fqn(paths[id(each.module)], each.attribute), flats[id(each.leaf)]) for each in tied)
+
+    return iterate
 
 
 def _unflatten_of(torchs_own: Callable[..., dict[str, Any]], ours: type) -> Callable[..., dict[str, Any]]:
