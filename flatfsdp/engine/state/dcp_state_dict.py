@@ -64,25 +64,43 @@ def replacements(ours: type) -> dict[str, Callable[[Any], Any]]:
             lambda module: module if isinstance(module, ours) else torchs_own(module)
         ),
         "_get_fqns": _names_of,
-        "_iterate_valid_model_state": _with_ties,
+        "_iterate_valid_model_state": _iterate_of,
+        "_load_optim_state_dict": _load_of,
         "_unflatten_optim_state_dict": lambda torchs_own: _unflatten_of(torchs_own, ours),
     }
 
 
-def _with_ties(torchs_own: Callable[..., Iterator[tuple[str, Any]]]) -> Callable[..., Iterator[tuple[str, Any]]]:
-    """torch takes for tied what modules list at several places; a flat parameter they list at one."""
+def _ties(model: nn.Module) -> Iterator[tuple[str, FlatParameter]]:
+    """What torch takes for tied is listed by modules at several places; a flat parameter is listed at one. Here are the
+    paths at which `model` has parameters of flat ones, where it has one at several."""
+    units = units_in(model)
+    flats = {id(each.leaf): each.handle.flat_param for each in params_of(units) if each.handle.face.is_flat}
+    places = [each for unit in units for each in (*unit.param_refs, *unit.shared_refs) if id(each.leaf) in flats]
+    times = Counter(id(each.leaf) for each in places)
+    tied = [each for each in places if times[id(each.leaf)] > 1]
+    paths = {id(module): path for path, module in model.named_modules()} if tied else {}
+    yield from ((fqn(paths[id(each.module)], each.attribute), flats[id(each.leaf)]) for each in tied)
 
+
+def _iterate_of(torchs_own: Callable[..., Iterator[tuple[str, Any]]]) -> Callable[..., Iterator[tuple[str, Any]]]:
     def iterate(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         yield from torchs_own(model, *args, **kwargs)
-        units = units_in(model)
-        flats = {id(each.leaf): each.handle.flat_param for each in params_of(units) if each.handle.face.is_flat}
-        places = [each for unit in units for each in (*unit.param_refs, *unit.shared_refs) if id(each.leaf) in flats]
-        times = Counter(id(each.leaf) for each in places)
-        tied = [each for each in places if times[id(each.leaf)] > 1]
-        paths = {id(module): path for path, module in model.named_modules()} if tied else {}
-        yield from ((fqn(paths[id(each.module)], each.attribute), flats[id(each.leaf)]) for each in tied)
+        yield from _ties(model)
 
     return iterate
+
+
+def _load_of(torchs_own: Callable[..., None]) -> Callable[..., None]:
+    """When `info` was made, torch's own `_iterate_valid_model_state` may still have been there."""
+
+    def load(model: nn.Module, optimizers: Any, state_dict: Any, info: Any) -> None:
+        for path, flat in _ties(model):
+            names = vars(sys.modules[MODULE])["_get_fqns"](model, path)
+            info.fqn_param_mapping[flat].update(names)
+            info.shared_params_mapping.update(dict.fromkeys(names, flat))
+        torchs_own(model, optimizers, state_dict, info)
+
+    return load
 
 
 def _unflatten_of(torchs_own: Callable[..., dict[str, Any]], ours: type) -> Callable[..., dict[str, Any]]:

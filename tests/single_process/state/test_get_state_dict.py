@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -38,6 +41,7 @@ def test_tied_parameters_of_two_units(orig: bool, options: dict[str, bool]) -> N
     optim.step()
     expected = get_optimizer_state_dict(net, optim)["state"]
     state = get_optimizer_state_dict(net, optim, options=StateDictOptions(**options))
+    importlib.reload(dcp_state)  # as the first call of a program finds it
     with fake_world(1):
         model = FullyShardedDataParallel(
             Tied(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=orig, join_units_below=0
