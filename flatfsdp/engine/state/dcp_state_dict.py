@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from ...api import HYBRIDS
-from ..base.fqns import clean, fqn
+from ..base.fqns import WRAPPED, clean, fqn
 from ..flat.write_tracker import FlatParameter
 from ..runtime.module_tree import units_in
 from .named_param import params_of
@@ -127,13 +127,15 @@ def _unflatten_of(torchs_own: Callable[..., dict[str, Any]], ours: type) -> Call
 
 
 def _names_of(torchs_own: Callable[..., set[str]]) -> Callable[..., set[str]]:
-    """torch knows one flat parameter of a unit, and expects the names of wrappers in its name."""
+    """torch knows one flat parameter of a unit, and expects the names of wrappers in its name. It leaves those of units
+    that other wrappers (of checkpoints) hold."""
 
     def names_of(model: Any, name: str, *args: Any, **kwargs: Any) -> set[str]:
         path, _, last = name.rpartition(".")
         flat = getattr(model.get_submodule(path), last, None) if last.startswith("_flat_param") else None
         if not isinstance(flat, FlatParameter):
-            return torchs_own(model, name, *args, **kwargs)
+            found = torchs_own(model, name, *args, **kwargs)
+            return {".".join(part for part in each.split(".") if part != WRAPPED) for each in found}
         prefix = f"{clean(path)}." if clean(path) else ""
         return {prefix + inside for inside in flat._fqns}
 
