@@ -178,7 +178,7 @@ def test_values_that_are_like_tensors_are_loaded() -> None:
 @pytest.mark.parametrize("rank0_only", [True, False])
 def test_parameters_that_a_state_dict_has_in_their_own_place_stay(orig: bool, rank0_only: bool) -> None:
     """torch's set_model_state_dict() puts those there that it was not given: a frozen unit, and one beside others."""
-    given = {name: torch.full_like(value, 3.0) for name, value in Tower().state_dict().items()}
+    given: dict[str, Any] = {name: torch.full_like(value, 3.0) for name, value in Tower().state_dict().items()}
     given = {name: value for name, value in given.items() if not name.startswith("b.") and name != "inlet.weight"}
     with fake_world(4):
         net = Tower()
