@@ -42,6 +42,7 @@ REASONS = {
     "torch.Tensor._use_count": "whether anybody may hold a leaf's node of autograd; access to the node makes one",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
     "gradient, after ours",
+    "torch.autograd.graph.Node._register_hook_dict": "most of what a hook of each unit costs is a handle to remove it",
     "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step, and this is "
     "the only place in between",
     "torch.distributed.distributed_c10d._process_group_name": "a group made by its members alone is named after the "
@@ -51,6 +52,7 @@ REASONS = {
     "torch.distributed.distributed_c10d._world.pg_map": "what torch lets go of when a process group is destroyed; it "
     "notifies nobody, and threads that serve the group would outlive it",
     "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",
+    "torch._C._len_torch_dispatch_stack": "whether a mode would see operations that only ask about tensors",
     "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
     "runs, in whatever thread; nothing public shows it",
     "torch.distributed.ProcessGroup._allgather_base": "torch.distributed's own functions check what is known here, at "
@@ -165,8 +167,9 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = geta
 
 
 # Inside the context tensors of subclasses are read without their `__torch_function__`, which is slow; the class
-# itself, because every unit calls it.
+# itself, because every unit calls it. Below, how many modes see every operation now.
 as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _lacking("_len_torch_dispatch_stack"))
 
 
 def is_tracing() -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -23,20 +25,8 @@ from . import _torch
 Registry = dict[int, Callable[[torch.Tensor], None]]
 
 
-class LeafHook:
-    """The post-accumulate hook of one leaf: calls `leaf_ready(kind, index)` of its owner, held weakly."""
-
-    __slots__ = ("_index", "_kind", "_owner")
-
-    def __init__(self, owner: Any, kind: int, index: int) -> None:
-        self._owner = weakref.ref(owner)
-        self._kind = kind
-        self._index = index
-
-    def __call__(self, leaf: torch.Tensor) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.leaf_ready(self._kind, self._index)
+class LeafHook(partial[None]):
+    """The post-accumulate hook of one leaf. A call of it is none of Python's: every gradient makes one."""
 
 
 class PostponedHook:
@@ -51,10 +41,12 @@ class PostponedHook:
         return
 
 
-def watch_leaf(leaf: nn.Parameter, owner: Any, kind: int, index: int) -> Registry:
-    """Call `owner.leaf_ready(kind, index)` whenever `leaf.grad` has been accumulated; returns where all hooks of `leaf`
-    are."""
-    leaf.register_post_accumulate_grad_hook(LeafHook(owner, kind, index))
+def watch_leaf(leaf: nn.Parameter, ready: Callable[[int, int, torch.Tensor], None], kind: int, index: int) -> Registry:
+    """Call `ready(kind, index, leaf)` whenever `leaf.grad` has been accumulated; returns where all hooks of `leaf` are.
+
+    `ready` outlives models, and must hold none.
+    """
+    leaf.register_post_accumulate_grad_hook(LeafHook(ready, kind, index))
     registry = _torch.hooks_on(leaf)
     assert registry is not None
     return registry
@@ -122,6 +114,15 @@ def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
 # Calls a callback with the gradient with respect to a tensor whenever that is about to flow on; what it returns has
 # `remove()`. Torch's own, because every unit calls it.
 before_backward_of: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = torch.Tensor.register_hook
+
+
+def before_backward_of_result(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
+    """The same, for as long as the graph of `tensor` lives, which is no leaf: without what removes it."""
+    if type(tensor) is not torch.Tensor or _torch.has_hooks(tensor):
+        before_backward_of(tensor, callback)
+        return
+    tensor._backward_hooks = OrderedDict({-1: callback})  # where users' hooks go, too: by the numbers of their handles
+    tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
 
 
 def will_accumulate(leaf: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from torch import nn
 
 from ...api import MixedPrecision
 from ...errors import InternalError, UsageError, few
+from ..base._torch import as_plain_tensors
 from ..comm.transport import Transport
 from ..config.precision import Precision, resolve
 from ..device.memory import FlatBuffer, MemoryTracker
@@ -229,7 +230,8 @@ class FlatParamHandle:
     @property
     def flat_shows_shard(self) -> bool:
         """Whether the flat parameter shows the shard, as it should; not if the user replaced its `.data`."""
-        return self.flat_param.data_ptr() == self.shard.data_ptr() and self.flat_param.dtype == self.shard.dtype
+        with as_plain_tensors():  # of a class of its own, whose attributes are slow otherwise
+            return self.flat_param.data_ptr() == self.shard.data_ptr() and self.flat_param.dtype == self.shard.dtype
 
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Take `shard` (same number of elements, maybe another dtype or device) as the new shard; only while

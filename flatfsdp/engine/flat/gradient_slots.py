@@ -153,7 +153,9 @@ class GradientSlots:
         slots = self._slots
         try:
             if fresh:
-                _torch.foreach_copy_([slots[i] for i in fresh], [grads[i] for i in fresh])
+                _torch.foreach_copy_(
+                    [slots[i] for i in fresh], [grads[i] for i in fresh] if again else list(grads.values())
+                )
             if again:
                 _torch.foreach_add_([slots[i] for i in again], [grads[i] for i in again])
         except RuntimeError:

@@ -150,11 +150,10 @@ class Gradients:
         if self._memory.all_small and self.slots.factor != 0:
             self.collects_in = task
 
-    def collect(self, index: int) -> bool:
-        """Take the gradient of leaf `index`, if this backward awaits it: `arrive` without its questions, for
-        `collects_in`."""
+    def collect(self, index: int, leaf: torch.Tensor) -> bool:
+        """Take the gradient of `leaf`, that of this index, if this backward awaits it: `arrive` without its questions,
+        for `collects_in`."""
         missing, collected = self.missing, self.slots.collected
-        leaf = self.handle.leaves[index]
         grad = leaf.grad
         if grad is None or index not in missing or index in collected:
             return False

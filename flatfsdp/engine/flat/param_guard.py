@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,15 @@ from .flat_param import FlatParamHandle
 from .placeholder import is_query, name_of, property_of
 from .write_tracker import TracksWrites
 
-ORIGINAL: dict[type, type] = {}  # by class for a time, that of before
+
+class _Originals(dict[type, type]):
+    """By class for a time, that of before; of any other, that itself."""
+
+    def __missing__(self, kind: type) -> type:
+        return kind
+
+
+ORIGINAL = _Originals()
 
 
 class ClassVariants(dict[type, type]):
@@ -126,6 +134,8 @@ class UnusableParameter(DescribedAsShard):
     ) -> Any:
         kwargs = kwargs or {}
         if is_query(func):
+            if func is torch.Tensor.data_ptr and not args[0].untyped_storage().nbytes():
+                return 0  # not where its elements would be in memory that was freed
             return super().__torch_function__(func, types, args, kwargs)
         if property_of(func) == "data":
             return data_of_shard(*args)
@@ -200,20 +210,25 @@ HIDDEN[DeferredGradParameter] = UnusableParameter
 
 
 def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
-    """Let `leaves` show `nothing`, unless they do, and refuse operations on them."""
+    """Let `leaves` show `nothing`, and refuse operations on them."""
     with _torch.as_plain_tensors():  # some may be described as their shards
         for leaf in leaves:
-            kind = type(leaf)
-            hidden = HIDDEN[kind]
-            if kind is not hidden or kind not in ORIGINAL:
-                _SET_DATA(leaf, nothing)
-                leaf.__class__ = hidden
+            _SET_DATA(leaf, nothing)
+            leaf.__class__ = HIDDEN[type(leaf)]
 
 
-def refuse_use(leaves: Iterable[nn.Parameter]) -> None:
-    """Refuse operations on `leaves`."""
-    for leaf in leaves:
-        leaf.__class__ = HIDDEN[type(leaf)]
+def change_classes(leaves: Sequence[nn.Parameter], classes: Mapping[type, Any]) -> type | None:
+    """Let `leaves` be of what `classes` has for theirs: that, where it is one for all, as nearly always."""
+    found = list(map(type, leaves))
+    if found.count(found[0]) != len(found):
+        for leaf, kind in zip(leaves, found, strict=True):
+            leaf.__class__ = classes[kind]
+        return None
+    changed = classes[found[0]]
+    if changed is not found[0]:
+        for leaf in leaves:
+            leaf.__class__ = changed
+    return changed
 
 
 # Where leaves lie that may be hidden, by their ids: looked up when one is used.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -78,12 +78,16 @@ class ParamRef:
     @staticmethod
     def changed(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
         """Those of `param_refs` whose modules hold something else than they are to."""
-        suspects = []
+        suspects, last, module = [], None, None
         for param_ref in param_refs:  # once for every parameter and step
-            module = param_ref.module_ref()
+            if param_ref.module_ref is not last:  # those of one module follow each other
+                last = param_ref.module_ref
+                if (module := last()) is not None:
+                    values = module.__dict__
+                    parameters = values["_parameters"]
             if module is not None:
-                held, attribute, values = param_ref.held, param_ref.attribute, module.__dict__
-                if values["_parameters"].get(attribute) is not held and values.get(attribute) is not held:
+                held, attribute = param_ref.held, param_ref.attribute
+                if parameters.get(attribute) is not held and values.get(attribute) is not held:
                     suspects.append(param_ref)
         return suspects and [param_ref for param_ref in suspects if param_ref.current is not param_ref.held]
 
@@ -126,28 +130,42 @@ def flat_name(kind: int) -> str:
     return f"_flat_param_{kind}" if kind else "_flat_param"
 
 
-def enlist(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
-    """Modules list what they have as plain attributes in these places from now on; those where they did."""
-    listed = []
-    for param_ref in param_refs:  # once for every parameter, and each way of a step
-        module, attribute, leaf = param_ref.module_ref(), param_ref.attribute, param_ref.leaf
-        if module is not None and module.__dict__.get(attribute) is leaf:
-            del module.__dict__[attribute]
-            module._parameters[attribute] = leaf
-            listed.append(param_ref)
-    return listed
+# What one module, held weakly, has in its places: attributes and leaves.
+Places = tuple[Callable[[], nn.Module | None], Sequence[tuple[str, nn.Parameter]]]
 
 
-def unlist(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
-    """The inverse of `enlist`. What users have put in a place meanwhile stays."""
-    unlisted = []
-    for param_ref in param_refs:
-        module, attribute, leaf = param_ref.module_ref(), param_ref.attribute, param_ref.leaf
-        if module is not None and module._parameters.get(attribute) is leaf:
-            del module._parameters[attribute]
-            module.__dict__[attribute] = leaf
-            unlisted.append(param_ref)
-    return unlisted
+def places_of(param_refs: Iterable[ParamRef]) -> list[Places]:
+    """The references with their leaves, module by module."""
+    found: dict[int, tuple[Callable[[], nn.Module | None], list[tuple[str, nn.Parameter]]]] = {}
+    for each in param_refs:
+        _, leaves = found.setdefault(id(each.module), (each.module_ref, []))
+        leaves.append((each.attribute, each.leaf))
+    return list(found.values())
+
+
+def enlist(places: Iterable[Places], *, listed: bool = True) -> list[Places]:
+    """Modules list what they have as plain attributes in these places from now on, or not `listed` what they list so;
+    those where they did. What users have put in a place meanwhile stays."""
+    moved = []
+    for each in places:  # several times in each step: a module's dictionaries are looked up for all of its places
+        module_ref, leaves = each
+        if (module := module_ref()) is None:
+            continue
+        attributes = module.__dict__
+        parameters = attributes["_parameters"]
+        source, target = (attributes, parameters) if listed else (parameters, attributes)
+        stayed = []
+        for attribute, leaf in leaves:
+            if source.get(attribute) is leaf:
+                del source[attribute]
+                target[attribute] = leaf
+            else:
+                stayed.append(attribute)
+        moved.append((module_ref, [row for row in leaves if row[0] not in stayed]) if stayed else each)
+    return moved
+
+
+unlist = partial(enlist, listed=False)
 
 
 class Listing:
@@ -161,15 +179,21 @@ class Listing:
 
     def __init__(self, flat: Iterable[ParamRef]) -> None:
         self.flat = list(flat)
-        self.leaves: list[ParamRef] = []
-        self._shown: list[ParamRef] = []
-        self._hidden: list[ParamRef] = []
+        self._flat = places_of(self.flat)
+        self.stand_for(())
+        self._shown: list[Places] = []
+        self._hidden: list[Places] = []
+
+    def stand_for(self, leaves: Iterable[ParamRef]) -> None:
+        """Flat parameters stand for `leaves`."""
+        self.leaves = list(leaves)
+        self._leaves = places_of(self.leaves)
 
     def show(self, shown: bool) -> None:
         """Modules list the leaves from now on, or do not."""
         if shown:
-            self._hidden += unlist(self.flat)
-            self._shown += enlist(self.leaves)
+            self._hidden += unlist(self._flat)
+            self._shown += enlist(self._leaves)
         elif self._shown or self._hidden:
             unlist(self._shown)
             enlist(self._hidden)
@@ -177,7 +201,7 @@ class Listing:
 
     def during(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`call` of the arguments, while modules list the leaves."""
-        hidden, listed = unlist(self.flat), enlist(self.leaves)
+        hidden, listed = unlist(self._flat), enlist(self._leaves)
         try:
             return call(*args, **kwargs)
         finally:

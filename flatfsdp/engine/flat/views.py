@@ -20,14 +20,14 @@ from torch import nn
 
 from ...errors import UsageError, fail
 from ..base import autograd as hooks
-from ..base._torch import as_plain_tensors
+from ..base._torch import as_plain_tensors, modes_active
 from .deferred_grad import ARRIVALS, show_deferred
 from .extensions import TransformedParam
 from .faces import adoptions
 from .flat_param import FlatParamHandle
-from .layout_views import dense
+from .layout_views import are_set_to, dense
 from .left_unsharded import LEFT_CAST, LEFT_WHOLE
-from .param_guard import NOTICED, ORIGINAL, hide, may_hide, refuse_use
+from .param_guard import HIDDEN, NOTICED, ORIGINAL, change_classes, hide, may_hide
 from .param_refs import ParamRef
 from .states import UNSHARDED
 
@@ -64,6 +64,7 @@ class ParamViews:
         self.handle = handle
         self.extended: list[TransformedParam] = []
         self.some_hidden = self.tracks_writes = self.is_left_unsharded = False
+        self._whole: object = None  # the views of the buffer that all leaves show, also hidden and with that freed
         self.without_values: frozenset[int] = frozenset()
         self.mode = SHOWS_UNSHARDED
         self.show(SHOWS_SHARD)
@@ -84,8 +85,7 @@ class ParamViews:
             handle.face.follow_requires_grad()  # modules have held the leaves
         if mode is SHOWS_NOTHING:
             if before is not SHOWS_GUARDED:
-                hide(handle.leaves, handle.at_rest.empty)
-                self.some_hidden, self.tracks_writes = True, False
+                self._hide_all()
         else:
             if mode is SHOWS_UNSHARDED:
                 views = handle.unsharded.shown
@@ -93,10 +93,13 @@ class ParamViews:
                 views = self._shapes() if mode is SHOWS_SHAPE else handle.at_rest.shown
             if self.some_hidden or self.tracks_writes:
                 self.unhide()
-            for leaf, view in views:
-                leaf.data = view
+            if views is not self._whole:
+                for leaf, view in views:
+                    leaf.data = view
+                own = mode is SHOWS_UNSHARDED and handle.unsharded.buffer is not None and not handle.unsharded.has_inner
+                self._whole = views if own else None
             if mode is SHOWS_GUARDED:
-                refuse_use(handle.leaves)
+                change_classes(handle.leaves, HIDDEN)
                 self.some_hidden = True
         self.mode = mode
         if handle.face.is_distributed:
@@ -104,6 +107,15 @@ class ParamViews:
         if self.extended and mode is not SHOWS_UNSHARDED:
             for each in self.extended:
                 each.uninstall(handle.face.put)
+
+    def _hide_all(self) -> None:
+        """Let all leaves show nothing: refuse their use, and keep what they show where the next unsharded form will be.
+        Graphs are kept from it by its version, and it has no memory."""
+        leaves = self.handle.leaves
+        if change_classes(leaves, HIDDEN) not in ORIGINAL or self._whole is None:
+            hide(leaves, self.handle.at_rest.empty)
+            self._whole = None
+        self.some_hidden, self.tracks_writes = True, False
 
     def _shapes(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         handle = self.handle
@@ -115,13 +127,13 @@ class ParamViews:
         """Let some leaves show nothing."""
         leaves = self.handle.leaves
         hide([leaves[i] for i in indices], self.handle.at_rest.empty)
-        self.some_hidden = True
+        self._whole, self.some_hidden = None, True
 
     def guard(self) -> None:
         """Let the leaves refuse to be used for as long as they show a shard that lacks elements."""
         handle = self.handle
         if self.mode is SHOWS_SHARD and not (handle.is_unsharded_at_rest or handle.face.is_distributed):
-            refuse_use(handle.leaves)
+            change_classes(handle.leaves, HIDDEN)
             self.some_hidden = True
 
     def track_writes(self, *, described_as_unsharded: bool = False) -> None:
@@ -140,17 +152,14 @@ class ParamViews:
             kinds = NOTICED
             if handle.face.holds_leaves and not described_as_unsharded:
                 kinds = LEFT_CAST if handle.is_unsharded_at_rest else LEFT_WHOLE
-            for leaf in handle.leaves:
-                leaf.__class__ = kinds[type(leaf)]
+            change_classes(handle.leaves, kinds)
             self.tracks_writes = True
 
     def unhide(self) -> None:
         """Let the leaves be of their own classes: they are about to show something, or to be used in a forward."""
         if self.some_hidden or self.tracks_writes:
             self.some_hidden = self.tracks_writes = False
-            for leaf in self.handle.leaves:
-                if (original := ORIGINAL.get(type(leaf))) is not None:
-                    leaf.__class__ = original
+            change_classes(self.handle.leaves, ORIGINAL)
             if ARRIVALS:
                 show_deferred(self.handle.leaves)
 
@@ -163,7 +172,9 @@ class ParamViews:
         handle = self.handle
         leaves, views = handle.leaves, handle.unsharded.views
         with as_plain_tensors():  # what a forward has left describes itself as the shard
-            for fact in _FACTS:
+            # An operation of torch, which modes would see, and tensors with others inside do not have.
+            alike = not (handle.unsharded.has_inner or modes_active()) and are_set_to(leaves, views)
+            for fact in () if alike else _FACTS:
                 if list(map(fact, leaves)) != list(map(fact, views)):
                     return True
         displaced = handle.face.displaced() if handle.face.is_distributed else None

@@ -416,7 +416,7 @@ class UnitHooks:
         self.unit = weakref.ref(unit)
         self.driver = weakref.ref(driver)
 
-    def leaf_ready(self, kind: int, index: int) -> None:
+    def leaf_ready(self, kind: int, index: int, leaf: torch.Tensor) -> None:
         """Autograd accumulated the gradient of a leaf: move it to its slot; all in: reduce and reshard."""
         unit, driver = self.unit(), self.driver()
         if unit is None:
@@ -424,7 +424,7 @@ class UnitHooks:
         if driver is None:
             refuse_without_model(unit)
         grads = unit.grads[kind]
-        if grads.collects_in != _torch.graph_task() or not grads.collect(index):
+        if grads.collects_in != _torch.graph_task() or not grads.collect(index, leaf):
             driver.leaf_ready(unit, kind, index)
         elif not (grads.missing or unit.backward.open_calls):
             driver.advance(unit, driver.iteration.backward)
@@ -442,8 +442,8 @@ class UnitHooks:
 class CountingHooks(UnitHooks):
     """Those of a unit that gathers the next one half-way: its gradients are counted. [Note: half-way]"""
 
-    def leaf_ready(self, kind: int, index: int) -> None:
-        super().leaf_ready(kind, index)  # afterwards the gradient has been let go
+    def leaf_ready(self, kind: int, index: int, leaf: torch.Tensor) -> None:
+        super().leaf_ready(kind, index, leaf)  # afterwards the gradient has been let go
         unit, driver = self.unit(), self.driver()
         backward = driver.iteration.backward if driver is not None else None
         if unit is not None and backward is not None:

@@ -332,9 +332,10 @@ class ForwardDriver:
         def reached(grad: torch.Tensor, made_in: ForwardPass | None = self.iteration.record.running) -> None:
             output_hook.reached()
 
-        registered = hooks.before_backward_of(output, reached)
         if output.grad_fn is None:
-            self.gradient_flow.unhook_later([registered])
+            self.gradient_flow.unhook_later([hooks.before_backward_of(output, reached)])
+        else:
+            hooks.before_backward_of_result(output, reached)
 
     def _keep_unsharded(self, unit: Unit) -> None:
         cause = (
@@ -363,7 +364,7 @@ def _watch_leaves(unit: Unit, held: UnitHooks) -> None:
             continue
         for index, leaf in enumerate(handle.leaves):
             if leaf.requires_grad and index not in watched:
-                watched[index] = hooks.watch_leaf(leaf, held, kind, index)
+                watched[index] = hooks.watch_leaf(leaf, held.leaf_ready, kind, index)
 
 
 def unshard_at_first_gradient(unit: Unit, held: UnitHooks) -> None:

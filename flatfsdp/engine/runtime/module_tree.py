@@ -12,7 +12,7 @@ from ...errors import ConfigValueError
 from ..base.fqns import WRAPPED, fqn
 from ..config.arguments import has_forward
 from ..flat.faces import Face
-from ..flat.param_refs import ParamRef, unlist
+from ..flat.param_refs import ParamRef, places_of, unlist
 from .unit import Unit
 
 # What wrapping ignored: the attributes of a module that held ignored parameters; None for an ignored module, whatever
@@ -124,7 +124,7 @@ def put_at_rest(unit: Unit) -> None:
 
 def register_leaves(unit: Unit) -> None:
     """Let modules of `unit` list the leaves themselves, until `put_at_rest`."""
-    unlist(unit.leaves.listing.flat)
+    unlist(places_of(unit.leaves.listing.flat))
     for param_ref, face in faced_refs(unit):
         if not face.holds_leaves:
             param_ref.register()

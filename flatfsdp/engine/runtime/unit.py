@@ -120,7 +120,7 @@ class Unit:
         handles = (handle for each in (self, *owning_units) for handle in each.handles if handle.face.is_flat)
         flattened = {id(leaf) for handle in handles for leaf in handle.leaves}
         refs = (*self.param_refs, *self.shared_refs)
-        self.leaves.listing.leaves = [each for each in refs if id(each.leaf) in flattened]
+        self.leaves.listing.stand_for(each for each in refs if id(each.leaf) in flattened)
 
     def alive_sharing_units(self) -> Iterator[Unit]:
         """Those of `sharing_units` that are still there."""
@@ -136,7 +136,8 @@ class Unit:
 
     def record_event(self, kind: str) -> None:
         """Record an event of this unit."""
-        self.resources.events.append((kind, self.name, self.phase._value_))
+        append = self.resources.events.append  # which is no method: faster than a call of one
+        append((kind, self.name, self.phase._value_))
 
     # -- questions ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base.fqns import WRAPPED
-from ..flat.param_refs import enlist, unlist
+from ..flat.param_refs import enlist, places_of, unlist
 from ..runtime.model import Model, check_outermost, model_of
 from ..runtime.module_tree import faced_refs
 from ..runtime.rest import free_unit, initialize
@@ -76,7 +76,7 @@ def apply_to_tensors(
             )
     if between:
         free_unit(unit)
-    flat = unlist(unit.leaves.listing.flat)
+    flat = unlist(places_of(unit.leaves.listing.flat))
     param_refs = faced_refs(unit)
     for param_ref, _ in param_refs:
         param_ref.unregister()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...flat.param_refs import ParamRef, enlist, unlist
+from ...flat.param_refs import ParamRef, enlist, places_of, unlist
 from ...flat.placeholder import Placeholder
 from ...runtime.unit import Unit
 from ..named_param import NamedParam, params_of
@@ -30,7 +30,7 @@ class Placeholders:
         self._replaced: list[tuple[ParamRef, bool, Any]] = []  # what was there, and whether it was registered
         self._placeholders: dict[int, Placeholder] = {}
         flat = unit.leaves.listing.flat
-        self._hidden = unlist(each for each in flat if within is None or each.module is within)
+        self._hidden = unlist(places_of(each for each in flat if within is None or each.module is within))
         owned = {id(each.leaf): each for each in params_of((unit, *unit.owning_units))}
         for param_ref in (*unit.param_refs, *unit.shared_refs):
             if within is not None and param_ref.module is not within:
