@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from . import _functorch
+
 # Versions this release was tested with; a newer one works or fails in words, and warns once.
 TESTED = ((2, 11), (2, 14))
 
@@ -89,7 +91,7 @@ def missing() -> list[str]:
             probes[name]() if name in probes else attrgetter(name.removeprefix("torch."))(torch)
         except AttributeError:
             absent.append(name)
-    return absent
+    return absent + _functorch.missing()
 
 
 def untested() -> str | None:

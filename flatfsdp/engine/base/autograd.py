@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _torch
+from . import _functorch, _torch
 
 # The post-accumulate hooks of one tensor, by their numbers; as alive as the tensor.
 Registry = dict[int, Callable[[torch.Tensor], None]]
@@ -280,6 +280,9 @@ class BackwardCompletion:
         self._called = False
 
     def __call__(self) -> None:
+        if _functorch.in_transform():
+            with _functorch.outside():
+                return self()
         self._called = True
         try:
             self._ended()
@@ -289,7 +292,8 @@ class BackwardCompletion:
 
     def __del__(self) -> None:
         if not self._called:
-            self._failed()
+            with _functorch.outside():
+                self._failed()
 
 
 def at_end_of_backward(ended: Callable[[], None], failed: Callable[[], None]) -> None:

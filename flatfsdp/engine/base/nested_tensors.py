@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ._functorch import inside
+
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """`tree` with `change` applied to every tensor in it."""
@@ -73,9 +75,9 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     """`tree` with its floating-point tensors in `dtype`; differentiable."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, tree)
+    return map_tensors(lambda t: inside(t.to, dtype) if t.is_floating_point() and t.dtype != dtype else t, tree)
 
 
 def move(tree: Any, device: torch.device) -> Any:
     """`tree` with its tensors on `device`. The caller may overwrite its own at once, pinned ones too."""
-    return map_tensors(lambda t: t if t.device == device else t.to(device), tree)
+    return map_tensors(lambda t: t if t.device == device else inside(t.to, device), tree)

@@ -19,6 +19,7 @@ from ...api import check_bool
 from ...errors import NonFiniteError, UsageError, fail, ranks_by_value, ranks_in_words
 from ..agreement.agreement import Agreement
 from ..base import _torch
+from ..base._functorch import levels_of
 from ..base.events import Observer
 from ..base.nested_tensors import tensors_in
 from ..runtime.model import Model, outermost_model
@@ -94,7 +95,7 @@ class NonFiniteDetector(Observer):
                     for index, view in enumerate(handle.at_rest.views):
                         self._look(PARAMETER, each, view, kind, index)
         for tensor in tensors_in(inputs):
-            self._look(INPUT, unit, tensor)
+            self._look(INPUT, unit, levels_of(tensor)[-1])
 
     def forward_ended(self, unit: Unit, output: Any, *, outermost: bool) -> None:
         """Where the outermost forward ends: collective over all axes, where forwards are at all.
@@ -103,7 +104,7 @@ class NonFiniteDetector(Observer):
             NonFiniteError: then, on every rank.
         """
         for tensor in tensors_in(output):
-            self._look(OUTPUT, unit, tensor)
+            self._look(OUTPUT, unit, levels_of(tensor)[-1])
         if not outermost:
             return
         if self._agreement.compares_forwards and not self._agreement.forwards_are_local:

@@ -14,7 +14,7 @@ from torch import nn
 from ...errors import UsageError, is_new
 from ..agreement.agreement import Agreement
 from ..agreement.once_per_job import warn_once_per_job
-from ..base import _torch
+from ..base import _functorch, _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
 from ..base.nested_tensors import cast_floating, map_tensors, move, tensors_in
@@ -156,6 +156,10 @@ class ForwardDriver:
         `entry`: of several, the one that runs. `stays`: whether the unit stays unsharded where it is trained and no
         output shows it.
         """
+        if _functorch.in_transform():
+            inside = functools.partial(_functorch.inside, call or unit.entries.wrapped)
+            with _functorch.outside():
+                return self.run(unit, args, kwargs, call=inside, entry=entry, stays=stays)
         if self.iteration.depth == 0 and self.observers.begin_step(unit):
             return self.run(unit, args, kwargs, call=call, entry=entry, stays=stays)
         called = call if call is not None else unit.entries.wrapped
@@ -280,6 +284,9 @@ class ForwardDriver:
         this = weakref.ref(call)
 
         def arrived() -> None:
+            if _functorch.in_transform():
+                with _functorch.outside():
+                    return arrived()
             if (known := this()) is not None:
                 held.inputs_ready(known)
 
@@ -302,6 +309,8 @@ class ForwardDriver:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             for each in outputs:
                 self._hook_output(unit, each, call)
+            if _functorch.left.interpreters:
+                outputs += self._hook_outer_levels(unit, output)
             if call is not None and call.outlasts:
                 call.outlasts = len(outputs) > 1 and unit.has_frozen
             reached = bool(outputs)
@@ -319,6 +328,14 @@ class ForwardDriver:
                 return
             reached = by_any
         self.gathers.finish(unit, reached=reached, keep=keep or again)
+
+    def _hook_outer_levels(self, unit: Unit, output: Any) -> list[torch.Tensor]:
+        """Inside of transforms: do as much for what `output` is in those around the innermost, and outside of all."""
+        outer = [each for tensor in tensors_in(output) for each in _functorch.levels_of(tensor)[1:]]
+        outer = [each for each in outer if each.requires_grad]
+        for each in outer:
+            self._hook_output(unit, each, None)
+        return outer
 
     def _hook_output(self, unit: Unit, output: torch.Tensor, call: ForwardCall | None) -> None:
         """Begin this unit's backward when the gradient of `output` is there; that of its readers is over then."""
@@ -400,7 +417,7 @@ def _own_output(unit: Unit, output: Any) -> Any:
         return output
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if _storage_pointer(tensor) in occupied else tensor
+        return _functorch.inside(tensor.clone) if _storage_pointer(tensor) in occupied else tensor
 
     return own(output) if type(output) is torch.Tensor else map_tensors(own, output)
 
@@ -409,4 +426,5 @@ def _storage_pointer(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have no storage of their own
-        return -1
+        unwrapped = _functorch.levels_of(tensor)[-1]
+        return -1 if unwrapped is tensor else _storage_pointer(unwrapped)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import UsageError, fail
+from ..base import _functorch
 from ..flat.states import FORWARD
 from .backward_hooks import UnitHooks
 from .unit import Unit, refuse_without_model
@@ -39,6 +40,9 @@ class OutputHook:
         Raises:
             UsageError: of a unit or a model that is gone.
         """
+        if _functorch.in_transform():  # a backward inside of it
+            with _functorch.outside():
+                return self.reached()
         for reader, call in self.readers:  # they reshard before anything is gathered
             if (unit := reader.unit()) is not None:
                 if (driver := reader.driver()) is None:
