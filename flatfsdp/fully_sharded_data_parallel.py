@@ -16,7 +16,7 @@ from .engine.config.arguments import check_arguments
 from .engine.facade.fsdp1_compat import FSDP1Names
 from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.comm_hook_registration import register_comm_hook
-from .engine.features.forward_methods import through_wrapper
+from .engine.features.forward_methods import put_through_wrapper, through_wrapper
 from .engine.runtime.model import model_of
 from .engine.runtime.module_tree import units_at, units_in, with_owning_units
 from .engine.state import full_params
@@ -190,7 +190,9 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             return through_wrapper(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (inside := wrapper_support.owner_of(self, name, value)) is not None:
+        if isinstance(value, torch.Tensor) and _torch.in_functional_call():
+            put_through_wrapper(self, name, value)  # refused by the forward, with what was put elsewhere
+        elif (inside := wrapper_support.owner_of(self, name, value)) is not None:
             setattr(inside, name, value)
         else:
             super().__setattr__(name, value)

@@ -9,10 +9,11 @@ import weakref
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...errors import ConfigValueError, FlatFSDPError, UsageError, current_rank, refuse_type
-from ..flat.param_refs import ParamRef
+from ..flat.param_refs import ParamRef, refuse_functional_call
 from ..flat.states import IDLE
 from ..runtime import param_registry as registry
 from ..runtime.entries import plain_class
@@ -111,6 +112,22 @@ def through_wrapper(wrapper: nn.Module, name: str) -> Any:
     if inspect.ismethod(found) and found.__self__ is inside:
         return _explaining(wrapper, name, found)
     return found
+
+
+def put_through_wrapper(wrapper: nn.Module, name: str, value: torch.Tensor) -> None:
+    """`functional_call` puts `value` in the place of the tensor `name` of the module inside `wrapper`, of `wrapper`
+    itself where there is none. The forward refuses it, unless it is undone before that.
+
+    Raises:
+        UsageError: it is in the place of a flat parameter, with which nothing computes.
+    """
+    inside: nn.Module = wrapper._fsdp_wrapped_module  # type: ignore[assignment]
+    unit: Unit = wrapper.__dict__["_unit"]
+    if flat := [each for each in unit.leaves.listing.flat if each.attribute == name and each.held is not value]:
+        refuse_functional_call(flat, unit.label)
+    places: list[dict[str, Any]] = [inside._parameters, inside._buffers, inside.__dict__]
+    found = next((place for place in places if name in place), wrapper.__dict__)
+    found[name] = value
 
 
 def _gathering(unit: Unit, method: Any) -> Any:

@@ -51,6 +51,7 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
     if changed and _torch.in_functional_call():
         refuse_functional_call(changed, unit.label)
     if changed and unit.shows_shard:
+        changed = [each for each in changed if not _holds_leaf_again(unit, each)]
         check_param_refs(changed, unit.shared_refs, names(), unit.label)
     cast = False
     for kind, (handle, views, _) in enumerate(unit.kinds):
@@ -72,6 +73,18 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
         elif unit.phase is not SUMMONED:  # else the parameters are the user's
             check_exposed(views, unit.name)
     return cast
+
+
+def _holds_leaf_again(unit: Unit, param_ref: ParamRef) -> bool:
+    """Whether a module holds the leaf itself in this place, where it should hold what stands for it at rest: somebody
+    has put back what was there before the shards were shown, as `functional_call` does. It is mended."""
+    if param_ref.current is not param_ref.leaf:
+        return False
+    for handle in [handle for each in (unit, *unit.owning_units) for handle in each.handles]:
+        if handle.face.is_distributed and any(leaf is param_ref.leaf for leaf in handle.leaves):
+            handle.face.put(param_ref)
+            return True
+    return False
 
 
 def _is_stale(unit: Unit, handle: FlatParamHandle) -> bool:

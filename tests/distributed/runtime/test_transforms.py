@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd import functional as F
-from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
+from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.corners import full_gradients, joined
 
@@ -205,3 +206,20 @@ def failures(rank: int, world: int, front: str) -> list[str]:
 @pytest.mark.parametrize("front", FRONTS)
 def test_failures_in_transforms_leave_a_usable_model(front: str, pool2: Run) -> None:
     assert not joined(pool2(failures, front))
+
+
+def by_parameters(rank: int, world: int, front: str) -> list[str]:
+    """`functional_call` inside of a transform is refused, and leaves the model as it was."""
+    x, reference, model = inputs(rank), plain(), sharded(front)
+    given = dict(model.named_parameters())
+    for _ in "cold", "warm":
+        with pytest.raises(UsageError, match=r"functional_call gave unit .* other tensors"):
+            grad(lambda parameters: functional_call(model, parameters, x).sum())(given)
+        if not torch.allclose(model(x), reference(x)):
+            return ["another output"]
+    return [] if list(dict(model.named_parameters())) == list(given) else ["other parameters"]
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_derivatives_by_parameters_are_refused(front: str, pool2: Run) -> None:
+    assert not joined(pool2(by_parameters, front))
