@@ -125,6 +125,11 @@ def before_backward_of_result(tensor: torch.Tensor, callback: Callable[[torch.Te
     tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
 
 
+def before_forward(module: nn.Module, hook: Callable[[nn.Module, Any], None]) -> None:
+    """Call `hook` with `module` and its arguments before each of its forwards."""
+    module.register_forward_pre_hook(hook)
+
+
 def will_accumulate(leaf: torch.Tensor) -> bool:
     """Whether the running graph task brings a gradient to `leaf`, or has brought it."""
     with _torch.as_plain_tensors():  # it may be hidden

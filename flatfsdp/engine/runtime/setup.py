@@ -22,6 +22,7 @@ from ..comm.comm_hook import reducers
 from ..comm.process_groups import extent_of, groups_in_words
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
+from . import fast_paths
 from .apart import axes_of_norms
 from .coalesced_collectives import Coalescer
 from .device_checks import check_hooked, check_placed, check_registered, check_targets
@@ -89,6 +90,7 @@ class Setup:
                 parameters += len(handle.leaves)
             self.connect(unit)
         self.entries = entries(outermost)
+        fast_paths.settle(outermost.entries.first, units)
         check_hooked(units)
         check_targets(units)
         self._take_over([unit for unit in units if unit.entries.in_place])

@@ -41,6 +41,7 @@ from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.gather_hooks import GatherHooks, has_gather_hooks
 from ..flat.param_refs import ParamRef
 from ..layout.part import Part
+from ..runtime import fast_paths
 from ..runtime.device_checks import compute_device, move_buffers
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
@@ -154,6 +155,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         ignore(each, attributes)
     model = new_model(unit, ModelSettings.of(config, device), tracker, nested)
     own_besides(unit, replaced)
+    fast_paths.keep_out(unit.entries)
     if initial_checksums is not None:
         initial_checksums.seal(own_pieces(unit))
         model.setup.initial_checksums[unit] = initial_checksums

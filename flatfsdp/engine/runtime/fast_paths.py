@@ -1,0 +1,49 @@
+"""Layers of torch's that compute with the weights of modules inside of them, and call none of these.
+
+[Note: fast paths] In evaluation `nn.TransformerEncoderLayer` does so, unless a module in it has a hook on its forward.
+Where such a module is of a unit of its own, its weights are not gathered then. So it has a hook that does nothing. Of a
+unit that is alone nobody knows what is around it; in a model it is known at the first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..base import autograd as hooks
+from .unit import Unit
+
+_READ = (nn.MultiheadAttention, nn.Linear, nn.LayerNorm)  # whose weights such a layer knows by their names
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    return
+
+
+def keep_out(modules: Iterable[nn.Module]) -> None:
+    """Let layers around those of `modules` whose weights they could read call them."""
+    for module in modules:
+        if isinstance(module, _READ) and _nothing not in module._forward_pre_hooks.values():
+            hooks.before_forward(module, _nothing)
+
+
+def settle(outermost: nn.Module, units: Sequence[Unit]) -> None:
+    """All of a model is known, whose `outermost` module is that: only in such layers modules of `units` need hooks."""
+    inside: dict[nn.Module, None] = {}
+    for module in outermost.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            inside.update(dict.fromkeys(each for each in module.modules() if each is not module))
+    apart = {entry for unit in units for entry in unit.entries}
+    for entry in apart - {outermost, *inside}:
+        found = entry._forward_pre_hooks
+        for key in [key for key, hook in found.items() if hook is _nothing]:
+            del found[key]
+    keep_out(apart.intersection(inside))
+    for module in outermost.modules():
+        # Which makes nested tensors of its input where it takes the layers' fast path for granted.
+        if isinstance(module, nn.TransformerEncoder) and not apart.isdisjoint(
+            set(module.modules()).intersection(inside)
+        ):
+            module.use_nested_tensor = False
