@@ -157,9 +157,7 @@ class ForwardDriver:
         output shows it.
         """
         if _functorch.in_transform():
-            inside = functools.partial(_functorch.inside, call or unit.entries.wrapped)
-            with _functorch.outside():
-                return self.run(unit, args, kwargs, call=inside, entry=entry, stays=stays)
+            return self._run_outside(unit, args, kwargs, call, entry=entry, stays=stays)
         if self.iteration.depth == 0 and self.observers.begin_step(unit):
             return self.run(unit, args, kwargs, call=call, entry=entry, stays=stays)
         called = call if call is not None else unit.entries.wrapped
@@ -172,9 +170,8 @@ class ForwardDriver:
         again = phase is FORWARD  # inside its own forward, which goes on after this
         try:
             unit_call, args, kwargs, outer_dtype = self._before(unit, outermost, recomputing, args, kwargs)
-            dtype = unit.built.mixed_precision.buffer_dtype
-            if dtype is not None and unit.in_full_precision:
-                dtype = None
+            precision = unit.built.mixed_precision
+            dtype = None if precision.buffer_dtype is None or unit.in_full_precision else precision.buffer_dtype
             with cast_buffers(unit.built.modules, dtype):
                 output = called(*args, **kwargs)
             if not (recomputing or self.iteration.turns.plain):
@@ -185,9 +182,8 @@ class ForwardDriver:
             if entry is not None and unit.entries.are_several and not recomputing:
                 self.gathers.entry_ran(unit, entry)
             self._after(unit, recomputing, unit_call, output, stays=stays, again=again)
-            if not recomputing:
-                for observe in self.observers.forward_ended:
-                    observe(unit, output, outermost=outermost)
+            for observe in () if recomputing else self.observers.forward_ended:
+                observe(unit, output, outermost=outermost)
         except BaseException as error:
             unit.phase = phase
             if recomputing:
@@ -200,6 +196,14 @@ class ForwardDriver:
             unit.enter_phase(IDLE)
         self._leave(unit)
         return output
+
+    def _run_outside(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any] | None, **how: Any
+    ) -> Any:
+        """`run`, called inside of transforms. [Note: transforms]"""
+        called = functools.partial(_functorch.inside, call if call is not None else unit.entries.wrapped)
+        with _functorch.outside():
+            return self.run(unit, args, kwargs, call=called, **how)
 
     def _run_summoned(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], called: Callable[..., Any]

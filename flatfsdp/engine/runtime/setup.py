@@ -118,8 +118,7 @@ class Setup:
             self.checksums if training else None,
         )
         self.ready = True
-        plans = {id(plan): plan for unit in units for plan in unit.axes.all if plan.replicate is not None}
-        for plan in plans.values():
+        for plan in {id(plan): plan for unit in units for plan in unit.axes.all if plan.replicate is not None}.values():
             logger.info("%s over %s: %s", plan.strategy.name, extent_of(plan), groups_in_words(plan))
         logger.debug("initialised %d units: %s", len(units), ", ".join(unit.label for unit in units))
 

@@ -151,11 +151,10 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     if not front.entries:
         watch((*param_refs, *shared_refs, *unit.leaves.listing.flat))
     put_at_rest(unit)
-    for each, attributes in (*dict.fromkeys(ignored_modules).items(), *ignored_refs.items()):
-        ignore(each, attributes)
+    fast_paths.keep_out(unit.entries)
+    _ignore(ignored_modules, ignored_refs)
     model = new_model(unit, ModelSettings.of(config, device), tracker, nested)
     own_besides(unit, replaced)
-    fast_paths.keep_out(unit.entries)
     if initial_checksums is not None:
         initial_checksums.seal(own_pieces(unit))
         model.setup.initial_checksums[unit] = initial_checksums
@@ -179,6 +178,11 @@ def _off_meta(
         replaced = replace_referenced(modules, skip=ignored_params, owner_of=owner_of)
     meshes.follow(places)
     return replaced
+
+
+def _ignore(modules: Iterable[nn.Module], refs: Mapping[nn.Module, set[str]]) -> None:
+    for each, attributes in (*dict.fromkeys(modules).items(), *refs.items()):
+        ignore(each, attributes)
 
 
 def _options(config: Config, reshard: bool | int | None) -> UnitOptions:
