@@ -29,21 +29,20 @@ def keep_out(modules: Iterable[nn.Module]) -> None:
             hooks.before_forward(module, _nothing)
 
 
-def settle(outermost: nn.Module, units: Sequence[Unit]) -> None:
-    """All of a model is known, whose `outermost` module is that: only in such layers modules of `units` need hooks."""
-    inside: dict[nn.Module, None] = {}
-    for module in outermost.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            inside.update(dict.fromkeys(each for each in module.modules() if each is not module))
+def settle(modules: Iterable[nn.Module], units: Sequence[Unit]) -> None:
+    """All `modules` of a model are known, the outermost first: of those of `units` only the ones inside of such layers
+    need hooks."""
+    outermost, *rest = modules
+    inside: set[nn.Module] = set()
+    for layer in [each for each in (outermost, *rest) if isinstance(each, nn.TransformerEncoderLayer)]:
+        inside.update(each for each in layer.modules() if each is not layer)
     apart = {entry for unit in units for entry in unit.entries}
-    for entry in apart - {outermost, *inside}:
+    for entry in apart - inside - {outermost}:
         found = entry._forward_pre_hooks
-        for key in [key for key, hook in found.items() if hook is _nothing]:
+        for key in [key for key, hook in found.items() if hook is _nothing] if found else ():
             del found[key]
-    keep_out(apart.intersection(inside))
-    for module in outermost.modules():
-        # Which makes nested tensors of its input where it takes the layers' fast path for granted.
-        if isinstance(module, nn.TransformerEncoder) and not apart.isdisjoint(
-            set(module.modules()).intersection(inside)
-        ):
-            module.use_nested_tensor = False
+    if inside := inside & apart:
+        keep_out(inside)
+        for encoder in [each for each in (outermost, *rest) if isinstance(each, nn.TransformerEncoder)]:
+            # Which makes nested tensors of its input where it takes the layers' fast path for granted.
+            encoder.use_nested_tensor = encoder.use_nested_tensor and inside.isdisjoint(encoder.modules())

@@ -80,17 +80,17 @@ class Setup:
                 f"the modules {outermost.entries.class_name} were given to fully_shard() as a list, and no module "
                 "around them was. Shard the model that holds them, too, and call that first"
             )
-        names = {id(module): name for name, module in outermost.entries.first.named_modules()}
+        names = {module: name for name, module in outermost.entries.first.named_modules()}
         parameters = 0
         for index, unit in enumerate(units):
-            unit.name = unit.entries.name(lambda module: names.get(id(module), ""))
+            unit.name = unit.entries.name(lambda module: names.get(module, ""))
             unit.place = UnitPlace(index, parameters, unit is outermost)
             for handle in unit.handles:
                 handle.name = unit.name
                 parameters += len(handle.leaves)
             self.connect(unit)
         self.entries = entries(outermost)
-        fast_paths.settle(outermost.entries.first, units)
+        fast_paths.settle(names, units)
         check_hooked(units)
         check_targets(units)
         self._take_over([unit for unit in units if unit.entries.in_place])
