@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import UsageError, fail
-from ..base import _functorch
+from ..base import _functorch, _torch
 from ..flat.states import FORWARD
 from .backward_hooks import UnitHooks
 from .unit import Unit, refuse_without_model
@@ -26,13 +26,15 @@ class OutputHook:
     Attributes:
         readers: units that were given it, and their calls, whose backward is over then.
         returners: units that returned it, whose backward begins then: the last, around or after the others, first.
+        task: the backward in which it was last.
     """
 
-    __slots__ = ("readers", "returners")
+    __slots__ = ("readers", "returners", "task")
 
     def __init__(self) -> None:
         self.readers: list[tuple[UnitHooks, ForwardCall]] = []
         self.returners: list[tuple[UnitHooks, ForwardCall | None]] = []
+        self.task: int | None = None
 
     def reached(self) -> None:
         """The gradient is there.
@@ -43,6 +45,7 @@ class OutputHook:
         if _functorch.in_transform():  # a backward inside of it
             with _functorch.outside():
                 return self.reached()
+        self.task = _torch.graph_task()
         for reader, call in self.readers:  # they reshard before anything is gathered
             if (unit := reader.unit()) is not None:
                 if (driver := reader.driver()) is None:

@@ -46,13 +46,31 @@ class Outlasting(nn.Module):
         return self.frozen(x), own
 
 
+class Viewed(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, :]
+
+
+class Written(nn.Module):
+    """Writes to a view that a unit returned: autograd derives that from its base anew, past hooks on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Viewed(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x)
+        y += 1
+        return y, x
+
+
 class Net(nn.Module):
     """One of them between trained units, or in front."""
 
     def __init__(self, kind: Callable[[], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = Linear(WIDTH, WIDTH) if kind is Passing else nn.Identity()
+        self.first = nn.Identity() if kind is Outlasting else Linear(WIDTH, WIDTH)
         self.several = kind()
         self.last = Linear(WIDTH, WIDTH)
 
@@ -91,3 +109,8 @@ def test_a_frozen_unit_is_gathered_once_whatever_a_loss_uses(
     kind: Callable[[], nn.Module], uses: Uses, strategy: str, pool2: Run
 ) -> None:
     assert all(pool2(_train, kind, uses, strategy))
+
+
+@pytest.mark.parametrize("uses", [([0], [0]), ([0, 1], [0])])
+def test_a_view_that_a_unit_returned_may_be_written_to(uses: Uses, pool2: Run) -> None:
+    assert all(pool2(_train, Written, uses, "FULL_SHARD"))
