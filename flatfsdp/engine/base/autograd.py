@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -25,8 +24,20 @@ from . import _functorch, _torch
 Registry = dict[int, Callable[[torch.Tensor], None]]
 
 
-class LeafHook(partial[None]):
-    """The post-accumulate hook of one leaf. A call of it is none of Python's: every gradient makes one."""
+class LeafHook:
+    """The post-accumulate hook of one leaf: calls `leaf_ready(kind, index, leaf)` of its owner, held weakly."""
+
+    __slots__ = ("_index", "_kind", "_owner")
+
+    def __init__(self, owner: Any, kind: int, index: int) -> None:
+        self._owner = weakref.ref(owner)
+        self._kind = kind
+        self._index = index
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.leaf_ready(self._kind, self._index, leaf)
 
 
 class PostponedHook:
@@ -41,12 +52,10 @@ class PostponedHook:
         return
 
 
-def watch_leaf(leaf: nn.Parameter, ready: Callable[[int, int, torch.Tensor], None], kind: int, index: int) -> Registry:
-    """Call `ready(kind, index, leaf)` whenever `leaf.grad` has been accumulated; returns where all hooks of `leaf` are.
-
-    `ready` outlives models, and must hold none.
-    """
-    leaf.register_post_accumulate_grad_hook(LeafHook(ready, kind, index))
+def watch_leaf(leaf: nn.Parameter, owner: Any, kind: int, index: int) -> Registry:
+    """Call `owner.leaf_ready(kind, index, leaf)` whenever `leaf.grad` has been accumulated; returns where all hooks of
+    `leaf` are."""
+    leaf.register_post_accumulate_grad_hook(LeafHook(owner, kind, index))
     registry = _torch.hooks_on(leaf)
     assert registry is not None
     return registry

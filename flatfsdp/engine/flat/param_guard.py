@@ -134,8 +134,6 @@ class UnusableParameter(DescribedAsShard):
     ) -> Any:
         kwargs = kwargs or {}
         if is_query(func):
-            if func is torch.Tensor.data_ptr and not args[0].untyped_storage().nbytes():
-                return 0  # not where its elements would be in memory that was freed
             return super().__torch_function__(func, types, args, kwargs)
         if property_of(func) == "data":
             return data_of_shard(*args)
@@ -210,25 +208,25 @@ HIDDEN[DeferredGradParameter] = UnusableParameter
 
 
 def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
-    """Let `leaves` show `nothing`, and refuse operations on them."""
+    """Let `leaves` show `nothing`, unless they do, and refuse operations on them."""
     with _torch.as_plain_tensors():  # some may be described as their shards
         for leaf in leaves:
-            _SET_DATA(leaf, nothing)
-            leaf.__class__ = HIDDEN[type(leaf)]
+            kind = type(leaf)
+            hidden = HIDDEN[kind]
+            if kind is not hidden or kind not in ORIGINAL:
+                _SET_DATA(leaf, nothing)
+                leaf.__class__ = hidden
 
 
-def change_classes(leaves: Sequence[nn.Parameter], classes: Mapping[type, Any]) -> type | None:
-    """Let `leaves` be of what `classes` has for theirs: that, where it is one for all, as nearly always."""
+def change_classes(leaves: Sequence[nn.Parameter], classes: Mapping[type, Any]) -> None:
+    """Let `leaves` be of what `classes` has for theirs."""
     found = list(map(type, leaves))
     if found.count(found[0]) != len(found):
         for leaf, kind in zip(leaves, found, strict=True):
             leaf.__class__ = classes[kind]
-        return None
-    changed = classes[found[0]]
-    if changed is not found[0]:
+    elif (changed := classes[found[0]]) is not found[0]:  # looked up once for all: nearly always one class
         for leaf in leaves:
             leaf.__class__ = changed
-    return changed
 
 
 # Where leaves lie that may be hidden, by their ids: looked up when one is used.

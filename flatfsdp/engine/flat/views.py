@@ -64,7 +64,6 @@ class ParamViews:
         self.handle = handle
         self.extended: list[TransformedParam] = []
         self.some_hidden = self.tracks_writes = self.is_left_unsharded = False
-        self._whole: object = None  # the views of the buffer that all leaves show, also hidden and with that freed
         self.without_values: frozenset[int] = frozenset()
         self.mode = SHOWS_UNSHARDED
         self.show(SHOWS_SHARD)
@@ -85,7 +84,8 @@ class ParamViews:
             handle.face.follow_requires_grad()  # modules have held the leaves
         if mode is SHOWS_NOTHING:
             if before is not SHOWS_GUARDED:
-                self._hide_all()
+                hide(handle.leaves, handle.at_rest.empty)
+                self.some_hidden, self.tracks_writes = True, False
         else:
             if mode is SHOWS_UNSHARDED:
                 views = handle.unsharded.shown
@@ -93,11 +93,8 @@ class ParamViews:
                 views = self._shapes() if mode is SHOWS_SHAPE else handle.at_rest.shown
             if self.some_hidden or self.tracks_writes:
                 self.unhide()
-            if views is not self._whole:
-                for leaf, view in views:
-                    leaf.data = view
-                own = mode is SHOWS_UNSHARDED and handle.unsharded.buffer is not None and not handle.unsharded.has_inner
-                self._whole = views if own else None
+            for leaf, view in views:
+                leaf.data = view
             if mode is SHOWS_GUARDED:
                 change_classes(handle.leaves, HIDDEN)
                 self.some_hidden = True
@@ -107,15 +104,6 @@ class ParamViews:
         if self.extended and mode is not SHOWS_UNSHARDED:
             for each in self.extended:
                 each.uninstall(handle.face.put)
-
-    def _hide_all(self) -> None:
-        """Let all leaves show nothing: refuse their use, and keep what they show where the next unsharded form will be.
-        Graphs are kept from it by its version, and it has no memory."""
-        leaves = self.handle.leaves
-        if change_classes(leaves, HIDDEN) not in ORIGINAL or self._whole is None:
-            hide(leaves, self.handle.at_rest.empty)
-            self._whole = None
-        self.some_hidden, self.tracks_writes = True, False
 
     def _shapes(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         handle = self.handle
@@ -127,7 +115,7 @@ class ParamViews:
         """Let some leaves show nothing."""
         leaves = self.handle.leaves
         hide([leaves[i] for i in indices], self.handle.at_rest.empty)
-        self._whole, self.some_hidden = None, True
+        self.some_hidden = True
 
     def guard(self) -> None:
         """Let the leaves refuse to be used for as long as they show a shard that lacks elements."""

@@ -400,7 +400,7 @@ def _watch_leaves(unit: Unit, held: UnitHooks) -> None:
             continue
         for index, leaf in enumerate(handle.leaves):
             if leaf.requires_grad and index not in watched:
-                watched[index] = hooks.watch_leaf(leaf, held.leaf_ready, kind, index)
+                watched[index] = hooks.watch_leaf(leaf, held, kind, index)
 
 
 def unshard_at_first_gradient(unit: Unit, held: UnitHooks) -> None:
