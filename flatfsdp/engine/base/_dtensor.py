@@ -4,6 +4,7 @@ seconds, which only models with DTensors pay."""
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
 from operator import attrgetter
@@ -138,10 +139,7 @@ def dtensors(locals_: Sequence[torch.Tensor], specs: Iterable[Any]) -> list[Any]
     """
     if not locals_:
         return []
-    first, kind = locals_[0], dtensor_type()
-    nothing = _nothing.get((first.dtype, first.device)) if type(first) is torch.Tensor else None
-    if nothing is None:
-        nothing = _nothing_like(first)
+    nothing, kind = nothing_like(locals_[0]), dtensor_type()
     made = []
     for local, spec in zip(locals_, specs, strict=True):
         one = kind.__new__(kind, nothing, spec, requires_grad=False)
@@ -155,8 +153,11 @@ def dtensors(locals_: Sequence[torch.Tensor], specs: Iterable[Any]) -> list[Any]
 _nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def _nothing_like(local: torch.Tensor) -> torch.Tensor:
-    """No elements, of the dtype of `local` and where that is."""
+def nothing_like(local: torch.Tensor) -> torch.Tensor:
+    """No elements, of the dtype of `local` and where that is; always the same."""
+    known = _nothing.get((local.dtype, local.device)) if type(local) is torch.Tensor else None
+    if known is not None:
+        return known
     with torch.inference_mode(False):
         made = local.new_empty(0)
     if type(made) is torch.Tensor:  # not of a dry run
@@ -175,3 +176,8 @@ def dtensor_type() -> Any:
 def set_local(value: Any, local: torch.Tensor, spec: Any) -> None:
     """Let a DTensor have `local`, of its dtype, as what this rank has of it, and `spec`."""
     value._local_tensor, value._spec = local, spec
+
+
+def set_locals(values: Sequence[Any], locals_: Iterable[torch.Tensor]) -> None:
+    """Let DTensors have `locals_`, of their dtypes and shapes, as what this rank has of them."""
+    deque(map(dtensor_type()._local_tensor.__set__, values, locals_), 0)

@@ -41,7 +41,8 @@ REASONS = {
     "torch._C._current_autograd_node": "units that run in one reentrant checkpoint's backward are recomputed together",
     "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public shows it",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
-    "torch.Tensor._use_count": "whether anybody may hold a leaf's node of autograd; access to the node makes one",
+    "torch.Tensor._use_count": "whether anybody may hold a leaf's node of autograd (access to the node makes one), "
+    "or a gradient that is to show the next one",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
     "gradient, after ours",
     "torch.autograd.graph.Node._register_hook_dict": "most of what a hook of each unit costs is a handle to remove it",

@@ -160,6 +160,9 @@ class Face(Protocol):
         `total` belongs to the gradients afterwards.
         """
 
+    def release_grads(self) -> None:
+        """Let go of what is kept of gradients that users have dropped. Called where a forward or a backward begins."""
+
     def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
         """Of gradients `flat`, unsharded, 1-D and padded: each holder that requires one, this rank's part of it, and
         the leaves of that part. [Note: marks]"""

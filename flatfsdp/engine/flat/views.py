@@ -255,6 +255,7 @@ class ParamViews:
         if found := not handle.flat_shows_shard:
             self.adopt_flat()
         if handle.face.is_distributed:
+            handle.face.release_grads()
             for i in handle.face.replaced():
                 found, holder = True, handle.face.holder_of(i)
                 what = f"what the parameter {handle.layout.params[i].name!r} shows now"
