@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import compress
 from operator import is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..flat.param_refs import ParamRef
+
+_HOLD: Any = ParamRef.held  # a slot
+
+
+class _Contents(NamedTuple):
+    """What places have: by place; and what each module's dictionary takes, in a call for all of its places."""
+
+    held: list[nn.Parameter]
+    by_module: list[dict[str, nn.Parameter]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,6 +29,8 @@ class _Slots:
 
     Attributes:
         refs: these, the dictionary of each, its key there, and which parameter it has.
+        modules: each dictionary once.
+        at_rest, computing: what they have.
         others: places in modules with a way of their own to take a parameter, as recurrent ones have.
     """
 
@@ -26,16 +38,21 @@ class _Slots:
     dictionaries: list[dict[str, Any]]
     names: list[str]
     indices: list[int]
+    modules: list[dict[str, Any]]
+    at_rest: _Contents
+    computing: _Contents
     others: list[tuple[ParamRef, int]]
 
 
 class ModulePlaces:
-    """Places in modules, and what they hold. They change together, four times in a step."""
+    """Places in modules, and what they hold: `leaves` while a unit computes, else `holders`. They change together, four
+    times in a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, leaves: Sequence[nn.Parameter], holders: Sequence[nn.Parameter]) -> None:
+        self._leaves, self._holders = leaves, holders
         self._places: list[tuple[ParamRef, int]] = []
         self._slots: _Slots | None = None
-        self._shown: Sequence[nn.Parameter] | None = None
+        self._computing: bool | None = None  # what was shown last
 
     def add(self, param_ref: ParamRef, index: int) -> None:
         """`param_ref` is a place of the parameter `index`, maybe known before."""
@@ -49,39 +66,53 @@ class ModulePlaces:
         self._slots = None
         self._places = [each for each in self._places if each[0] is not param_ref]
 
-    def show(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let modules hold these, unless they do: always the same list for the same purpose."""
-        if parameters is self._shown:
+    def forget(self) -> None:
+        """Another parameter is among the holders."""
+        self._slots = None
+
+    def show(self, *, computing: bool) -> None:
+        """Let modules hold the leaves, or the holders, unless they do."""
+        if computing is self._computing:
             return
-        self._shown = parameters
+        self._computing = computing
         slots = self._slots or self._found()
-        held = list(map(parameters.__getitem__, slots.indices))
-        for _ in map(dict.__setitem__, slots.dictionaries, slots.names, held):
-            pass
-        for _ in map(setattr, slots.refs, repeat("held"), held):
-            pass
+        held, by_module = slots.computing if computing else slots.at_rest
+        deque(map(dict.update, slots.modules, by_module), 0)
+        deque(map(_HOLD.__set__, slots.refs, held), 0)
+        parameters = self._leaves if computing else self._holders
         for param_ref, index in slots.others:
             param_ref.hold(parameters[index])
 
     def displaced(self) -> set[int]:
         """Of which parameters modules hold something else than was shown last. Those that take parameters in a way of
         their own are left out."""
-        slots, shown = self._slots, self._shown
-        if slots is None or shown is None:
+        slots, computing = self._slots, self._computing
+        if slots is None or computing is None:
             return set()
         found = map(dict.get, slots.dictionaries, slots.names)
-        others = map(is_not, found, map(shown.__getitem__, slots.indices))
+        others = map(is_not, found, (slots.computing if computing else slots.at_rest).held)
         return set(compress(slots.indices, others))
 
     def _found(self) -> _Slots:
-        slots = self._slots = _Slots([], [], [], [], [])
+        refs, dictionaries, indices, others = list[ParamRef](), list[dict[str, Any]](), list[int](), []
         for param_ref, index in self._places:
             module = param_ref.module_ref()
             if module is None or type(module).__setattr__ is not nn.Module.__setattr__:
-                slots.others.append((param_ref, index))
+                others.append((param_ref, index))
                 continue
-            slots.refs.append(param_ref)
-            slots.dictionaries.append(module._parameters)
-            slots.names.append(param_ref.attribute)
-            slots.indices.append(index)
-        return slots
+            refs.append(param_ref)
+            dictionaries.append(module._parameters)
+            indices.append(index)
+        names = [param_ref.attribute for param_ref in refs]
+        modules = list({id(each): each for each in dictionaries}.values())
+
+        def contents(parameters: Sequence[nn.Parameter]) -> _Contents:
+            held = [parameters[index] for index in indices]
+            taken: dict[int, dict[str, nn.Parameter]] = {id(each): {} for each in modules}
+            for dictionary, name, parameter in zip(dictionaries, names, held, strict=True):
+                taken[id(dictionary)][name] = parameter
+            return _Contents(held, list(taken.values()))
+
+        at_rest, computing = contents(self._holders), contents(self._leaves)
+        self._slots = _Slots(refs, dictionaries, names, indices, modules, at_rest, computing, others)
+        return self._slots

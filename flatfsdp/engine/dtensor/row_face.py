@@ -185,7 +185,7 @@ class RowFace(Face):
         self._without = [i for i, rows in enumerate(self._rows) if not rows.numel]
         self._shapes = [rows.shape for rows in self._rows]
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
-        self._places = ModulePlaces()
+        self._places = ModulePlaces(leaves, self.holders)
         self.displaced = self._places.displaced
         self._computes = False
         self._followed = list(map(_REQUIRES_GRAD, leaves))
@@ -242,6 +242,7 @@ class RowFace(Face):
                 if held.grad is None and before.grad is not None:
                     assign_grad(held, before.grad)
                 self.holders[index] = held
+                self._places.forget()
                 adoptions.count += 1
             _dtensor.set_local(held, rows.held(view), rows.spec(view.dtype))
             self._note_memory()
@@ -258,11 +259,15 @@ class RowFace(Face):
 
     def compute(self) -> None:
         self._computes = True
-        self._places.show(self._leaves)
+        self._places.show(computing=True)
 
     def rest(self) -> None:
         self._computes = False
-        self._places.show(self.holders)
+        self._places.show(computing=False)
+
+    def follow_leaves(self) -> None:
+        if list(map(_REQUIRES_GRAD, self._leaves)) != self._followed:
+            self.follow_requires_grad()
 
     def follow_requires_grad(self) -> None:
         with _torch.as_plain_tensors():

@@ -148,6 +148,9 @@ class Face(Protocol):
         """Give the leaves the `requires_grad` that users have set on holders, and distributed holders that which they
         have set on leaves. Not called where these are the same."""
 
+    def follow_leaves(self) -> None:
+        """`follow_requires_grad` where only leaves were within reach. Called of distributed holders only."""
+
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         """What is the `.grad` of each leaf's place in the shard; [] where there is none of any. Of the shape that
         `ShardViews.views_of` gives."""

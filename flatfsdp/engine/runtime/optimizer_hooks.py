@@ -128,7 +128,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for ref in known.models:
             if (model := ref()) is not None:
                 model.agreement.stepped = True
-    groups = optimizer.param_groups
+    # What has stepped in its place counts what that took together.
+    groups = (args[0] if args and isinstance(args[0], torch.optim.Optimizer) else optimizer).param_groups
     if known is not None and known.distributed:  # what is written to a list of DTensors leaves their versions, too
         stepped = [p for group in groups for p in group["params"] if p.grad is not None]
     else:
