@@ -4,8 +4,7 @@ seconds, which only models with DTensors pay."""
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -178,6 +177,7 @@ def set_local(value: Any, local: torch.Tensor, spec: Any) -> None:
     value._local_tensor, value._spec = local, spec
 
 
-def set_locals(values: Sequence[Any], locals_: Iterable[torch.Tensor]) -> None:
-    """Let DTensors have `locals_`, of their dtypes and shapes, as what this rank has of them."""
-    deque(map(dtensor_type()._local_tensor.__set__, values, locals_), 0)
+def local_setter() -> Callable[[Any, torch.Tensor], None]:
+    """Lets a DTensor have a tensor, of its dtype and shape, as what this rank has of it."""
+    found: Callable[[Any, torch.Tensor], None] = dtensor_type()._local_tensor.__set__
+    return found

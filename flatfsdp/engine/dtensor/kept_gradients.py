@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_
@@ -36,16 +37,17 @@ class KeptGradients:
 
     Attributes:
         indices: which parameters these are.
+        shows: the DTensors have gradients, and their memory.
     """
 
     def __init__(self, indices: list[int], specs: Sequence[Any], like: torch.Tensor) -> None:
         """`specs`: of all parameters of the handle; `like`: a tensor of the dtype of the gradients, where these lie."""
         self.indices = indices
         self._specs = [specs[i] for i in indices]
-        self._nothing = _dtensor.nothing_like(like)
+        self._nothing, self._set_local = _dtensor.nothing_like(like), _dtensor.local_setter()
         self._made = _dtensor.dtensors([self._nothing] * len(indices), self._specs)
         self._attributes = list(map(vars, self._made))
-        self._shows = False
+        self.shows = False
         self._alone = self._counts()
 
     @staticmethod
@@ -53,25 +55,29 @@ class KeptGradients:
         """Whether gradients are kept where `total` has those of so many `parameters`."""
         return type(total) is torch.Tensor and total.nbytes <= MOST * parameters and _COUNTS
 
-    def _counts(self) -> list[list[int]]:
+    def _counts(self) -> tuple[list[int], list[int], list[int]]:
         """How many have each."""
         made = self._made
-        return [list(map(count, made)) for count in (sys.getrefcount, _torch.use_count, weakref.getweakrefcount)]
+        return (
+            list(map(sys.getrefcount, made)),
+            list(map(_torch.use_count, made)),
+            list(map(weakref.getweakrefcount, made)),
+        )
 
     def release(self) -> bool:
         """Let go of the memory, if nobody else has any of the DTensors; whether that is so."""
-        if self._shows and self._counts() == self._alone and not any(self._attributes):
+        if self.shows and self._counts() == self._alone and not any(self._attributes):
             with _torch.as_plain_tensors():
                 changed = any(map(_REQUIRES_GRAD, self._made))
             if not changed and all(map(is_, map(_SPEC, self._made), self._specs)):
-                _dtensor.set_locals(self._made, repeat(self._nothing))
-                self._shows = False
-        return not self._shows
+                deque(map(self._set_local, self._made, repeat(self._nothing)), 0)
+                self.shows = False
+        return not self.shows
 
     def show(self, locals_: Sequence[torch.Tensor]) -> list[Any] | None:
         """The DTensors, which show `locals_` from now on, if nobody else has any of them."""
-        if not self.release():
+        if self.shows and not self.release():
             return None
-        self._shows = True
-        _dtensor.set_locals(self._made, locals_)
+        self.shows = True
+        deque(map(self._set_local, self._made, locals_), 0)
         return self._made

@@ -190,13 +190,13 @@ class RowFace(Face):
         self._computes = False
         self._followed = list(map(_REQUIRES_GRAD, leaves))
         self._specs: dict[torch.dtype, list[Any]] = {}
-        self._kept: KeptGradients | None = None
+        self.kept: KeptGradients | None = None
         self.counters: list[torch.Tensor] = []
 
     # -- the shard ---------------------------------------------------------------------------------------------------
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
-        self._at_rest, self._kept = at_rest, None
+        self._at_rest, self.kept = at_rest, None
         with torch.no_grad():
             for i, (rows, view) in enumerate(zip(self._rows, at_rest.views, strict=True)):
                 local, spec = rows.held(view), rows.spec(shard.dtype)
@@ -305,7 +305,7 @@ class RowFace(Face):
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
         with _torch.as_plain_tensors():  # attributes of DTensors take half as long
-            specs = self._specs_in(total.dtype)
+            specs = self._specs.get(total.dtype) or self._specs_in(total.dtype)
             holders, rows, shapes = self.holders, self._rows, self._shapes
             pieces: Iterable[tuple[int, torch.Tensor]] = self._at_rest.pieces_of(total)
             if self._without:  # too: what is computed with a gradient is computed by all ranks
@@ -329,10 +329,14 @@ class RowFace(Face):
                         sums.append((_dtensor.local_of(grad), local))
                 new = [i for i, grad, _ in found if grad is None]
                 shown = [local for _, grad, local in found if grad is None]
-            fits = total.dtype == holders[0].dtype
-            made = self._kept_for(new, total).show(shown) if fits and KeptGradients.serve(total, len(new)) else None
+                if not new:
+                    return sums
+            fits, kept = total.dtype == holders[0].dtype, self.kept
+            if kept is None or kept.indices != new:
+                kept = KeptGradients(new, specs, total) if fits and KeptGradients.serve(total, len(new)) else None
+            made = kept.show(shown) if fits and kept is not None else None
+            self.kept = kept if made is not None else None
             if made is None:
-                self._kept = None
                 made = _dtensor.dtensors(shown, map(specs.__getitem__, new))
             for i, grad in zip(new, made, strict=True):
                 if fits:
@@ -341,18 +345,6 @@ class RowFace(Face):
                     assign_grad(holders[i], grad)
             return sums
 
-    def _kept_for(self, indices: list[int], total: torch.Tensor) -> KeptGradients:
-        """What shows gradients of these parameters that are divided from `total`."""
-        if self._kept is None or self._kept.indices != indices:
-            self._kept = KeptGradients(indices, self._specs_in(total.dtype), total)
-        return self._kept
-
-    def release_grads(self) -> None:
-        if self._kept is not None:
-            self._kept.release()
-
     def _specs_in(self, dtype: torch.dtype) -> list[Any]:
-        made = self._specs.get(dtype)
-        if made is None:
-            made = self._specs[dtype] = [rows.spec(dtype) for rows in self._rows]
+        made = self._specs[dtype] = [rows.spec(dtype) for rows in self._rows]
         return made

@@ -52,6 +52,19 @@ class FaceWords:
         return f", or {self.remedy}" if self.remedy else ""
 
 
+class Keeps(Protocol):
+    """What is kept of gradients that were shown, to show the next ones.
+
+    Attributes:
+        shows: it has their memory.
+    """
+
+    shows: bool
+
+    def release(self) -> bool:
+        """Let go of the memory, if users have dropped all of the gradients; whether that is so."""
+
+
 class Face(Protocol):
     """What the parameters of one handle look like at rest. [Note: faces]
 
@@ -74,6 +87,7 @@ class Face(Protocol):
             same list.
         displaced: of distributed holders, gives the leaves in whose places modules hold something else, between
             `compute` and `rest`. Of others, whose modules hold the same at any time, changes are found at rest.
+        kept: what is released where a forward begins, or a backward; None: nothing.
     """
 
     holders: list[nn.Parameter]
@@ -84,6 +98,7 @@ class Face(Protocol):
     is_distributed: bool = False
     counters: list[torch.Tensor]
     displaced: Callable[[], set[int]]
+    kept: Keeps | None = None
     _at_rest: ShardViews
 
     def holder_of(self, index: int) -> nn.Parameter:
@@ -162,9 +177,6 @@ class Face(Protocol):
         `taken`: what was taken from the `.grad` of leaves before the backward, which is shown again. The memory of
         `total` belongs to the gradients afterwards.
         """
-
-    def release_grads(self) -> None:
-        """Let go of what is kept of gradients that users have dropped. Called where a forward or a backward begins."""
 
     def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
         """Of gradients `flat`, unsharded, 1-D and padded: each holder that requires one, this rank's part of it, and

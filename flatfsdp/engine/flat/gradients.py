@@ -75,7 +75,8 @@ class Gradients:
         if self._stashed is None:
             if self.slots.buffer is not None and self.accumulation.check_window(self.slots):
                 self._drop_slots()
-            self.handle.face.release_grads()
+            if (kept := self.handle.face.kept) is not None and kept.shows:
+                kept.release()
             leaves = self.handle.leaves
             self._stashed = {i: grad for i, grad in enumerate(map(_GRAD, leaves)) if grad is not None}
             for i in self._stashed:

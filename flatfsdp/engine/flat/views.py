@@ -255,7 +255,8 @@ class ParamViews:
         if found := not handle.flat_shows_shard:
             self.adopt_flat()
         if handle.face.is_distributed:
-            handle.face.release_grads()
+            if (kept := handle.face.kept) is not None and kept.shows:
+                kept.release()
             for i in handle.face.replaced():
                 found, holder = True, handle.face.holder_of(i)
                 what = f"what the parameter {handle.layout.params[i].name!r} shows now"
