@@ -262,12 +262,12 @@ class RowFace(Face):
         self._places.show(computing=True)
 
     def rest(self) -> None:
+        if self._computes:
+            with _torch.as_plain_tensors():  # leaves may be hidden
+                if list(map(_REQUIRES_GRAD, self._leaves)) != self._followed:  # modules have held them
+                    self.follow_requires_grad()
         self._computes = False
         self._places.show(computing=False)
-
-    def follow_leaves(self) -> None:
-        if list(map(_REQUIRES_GRAD, self._leaves)) != self._followed:
-            self.follow_requires_grad()
 
     def follow_requires_grad(self) -> None:
         with _torch.as_plain_tensors():

@@ -116,7 +116,8 @@ class Face(Protocol):
         """Let modules hold the leaves, which are about to be unsharded. Called of distributed holders only."""
 
     def rest(self) -> None:
-        """End of `compute`. Called of distributed holders only."""
+        """End of `compute`: `follow_requires_grad`, where users have set it on leaves. Called of distributed holders
+        only."""
 
     def replaced(self) -> list[int]:
         """The leaves whose holders do not show their place in the shard, though they should: the user put something
@@ -162,9 +163,6 @@ class Face(Protocol):
     def follow_requires_grad(self) -> None:
         """Give the leaves the `requires_grad` that users have set on holders, and distributed holders that which they
         have set on leaves. Not called where these are the same."""
-
-    def follow_leaves(self) -> None:
-        """`follow_requires_grad` where only leaves were within reach. Called of distributed holders only."""
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         """What is the `.grad` of each leaf's place in the shard; [] where there is none of any. Of the shape that

@@ -80,8 +80,6 @@ class ParamViews:
             return
         if mode is SHOWS_GUARDED and not handle.at_rest.stands_in:
             mode = SHOWS_NOTHING
-        if before is SHOWS_UNSHARDED and handle.face.is_distributed:
-            handle.face.follow_leaves()  # modules have held the leaves
         if mode is SHOWS_NOTHING:
             if before is not SHOWS_GUARDED:
                 hide(handle.leaves, handle.at_rest.empty)
