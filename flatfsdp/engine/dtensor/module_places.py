@@ -13,7 +13,7 @@ from torch import nn
 
 from ..flat.param_refs import ParamRef
 
-_HOLD: Any = ParamRef.held  # a slot
+_HOLD: Any = vars(ParamRef)["held"]  # a slot
 
 
 class _Contents(NamedTuple):

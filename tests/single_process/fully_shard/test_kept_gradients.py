@@ -136,8 +136,8 @@ def test_others_are_made(way: str) -> None:
         (found,) = torch.autograd.grad(held.to_local(), [leaf_of(held)])
         assert torch.equal(found, once[3])
     elif way != "weakly":
-        grad = {"itself": lambda: held, "in a container": lambda: held["step"][0], "in a closure": held}[way]()
-        assert grad is alive() and torch.equal(grad.to_local(), once[3])
+        grad: Any = {"itself": lambda: held, "in a container": lambda: held["step"][0], "in a closure": held}[way]()
+        assert torch.equal(grad.to_local(), once[3]) and grad is alive()
 
 
 def leaf_of(result: Any) -> Tensor:
