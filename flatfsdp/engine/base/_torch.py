@@ -41,17 +41,14 @@ REASONS = {
     "torch._C._current_autograd_node": "units that run in one reentrant checkpoint's backward are recomputed together",
     "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public shows it",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
-    "torch.Tensor._use_count": "whether anybody may hold a leaf's node of autograd (access to the node makes one), "
-    "or a gradient that is to show the next one",
-    "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
-    "gradient, after ours",
+    "torch.Tensor._use_count": "whether anybody may hold a leaf's node (access makes one), or a kept gradient",
+    "torch.Tensor._post_accumulate_grad_hooks": "a user's hook must run on the sharded gradient, after ours",
     "torch.autograd.graph.Node._register_hook_dict": "most of what a hook of each unit costs is a handle to remove it",
     "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step, and this is "
     "the only place in between",
     "torch.distributed.distributed_c10d._process_group_name": "a group made by its members alone is named after the "
     "number of groups that the process is in; ranks in different numbers of them would wait for each other for ever",
-    "torch.distributed.ProcessGroup._get_backend": "its options hold the time limit of a group's operations, which "
-    "nothing public shows",
+    "torch.distributed.ProcessGroup._get_backend": "its options hold the time limit of a group's operations",
     "torch.distributed.distributed_c10d._world.pg_map": "what torch lets go of when a process group is destroyed; it "
     "notifies nobody, and threads that serve the group would outlive it",
     "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",

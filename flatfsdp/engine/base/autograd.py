@@ -134,6 +134,14 @@ def before_backward_of_result(tensor: torch.Tensor, callback: Callable[[torch.Te
     tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
 
 
+def before_backward_of_base(view: torch.Tensor, callback: Callable[[], None]) -> None:
+    """Call `callback` whenever gradients are about to flow on to what computed the base of `view`: what is written into
+    a view in place makes autograd derive it from its base anew, past the hooks on the view."""
+    base = view._base
+    if base is not None and base.grad_fn is not None:
+        base.grad_fn.register_prehook(lambda grads: callback())
+
+
 def before_forward(module: nn.Module, hook: Callable[[nn.Module, Any], None]) -> None:
     """Call `hook` with `module` and its arguments before each of its forwards."""
     module.register_forward_pre_hook(hook)

@@ -2,7 +2,7 @@
 
 [Note: kept gradients] To make a DTensor and to let it go takes longer than most of what else a step does to a small
 parameter. So a handle whose parameters are small keeps the DTensors in which its gradients were shown, and lets them
-show the next ones, which lie in memory of their own as ever. It does so only where nobody else has any of these
+show the next ones, which lie in memory of their own. It does so only where nobody else has any of these
 DTensors: no variable, graph or weak reference, as their counts of references show; nobody hung an attribute on one; and
 none requires a gradient. Else others are made. What was made of a DTensor (its local tensor, a view, a detached one)
 counts for nothing: it has the old memory.

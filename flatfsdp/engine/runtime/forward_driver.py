@@ -26,7 +26,7 @@ from ..schedule.forward_record import ForwardPass, ForwardRecord
 from .backward_hooks import BackwardHooks, UnitHooks
 from .forward_gathers import ForwardGathers
 from .grad_accumulators import GradAccumulators
-from .gradient_flow import GradientFlow, OutputHook
+from .gradient_flow import GradientFlow
 from .iteration import LEFT_BEHIND, Iteration
 from .model_facts import trained_parameters
 from .resources import Resources
@@ -357,8 +357,9 @@ class ForwardDriver:
             self.gradient_flow.unhook_later([hooks.before_backward_of(output, reached)])
         else:
             hooks.before_backward_of_result(output, reached)
-            if output._is_view():
-                _hook_base(output, output_hook)
+            # Not where the hook would hold inputs: they may be views of the same.
+            if output._is_view() and (call is None or call.handle is None):
+                hooks.before_backward_of_base(output, output_hook.reached_past_it)
 
     def _keep_unsharded(self, unit: Unit) -> None:
         cause = (
@@ -378,19 +379,6 @@ class ForwardDriver:
             warn_once_per_job(f"{cause}It stays unsharded until the end of backward. {remedy}")
         unit.backward.keep_unsharded = True
         unshard_at_first_gradient(unit, self.backwards.of_unit[unit])
-
-
-def _hook_base(output: torch.Tensor, output_hook: OutputHook) -> None:
-    """What is written into a view in place makes autograd derive it from its base anew, past the hook on the view: the
-    node that computed the base is reached in any case."""
-
-    def reached(grads: Any) -> None:
-        if output_hook.task != _torch.graph_task():
-            output_hook.reached()
-
-    base = output._base
-    if base is not None and base.grad_fn is not None:
-        base.grad_fn.register_prehook(reached)
 
 
 def _watch_leaves(unit: Unit, held: UnitHooks) -> None:

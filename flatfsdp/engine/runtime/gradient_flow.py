@@ -64,6 +64,11 @@ class OutputHook:
                 refuse_without_model(unit)
             driver.before_backward(unit, returned)
 
+    def reached_past_it(self) -> None:
+        """A gradient has come to the base of the tensor, a view: unless one has come to that itself, in this task."""
+        if self.task != _torch.graph_task():
+            self.reached()
+
 
 class GradientFlow:
     """The links of the forwards that one backward may cover, and the hooks that hang on users' leaves."""

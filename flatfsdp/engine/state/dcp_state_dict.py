@@ -105,7 +105,7 @@ def _load_of(torchs_own: Callable[..., None]) -> Callable[..., None]:
 
 def _unflatten_of(torchs_own: Callable[..., dict[str, Any]], ours: type) -> Callable[..., dict[str, Any]]:
     """torch asks this rank's optimizer what states a parameter has; of those of which the rank holds nothing it has
-    none. Here the state dict says so."""
+    none. Here the state dict decides."""
 
     def unflatten(optim: Any, flattened: dict[str, Any], info: Any) -> dict[str, Any]:
         unflattened = torchs_own(optim, flattened, info)

@@ -614,11 +614,11 @@ def test_modules_and_parameters_set_on_a_wrapper_are_the_wrapped_modules(world: 
     model.register_buffer("seen", torch.zeros(1))
     model.register_module("gate", nn.Sigmoid())
     model.note = "plain"
-    assert "seen" in net._buffers and net.gate is model.gate
+    assert "seen" in dict(net.named_buffers()) and net.gate is model.gate
     assert net.loss is model.loss and net.scale is model.scale and net.head is model.head
     assert net.shift is model.shift and not hasattr(net, "note")
     assert "loss" in dict(model.named_modules()) and "shift" in dict(model.named_parameters())
-    assert list(model._modules) == ["_fsdp_wrapped_module"]
+    assert [*model.children()] == [net]
     message = reported(lambda: model(torch.ones(1, 4)))
     assert message.startswith("these parameters were registered after wrapping: shift, head.weight, head.bias.")
 

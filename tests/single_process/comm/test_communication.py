@@ -372,9 +372,9 @@ def test_only_units_that_gather_half_way_count_what_comes() -> None:
     for prefetch in ("BACKWARD_PRE", "BACKWARD_POST", None, "BACKWARD_MID"):
         came: list[int] = []
 
-        def count(leaves: CountingHooks, kind: int, index: int, came: list[int] = came) -> None:
+        def count(leaves: CountingHooks, kind: int, index: int, leaf: torch.Tensor, came: list[int] = came) -> None:
             came.append(index)
-            counted(leaves, kind, index)
+            counted(leaves, kind, index, leaf)
 
         with patch.object(CountingHooks, "leaf_ready", count), tower(backward_prefetch=prefetch) as model:
             came.clear()
