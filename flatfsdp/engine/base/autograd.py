@@ -12,13 +12,15 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import _functorch, _torch
+
+_SEQUENCE = methodcaller("_sequence_nr")
 
 # The post-accumulate hooks of one tensor, by their numbers; as alive as the tensor.
 Registry = dict[int, Callable[[torch.Tensor], None]]
@@ -265,8 +267,17 @@ class MultiGradHook:
             del self._missing[task]
             self._callback()
 
+    def precedes(self, output: torch.Tensor) -> bool:
+        """Whether `output` was made after all tensors that are waited for: its hooks may hold this. In backwards, where
+        threads number nodes of their own, all are taken for that."""
+        node = output.grad_fn
+        later = node is not None and (_torch.in_backward() or node._sequence_nr() > max(map(_SEQUENCE, self._nodes)))
+        return bool(later)
 
-def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> tuple[list[Any], object]:
+
+def after_backward_to(
+    tensors: Sequence[torch.Tensor], callback: Callable[[], None]
+) -> tuple[list[Any], MultiGradHook | None]:
     """Call `callback` once per backward when the gradients of all `tensors` that it computes are there.
 
     Returns what removes the hooks, and what must be kept alive, downstream of `tensors`, for as long as they shall

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..config.arguments import has_forward
 from ..flat.buffer_casting import cast_buffers
 from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_UNSHARDED, check_unwritten, keep_packed
-from ..schedule.forward_record import ForwardPass, ForwardRecord
+from ..schedule.forward_record import ForwardRecord
 from .backward_hooks import BackwardHooks, UnitHooks
 from .forward_gathers import ForwardGathers
 from .grad_accumulators import GradAccumulators
@@ -294,7 +294,7 @@ class ForwardDriver:
             if (known := this()) is not None:
                 held.inputs_ready(known)
 
-        registered, call.handle = hooks.after_backward_to(awaited, arrived)
+        registered, call.watch = hooks.after_backward_to(awaited, arrived)
         if all(tensor.grad_fn is None for tensor in awaited):
             call.outlasts = True
             flow.unhook_later(registered)
@@ -311,8 +311,11 @@ class ForwardDriver:
         reached = keep = False
         if training:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            for each in outputs:
-                self._hook_output(unit, each, call)
+            watches: Sequence[object] = [None] * len(outputs)
+            if call is not None and call.watch is not None:
+                call, watches = call.let_go(outputs)
+            for each, watch in zip(outputs, watches, strict=True):
+                self._hook_output(unit, each, call, watch)
             if _functorch.left.interpreters:
                 outputs += self._hook_outer_levels(unit, output)
             if call is not None and call.outlasts:
@@ -338,27 +341,31 @@ class ForwardDriver:
         outer = [each for tensor in tensors_in(output) for each in _functorch.levels_of(tensor)[1:]]
         outer = [each for each in outer if each.requires_grad]
         for each in outer:
-            self._hook_output(unit, each, None)
+            self._hook_output(unit, each, None, None)
         return outer
 
-    def _hook_output(self, unit: Unit, output: torch.Tensor, call: ForwardCall | None) -> None:
-        """Begin this unit's backward when the gradient of `output` is there; that of its readers is over then."""
+    def _hook_output(self, unit: Unit, output: torch.Tensor, call: ForwardCall | None, watch: object) -> None:
+        """Begin this unit's backward when the gradient of `output` is there, whose hooks hold `watch`; that of its
+        readers is over then."""
         output_hook = self.gradient_flow.output_hook(output)
         output_hook.returners.insert(0, (self.backwards.of_unit[unit], call))
         if len(output_hook.returners) > 1:
+            if watch is not None:
+                hooks.before_backward_of(output, functools.partial(lambda held, grad: None, watch))
             return
 
         # The graph holds the pass that it was made in. Not the model: an error of a backward that the model keeps holds
         # the graph, and no collector sees that circle.
-        def reached(grad: torch.Tensor, made_in: ForwardPass | None = self.iteration.record.running) -> None:
+        held = self.iteration.record.running, watch
+
+        def reached(grad: torch.Tensor, held: object = held) -> None:
             output_hook.reached()
 
         if output.grad_fn is None:
             self.gradient_flow.unhook_later([hooks.before_backward_of(output, reached)])
         else:
             hooks.before_backward_of_result(output, reached)
-            # Not where the hook would hold inputs: they may be views of the same.
-            if output._is_view() and (call is None or call.handle is None):
+            if output._is_view():
                 hooks.before_backward_of_base(output, output_hook.reached_past_it)
 
     def _keep_unsharded(self, unit: Unit) -> None:

@@ -119,10 +119,10 @@ class WatchedLeaves:
 class ForwardCall:
     """One forward of a unit: a name for what its backward still has to do.
 
-    The hooks of its outputs hold it, and with it `handle`, what watches its inputs; the inputs' hooks hold it weakly
-    ([Note: arrivals]).
+    The hooks of its outputs hold it; those of its inputs hold it weakly ([Note: arrivals]).
 
     Attributes:
+        watch: until its forward is over: what watches its inputs, if several.
         began: when, in ticks of the record's clock; None where that means nothing.
         finished_in_task: the graph task in which it was over last. An output that is reached later is what it was
             given.
@@ -130,13 +130,20 @@ class ForwardCall:
             that were not computed from them.
     """
 
-    __slots__ = ("__weakref__", "began", "finished_in_task", "handle", "outlasts")
+    __slots__ = ("__weakref__", "began", "finished_in_task", "outlasts", "watch")
 
     def __init__(self, began: int | None) -> None:
         self.began = began
-        self.handle: object = None
+        self.watch: hooks.MultiGradHook | None = None
         self.finished_in_task: int | None = None
         self.outlasts = False
+
+    def let_go(self, outputs: Sequence[torch.Tensor]) -> tuple[ForwardCall | None, list[hooks.MultiGradHook | None]]:
+        """The call, unless nothing will show its end, and for each output its `watch`, if hooks of that may hold it: of
+        what was there before an input they may not. The graph would hold itself, and no collector sees that circle."""
+        watch, self.watch = self.watch, None
+        held = [watch if watch is not None and watch.precedes(each) else None for each in outputs]
+        return self if any(held) else None, held
 
 
 class UnitBackward:

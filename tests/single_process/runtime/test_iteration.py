@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -98,3 +99,55 @@ def test_units_hold_no_way_up_to_their_model() -> None:
         held = set().union(*held_by_units(model))
         assert {"FlatParamHandle", "Gradients", "Resources"} <= held, "nothing is followed: the test shows nothing"
         assert held.isdisjoint({"Model", "Iteration", "Backward", "ForwardDriver", "BackwardHooks"})
+
+
+class Marked(torch.autograd.Function):
+    """Its node is alive as long as the graph."""
+
+    nodes: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Marked.nodes.add(ctx)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Passing(nn.Module):
+    """Returns the second of what it is given as it is: `alone`, or beside what it makes of both."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.linear, self.alone = nn.Linear(4, 4), alone
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return y if self.alone else (self.linear(x) + y, y)
+
+
+class Around(nn.Module):
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.first, self.unit = nn.Linear(4, 4), FullyShardedDataParallel(Passing(alone))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Marked.apply(self.first(x))
+        made = self.unit(y * 2, y)
+        return made if self.unit.module.alone else made[0] + made[1]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_graphs_of_units_that_return_what_they_were_given_are_let_go(alone: bool, backward: bool) -> None:
+    with fake_world(2):
+        model = FullyShardedDataParallel(Around(alone))
+        for _ in range(3):
+            loss = model(torch.ones(2, 4)).sum()
+            if backward:
+                loss.backward()
+            del loss
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        assert not Marked.nodes
