@@ -35,6 +35,16 @@ from ...errors import ConfigTypeError, ConfigValueError, did_you_mean, refuse_ty
 from . import fsdp1_mode
 
 
+def check_initialized(path: str, parameter: nn.Parameter) -> None:
+    """Refuse to shard a parameter of a lazy module that has no shape yet."""
+    if torch.nn.parameter.is_lazy(parameter):
+        raise ConfigValueError(
+            f"parameter {path!r} is not initialized: it is of a lazy module, which gives it a shape in its first "
+            "forward. Run a forward with inputs of the right size before the model is sharded, or leave that module "
+            "alone (ignored_modules=, ignored_params=)"
+        )
+
+
 def check_arguments(
     module: nn.Module,
     *,

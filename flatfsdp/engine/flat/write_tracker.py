@@ -43,6 +43,11 @@ class FlatParameter(TracksWrites, nn.Parameter):
     _handle_ref: Callable[[], Any] | None = None  # weak
 
     @property
+    def has_handle(self) -> bool:
+        """Whether its model is there, and computes with it; no copy's does."""
+        return self._handle_ref is not None and self._handle_ref() is not None
+
+    @property
     def _handle(self) -> Any:
         handle = self._handle_ref() if self._handle_ref is not None else None
         if handle is None:

@@ -182,6 +182,12 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
                     "wrapped, so that this one would never be updated. Build the optimizer after that forward, or copy "
                     "values into the parameter"
                 )
+            if isinstance(parameter, FlatParameter) and not parameter.has_handle and is_new("copied flat"):
+                warn_once_per_job(
+                    f"param group {number} of the optimizer holds a flat parameter that no module computes with. Either"
+                    " it was copied with the module inside of a wrapper (as by copy.deepcopy(model.module)), or its "
+                    "model was deleted. Copy the wrapper, or the module before wrapping"
+                )
             unit = registry.owner_of(parameter)
             if unit is None and parameter.requires_grad:
                 strangers.add(id(parameter))

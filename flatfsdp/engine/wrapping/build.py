@@ -19,6 +19,7 @@ from ...api import BackwardPrefetch, Config, MixedPrecision
 from ...errors import UsageError, warn
 from ..agreement.checksums import InitialChecksums
 from ..comm.process_groups import plan_groups, resolve_groups
+from ..config.arguments import check_initialized
 from ..config.schedule_options import AS_BUILT, Schedule, reshard_choices
 from ..config.strategy import traits
 from ..config.unit_options import UnitOptions
@@ -237,6 +238,7 @@ def _homes(
                 "original module, once"
             )
         else:
+            check_initialized(path, leaf)
             param_refs.append(ParamRef(holder, attribute, path, leaf))
     return param_refs, shared_refs, ignored
 

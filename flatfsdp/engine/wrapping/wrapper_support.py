@@ -60,7 +60,8 @@ def apply_to_tensors(
     if not between and shards and _changes(unit, change):
         raise UsageError(
             f"unit {unit.label}: .to(), .half() and their like change parameters between iterations only; a forward "
-            "here still awaits its backward"
+            "here still awaits its backward. Run that before; where none is to come, a forward of the model under "
+            "torch.no_grad() ends the wait"
         )
     if any(change(handle.shard.new_empty(0)).is_meta and not handle.shard.is_meta for handle in unit.handles):
         raise UsageError(

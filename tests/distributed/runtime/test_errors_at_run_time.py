@@ -117,6 +117,23 @@ original module, once""",
     )
 
 
+@pytest.mark.parametrize("shard", [FullyShardedDataParallel, fully_shard])
+def test_a_lazy_module_before_its_first_forward(world: None, shard: Callable[[nn.Module], nn.Module]) -> None:
+    assert_expected_inline(
+        reported(lambda: shard(nn.Sequential(nn.LazyLinear(4))), ConfigValueError),
+        """\
+parameter '0.weight' is not initialized: it is of a lazy module, which gives it a shape in its first
+forward. Run a forward with inputs of the right size before the model is sharded, or leave that
+module alone (ignored_modules=, ignored_params=)""",
+    )
+
+
+def test_a_lazy_module_that_is_left_alone(world: None) -> None:
+    lazy = nn.LazyLinear(4)
+    model = FullyShardedDataParallel(nn.Sequential(lazy, linear()), ignored_modules=[lazy])
+    assert model(torch.ones(1, 3)).shape == (1, 4)
+
+
 def test_ignoring_a_wrapper(world: None) -> None:
     inner = FullyShardedDataParallel(linear())
     outer = nn.Sequential(inner, linear())
@@ -354,10 +371,32 @@ def test_a_cast_before_the_backward(world: None, change: Callable[[nn.Module], A
         reported(lambda: change(model)),
         """\
 unit '0': .to(), .half() and their like change parameters between iterations only; a forward here
-still awaits its backward""",
+still awaits its backward. Run that before; where none is to come, a forward of the model under
+torch.no_grad() ends the wait""",
     )
     output.backward()
     change(model)
+
+
+def test_a_cast_after_an_evaluation_in_the_place_of_the_backward(world: None) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear})
+    model(torch.ones(1, 4))
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert model.double()(torch.ones(1, 4, dtype=torch.double)).dtype is torch.double
+
+
+def test_stepping_a_flat_parameter_that_was_copied_without_its_model(world: None) -> None:
+    model = FullyShardedDataParallel(linear())
+    optimizer = torch.optim.SGD(copy.deepcopy(model.module).parameters(), lr=0.1)
+    with pytest.warns(FlatFSDPWarning) as caught:
+        optimizer.step()
+    assert_expected_inline(
+        in_lines(caught[0].message),
+        """param group 0 of the optimizer holds a flat parameter that no module computes with. Either it was
+copied with the module inside of a wrapper (as by copy.deepcopy(model.module)), or its model was
+deleted. Copy the wrapper, or the module before wrapping""",
+    )
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------
