@@ -23,6 +23,7 @@ from ..wrapping.wrapper_support import apply_to_tensors, keep_model
 from .arguments import CALL, Call
 from .class_swap import swap_class
 from .placements import lay_out
+from .state_dicts import watch
 
 # Units whose shards the running call of `_apply` has changed; None outside of one.
 _changed: list[Unit] | None = None
@@ -47,6 +48,7 @@ def shard(call: Call, front_class: type) -> None:
         swap_class(module, front_class)
         module.__dict__["_unit"] = model.outermost
     keep_model(call.modules[0], model)
+    watch(model.outermost)
 
 
 def _faces(transformed: Sequence[TransformedParam], leaves: Sequence[nn.Parameter], mesh: Any) -> RowFaces:

@@ -50,6 +50,7 @@ from ..runtime.model_facts import own_pieces
 from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, put_at_rest, units_in
 from ..runtime.optimizer_hooks import guard_optimizers
 from ..runtime.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
+from ..runtime.reparametrizations import refuse_reparametrizations
 from ..runtime.resources import ModelSettings, Resources
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
@@ -337,6 +338,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     own(unit)
     models.add(model)
     guard_optimizers()
+    refuse_reparametrizations()
     model.observers.set(
         ProfilerRanges(model),
         PostForwardShards(model.units, resources),  # over whose axes persistent parameters may be gathered

@@ -91,8 +91,9 @@ def apply_to_tensors(
         return
     with torch.no_grad():
         for handle, views in zip(unit.handles, unit.views, strict=True):
+            before = handle.shard.data_ptr()
             changed = change(handle.shard)
-            if changed is not handle.shard:
+            if changed is not handle.shard or changed.data_ptr() != before:  # share_memory_() moves it, too
                 views.replace_shard(changed.detach())
     model_of(unit).setup.placed = False
 

@@ -16,6 +16,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 from flatfsdp import FullyShardedDataParallel, fully_shard
@@ -598,6 +599,37 @@ these parameters were registered after wrapping: 0.bias, 1.shift, 1.1.weight, 1.
 holds them, so they are not sharded and their gradients are not averaged over ranks. Register them
 before wrapping, or keep them outside, in a module that ignored_modules= lists""",
     )
+
+
+def wrapped(*, orig: bool) -> Callable[[nn.Module], Any]:
+    return lambda module: FullyShardedDataParallel(module, use_orig_params=orig)
+
+
+@pytest.mark.parametrize("shard", [wrapped(orig=True), wrapped(orig=False), fully_shard])
+def test_pruning_what_is_sharded(world: None, shard: Callable[[nn.Module], nn.Module]) -> None:
+    net = nn.Sequential(linear())
+    model = shard(net)
+    assert_expected_inline(
+        reported(lambda: prune.l1_unstructured(net[0], "weight", 0.5)),
+        """\
+'weight' of a Linear is a parameter of unit <root>, and cannot become 'weight_orig', as
+torch.nn.utils.prune and spectral_norm name what they replace. Call them before the module is
+sharded. What was pruned before it was wrapped is pruned further inside summon_full_params()""",
+    )
+    model(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_pruning_before_wrapping_and_further(orig: bool) -> None:
+    net = linear()
+    prune.l1_unstructured(net, "weight", 0.5)
+    with fake_world(1):
+        model = wrapped(orig=orig)(net)
+        for zeros in (8, 12):
+            model(torch.ones(1, 4)).sum().backward()
+            assert (net.weight == 0).sum() == zeros
+            with FullyShardedDataParallel.summon_full_params(model):
+                prune.l1_unstructured(net, "weight", 0.5)
 
 
 @pytest.mark.parametrize("orig", [True, False])

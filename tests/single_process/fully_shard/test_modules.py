@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import flatfsdp
 from flatfsdp import FSDPModule, FullyShardedDataParallel, as_torch, fully_shard
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
+from tests.harness import inspect
 from tests.harness.gather_hooks import AsInt8
 
 SHAPE = (4, 8)
@@ -431,3 +432,61 @@ def test_a_move_between_forward_and_backward_leaves_modules_what_they_compute_wi
     assert model.to("cpu").float().weight is computed_with
     loss.backward()
     assert hasattr(model.weight, "placements")
+
+
+# -- state dicts while parameters are unsharded ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unsharded_by", ["forward", "unshard()"])
+def test_state_dicts_have_what_is_at_rest_while_parameters_are_unsharded(unsharded_by: str) -> None:
+    layers = plain()
+    layers.append(nn.RNN(2, 2))
+    layers[0].weight = nn.Parameter(AsInt8(layers[0].weight.detach()))
+    model: Any = fully_shard(layers)
+    at_rest = model.state_dict()
+    if unsharded_by == "forward":
+        loss = model(torch.ones(2, 4))[0].sum()
+    else:
+        model.unshard()
+    assert not isinstance(model[2].weight, DTensor)
+    for found, expected in ((model.state_dict(), at_rest), (model[2].state_dict(prefix="2."), at_rest)):
+        assert all(isinstance(value, DTensor) and torch.equal(value, expected[name]) for name, value in found.items())
+        assert [type(value.to_local()) for value in found.values()] == [
+            type(expected[name].to_local()) for name in found
+        ]
+    assert model.state_dict().keys() == at_rest.keys()
+    kept = model[2].state_dict(keep_vars=True)
+    assert not isinstance(model[2].weight, DTensor)  # nothing was freed
+    if unsharded_by == "forward":
+        loss.backward()
+    model.reshard()
+    assert kept["weight"] is model[2].weight
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("unsharded_by", ["forward", "unshard()"])
+def test_state_dicts_are_loaded_while_parameters_are_unsharded(unsharded_by: str, assign: bool) -> None:
+    model, x = model_of(), torch.ones(2, 4)
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    loss = model(x).sum()
+    if unsharded_by == "unshard()":
+        loss.backward()
+        model.unshard()
+    model.load_state_dict(state, assign=assign)
+    assert model(x).abs().sum() == 0
+    if unsharded_by == "forward" and not assign:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as in one process
+            loss.backward()
+
+
+def test_shards_move_into_shared_memory_and_are_trained_there() -> None:
+    model = model_of()
+    before = [parameter.full_tensor().clone() for parameter in model.parameters()]
+    assert model.share_memory() is model
+    assert all(handle.shard.is_shared() for handle in inspect.flat_params(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = model(torch.ones(2, 4)).sum()
+    found.backward()
+    optimizer.step()
+    assert not any(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+    assert not torch.equal(model(torch.ones(2, 4)).sum(), found)

@@ -1,0 +1,47 @@
+"""State dicts of modules whose unit is unsharded, between a forward and its backward or after `unshard()`: they have
+what the modules hold at rest, as any others have."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+
+from ..flat.param_guard import handle_and_index_of
+from ..flat.states import SUMMONED
+from ..runtime.param_registry import unit_around
+from ..runtime.rest import check_idle, quiesce
+from ..runtime.unit import Unit
+
+
+def watch(unit: Unit) -> None:
+    """Let the modules of `unit` save and load DTensors at any time."""
+    modules = {id(each.module): each.module for each in (*unit.param_refs, *unit.shared_refs)}
+    for module in modules.values():
+        if _save_at_rest not in module._state_dict_hooks.values():  # copies have it
+            hook, hooks = module.register_state_dict_post_hook(_save_at_rest), cast(Any, module._state_dict_hooks)
+            hooks.move_to_end(hook.id, last=False)  # others are to see what it puts there
+            module.register_load_state_dict_pre_hook(_load_at_rest)
+
+
+def _unsharded_around(module: nn.Module) -> list[Unit]:
+    """The unit of `module` with those whose parameters it shares, if one does not show its shards."""
+    unit = unit_around(module)
+    units = [] if unit is None or unit.phase is SUMMONED else [unit, *unit.owning_units]
+    return units if not all(each.shows_shard for each in units) else []
+
+
+def _save_at_rest(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """torch's state dict post-hook. Nothing is freed: one rank alone may save."""
+    for unit in _unsharded_around(module)[:1]:
+        for param_ref in (*unit.param_refs, *unit.shared_refs):
+            if param_ref.module_ref() is module:
+                handle, index = handle_and_index_of(param_ref.leaf)
+                key, holder = prefix + param_ref.attribute, handle.face.holder_of(index)
+                state_dict[key] = holder if state_dict.get(key) is param_ref.leaf else holder.detach()
+
+
+def _load_at_rest(module: nn.Module, *_: Any) -> None:
+    """torch's load state dict pre-hook."""
+    if units := _unsharded_around(module):
+        quiesce(units, collective=False, check=lambda each: check_idle(each, "load_state_dict()"))
