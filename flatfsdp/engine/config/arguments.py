@@ -35,13 +35,18 @@ from ...errors import ConfigTypeError, ConfigValueError, did_you_mean, refuse_ty
 from . import fsdp1_mode
 
 
-def check_initialized(path: str, parameter: nn.Parameter) -> None:
-    """Refuse to shard a parameter of a lazy module that has no shape yet."""
+def check_shardable(path: str, parameter: nn.Parameter) -> None:
+    """Refuse to shard a parameter of a lazy module that has no shape yet, or one that was made in inference mode."""
     if torch.nn.parameter.is_lazy(parameter):
         raise ConfigValueError(
             f"parameter {path!r} is not initialized: it is of a lazy module, which gives it a shape in its first "
             "forward. Run a forward with inputs of the right size before the model is sharded, or leave that module "
             "alone (ignored_modules=, ignored_params=)"
+        )
+    if parameter.is_inference():
+        raise ConfigValueError(
+            f"parameter {path!r} was made inside torch.inference_mode(), where tensors get no versions; expected one "
+            "made outside of it. Build the module outside; it may be sharded and called inside"
         )
 
 

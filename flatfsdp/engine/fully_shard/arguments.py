@@ -12,7 +12,7 @@ from torch import nn
 from ...api import Config
 from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
 from ..comm.process_groups import require_process_group
-from ..config.arguments import check_arguments, check_initialized, has_forward
+from ..config.arguments import check_arguments, check_shardable, has_forward
 from ..dtensor.spmd_mesh import SpmdMesh
 from ..runtime.entries import plain_class
 from ..runtime.unit import Unit
@@ -157,7 +157,7 @@ def _check_parameters(holder: nn.Module, ignored: set[nn.Parameter]) -> None:
     for name, parameter in holder.named_parameters():
         if parameter in ignored:
             continue
-        check_initialized(name, parameter)
+        check_shardable(name, parameter)
         if parameter.dim() == 0 and not getattr(parameter, "_fsdp_flattened", False):
             raise ConfigValueError(
                 f"parameter {name!r} is a scalar, which has no rows to shard. Make it a 1-D tensor with one element, "

@@ -19,7 +19,7 @@ from ...api import BackwardPrefetch, Config, MixedPrecision
 from ...errors import UsageError, warn
 from ..agreement.checksums import InitialChecksums
 from ..comm.process_groups import plan_groups, resolve_groups
-from ..config.arguments import check_initialized
+from ..config.arguments import check_shardable
 from ..config.schedule_options import AS_BUILT, Schedule, reshard_choices
 from ..config.strategy import traits
 from ..config.unit_options import UnitOptions
@@ -105,6 +105,7 @@ WRAPPER = Front()
 _BY_HOOKS = ". What its fsdp_pre_all_gather returns is gathered of it where flatfsdp.fully_shard() shards the module"
 
 
+@torch.inference_mode(False)  # what is made in it has no versions, and cannot be trained
 def build_unit(module: nn.Module, config: Config, *, island: bool = False, front: Front = WRAPPER) -> Model:
     """Shard what no nested unit of `module` owns, as the outermost unit of a model. `config` has its groups resolved.
 
@@ -239,7 +240,7 @@ def _homes(
                 "original module, once"
             )
         else:
-            check_initialized(path, leaf)
+            check_shardable(path, leaf)
             param_refs.append(ParamRef(holder, attribute, path, leaf))
     return param_refs, shared_refs, ignored
 

@@ -89,7 +89,7 @@ def apply_to_tensors(
         enlist(flat)
     if not (between and shards):
         return
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         for handle, views in zip(unit.handles, unit.views, strict=True):
             before = handle.shard.data_ptr()
             changed = change(handle.shard)

@@ -135,6 +135,18 @@ def test_a_lazy_module_that_is_left_alone(world: None) -> None:
     assert model(torch.ones(1, 3)).shape == (1, 4)
 
 
+@pytest.mark.parametrize("shard", [FullyShardedDataParallel, fully_shard])
+def test_a_module_made_in_inference_mode(world: None, shard: Callable[[nn.Module], nn.Module]) -> None:
+    with torch.inference_mode():
+        module = nn.Sequential(linear())
+    assert_expected_inline(
+        reported(lambda: shard(module), ConfigValueError),
+        """\
+parameter '0.weight' was made inside torch.inference_mode(), where tensors get no versions; expected
+one made outside of it. Build the module outside; it may be sharded and called inside""",
+    )
+
+
 def test_ignoring_a_wrapper(world: None) -> None:
     inner = FullyShardedDataParallel(linear())
     outer = nn.Sequential(inner, linear())
