@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from . import _torch
+
 REASONS = {
     "device_mesh.DeviceMesh._concatenate": "parameters that are split by data and by tensor parallelism lie on the "
     "mesh of both, and only this makes one of two that exist without new process groups",
@@ -170,6 +172,22 @@ def dtensor_type() -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor
+
+
+# What torch.compile has called for each frame of the caller's, in case that is part of something compiled.
+_compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+
+def is_compiled_around() -> bool:
+    """Whether the caller runs within what torch.compile compiles; it is left out of that."""
+    if torch.compiler.is_compiling():
+        _torch.stay_out_of_graphs()
+    return callable(_compiler())
+
+
+def as_of_torch(value: Any) -> Any:
+    """A DTensor like `value` with the offset of its local tensor, as torch.compile makes it of that again."""
+    return dtensor_type().__new__(dtensor_type(), value._local_tensor, value._spec, requires_grad=False)
 
 
 def set_local(value: Any, local: torch.Tensor, spec: Any) -> None:

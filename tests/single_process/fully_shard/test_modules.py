@@ -490,3 +490,25 @@ def test_shards_move_into_shared_memory_and_are_trained_there() -> None:
     optimizer.step()
     assert not any(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
     assert not torch.equal(model(torch.ones(2, 4)).sum(), found)
+
+
+def test_a_compiled_step_of_the_optimizer() -> None:
+    """Of gradients that are kept, and of others; torch.compile makes one graph of it, as over torch's modules."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    models = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model: Any = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 2048)), fully_shard(nn.Linear(2048, 2))))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiles else optimizer.step
+        for scale in (1, 2):
+            model(torch.ones(2, 4) * scale).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+        models.append(model.state_dict())
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+    for name, value in models[0].items():
+        torch.testing.assert_close(models[1][name].full_tensor(), value.full_tensor(), msg=name)
