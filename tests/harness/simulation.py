@@ -1,10 +1,11 @@
 """W ranks that train one model, without torch: a schedule of each for the backward, and who waits for whom.
 
 A *program* is what all ranks run forward, drawn at random: calls of units inside of each other, some again, some under
-checkpoints, some as a rank's data will have it. Each rank draws what its backward reaches of it, and which gradients
-that brings. `Rank` is a double of autograd and of the units: it reports events to a `BackwardSchedule`, carries out its
-actions, and writes down what it issues, and where its host or its device waits. What ranks decide depends on nothing
-that they receive, so `deadlock` plays what was written down afterwards.
+checkpoints, some as a rank's data will have it. Each rank draws what its backward reaches of it, which gradients that
+brings, and which parameters it uses in parts of units that are recomputed, so that their gradients come late. `Rank` is
+a double of autograd and of the units: it reports events to a `BackwardSchedule`, carries out its actions, and writes
+down what it issues, and where its host or its device waits. What ranks decide depends on nothing that they receive, so
+`deadlock` plays what was written down afterwards.
 """
 
 from __future__ import annotations
@@ -319,7 +320,7 @@ class SimulatedRank:
         self.reductions: list[tuple[str, ...]] = []
         self.operations: list[tuple[str, Any]] = []
         self._schedule_class = schedule_class
-        self._record: ForwardRecord[str] = ForwardRecord()
+        self._record: ForwardRecord[str] = ForwardRecord(knows_late=random.Random(f"late {seed}").random() < 0.8)
         self._segments: dict[Region, Any] = {}
         self._checkpointed: dict[Region, list[Call]] = {}  # the outermost calls in each reentrant checkpoint
         self._unsharded: dict[str, int] = {}  # by unit, the number of its gather
@@ -339,6 +340,11 @@ class SimulatedRank:
         self._in_flight: list[int] = []
         self._participates: set[str] = set()
         self._recomputed_regions: set[Region] = set()
+        self._begun: set[Call] = set()  # to which the backward has come
+        more = random.Random(f"parts {seed}")
+        self._parting = more.choice((0.0, 0.0, 0.3))  # the share of parameters that it uses in plain parts
+        self._drawn_parts = more
+        self._used_once = {unit for unit in program.units if more.random() < 0.7}  # as steps before have shown
         self.lacks = False
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -400,7 +406,7 @@ class SimulatedRank:
         began = record.entered_at
         for owner in owners:
             (record.enter_sharing_without_graph if reentrant else record.enter_sharing)(owner)
-        body = [self._run(each, call) if isinstance(each, Call) else each for each in call.body]
+        body = [self._run(each, call) if isinstance(each, Call) else self._parted(each) for each in call.body]
         if reentrant:
             record.leave_without_graph(call.unit)
         else:
@@ -413,6 +419,14 @@ class SimulatedRank:
             if region not in entered:
                 self._checkpointed.setdefault(region, []).append(ran)
         return ran
+
+    def _parted(self, each: Leaf | Plain) -> Leaf | Plain:
+        return Plain([each]) if not isinstance(each, Plain) and self._drawn_parts.random() < self._parting else each
+
+    def run_without_graph(self, unit: str) -> None:
+        """As under `no_grad()`."""
+        self._record.enter_without_graph(unit)
+        self._record.leave_without_graph(unit)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -506,6 +520,7 @@ class SimulatedRank:
             return
         reached = call in self._reached
         if reached:
+            self._begun.add(call)
             self._before_backward(call)
         for at, each in reversed([*enumerate(call.body)]):
             if isinstance(each, Call):
@@ -655,20 +670,23 @@ class SimulatedRank:
 
     def facts(self) -> UnitFacts[str]:
         """What the schedule may ask of a unit."""
-        plain = (each for call in self._calls() for each in call.body if isinstance(each, Plain))
-        parted = {unit for each in plain for unit, _ in each.leaves}
         return UnitFacts(
             completed=self._completed.__contains__,
             expects_gradients=lambda unit: unit in self._expecting or unit in self._completed,
             has_gradients=lambda unit: any((unit, index) in self._arrived for index in range(PARAMETERS)),
             is_over=self._over.__contains__,
-            is_used_once=lambda unit: unit not in parted,
+            is_used_once=self._used_once.__contains__,
             is_unsharded=self._unsharded.__contains__,
             is_trained=lambda unit: bool(self._leaves(unit)),
             elements=lambda unit: len(self._leaves(unit)),
             takes_part=self._participates.__contains__,
             awaits_gradients=self._awaits,
         )
+
+    def may_bring_more(self, unit: str) -> bool:
+        """Another call of it is to come."""
+        to_come = self._reached - self._begun
+        return any(unit == each.unit or unit in self.program.rules[each.unit].owners for each in to_come)
 
     def _leaves(self, unit: str) -> list[int]:
         return [index for index in range(PARAMETERS) if (unit, index) not in self.program.frozen]

@@ -7,7 +7,9 @@ step: a closure on a leaf is never freed, not even by the garbage collector.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import sys
 import weakref
 from collections import OrderedDict
@@ -163,20 +165,48 @@ def shape_awaited(leaf: torch.Tensor) -> torch.Size:
 shape_admitted = _torch.shape_awaited
 
 
-def customs_before(nodes: Iterable[Any], node: Any) -> list[Any]:
-    """The nodes of custom autograd Functions that ran their forward before that of `node`, and to which gradients of
-    `nodes` flow on."""
-    latest, left = node._sequence_nr(), list(filter(None, nodes))
-    seen, found = set(left), []
+def customs_before(nodes: Iterable[Any], node: Any = None, *, until: Iterable[Any] = ()) -> list[Any]:
+    """The nodes of custom autograd Functions to which gradients of `nodes` flow on, not past those in `until`, of those
+    that ran their forward before that of `node`, if one is given."""
+    latest, seen, found = math.inf if node is None else node._sequence_nr(), {None, *until}, []
+    left = [each for each in nodes if each not in seen]
+    seen.update(left)
     while left:
         each = left.pop()
         if isinstance(each, torch.autograd.function.BackwardCFunction) and each._sequence_nr() < latest:
             found.append(each)
         for following, _ in each.next_functions:
-            if following is not None and following not in seen:
+            if following not in seen:
                 seen.add(following)
                 left.append(following)
     return found
+
+
+class CustomFunctions:
+    """Nodes of custom autograd Functions, as long as their graphs live, and whether the running graph task is through
+    with them."""
+
+    def __init__(self) -> None:
+        self._ran_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def add(self, nodes: Iterable[Any], ran: Callable[[], None]) -> None:
+        """Call `ran` whenever a graph task is through with one of `nodes`."""
+        for node in nodes:
+            if node not in self._ran_in:
+                self._ran_in[node] = -1
+                node.register_hook(functools.partial(_custom_ran, self._ran_in, weakref.ref(node), ran))
+
+    def are_to_come(self) -> bool:
+        """Whether the running graph task comes to one of them, or runs one."""
+        task = _torch.graph_task()
+        return any([ran_in != task and _torch.will_compute(node) for node, ran_in in self._ran_in.items()])
+
+
+def _custom_ran(
+    ran_in: weakref.WeakKeyDictionary[Any, int], node: weakref.ref[Any], ran: Callable[[], None], *grads: Any
+) -> None:
+    ran_in[node()] = _torch.graph_task()
+    ran()
 
 
 class _Edges(torch.autograd.Function):

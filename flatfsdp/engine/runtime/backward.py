@@ -291,6 +291,10 @@ class Backward:
             )
         )
 
+    def may_bring_more(self, unit: Unit) -> bool:
+        """Whether custom Functions may still bring gradients of `unit`, or of units that use its parameters."""
+        return any(each.leaves.customs.are_to_come() for each in (unit, *unit.alive_sharing_units()))
+
     def gather(self, units: Sequence[Unit], *, ahead: bool) -> None:
         """Issue the gather of whatever is sharded of a group, maybe `ahead` of its use."""
         for unit in self._coalescer.launch_unshard(units, ahead=ahead):
@@ -327,6 +331,8 @@ class Backward:
     def complete(self, unit: Unit) -> None:
         """No gradient of `unit` is awaited any more."""
         unit.backward.completed = True
+        if unit.leaves.runs_late is None and FACTS.has_gradients(unit) and not any(g.missing for g in unit.grads):
+            unit.leaves.runs_late = False
 
     def reshard(self, unit: Unit) -> None:
         """Free the unsharded parameters."""
@@ -336,9 +342,12 @@ class Backward:
         """This backward passes over units without a gradient of any: other ranks reduce them before they gather what
         is reached now, unless none comes there, either. Here is where that is found out, and not at the end, which a
         rank that waits for the others' gather would not come to."""
-        if self.sync and not self._no_gradients_came:
-            self._no_gradients_came = True
-            self.agreement.check_gradients(came=False)
+        # The gradient that is computed now may flow on to reentrant checkpoints in which no unit ran, and these bring
+        # gradients of parameters.
+        if not self.sync or self._no_gradients_came or hooks.customs_before([_torch.node_now()]):
+            return
+        self._no_gradients_came = True
+        self.agreement.check_gradients(came=False)
 
     def reduce(self, group: Sequence[Unit]) -> None:
         """Issue the reduction of a `group`. Collective over the shard axis."""

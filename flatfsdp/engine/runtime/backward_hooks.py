@@ -22,6 +22,7 @@ from ..flat.states import FORWARD, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONE
 from ..flat.views import SHOWS_GUARDED, check_exposed
 from ..schedule.backward_driver import UnitRules
 from ..schedule.forward_record import ForwardRecord
+from . import late_gradients
 from .backward import Backward, rules_of
 from .coalesced_collectives import Coalescer
 from .finish import DeferLast, Finisher
@@ -206,6 +207,8 @@ class BackwardHooks:
         backward, own = self.begin(), unit.backward
         if call is None:
             own.ends_unseen.append(_torch.node_now())
+            if unit.leaves.runs_late is not False:
+                late_gradients.await_customs(unit, own.ends_unseen[-1:], self.of_unit[unit].custom_ran)
         if own.completed and (own.finished or _is_done_reading(unit, backward)):
             return
         if unit.phase is STEPPED:
@@ -224,7 +227,7 @@ class BackwardHooks:
             elsewhere = False
         if elsewhere:
             for each in (unit, *unit.owning_units):
-                each.backward.late_gradients = _count_late_gradients(each)
+                each.backward.late_gradients = late_gradients.count_late(each)
         begun = unit.phase is PRE_BACKWARD
         # Its own parameters may have been gathered for others that use them, and those it uses of others were not.
         if begun and not unit.is_tied and (unit.is_unsharded or not unit.options.schedule.unshard_in_backward):
@@ -265,7 +268,8 @@ class BackwardHooks:
                 own.arrived_in_inner_tasks.discard((kind, index))
         elif not (again or own.completed):
             own.arrived_in_inner_tasks.add((kind, index))
-        own.ran_again = _torch.custom_backward() if task != own.task else own.ran_again
+        if task != own.task:
+            late_gradients.came(unit, self.of_unit[unit].custom_ran)
         if not backward.gradient_has_arrived:
             backward.gradient_arrived(watched=bool(self.observers.gradient_came))
         for observe in self.observers.gradient_came:
@@ -317,7 +321,9 @@ class BackwardHooks:
             expecting = expecting or bool(grads.expected)
             missing = missing or bool(grads.missing)
         if expecting and not own.completed and not missing and own.late_gradients <= 0:
-            if (own.arrived_in_inner_tasks and _awaits_more(unit)) or (own.ran_again is not None and own.runs_again()):
+            if own.arrived_in_inner_tasks and late_gradients.awaits_more(unit):
+                return
+            if unit.leaves.runs_late is not False and own.runs_again(unit.leaves.customs):
                 return
             own.completed = True
             unit.enter_phase(POST_BACKWARD)
@@ -327,6 +333,8 @@ class BackwardHooks:
             backward.gradients_ready(unit)
             if unit.leaves.single_use is None:  # for the backwards to come: this one may still show otherwise
                 unit.leaves.single_use = True
+            if unit.leaves.runs_late is None:
+                unit.leaves.runs_late = False
         elif own.late_gradients <= 0 and (
             own.completed or not expecting or not (backward.in_inner_task() or backward.brings_gradients())
         ):
@@ -344,22 +352,11 @@ def _refuse_inside_forward(unit: Unit) -> NoReturn:
     )
 
 
-def _count_late_gradients(unit: Unit) -> int:
-    """How many gradients the running graph task brings that came before, or are awaited no more."""
-    return sum(
-        hooks.will_accumulate(handle.leaves[i])
-        for handle, _, grads in unit.kinds
-        for i in (grads.expected if unit.backward.completed else grads.arrived)
-    )
-
-
 def _may_be_read_after_its_gradients(unit: Unit, backward: Backward) -> bool:
     """Whether something inside the module of `unit` may read parameters when all of its own gradients have come: frozen
     ones pass on others (those that it shares, too), and what is recomputed reads all, parts that share some alone."""
-    encloses = unit.encloses_others
-    if not (encloses or unit.owning_units):
-        return False
-    return (encloses and (backward.schedule.clock.recomputes or bool(unit.sharing_units))) or unit.has_frozen
+    around = unit.encloses_others and (backward.schedule.clock.recomputes or bool(unit.sharing_units))
+    return around or (unit.has_frozen and bool(unit.encloses_others or unit.owning_units))
 
 
 def _is_done_reading(unit: Unit, backward: Backward) -> bool:
@@ -371,32 +368,7 @@ def _is_done_reading(unit: Unit, backward: Backward) -> bool:
     """
     if backward.in_inner_task() or backward.schedule.tied_owners.awaits_own_call(unit):
         return False
-    return all(map(_has_its_gradients, (unit, *unit.owning_units)))
-
-
-def _has_its_gradients(unit: Unit) -> bool:
-    # What came in a reentrant checkpoint's own graph task may come again in this one, of another call.
-    elsewhere = unit.backward.task != _torch.graph_task()
-    return unit.backward.late_gradients <= 0 and not any(
-        views.extended
-        or not leaf.requires_grad
-        or ((elsewhere or i not in grads.arrived) and hooks.will_accumulate(leaf))
-        for handle, views, grads in unit.kinds
-        for i, leaf in enumerate(handle.leaves)
-    )
-
-
-def _awaits_more(unit: Unit) -> bool:
-    """Whether gradients that came in tasks inside have another part to come, or may have: a segment that is recomputed
-    there may share parameters with the rest of this unit's forward."""
-    own = unit.backward
-    if _torch.graph_task() != own.task:
-        return True
-    for kind, index in own.arrived_in_inner_tasks:
-        if hooks.will_accumulate(unit.handles[kind].leaves[index]):
-            unit.grads[kind].missing.add(index)
-    own.arrived_in_inner_tasks.clear()
-    return any(grads.missing for grads in unit.grads)
+    return all(map(late_gradients.has_all, (unit, *unit.owning_units)))
 
 
 def _release(unit: Unit, backward: Backward) -> None:
@@ -437,6 +409,12 @@ class UnitHooks:
         if driver is None:
             refuse_without_model(unit)
         driver.inputs_ready(unit, call)
+
+    def custom_ran(self) -> None:
+        """A backward is through with a custom Function, which may have brought the last gradients."""
+        unit, driver = self.unit(), self.driver()
+        if unit is not None and driver is not None and unit.expects_gradients and not unit.backward.completed:
+            driver.advance(unit, driver.iteration.backward)
 
 
 class CountingHooks(UnitHooks):

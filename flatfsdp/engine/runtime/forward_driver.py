@@ -28,6 +28,7 @@ from .forward_gathers import ForwardGathers
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
 from .iteration import LEFT_BEHIND, Iteration
+from .late_gradients import follow_customs
 from .model_facts import trained_parameters
 from .resources import Resources
 from .setup import Setup
@@ -99,7 +100,7 @@ class ForwardDriver:
                 views.guard()
         new_record = training and iteration.record.consumed
         if new_record:
-            iteration.record = ForwardRecord()
+            iteration.record = ForwardRecord(knows_late=iteration.record.asks_late)
             self.gradient_flow.unhook()
         self.gathers.order.begin()
         iteration.training = training
@@ -166,12 +167,12 @@ class ForwardDriver:
         if unit.phase is SUMMONED:
             return self._run_summoned(unit, args, kwargs, called)
         outermost = self._enter(unit)
-        phase, recomputing = unit.phase, _torch.in_backward()
-        again = phase is FORWARD  # inside its own forward, which goes on after this
+        phase, recomputing, again = unit.phase, _torch.in_backward(), unit.phase is FORWARD  # inside its own forward
         try:
             unit_call, args, kwargs, outer_dtype = self._before(unit, outermost, recomputing, args, kwargs)
-            precision = unit.built.mixed_precision
-            dtype = None if precision.buffer_dtype is None or unit.in_full_precision else precision.buffer_dtype
+            dtype = None if (low := unit.built.mixed_precision.buffer_dtype) is None or unit.in_full_precision else low
+            if self.iteration.record.knows_late and not recomputing:
+                called = functools.partial(follow_customs, unit, self.backwards.of_unit[unit].custom_ran, called)
             with cast_buffers(unit.built.modules, dtype):
                 output = called(*args, **kwargs)
             if not (recomputing or self.iteration.turns.plain):

@@ -172,7 +172,7 @@ class Iteration:
     def abandon(self) -> None:
         """A forward failed: everything returns to between iterations, as if it had not begun."""
         self._agreement.abandon(sys.exc_info()[1])
-        self.record = ForwardRecord()
+        self.record = ForwardRecord(knows_late=self.record.asks_late)
         self.is_at_rest = True
         self.ahead.clear()
         self.requested.clear()

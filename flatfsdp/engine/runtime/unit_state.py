@@ -106,6 +106,9 @@ class WatchedLeaves:
         before_first: ids of the leaves that notify before the first gradient of the unit comes.
         single_use: whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot
             sharing]
+        runs_late: whether custom Functions brought gradients in graph tasks inside of a backward, as far as seen; None
+            before a gradient has come.
+        customs: those Functions that may. [Note: late gradients]
         listing: of those for which flat parameters stand at rest.
     """
 
@@ -113,6 +116,8 @@ class WatchedLeaves:
         self.hooked: list[dict[int, hooks.Registry]] = [{} for _ in range(kinds)]
         self.before_first: set[int] = set()
         self.single_use: bool | None = None
+        self.runs_late: bool | None = None
+        self.customs = hooks.CustomFunctions()
         self.listing = Listing(flat_refs)
 
 
@@ -158,7 +163,6 @@ class UnitBackward:
         late_gradients: how many gradients come again, of a segment recomputed in a graph task of its own or after one.
         task: the graph task in which gradients are awaited.
         arrived_in_inner_tasks: leaves whose gradients only tasks inside that one brought, as (kind, index).
-        ran_again: the node of the reentrant checkpoint that last brought gradients of a part.
         ends_unseen: the nodes where calls began that were given nothing that gets a gradient, which would show the end.
     """
 
@@ -170,7 +174,6 @@ class UnitBackward:
         "keep_unsharded",
         "late_gradients",
         "open_calls",
-        "ran_again",
         "task",
     )
 
@@ -179,22 +182,18 @@ class UnitBackward:
         self.open_calls: set[ForwardCall] = set()
         self.completed = False
         self.finished = False
-        self.ran_again: Any = None
         self.ends_unseen: list[Any] = []
         self.late_gradients = 0
         self.task = -1
         self.arrived_in_inner_tasks: set[tuple[int, int]] = set()
 
-    def runs_again(self) -> bool:
-        """Whether nothing shows the end of the unit's part, or keeps it unsharded, and this backward comes to other
-        reentrant checkpoints than that which brought gradients last: they may run parts of the unit again."""
+    def runs_again(self, customs: hooks.CustomFunctions) -> bool:
+        """Whether nothing shows the end of the unit's part, or keeps it unsharded, and this backward comes to some of
+        `customs`: reentrant checkpoints, maybe, that run parts of the unit again."""
         if self.keep_unsharded or not self.ends_unseen:
             return False
-        if _torch.graph_task() != self.task:
-            return True  # one that runs has not brought all of its gradients
-        return any(map(_torch.will_compute, hooks.customs_before(self.ends_unseen, self.ran_again)))
+        return _torch.graph_task() != self.task or customs.are_to_come()  # one that runs may bring more
 
     def forget_graph(self) -> None:
         """The backward has failed: hold nothing of its graph."""
-        self.ran_again = None
         self.ends_unseen.clear()

@@ -86,6 +86,9 @@ class Driver(Protocol[U_contra]):
     def brings_gradients(self) -> bool:
         """Whether a gradient of a parameter has arrived or will."""
 
+    def may_bring_more(self, unit: U_contra) -> bool:
+        """Whether gradients of `unit` may come late, of calls in the record, though in backwards before none has."""
+
     def gradient_arrived(self, *, watched: bool) -> None:
         """Take part in this backward's reductions to the end."""
 

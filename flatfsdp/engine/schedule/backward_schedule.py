@@ -63,6 +63,8 @@ class BackwardSchedule(Generic[U]):
         """`coalesce` cuts the gathers into groups. `together`: units that are gathered when one of them is needed."""
         clock = self.clock = BackwardClock(record, driver.will_recompute)
         self._rules, self._facts, self._driver = rules, facts, driver
+        self._knows_late = record.knows_late
+        record.asks_late = record.asks_late or bool(clock.in_passes)
         targets = {unit: rules[unit].targets for unit in record.anchored if rules[unit].targets}
         self.gathers: GatherOrder[U] = GatherOrder(clock.gathers[::-1], targets, coalesce=coalesce, together=together)
         self.reductions: ReduceOrder[U] = ReduceOrder(record, clock.began)
@@ -167,7 +169,10 @@ class BackwardSchedule(Generic[U]):
         clock, facts = self.clock, self._facts
         waits = unit in clock.called_again and (clock.recomputes or not facts.is_over(unit))
         # That its first call is over is not known; nor that this backward comes to it, if it was in another pass.
-        if waits and (clock.recomputes or unit not in clock.in_passes or not facts.is_used_once(unit)):
+        if waits and (clock.recomputes or unit not in clock.in_passes):
+            return
+        # What backwards before have not shown may be so in this one.
+        if waits and not (self._knows_late and facts.is_used_once(unit) and not self._driver.may_bring_more(unit)):
             return
         self.reductions.ready(unit)
         self._reduce(self.reductions.due())
@@ -341,7 +346,7 @@ class BackwardSchedule(Generic[U]):
                 if self._driver.in_inner_task():
                     return
                 if rests and not self._driver.brings_gradients():
-                    if not clock.recomputes and self.reductions.at_the_end():
+                    if not clock.recomputed and self.reductions.at_the_end():
                         self._driver.report_no_gradients()
                     resting = True
                     continue

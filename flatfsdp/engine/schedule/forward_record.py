@@ -95,9 +95,12 @@ class ForwardRecord(Generic[U]):
         begun_again: units that began more than once, at least the last time without a graph.
         entered_at: when a unit was entered last.
         consumed: a backward has begun, and no unit has finished since: the next forward opens a new record.
+        knows_late: whether it is looked for what may bring gradients late in its calls; asks_late: whether it is in the
+            next record, since a backward over this one, or over one before, found several passes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, knows_late: bool = False) -> None:
+        self.knows_late = self.asks_late = knows_late
         self._entered: dict[U, None] = {}  # in the order of first entry
         self._begun: dict[U, int] = {}  # when, with those that began without a graph among them
         self._anchored: dict[U, None] = {}  # in the order of last anchoring

@@ -3,6 +3,7 @@ the root or after it, against the same models in one process."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Shard
 import flatfsdp
 from flatfsdp import ShardedGradScaler, fuse_optimizer_steps, optimizer_in_backward
 from tests.conftest import Run
-from tests.distributed.runtime.test_random_models import STEPS, WIDTH, How, Nest, Net, _loss
+from tests.distributed.runtime.test_random_models import STEPS, WIDTH, How, Nest, Net, _losses
 from tests.harness.front import whole
 from tests.harness.gradients import gradients_of, unlike
 from tests.harness.meshes import named_mesh
@@ -64,21 +65,21 @@ def train(rank: int, world: int, seed: int, how: How) -> list[str]:
         optimizer_in_backward(model, optimizer)
     elif how.stepping == "flat":
         fuse_optimizer_steps(optimizer)
-    loss = partial(_loss, seed=seed, how=how)
+    losses = partial(_losses, seed=seed, how=how)
     encodes = drawn.random() < 0.3 and isinstance(model.units[0], flatfsdp.FSDPModule)  # it runs by itself, too
     for step in range(STEPS):
         if how.evaluates:
             with torch.no_grad():
-                loss(model, 0, step, 0)
+                losses(model, 0, step, 0)
         if encodes:
             with torch.no_grad():
                 model.units[0](torch.ones(1, WIDTH), "abc")
         for microbatch in range(how.microbatches):
             model.set_requires_gradient_sync(microbatch == how.microbatches - 1)
-            scaled = loss(model, rank, step, microbatch)
-            (scaled if scaler is None else scaler.scale(scaled)).backward()
-            for of in range(world):
-                (loss(alone, of, step, microbatch) / world).backward()
+            for each in losses(model, rank, step, microbatch):
+                (each if scaler is None else scaler.scale(each)).backward()
+            for each in itertools.chain.from_iterable(losses(alone, of, step, microbatch) for of in range(world)):
+                (each / world).backward()
         if scaler is not None:
             scaler.unscale_(optimizer)
         found: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,14 @@ class Parted(Net):
     def __init__(self, step: Callable[[Net, Tensor, bool], Tensor]) -> None:
         super().__init__(step)
         self.behind = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+
+class Alone(Parted):
+    """And no units inside."""
+
+    def __init__(self, step: Callable[[Net, Tensor, bool], Tensor]) -> None:
+        super().__init__(step)
+        del self.first, self.a, self.b, self.c, self.d, self.e
 
 
 def _around(net: Net, x: Tensor, use: bool) -> Tensor:
@@ -141,6 +149,21 @@ def _part_of_a_unit(net: Any, x: Tensor, use: bool) -> Tensor:
     return reentrant(part, x @ net.behind if use else x)
 
 
+def _used_again_behind(net: Any, x: Tensor, use: bool) -> Tensor:
+    """The first part that is recomputed is, after all gradients have come."""
+
+    def part(x: Tensor) -> Tensor:
+        return x + (x @ net.weight).tanh()
+
+    y: Tensor = part(reentrant(part, x) @ net.behind) if use else part(x @ net.behind)
+    return y
+
+
+def _nothing_but_parts(net: Net, x: Tensor, use: bool) -> Tensor:
+    """All gradients of a rank come in parts of units, behind a unit that it passes over."""
+    return net.b(net.a(net.first(x).detach().requires_grad_(), parted=True), use)
+
+
 def _train(
     rank: int,
     world: int,
@@ -171,7 +194,10 @@ def _train(
     return [name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)]
 
 
-@pytest.mark.parametrize("step", [_around, _inside, _twice, _nothing_else, _with_and_without, _again_with_others])
+@pytest.mark.parametrize(
+    "step",
+    [_around, _inside, _twice, _nothing_else, _nothing_but_parts, _with_and_without, _again_with_others],
+)
 def test_ranks_that_use_other_units_beside_it_are_not_waited_for(
     step: Callable[[Net, Tensor, bool], Tensor], pool2: Run
 ) -> None:
@@ -179,8 +205,14 @@ def test_ranks_that_use_other_units_beside_it_are_not_waited_for(
 
 
 # Model 930010 under `fully_shard`: the unit, of which nothing shows that its backward is over, was freed before.
-def test_a_unit_is_whole_until_its_parts_have_been_recomputed(pool2: Run) -> None:
-    assert pool2(_train, _part_of_a_unit, made=Parted) == [[], []]
+@pytest.mark.parametrize(
+    ("step", "made"),
+    [(_part_of_a_unit, Parted), (_used_again_behind, Parted), (_used_again_behind, Alone)],
+)
+def test_a_unit_is_whole_until_its_parts_have_been_recomputed(
+    step: Callable[[Net, Tensor, bool], Tensor], made: type[Net], pool2: Run
+) -> None:
+    assert pool2(_train, step, made=made) == [[], []]
 
 
 # Program 161780 of the simulation: ranks gathered in different orders, which the first backwards compare.
@@ -190,8 +222,9 @@ def test_units_recomputed_together_gather_ahead_in_one_order(prefetch: str, list
     assert pool2(_train, _inside_of_each_other, prefetch, listed) == [[], []]
 
 
-def _two_forwards(rank: int, world: int) -> list[str]:
-    """As `_train`, where a part of a unit is recomputed on one rank, in the first of two forwards alone."""
+def _two_forwards(rank: int, world: int, before: Sequence[int] = ()) -> list[str]:
+    """As `_train`, where a part of a unit is recomputed on one rank, in the first of two forwards alone, after steps in
+    which none is, of as many forwards as `before` has."""
 
     def step(net: Net, x: Tensor, parted: bool) -> Tensor:
         return net.b(net.a(x, parted=parted))
@@ -199,11 +232,15 @@ def _two_forwards(rank: int, world: int) -> list[str]:
     model: Any = FullyShardedDataParallel(Net(step), auto_wrap_policy={Block}, join_units_below=0, use_orig_params=True)
     alone = Net(step)
     inputs = torch.randn(world, 2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
-    for net, ranks in ((model, [rank]), (alone, range(world))):
-        for each in ranks:
-            losses = [net(inputs[each, i], each == 0 and i == 0).square().sum() for i in range(2)]
-            (sum(losses) * (1 if net is model else 1 / world)).backward()
-        torch.optim.SGD(net.parameters(), lr=0.05).step()
+    for step_of, forwards in enumerate((*before, 2)):
+        for net, ranks in ((model, [rank]), (alone, range(world))):
+            for each in ranks:
+                parted = each == 0 and step_of == len(before)
+                losses = [net(inputs[each, i], parted and i == 0).square().sum() for i in range(forwards)]
+                (sum(losses) * (1 if net is model else 1 / world)).backward()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+            optimizer.step()
+            optimizer.zero_grad()
     found, expected = model.state_dict(), alone.state_dict()
     return [name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)]
 
@@ -211,3 +248,9 @@ def _two_forwards(rank: int, world: int) -> list[str]:
 def test_gradients_that_come_late_in_an_earlier_forward_are_reduced_with_the_others(pool2: Run) -> None:
     """Though nothing has shown yet that they do."""
     assert pool2(_two_forwards) == [[], []]
+
+
+# Where graphs of two lived before, forwards have been looked into.
+@pytest.mark.parametrize("before", [(1, 1), (2,), (2, 2, 2)])
+def test_so_they_are_where_steps_before_have_shown_none(before: Sequence[int], pool2: Run) -> None:
+    assert pool2(_two_forwards, before) == [[], []]

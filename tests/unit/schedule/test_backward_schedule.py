@@ -10,13 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from flatfsdp.engine.schedule.backward_driver import UnitRules
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
 from flatfsdp.engine.schedule.forward_record import ForwardRecord
-from tests.harness.simulation import Call, Plain, Program, Region, call, problem_of, problem_of_program, program_of
+from tests.harness.simulation import (
+    Call,
+    Plain,
+    Program,
+    Region,
+    SimulatedRank,
+    call,
+    problem_of,
+    problem_of_program,
+    program_of,
+)
 from tests.harness.thorough import seeds
 
 AT_ONCE = 50  # programs of a test
@@ -141,7 +152,41 @@ def test_ranks_gather_alike_whatever_they_pass_over(program: Callable[[], Progra
     assert not found, found
 
 
+class BringsNothing(SimulatedRank):
+    """Its backward passes over `c`, and comes to no parameter that is trained."""
+
+    reports = 0
+
+    def forward(self) -> None:
+        super().forward()
+        self._reached = {each for each in self._calls() if each.unit != "c"}
+        self._used = set()
+
+    def report_no_gradients(self) -> None:
+        self.reports += 1
+
+
+@pytest.mark.parametrize("without_graph", [False, True])
+def test_that_no_gradient_comes_is_found_out_before_others_are_waited_for(without_graph: bool) -> None:
+    """Also where a unit has run under `no_grad()`."""
+    program = program_of([call("x"), call("a"), call("c")], {name: UnitRules(None) for name in "xaec"})
+    rank = BringsNothing(program, 0)
+    rank.forward()
+    if without_graph:
+        rank.run_without_graph("e")
+    rank.backward()
+    assert rank.reports
+
+
 # -- schedules that are wrong ------------------------------------------------------------------------------------------
+
+
+class ReducesWhatWasUsedOnce(Schedule):
+    """A unit of several passes is reduced when its gradients have come, if steps before have shown no others."""
+
+    def ready(self, unit: str) -> None:
+        with patch.object(self._driver, "may_bring_more", return_value=False):
+            super().ready(unit)
 
 
 class ReducesWhatIsReady(Schedule):
@@ -269,7 +314,7 @@ WRONG: Sequence[type[Schedule]] = (
     *(ReducesWhatIsReady, GathersWhatIsReached, PassesOverNothing, ReducesBeforeGathers, FreesAtOnce),
     *(GathersAheadOfWhatHasNoTurn, RecomputesWithoutGathers, RecomputesWithoutReductions),
     *(EndsWithoutTheRest, FreesOwners, GathersRepeatedUnitsAsTheyRun),
-    *(AwaitsGradientsOfThePlan, ReducesBeforeTheFirstCall, GathersAsUnitsBegan),
+    *(AwaitsGradientsOfThePlan, ReducesBeforeTheFirstCall, GathersAsUnitsBegan, ReducesWhatWasUsedOnce),
 )
 
 
