@@ -20,7 +20,7 @@ Gradients = dict[str, Tensor | None]
 Names = dict[nn.Parameter, str]
 Together = tuple[frozenset[str], ...]  # sets of parameters, by their plain names, that have gradients together
 
-_PREFIXES = ("_fsdp_wrapped_module.", "module.")  # what wrappers put into names
+_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")  # what wrappers put into names
 
 
 def plain(name: str) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flatfsdp import FSDPModule, FullyShardedDataParallel, StateDictType, fully_shard_by_policy
 from tests.harness.corners import full_gradients
-from tests.harness.gradients import Gradients
+from tests.harness.gradients import Gradients, plain
 from tests.harness.meshes import named_mesh, replicas_of_shards
 
 Shown = list[tuple[str, Tensor, Tensor | None]]
@@ -107,7 +107,7 @@ class InPlace(Wrapper):
 
     @staticmethod
     def at_rest(model: Any) -> None:
-        _held[model] = dict(model.named_parameters())
+        _held[model] = {plain(name): parameter for name, parameter in model.named_parameters()}
 
     @staticmethod
     def inner(model: Any) -> Any:

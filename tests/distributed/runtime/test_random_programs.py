@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import (
@@ -64,7 +66,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.spare = nn.Parameter(torch.ones(2 * WIDTH))
-        self.fails, self.uses_spare = "", False
+        self.fails, self.uses_spare, self.returns_views = "", False, False
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(self.norm(x))
@@ -74,7 +76,8 @@ class Block(nn.Module):
             raise Planned
         if self.fails == "backward" and y.requires_grad:
             y.register_hook(_fail)
-        return x + self.down(F.gelu(y))
+        x = x + self.down(F.gelu(y))
+        return x[:] if self.returns_views else x
 
 
 def _fail(grad: Tensor) -> Tensor:
@@ -87,9 +90,11 @@ class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before, self.block, self.scale = nn.Linear(WIDTH, WIDTH), Block(), nn.Parameter(torch.ones(WIDTH))
+        self.returns_views = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.block(x + self.before(x)) * self.scale
+        x = self.block(x + self.before(x)) * self.scale
+        return x[:] if self.returns_views else x
 
 
 class Net(nn.Module):
@@ -109,6 +114,7 @@ class Net(nn.Module):
             self.last.weight = self.first.weight
         self.inside: tuple[int, float] | None = None  # a part through which a forward goes backward, and a weight
         self.asks = False  # for its parameters, inside of its forward
+        self.writes = False  # to what its parts return, which are views of it
 
     def blocks(self) -> list[Block]:
         return [module for module in self.modules() if isinstance(module, Block)]
@@ -127,6 +133,8 @@ class Net(nn.Module):
         for index in self.order[:most]:
             part, recompute = self.parts[index], self.recompute[index]
             x = part(x) if recompute is None else checkpoint(part, x, use_reentrant=recompute)
+            if self.writes and recompute is not True:  # refused by torch of reentrant checkpoints
+                x.mul_(1.1)
         if self.asks:
             x = x * (1 + 0.01 * sum(p.square().sum() for each in (self.first, self.last) for p in each.parameters()))
         return self.last(x)
@@ -144,6 +152,12 @@ class Player:
         drawn.setstate(state)
         net = Net(drawn)
         self.alone.asks = net.asks = random.Random(f"asks {seed}").random() < 0.3
+        if random.Random(f"views {seed}").random() < 0.3:
+            for each in self.alone, net:
+                each.writes = True
+                for part in each.modules():
+                    if isinstance(part, (Block, Outer)):
+                        part.returns_views = True
         strategies = ["FULL_SHARD"] * 3 + ["SHARD_GRAD_OP", "NO_SHARD"] + ["HYBRID_SHARD"] * 2 * (world == 4)
         strategy = drawn.choice(strategies)
         self.original = drawn.random() < 0.6
@@ -169,6 +183,10 @@ class Player:
         if (world, strategy) == (4, "FULL_SHARD") and drawn.random() < 0.4:
             self.settings["reshard_after_forward"] = 2
         units = drawn.choice(({Block, Outer}, {Block, Outer}, {Block}, {Outer}, None))
+        wraps = random.Random(f"checkpoint_wrapper {seed}")
+        for index, part in enumerate(net.parts):
+            if net.recompute[index] is None and wraps.random() < 0.2:
+                net.parts[index] = checkpoint_wrapper(part)
         self.names = names_of(net)
         self.model: Any = self.front.shard(net, units, strategy, self.settings)
         register_fsdp_forward_method(self.model, "encode")
@@ -192,6 +210,8 @@ class Player:
         # Few operations again and again come to what all of them seldom do.
         few = random.Random(f"few operations {seed}")
         some = few.sample(ANYTIME + WHEN_REDUCED, 6) if few.random() < 0.5 else ANYTIME + WHEN_REDUCED
+        if random.Random(f"torch's functions {seed}").random() < 0.4:
+            some = [*some, through_torchs_functions, through_torchs_functions]
         self.offered = [each for each in operations or some if not (in_place and each in OF_WRAPPERS)]
         self.wrong: list[str] = []
         self.nodes: list[Any] = []  # that are held
@@ -207,7 +227,9 @@ class Player:
     def play(self) -> list[str]:
         """What was not the same, by operation."""
         for _ in range(LENGTH):
-            possible = [each for each in self.offered if self.reduced or each not in WHEN_REDUCED]
+            possible = [
+                each for each in self.offered if self.reduced or each not in (*WHEN_REDUCED, through_torchs_functions)
+            ]
             if self.front is InPlace and self.exposed:  # modules hold what they compute with
                 possible = [each for each in possible if each not in OF_HELD_PARAMETERS]
             operation = self.drawn.choice(possible or [train])
@@ -255,7 +277,7 @@ class Player:
         if how is with_an_interlude:
             interludes = (look, save, show_whole, peek, count, move, hold_nodes)
             interlude = self.drawn.choice(interludes)
-            if self.front is InPlace and interlude in (look, save, count, hold_nodes):
+            if self.front is InPlace and interlude in (look, count, hold_nodes):
                 interlude = peek  # modules hold what they compute with then
             how = partial(with_an_interlude, interlude, self)
         wrapped = self.parts_in_units()
@@ -667,6 +689,30 @@ def resume(player: Player) -> None:
         fuse_optimizer_steps(player.optimizer)
 
 
+def through_torchs_functions(player: Player) -> None:
+    """Model and optimizer, a new one, from what torch's functions save of them. A step of all parameters comes first:
+    torch makes states where it finds none, as of one step more. Whole ones of plain SGD, which has none, it refuses."""
+    if player.kind == "SGD":
+        return
+    blocks = [each for net in (player.model, player.alone) for each in net.modules() if isinstance(each, Block)]
+    owed = owed_by_all(player.model) if player.owes else {}
+    for block in blocks:
+        block.uses_spare = True
+    player.both(once)
+    for block in blocks:
+        block.uses_spare = False
+    player.compare_reduced(owed)
+    step(player)
+    for optimizer in player.optimizer, player.plain:
+        optimizer.zero_grad()  # where there are gradients torch makes no states to load into
+    options = StateDictOptions(full_state_dict=player.drawn.random() < 0.5)
+    state, states = get_state_dict(player.model, player.optimizer, options=options)
+    player.optimizer = player._optimizer(player.parameters_of(player.model))
+    set_state_dict(player.model, player.optimizer, model_state_dict=state, optim_state_dict=states, options=options)
+    if player.flat_steps:
+        fuse_optimizer_steps(player.optimizer)
+
+
 def edit_gradients(player: Player) -> None:
     for net in player.model, player.alone:
         for parameter in net.parameters():
@@ -791,6 +837,7 @@ def replace_inside_summon(player: Player) -> None:
         last = player.model.module.last
         last.weight = nn.Parameter(last.weight * 0.9)
         player.alone.last.weight.mul_(0.9)
+    look(player)  # takes it over: what is done to parameters of the model before that is done to the new one
 
 
 ANYTIME = [
@@ -838,7 +885,15 @@ WHEN_REDUCED = [
 # What modules of fully_shard do not have: nodes of whole parameters, and summons of parts.
 OF_WRAPPERS = (hold_nodes, let_nodes_go, summon_a_part, replace_inside_summon)
 # What reaches the parameters that modules hold, which are to be those at rest.
-OF_HELD_PARAMETERS = (resume, load, save_and_load, freeze_or_thaw, edit_gradients, edit_shards, clear, write)
+OF_HELD_PARAMETERS = (
+    resume,
+    freeze_or_thaw,
+    edit_gradients,
+    edit_shards,
+    clear,
+    write,
+    through_torchs_functions,
+)
 
 # What is only likely to be a mistake is reported of programs that make it, and of no other.
 SUSPICIONS = ("no optimizer steps on", "ranks clip their gradients")

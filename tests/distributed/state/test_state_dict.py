@@ -372,13 +372,15 @@ def wrappers(rank: int, world: int) -> list[str]:
     expected = seeded(build).state_dict()
     changed = {key: value + 1 for key, value in expected.items()}
     for orig in (True, False):
-        for way in ("inside", "outside", "compiled", "compiled outside", "unwrapped root"):
+        for way in ("inside", "outside", "deep inside", "compiled", "compiled outside", "unwrapped root"):
             model: Any = seeded(build)
             inner = model.inner
             if way == "inside":
                 inner.a = FullyShardedDataParallel(checkpoint_wrapper(inner.a), use_orig_params=orig)
             elif way == "outside":
                 inner.a = checkpoint_wrapper(FullyShardedDataParallel(inner.a, use_orig_params=orig))
+            elif way == "deep inside":
+                inner.a = checkpoint_wrapper(inner.a)
             elif way == "compiled":
                 inner.a = FullyShardedDataParallel(torch.compile(inner.a), use_orig_params=orig)
             elif way == "compiled outside":
@@ -397,6 +399,9 @@ def wrappers(rank: int, world: int) -> list[str]:
                 lines.append(f"{way}, {orig}: {message}")
             now = model.state_dict()
             lines += [f"{way}, {orig}, loaded: {line}" for line in unlike({k: now[k] for k in changed}, changed)]
+            for kind in (SHARDED, LOCAL) if way != "unwrapped root" else ():
+                with FullyShardedDataParallel.state_dict_type(model, kind):
+                    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
             below = (model.inner if way == "unwrapped root" else model.module.inner).state_dict()
             if way == "unwrapped root" and {f"inner.{key}" for key in below} != {k for k in expected if "inner" in k}:
                 lines.append(f"{way}, {orig}: below {list(below)}")

@@ -309,7 +309,7 @@ def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace flat shards (LOCAL_STATE_DICT) by what they hold of each parameter."""
     for kind, handle in enumerate(unit.handles):
         key = prefix + flat_name(kind)
-        if key not in state_dict:
+        if key not in state_dict and (key := f"{prefix}{COMPILED}.{flat_name(kind)}") not in state_dict:
             continue
         check_flat(unit)
         layout, value = handle.layout, state_dict.pop(key)
@@ -323,10 +323,10 @@ def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         }
         for param_ref in unit.param_refs:
             if (interval := intervals.get(id(param_ref.leaf))) is not None:
-                state_dict[f"{prefix}{param_ref.path}"] = interval  # FSDP1 may have put its 1-D shard there
+                state_dict[prefix + clean(param_ref.path)] = interval  # FSDP1 may have put its 1-D shard there
     if unit.options.state_dict.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         for param_ref in unit.shared_refs:  # their values come with the flat shards of other units
-            state_dict.setdefault(f"{prefix}{param_ref.path}", placeholder_for(param_ref.leaf, unit.owning_units))
+            state_dict.setdefault(prefix + clean(param_ref.path), placeholder_for(param_ref.leaf, unit.owning_units))
 
 
 def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
