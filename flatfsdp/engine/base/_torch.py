@@ -41,6 +41,7 @@ REASONS = {
     "torch._C._current_autograd_node": "units that run in one reentrant checkpoint's backward are recomputed together",
     "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public shows it",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
+    "torch._C._any_requires_grad": "asking each of a list of small tensors takes as long as an operation on it",
     "torch.Tensor._use_count": "whether anybody may hold a leaf's node (access makes one), or a kept gradient",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's hook must run on the sharded gradient, after ours",
     "torch.autograd.graph.Node._register_hook_dict": "most of what a hook of each unit costs is a handle to remove it",
@@ -269,11 +270,11 @@ def shape_awaited(node: Any) -> torch.Size:
 
 # More than 1 where a graph, or anybody else, may hold the node of autograd's to which gradients of a leaf come.
 use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 2)
+any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _lacking("_any_requires_grad"))
 
 
 def applies_in_backward() -> bool:
-    """Whether torch's `_apply_optimizer_in_backward` was called on parameters that are there still; to look at every
-    parameter would take longer."""
+    """Whether torch's `_apply_optimizer_in_backward` was called on any parameter that lives; quicker than to look."""
     module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     return module is not None and bool(module.param_to_acc_grad_map.data)
 
@@ -296,8 +297,7 @@ _HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 def accumulate_hooks(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[[torch.Tensor], None]]]:
     """The live dictionaries of those of `leaves` that have more than one post-accumulate hook."""
-    every: Iterable[Any] = map(_HOOKS, leaves)
-    return [hooks for hooks in every if hooks is not None and len(hooks) > 1]
+    return [hooks for hooks in map(_HOOKS, leaves) if hooks is not None and len(hooks) > 1]
 
 
 # The live dictionary of post-accumulate hooks of a tensor; None where there never was one.

@@ -99,12 +99,8 @@ def run_user_hooks(leaves: Sequence[torch.Tensor]) -> None:
 
 def run_hooks(parameters: Sequence[torch.Tensor]) -> None:
     """Run users' post-accumulate hooks of `parameters`, into which autograd accumulates nothing."""
-    with _torch.as_plain_tensors():
-        registries = list(map(_torch.hooks_on, parameters))
-    if not any(registries):
-        return
-    for parameter, registry in zip(parameters, registries, strict=True):
-        if registry and parameter.grad is not None:
+    for parameter in parameters:
+        if (registry := _torch.hooks_on(parameter)) and parameter.grad is not None:
             for hook in tuple(registry.values()):
                 hook(parameter)
 
@@ -238,12 +234,11 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _unheld = 0  # references to a node that nobody else holds, where they are counted; found when it matters
 
 
-def held_nodes(leaves: Iterable[torch.Tensor]) -> dict[int, Any]:
+def held_nodes(leaves: Sequence[torch.Tensor]) -> dict[int, Any]:
     """The nodes to which gradients of `leaves` come, of those where somebody holds the node in Python; by id of the
     leaf."""
     global _unheld
-    leaves = [*filter(_REQUIRES_GRAD, leaves)]
-    if max(map(_torch.use_count, leaves), default=0) <= 1:
+    if max(map(_torch.use_count, leaves), default=0) <= 1 or not (leaves := [*filter(_REQUIRES_GRAD, leaves)]):
         return {}
     if not _unheld:
         _, (_unheld,) = _nodes_of([torch.empty(0, requires_grad=True)])

@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 
 from ..base import _torch
+from .tensor_groups import TensorGroup
 
 FEWEST = 4  # tensors that are taken together
 LARGEST = 16 * 1024  # bytes of one of them
@@ -111,9 +112,13 @@ class Scattered:
 
         `sources` live from now on, until others come.
         """
-        given, together = list(map(id, sources)), self._together
+        together = self._together
+        if sources is self._kept and isinstance(sources, TensorGroup):
+            given = self._given
+        else:
+            given, self._kept = list(map(id, sources)), sources
         if given != self._given:
-            self._given, self._kept = given, sources
+            self._given = given
             self._joined = [self._as_one(each, sources[each.numbers.start : each.numbers.stop]) for each in together]
             pairs = zip(together, self._joined, strict=True)
             self._apart = [*self._alone, *(n for each, source in pairs if source is None for n in each.numbers)]

@@ -19,6 +19,7 @@ from ..base import _torch
 from ..device.memory import FlatBuffer, MemoryTracker
 from .axes import Axis
 from .pieces import Row, copy, is_ordered, rows_of
+from .tensor_groups import TensorGroup
 
 SMALL = 64 * 1024  # bytes of an unsharded tensor
 KNOWN = 256  # lists of a transport
@@ -95,6 +96,7 @@ class TensorList:
         """`fewest`: so many small ones, at least, are staged. `forget` is called when one of the tensors is gone."""
         self._kept = [weakref.ref(tensor, forget) for tensor in tensors]
         self._given = list(map(id, tensors))  # of those that live, or this is forgotten
+        self._group_of: Callable[[], object] = lambda: None  # the group that was given last
         self._tensors = [tensor.data for tensor in tensors]  # views of these keep none of the caller's alive
         self._group, self._tracker = group, tracker
         self._plan: _Gather | None = None
@@ -108,8 +110,10 @@ class TensorList:
     def serves(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether it was made for these very `tensors`, and its staging buffer is not in use."""
         in_use = self.staged and "staging" in vars(self) and self.staging.memory.allocated
-        if in_use or list(map(id, tensors)) != self._given:
+        if in_use or (tensors is not self._group_of() and list(map(id, tensors)) != self._given):
             return False
+        if isinstance(tensors, TensorGroup):
+            self._group_of = weakref.ref(tensors)
         return self._tensors[0].data_ptr() == tensors[0].data_ptr()  # or somebody gave them other memory
 
     @cached_property

@@ -29,7 +29,8 @@ MOST = 4 * 1024  # bytes of a gradient, on average
 # Without either, references would be missed.
 _COUNTS = hasattr(torch.Tensor, "_use_count") and getattr(sys, "_is_gil_enabled", lambda: True)()
 
-_SPEC, _REQUIRES_GRAD = attrgetter("_spec"), attrgetter("requires_grad")
+_SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
+_GRAD = attrgetter("grad")
 
 
 class KeptGradients:
@@ -43,11 +44,13 @@ class KeptGradients:
     def __init__(self, indices: list[int], specs: Sequence[Any], like: torch.Tensor) -> None:
         """`specs`: of all parameters of the handle; `like`: a tensor of the dtype of the gradients, where these lie."""
         self.indices = indices
+        self._is_permuted = indices != sorted(indices)
         self._specs = [specs[i] for i in indices]
         self._nothing, self._set_local = _dtensor.nothing_like(like), _dtensor.local_setter()
         self._made = _dtensor.dtensors([self._nothing] * len(indices), self._specs)
         self._attributes = list(map(vars, self._made))
         self.shows = False
+        self._locals: Sequence[torch.Tensor] = ()
         self._alone = self._counts()
 
     @staticmethod
@@ -66,18 +69,30 @@ class KeptGradients:
 
     def release(self) -> bool:
         """Let go of the memory, if nobody else has any of the DTensors; whether that is so."""
-        if self.shows and self._counts() == self._alone and not any(self._attributes):
-            with _torch.as_plain_tensors():
-                changed = any(map(_REQUIRES_GRAD, self._made))
-            if not changed and all(map(is_, map(_SPEC, self._made), self._specs)):
-                deque(map(self._set_local, self._made, repeat(self._nothing)), 0)
-                self.shows = False
+        are_ours = self.shows and self._counts() == self._alone and not any(self._attributes)
+        if (
+            are_ours
+            and not _torch.any_requires_grad(*self._made)
+            and all(map(is_, map(_SPEC, self._made), self._specs))
+        ):
+            deque(map(self._set_local, self._made, repeat(self._nothing)), 0)
+            self.shows, self._locals = False, ()
         return not self.shows
 
     def show(self, locals_: Sequence[torch.Tensor]) -> list[Any] | None:
         """The DTensors, which show `locals_` from now on, if nobody else has any of them."""
         if self.shows and not self.release():
             return None
-        self.shows = True
+        self.shows, self._locals = True, locals_
         deque(map(self._set_local, self._made, locals_), 0)
         return self._made
+
+    def are_grads_of(self, holders: Sequence[torch.Tensor]) -> bool:
+        """Whether they are the gradients of their parameters among `holders`, and show what they were to show last."""
+        if len(holders) != len(self.indices) or self._is_permuted:
+            holders = [holders[index] for index in self.indices]
+        if not self.shows:
+            return False
+        with _torch.as_plain_tensors():
+            are_gradients = all(map(is_, map(_GRAD, holders), self._made))
+            return are_gradients and all(map(is_, map(_LOCAL, self._made), self._locals))

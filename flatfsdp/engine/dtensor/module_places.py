@@ -13,8 +13,6 @@ from torch import nn
 
 from ..flat.param_refs import ParamRef
 
-_HOLD: Any = vars(ParamRef)["held"]  # a slot
-
 
 class _Contents(NamedTuple):
     """What places have: by place; and what each module's dictionary takes, in a call for all of its places."""
@@ -28,13 +26,13 @@ class _Slots:
     """Places that take what they are to hold without a call of a Python function for each.
 
     Attributes:
-        refs: these, the dictionary of each, its key there, and which parameter it has.
+        held: what each has now; the dictionary of each, its key there, and which parameter it has.
         modules: each dictionary once.
         at_rest, computing: what they have.
         others: places in modules with a way of their own to take a parameter, as recurrent ones have.
     """
 
-    refs: list[ParamRef]
+    held: list[nn.Parameter]
     dictionaries: list[dict[str, Any]]
     names: list[str]
     indices: list[int]
@@ -65,6 +63,7 @@ class ModulePlaces:
         """`param_ref` is a place of none of these parameters any more."""
         self._slots = None
         self._places = [each for each in self._places if each[0] is not param_ref]
+        param_ref.hold_in([param_ref.held], 0)
 
     def forget(self) -> None:
         """Another parameter is among the holders."""
@@ -76,9 +75,8 @@ class ModulePlaces:
             return
         self._computing = computing
         slots = self._slots or self._found()
-        held, by_module = slots.computing if computing else slots.at_rest
+        slots.held[:], by_module = slots.computing if computing else slots.at_rest
         deque(map(dict.update, slots.modules, by_module), 0)
-        deque(map(_HOLD.__set__, slots.refs, held), 0)
         parameters = self._leaves if computing else self._holders
         for param_ref, index in slots.others:
             param_ref.hold(parameters[index])
@@ -86,33 +84,37 @@ class ModulePlaces:
     def displaced(self) -> set[int]:
         """Of which parameters modules hold something else than was shown last. Those that take parameters in a way of
         their own are left out."""
-        slots, computing = self._slots, self._computing
-        if slots is None or computing is None:
+        slots = self._slots
+        if slots is None or self._computing is None:
             return set()
         found = map(dict.get, slots.dictionaries, slots.names)
-        others = map(is_not, found, (slots.computing if computing else slots.at_rest).held)
+        others = map(is_not, found, slots.held)
         return set(compress(slots.indices, others))
 
     def _found(self) -> _Slots:
-        refs, dictionaries, indices, others = list[ParamRef](), list[dict[str, Any]](), list[int](), []
+        refs, held = list[ParamRef](), list[nn.Parameter]()
+        dictionaries, indices, others = list[dict[str, Any]](), list[int](), []
         for param_ref, index in self._places:
             module = param_ref.module_ref()
             if module is None or type(module).__setattr__ is not nn.Module.__setattr__:
                 others.append((param_ref, index))
                 continue
             refs.append(param_ref)
+            held.append(param_ref.held)
             dictionaries.append(module._parameters)
             indices.append(index)
+        for number, param_ref in enumerate(refs):
+            param_ref.hold_in(held, number)
         names = [param_ref.attribute for param_ref in refs]
         modules = list({id(each): each for each in dictionaries}.values())
 
         def contents(parameters: Sequence[nn.Parameter]) -> _Contents:
-            held = [parameters[index] for index in indices]
+            shown = [parameters[index] for index in indices]
             taken: dict[int, dict[str, nn.Parameter]] = {id(each): {} for each in modules}
-            for dictionary, name, parameter in zip(dictionaries, names, held, strict=True):
+            for dictionary, name, parameter in zip(dictionaries, names, shown, strict=True):
                 taken[id(dictionary)][name] = parameter
-            return _Contents(held, list(taken.values()))
+            return _Contents(shown, list(taken.values()))
 
         at_rest, computing = contents(self._holders), contents(self._leaves)
-        self._slots = _Slots(refs, dictionaries, names, indices, modules, at_rest, computing, others)
+        self._slots = _Slots(held, dictionaries, names, indices, modules, at_rest, computing, others)
         return self._slots

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, count, repeat
+from itertools import compress, count
 from operator import attrgetter, is_not
+from types import NoneType
 from typing import Any
 
 import torch
@@ -184,10 +185,11 @@ class RowFace(Face):
         self._rows = [_Rows(spec, layout, rank, mesh, one, other) for spec, one, other in specs]
         self._without = [i for i, rows in enumerate(self._rows) if not rows.numel]
         self._shapes = [rows.shape for rows in self._rows]
+        self._folded = [i for i, shape in enumerate(self._shapes) if shape != ()]
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._places = ModulePlaces(leaves, self.holders)
         self.displaced = self._places.displaced
-        self._computes = False
+        self._computes = self._reached = False  # modules hold the leaves; and have done so since flags were followed
         self._followed = list(map(_REQUIRES_GRAD, leaves))
         self._specs: dict[torch.dtype, list[Any]] = {}
         self.kept: KeptGradients | None = None
@@ -243,9 +245,13 @@ class RowFace(Face):
                     assign_grad(held, before.grad)
                 self.holders[index] = held
                 self._places.forget()
-                adoptions.count += 1
+            adoptions.count += 1  # of the same object, too: it may have got all of another one
             _dtensor.set_local(held, rows.held(view), rows.spec(view.dtype))
             self._note_memory()
+
+    def shown(self) -> KeptGradients | None:
+        kept = self.kept
+        return kept if kept is not None and kept.are_grads_of(self.holders) and not self.replaced() else None
 
     # -- modules -----------------------------------------------------------------------------------------------------
 
@@ -264,15 +270,17 @@ class RowFace(Face):
     def rest(self) -> None:
         if self._computes:
             with _torch.as_plain_tensors():  # leaves may be hidden
-                if list(map(_REQUIRES_GRAD, self._leaves)) != self._followed:  # modules have held them
+                if list(map(_REQUIRES_GRAD, self._leaves)) != self._followed:
+                    self._reached = True
                     self.follow_requires_grad()
-        self._computes = False
+        self._computes = self._reached = False
         self._places.show(computing=False)
 
     def follow_requires_grad(self) -> None:
         with _torch.as_plain_tensors():
             asked = list(map(_REQUIRES_GRAD, self.holders))
-        found = list(map(_REQUIRES_GRAD, self._leaves))
+            found = list(map(_REQUIRES_GRAD, self._leaves)) if self._reached else self._followed
+        self._reached = self._computes
         if asked != found:
             # Users set it on what modules hold: the leaves between a forward and its backward, else the holders. Which
             # of both differs from what they had in common is what was set.
@@ -306,22 +314,10 @@ class RowFace(Face):
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
         with _torch.as_plain_tensors():  # attributes of DTensors take half as long
             specs = self._specs.get(total.dtype) or self._specs_in(total.dtype)
-            holders, rows, shapes = self.holders, self._rows, self._shapes
-            pieces: Iterable[tuple[int, torch.Tensor]] = self._at_rest.pieces_of(total)
-            if self._without:  # too: what is computed with a gradient is computed by all ranks
-                pieces = [each for each in pieces if rows[each[0]].numel]
-                pieces += [(i, total) for i in self._without]
-            if len(trained) < len(holders):
-                pieces = [each for each in pieces if each[0] in trained]
-            new, shown = [], []  # which parameters these are of, and what is theirs now
-            for i, piece in pieces:
-                new.append(i)
-                if (shape := shapes[i]) is None:
-                    shown.append(rows[i].local(piece))
-                else:
-                    shown.append(piece.view(shape) if shape else piece)
+            holders, rows = self.holders, self._rows
+            new, shown = self._parts_of(total, trained)  # which parameters have gradients, and what is theirs now
             sums: Sums = []
-            if any(map(is_not, map(_GRAD, holders), repeat(None))):
+            if set(map(type, map(_GRAD, holders))) != {NoneType}:
                 found = [(i, holders[i].grad, local) for i, local in zip(new, shown, strict=True)]
                 for i, grad, local in found:
                     if grad is not None:
@@ -344,6 +340,21 @@ class RowFace(Face):
                 else:
                     assign_grad(holders[i], grad)
             return sums
+
+    def _parts_of(self, total: torch.Tensor, trained: frozenset[int]) -> tuple[list[int], list[torch.Tensor]]:
+        """The `trained` parameters, and the parts of `total` that are theirs, in their shapes."""
+        rows, folded = self._rows, self._folded
+        new, shown = self._at_rest.pieces_of(total)
+        if self._without or len(trained) < len(rows):
+            pairs = [(i, piece) for i, piece in zip(new, shown, strict=True) if i in trained and rows[i].numel]
+            # Too: what is computed with a gradient is computed by all ranks.
+            pairs += [(i, total) for i in self._without if i in trained]
+            new, shown = [i for i, _ in pairs], [piece for _, piece in pairs]
+            folded = [k for k, i in enumerate(new) if i in self._folded]
+        for k in folded:
+            shape = self._shapes[new[k]]
+            shown[k] = shown[k].view(shape) if shape else rows[new[k]].local(shown[k])
+        return new, shown
 
     def _specs_in(self, dtype: torch.dtype) -> list[Any]:
         made = self._specs[dtype] = [rows.spec(dtype) for rows in self._rows]

@@ -56,9 +56,11 @@ class Keeps(Protocol):
     """What is kept of gradients that were shown, to show the next ones.
 
     Attributes:
+        indices: the leaves that have them.
         shows: it has their memory.
     """
 
+    indices: list[int]
     shows: bool
 
     def release(self) -> bool:
@@ -176,6 +178,11 @@ class Face(Protocol):
         `total` belongs to the gradients afterwards.
         """
 
+    def shown(self) -> Keeps | None:
+        """`kept`, if holders have the gradients that it showed last, and show their places in the shard; None where
+        that is not known."""
+        return None
+
     def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
         """Of gradients `flat`, unsharded, 1-D and padded: each holder that requires one, this rank's part of it, and
         the leaves of that part. [Note: marks]"""
@@ -248,7 +255,7 @@ class OriginalFace(Face):
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
         leaves, fits = self.holders, total.dtype == self._dtype
         sums = []
-        for i, grad in self._at_rest.pieces_of(total):
+        for i, grad in zip(*self._at_rest.pieces_of(total), strict=True):
             if i not in trained:
                 continue
             if i in taken:

@@ -36,6 +36,7 @@ import torch
 
 from ...errors import UsageError, fail
 from ..base import _torch
+from ..comm.tensor_groups import TensorGroup
 from ..device.memory import FlatBuffer
 from .faces import assign_grad
 from .flat_param import FlatParamHandle
@@ -63,12 +64,12 @@ class SlotMemory:
         itemsize = handle.precision.compute.itemsize
         self.all_small = max(self.numels) * itemsize <= SMALL_BYTES and sum(self.numels) * itemsize <= COLLECT_BYTES
         self._reducing = reducing
-        self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor], TensorGroup]] = {}
 
-    def allocate(self, dtype: torch.dtype) -> tuple[FlatBuffer, list[torch.Tensor], list[torch.Tensor]]:
+    def allocate(self, dtype: torch.dtype) -> tuple[FlatBuffer, list[torch.Tensor], TensorGroup]:
         """The buffer of that dtype, with zeros where no parameter lies, the slots in it, and its segments."""
         handle = self.handle
-        buffer, slots, segments = self._buffers.get(dtype, (None, [], []))
+        buffer, slots, segments = self._buffers.get(dtype, (None, [], TensorGroup()))
         if buffer is not None and buffer.allocated:
             # A late gradient while the buffer's reduction is in flight: that one first.
             release_inputs(self._reducing)
@@ -79,7 +80,7 @@ class SlotMemory:
         if not slots:
             slots = full_views(buffer.tensor, handle.layout)
             whole = handle.is_unsharded_at_rest  # checked here, as the buffer is another one each time there
-            segments = [buffer.tensor] if whole else segments_of(buffer.tensor, handle.layout)
+            segments = TensorGroup([buffer.tensor]) if whole else segments_of(buffer.tensor, handle.layout)
         self._buffers[dtype] = buffer, slots, segments
         for gap in handle.layout.gaps:
             buffer.tensor[gap.slice].zero_()
@@ -110,7 +111,7 @@ class GradientSlots:
         self.shares = False
         self.return_buffer: Callable[[FlatBuffer], None] | None = None
         self.buffer: FlatBuffer | None = None
-        self.segments: list[torch.Tensor] = []
+        self.segments = TensorGroup()
         self.filled: set[int] = set()
         self.collected: dict[int, torch.Tensor] = {}
         self._collected_bytes = 0

@@ -6,13 +6,14 @@ of a shard. Empty ones are left out, as nothing is exchanged of them. [Note: pie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..comm.tensor_groups import TensorGroup
 from ..layout.layout import FlatLayout, ParamSpec, Span
 from ..layout.part import Part
 
@@ -59,13 +60,13 @@ def full_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
     return views
 
 
-def segments_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+def segments_of(flat: torch.Tensor, layout: FlatLayout) -> TensorGroup:
     """The segments of `flat` (unsharded, 1-D, padded), each of which holds a piece for every rank, as views; `flat`
     itself where there is one."""
     return _parts(flat, [segment.span for segment in layout.segments])
 
 
-def pieces_of(shard: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+def pieces_of(shard: torch.Tensor, layout: FlatLayout) -> TensorGroup:
     """What `shard` (1-D) has of each segment, as views; `shard` itself where there is one segment."""
     return _parts(shard, layout.pieces_in_shard)
 
@@ -82,9 +83,9 @@ def shard_of(flat: torch.Tensor, layout: FlatLayout, rank: int) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _parts(flat: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
+def _parts(flat: torch.Tensor, spans: Sequence[Span]) -> TensorGroup:
     found = [span for span in spans if not span.is_empty] or spans[:1]
-    return [flat] if len(spans) == 1 else [flat.narrow(0, span.start, span.numel) for span in found]
+    return TensorGroup([flat] if len(spans) == 1 else [flat.narrow(0, span.start, span.numel) for span in found])
 
 
 class ShardViews:
@@ -133,15 +134,15 @@ class ShardViews:
             flat.narrow(0, start + piece.start, piece.numel) for start, piece in zip(starts, self._owned, strict=True)
         ]
 
-    def pieces_of(self, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Those of `views_of(flat)` that have elements, or whose parameter has none anywhere, by index.
+    def pieces_of(self, flat: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
+        """Those of `views_of(flat)` that have elements, or whose parameter has none anywhere, after their indices.
 
         They are no views for autograd, and share no version counter.
         """
         if self._is_whole:
-            return enumerate(full_views(flat, self._layout))
+            return [*range(len(self._leaves))], full_views(flat, self._layout)
         pieces = flat.unsafe_split_with_sizes(self._cuts)
-        return zip(self._present, [pieces[k] for k in self._kept], strict=True)
+        return [*self._present], [pieces[k] for k in self._kept]
 
     def replaced(self) -> list[int]:
         """The leaves that do not show their place in the shard, though they should: the user replaced their `.data`."""

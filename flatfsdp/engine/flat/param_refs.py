@@ -32,18 +32,32 @@ class ParamRef:
 
     Attributes:
         leaf: the parameter.
-        held: what the module is to hold there now: the leaf, or what stands for it at rest.
+        held: what the module is to hold there now: the leaf, or what stands for it at rest. Several places may have it
+            in one list, which changes for all of them at once (`hold_in`).
         keeps_place: the module lists something there at rest, whose place among its parameters is kept meanwhile.
     """
 
-    __slots__ = ("attribute", "held", "keeps_place", "leaf", "module_ref", "path")
+    __slots__ = ("_held", "_number", "attribute", "keeps_place", "leaf", "module_ref", "path")
 
     def __init__(self, module: nn.Module, attribute: str, path: str, leaf: nn.Parameter) -> None:
         self.module_ref: Callable[[], nn.Module | None] = weakref.ref(module)
         self.attribute = attribute
         self.path = path
-        self.leaf = self.held = leaf
+        self.leaf = leaf
+        self.hold_in([leaf], 0)
         self.keeps_place = False
+
+    def hold_in(self, held: list[nn.Parameter], number: int) -> None:
+        """What the module is to hold is that element of `held` from now on, whatever it is."""
+        self._held, self._number = held, number
+
+    @property
+    def held(self) -> nn.Parameter:
+        return self._held[self._number]
+
+    @held.setter
+    def held(self, parameter: nn.Parameter) -> None:
+        self._held[self._number] = parameter
 
     @property
     def module(self) -> nn.Module:
@@ -86,7 +100,7 @@ class ParamRef:
                     values = module.__dict__
                     parameters = values["_parameters"]
             if module is not None:
-                held, attribute = param_ref.held, param_ref.attribute
+                held, attribute = param_ref._held[param_ref._number], param_ref.attribute
                 if parameters.get(attribute) is not held and values.get(attribute) is not held:
                     suspects.append(param_ref)
         return suspects and [param_ref for param_ref in suspects if param_ref.current is not param_ref.held]

@@ -20,6 +20,7 @@ import torch
 from ..comm.comm_hook import to_wait_for
 from ..comm.error_feedback import Residuals
 from ..comm.quantized import compensated
+from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Reducer
 from ..device.huge_pages import LEAST, advise_tensor
 from ..device.memory import FlatBuffer
@@ -49,7 +50,7 @@ class ReductionInput:
 
     handle: FlatParamHandle
     buffer: FlatBuffer | None
-    segments: list[torch.Tensor]
+    segments: TensorGroup
     free_buffer: Callable[[FlatBuffer], Any]
     shares_unsharded_buffer: bool
     scale: float
@@ -83,7 +84,7 @@ class ReductionInput:
         if self.buffer is not None and not self.in_place:
             self.free_buffer(self.buffer)
             self.buffer = None
-            self.segments = []  # of memory that may be somebody else's
+            self.segments = TensorGroup()  # of memory that may be somebody else's
 
     def finish(self, stream: Stream) -> None:
         """Run the hook on the sum, and send the result on its way to the host. [Note: downloads]"""
@@ -181,7 +182,7 @@ class Reduction:
         if first.in_place:
             self._first = self._all_reduce()
         elif coalesced or first.segments[1:]:
-            segments = [segment for part in parts for segment in part.segments]
+            segments = TensorGroup.join([part.segments for part in parts])
             self._first = scatter.reduce_scatter_coalesced(self._result, segments, stream)
             if first.handle.is_unsharded_at_rest:
                 self._first.wait()  # a copy, no message

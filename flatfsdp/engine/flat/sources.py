@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ..base import _torch
+from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Transport
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, PendingWork, Stream, pinned_like
@@ -60,7 +61,7 @@ class UnshardedParam:
     flat: torch.Tensor
     buffer: FlatBuffer | None
     layout: FlatLayout
-    segments: list[torch.Tensor] = field(default_factory=list)
+    segments: TensorGroup = field(default_factory=TensorGroup)
     views: list[torch.Tensor] = field(default_factory=list)
     shown: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
     source: ShardSource | None = None

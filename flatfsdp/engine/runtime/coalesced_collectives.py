@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from ..base.overrides import Override
+from ..comm.tensor_groups import TensorGroup
 from ..flat.flat_param import FlatParamHandle
 from ..flat.reduction import Reduction, ReductionInput
 from ..flat.sources import CoalescedSource, UnshardSource
@@ -120,8 +121,8 @@ class Coalescer:
             together = CoalescedSource(dtype)
             for handle, _ in gathered:
                 handle.launch_unshard(together, stream)
-            segments = [segment for handle, _ in gathered for segment in handle.unsharded.segments]
-            pieces = [piece for handle, _ in gathered for piece in handle.at_rest.pieces]
+            segments = TensorGroup.join([handle.unsharded.segments for handle, _ in gathered])
+            pieces = TensorGroup.join([handle.at_rest.pieces for handle, _ in gathered])
             transport = transports.gather if is_exact else transports.quantized
             pending = transport.all_gather_coalesced(segments, pieces, stream)
             for handle, _ in gathered:

@@ -103,6 +103,7 @@ class WatchedLeaves:
 
     Attributes:
         hooked: by kind, the leaves that notify when their gradient is there, with all hooks that they have.
+        unhooked_as_of: by kind, when holders that are no leaves were last found to have no hooks.
         before_first: ids of the leaves that notify before the first gradient of the unit comes.
         single_use: whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot
             sharing]
@@ -114,6 +115,7 @@ class WatchedLeaves:
 
     def __init__(self, kinds: int, flat_refs: Iterable[ParamRef]) -> None:
         self.hooked: list[dict[int, hooks.Registry]] = [{} for _ in range(kinds)]
+        self.unhooked_as_of: dict[int, tuple[int, int]] = {}
         self.before_first: set[int] = set()
         self.single_use: bool | None = None
         self.runs_late: bool | None = None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from torch.utils.hooks import RemovableHandle
+
 from ...errors import UsageError, fail
 from ..base import _torch
 from ..base import autograd as hooks
+from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParamHandle
 from .unit import Unit
 
@@ -22,11 +25,25 @@ def defer_user_hooks(unit: Unit, kind: int, *, on_leaves: bool) -> None:
     if handle.face.holds_leaves:
         if on_leaves:
             hooks.defer_user_hooks(handle.leaves)
-    else:
-        with _torch.as_plain_tensors():
-            on_holders = any(map(_torch.has_hooks, handle.face.holders))
-        if on_leaves or on_holders:
-            _check_hooks(unit, handle)
+    elif on_leaves or _holders_have_hooks(unit, kind):
+        _check_hooks(unit, handle)
+
+
+def _holders_have_hooks(unit: Unit, kind: int) -> bool:
+    """Whether holders apart from leaves have hooks, of either kind.
+
+    Each registration of a hook takes a number of torch's, whatever it is registered on. So they are looked at only
+    where one was taken since they were found to have none, or a user's parameter became a holder.
+    """
+    known, as_of = unit.leaves.unhooked_as_of, (RemovableHandle.next_id, adoptions.count)
+    if known.get(kind) == as_of:
+        return False
+    holders = unit.handles[kind].face.holders
+    with _torch.as_plain_tensors():
+        found = any(map(_torch.has_hooks, holders)) or any(map(_torch.hooks_on, holders))
+    if not found:
+        known[kind] = as_of
+    return found
 
 
 def _check_hooks(unit: Unit, handle: FlatParamHandle) -> None:
@@ -56,6 +73,7 @@ def run_user_hooks(unit: Unit, complete: Collection[FlatParamHandle]) -> None:
         if handle not in complete:
             continue
         if not handle.face.holds_leaves:
-            hooks.run_hooks(handle.face.holders)
+            if _holders_have_hooks(unit, kind):
+                hooks.run_hooks(handle.face.holders)
         elif hooks.are_more_than_ours(unit.leaves.hooked[kind].values()):
             hooks.run_user_hooks(handle.leaves)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flatfsdp import fully_shard, fuse_optimizer_steps, optimizer_in_backward
+from flatfsdp.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +201,41 @@ def test_those_that_a_hook_keeps_are_left_alone() -> None:
     assert len(found) == 3 * many
     for first, second, third in zip(found[:many], found[many : 2 * many], found[2 * many :], strict=True):
         assert torch.equal(2.0 * first, second) and torch.equal(4.0 * first, third)
+
+
+def test_hooks_run_from_the_backward_on_that_follows_their_registration() -> None:
+    model, seen = model_of(), []
+    for _ in range(3):  # until nobody looks for hooks any more
+        backward(model)
+        drop(model)
+    first, *_, last = model.parameters()
+    handle = last.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+    for _ in range(2):
+        backward(model)
+        drop(model)
+    handle.remove()
+    backward(model)
+    drop(model)
+    assert [each is last for each in seen] == [True, True]
+    first.register_hook(lambda grad: None)
+    with pytest.raises(UsageError, match="has a hook of register_hook"):
+        backward(model)
+
+
+def test_a_fused_optimizer_drops_gradients_or_fills_them_with_zeros() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = fuse_optimizer_steps(optimizer)
+    backward(model)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not each.any() for each in values(grads_of(model)))
+    optimizer.zero_grad()
+    assert grads_of(model) == [None] * len(grads_of(model))
+    assert "zero_grad" not in vars(copy.deepcopy(optimizer))
+    steps.remove()
+    backward(model)
+    optimizer.zero_grad()
+    assert grads_of(model) == [None] * len(grads_of(model)) and "zero_grad" not in vars(optimizer)
 
 
 def test_an_average_that_began_as_a_gradient_is_left_alone() -> None:

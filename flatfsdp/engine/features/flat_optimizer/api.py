@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from functools import wraps
 from typing import Any
 
 import torch
 
 from ....api import check_bool
 from ....errors import UsageError, refuse_type
+from ...base import _torch
 from ...device.fake_tensors import is_memoryless
 from ...runtime import param_registry as registry
 from ...runtime.optimizer_hooks import is_at_work
@@ -33,6 +35,25 @@ ELEMENTWISE = frozenset(
 """Those of torch that treat every element by itself."""
 
 _stepping_flat: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _drop_grads_quickly(optimizer: torch.optim.Optimizer) -> None:
+    """Let `optimizer.zero_grad()` read attributes of DTensors as those of other tensors, which takes half as long."""
+    this, dropped = weakref.ref(optimizer), torch.optim.Optimizer.zero_grad
+    if type(optimizer).zero_grad is not dropped or "zero_grad" in vars(optimizer):
+        return
+
+    @wraps(dropped)
+    def zero_grad(set_to_none: bool = True) -> None:
+        found = this()
+        assert found is not None
+        if not set_to_none:
+            dropped(found, set_to_none)
+        else:
+            with _torch.as_plain_tensors():
+                dropped(found)
+
+    vars(optimizer)["zero_grad"] = zero_grad  # which neither pickles nor copies have
 
 
 class FusedSteps:
@@ -75,6 +96,7 @@ class FusedSteps:
         optimizer = self._optimizer()
         if optimizer is not None:
             _stepping_flat.discard(optimizer)
+            vars(optimizer).pop("zero_grad", None)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """A pre-hook of `optimizer.step()`: what it is called with instead, if there are runs."""
@@ -192,4 +214,5 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
     if optimizer in _stepping_flat:
         raise UsageError(f"{name}(): this {kind.__name__} already steps flat; call remove() of what that returned")
     _stepping_flat.add(optimizer)
+    _drop_grads_quickly(optimizer)
     return FusedSteps(optimizer, across_padding=kind in ELEMENTWISE)

@@ -59,6 +59,7 @@ class FusedRun:
     Attributes:
         parameter: a flat view of the shard, padding between the members included.
         members: those that lie there, in order, and then such as have no elements on this rank.
+        face, indices: whose these are.
         spread: whether they are DTensors; lying: how many lie there; starts: the first element of each.
         group: the number of their param group.
         state: what the optimizer keeps of `parameter`.
@@ -75,7 +76,7 @@ class FusedRun:
         self.starts = [span.start - start if number < self.lying else 0 for number, span in enumerate(spans)]
         self.group = found[0].group
         self.state: State = {}
-        self._face, self._spans, self._indices = handle.face, spans, [each.index for each in found]
+        self.face, self._spans, self.indices = handle.face, spans, [each.index for each in found]
         self.spread = handle.face.is_distributed
         self._published: State = {}
 
@@ -85,9 +86,9 @@ class FusedRun:
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The members' places in `flat`, as the members have their states."""
-        places = zip(self.members, self._indices, self._spans, self.starts, strict=True)
+        places = zip(self.members, self.indices, self._spans, self.starts, strict=True)
         if self.spread:
-            like = self._face.like_holder
+            like = self.face.like_holder
             return [like((index,), flat.narrow(0, start, span.numel)) for _, index, span, start in places]
         offset = flat.storage_offset()
         return [flat.as_strided(each.shape, each.stride(), offset + start) for each, _, _, start in places]
@@ -96,7 +97,7 @@ class FusedRun:
         """Show the flat gradient, in which those of the members lie."""
         shown = self.members[0].grad
         assert shown is not None
-        grad = self._face.local_of(shown)
+        grad = self.face.local_of(shown)
         assign_grad(self.parameter, grad.as_strided(self.parameter.shape, (1,), grad.storage_offset()))
 
     def adopt(self, states: States, pieces: Pieces) -> None:

@@ -5,7 +5,7 @@ optimizer treats alike (one param group, equal step counts) are a *run*. While t
 holds one parameter per run, a flat view of shard and gradient, and a flat state. An elementwise optimizer computes the
 same numbers then, in a call where it had one for each parameter.
 
-What programs see is per parameter at all times: the optimizer itself is never changed, its param groups list the
+What programs see is per parameter at all times: the optimizer itself is the same, its param groups list the
 original parameters, and its state of each holds views of the flat state, with every 0-dim tensor (a step count) an
 element of its own. So it can be read, saved, loaded and replaced as before, and `step()` may go parameter by parameter
 at any time. Before each step what was published is compared with what is there, by identity; where anything differs,
@@ -38,11 +38,21 @@ _POINTER, _OFFSET = torch.Tensor.data_ptr, torch.Tensor.storage_offset
 
 
 class _Placement:
-    """Where the members of runs lie, and the gradients of these, in numbers: the same as long as they stay there."""
+    """Where the members of runs lie, and the gradients of these: the same as long as they stay there.
+
+    In numbers; a face may know without looking at each that all is as it was shown.
+    """
 
     def __init__(self, runs: Sequence[FusedRun], single: Sequence[nn.Parameter]) -> None:
         """`single`: parameters in no run, which may come to lie in one."""
         self.members = [each for run in runs for each in run.members]
+        found = {run.face: run.face.shown() for run in runs}
+        self._shown = {
+            face: kept
+            for face, kept in found.items()
+            if kept and all({*run.indices} <= {*kept.indices} for run in runs if run.face is face)
+        }
+        runs = [run for run in runs if run.face not in self._shown]
         self._lying = [each for run in runs for each in run.members[: run.lying]]
         self._beside = [each for run in runs for each in run.members[run.lying :]]  # without elements here
         self._single = single
@@ -53,6 +63,8 @@ class _Placement:
 
     def holds(self) -> bool:
         """Whether all lie where they lay. False where one has no gradient."""
+        if any(face.shown() is not kept for face, kept in self._shown.items()):
+            return False
         try:
             return self._now() == self._numbers
         except (AttributeError, TypeError):  # None is there, which has no offset, and no dtype
@@ -116,7 +128,7 @@ class RunPlan:
             return False
         if not set(map(type, map(_GRAD, self._absent))) <= {NoneType} or not self._placement.holds():
             return False
-        states = list(map(optimizer.state.get, self._placement.members))
+        states = self._states_in(optimizer.state)
         if not _same(states, self._states) or not _same(_values(states), self._values):
             return False
         return [each.tensor._version for each in self._counts] == self._versions
@@ -157,6 +169,13 @@ class RunPlan:
                 run.publish(states, self._pieces)
         self._remember(states, publish=changed)
 
+    def _states_in(self, states: States) -> list[State | None]:
+        """Those of the members, in an order that is always the same."""
+        members = self._placement.members
+        if len(states) == len(self._keys) and _same(list(states), self._keys):  # so that none has to be hashed
+            return list(states.values())
+        return list(map(states.get, members))
+
     def _remember(self, states: States, *, publish: bool) -> None:
         """Note what is published now; `publish`: also 0-dim states; others are there."""
         if publish:
@@ -170,7 +189,8 @@ class RunPlan:
             each.publish()
         self._versions = [each.tensor._version for each in self._counts]
         if publish:
-            self._states = list(map(states.get, self._placement.members))
+            self._keys = list(states) if len(states) == len(self._placement.members) else []
+            self._states = self._states_in(states)
             self._values = _values(self._states)
             self._run_values = _values([run.state for run in self.runs])
 
