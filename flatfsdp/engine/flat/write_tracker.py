@@ -18,6 +18,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _torch
+from ..base.fqns import clean
 
 
 class TracksWrites:
@@ -57,7 +58,7 @@ class FlatParameter(TracksWrites, nn.Parameter):
             )
         return handle
 
-    _fqns = property(lambda self: tuple(spec.name for spec in self._handle.layout.params))
+    _fqns = property(lambda self: tuple(clean(spec.name) for spec in self._handle.layout.params))
     _shapes = property(lambda self: tuple(torch.Size(spec.shape) for spec in self._handle.layout.params))
     _numels = property(lambda self: tuple(spec.numel for spec in self._handle.layout.params))
     _unpadded_unsharded_size = property(lambda self: torch.Size((self._handle.layout.numel,)))

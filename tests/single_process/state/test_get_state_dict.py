@@ -68,3 +68,11 @@ def test_a_unit_that_a_checkpoint_holds(orig: bool, flattened: bool) -> None:
     with fake_world(1):
         model = wrapped(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 3)), nn.Linear(3, 1)), orig)
         check(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), torch.ones(4, 2), model, flattened)
+
+
+@each_way
+def test_a_unit_that_holds_a_checkpoint(orig: bool, flattened: bool) -> None:
+    with fake_world(1):
+        unit = FullyShardedDataParallel(checkpoint_wrapper(nn.Linear(2, 3)), use_orig_params=orig)
+        model = FullyShardedDataParallel(nn.Sequential(unit, nn.Linear(3, 1)), use_orig_params=orig)
+        check(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), torch.ones(4, 2), model, flattened)
