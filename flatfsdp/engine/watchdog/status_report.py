@@ -249,8 +249,9 @@ class StatusPoll:
             ],
             lost=[*ended.values()],
             unresponsive=unresponsive,
-            # A wait that is older than the poll was there when all others' were, however far apart ranks answered.
-            parted=parted(answers, patience=2 * self.period + time.monotonic() - poll.began),
+            # A wait that is older than the poll was there when all others' were, however far apart ranks answered; and
+            # a rank on a busy machine may take seconds to leave what the others have left.
+            parted=parted(answers, patience=ANSWER * self.period + time.monotonic() - poll.began),
             answered=len(answers),
             standing=standing(answers) if len(answers) == self._world else "",
         )

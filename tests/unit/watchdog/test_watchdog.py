@@ -417,6 +417,18 @@ def test_ranks_that_answer_at_different_moments_may_have_gone_on_between(
     assert dict(first.results())[1].parted == found
 
 
+@pytest.mark.parametrize(("seconds", "found"), [(3.0, ""), (300.0, "rank 0 a; rank 1 c")])
+def test_a_rank_may_take_seconds_to_leave_what_the_others_have_left(
+    seconds: float, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "PERIOD", 1.0)
+    shared: dict[str, str] = {}
+    first, second = (StatusPoll(Notes(shared), rank=rank, world=2) for rank in range(2))
+    first.answer(1, 0, "meet", RankStatus("a", 600.0, (0, 1)))
+    second.answer(1, 0, "meet", RankStatus("c", seconds, (0, 1)))
+    assert dict(first.results())[1].parted == found
+
+
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
