@@ -44,7 +44,7 @@ class ParamRef:
         self.attribute = attribute
         self.path = path
         self.leaf = leaf
-        self.hold_in([leaf], 0)
+        self._held, self._number = [leaf], 0
         self.keeps_place = False
 
     def hold_in(self, held: list[nn.Parameter], number: int) -> None:
@@ -109,7 +109,7 @@ class ParamRef:
         """Let the module list the leaf among its parameters."""
         if (module := self.module_ref()) is not None:
             module.__dict__.pop(self.attribute, None)
-            module._parameters[self.attribute] = self.held = self.leaf
+            module._parameters[self.attribute] = self._held[self._number] = self.leaf
 
     def hold(self, parameter: nn.Parameter) -> None:
         """Let the module, if it is there, list `parameter` in this place, the leaf or what stands for it at rest."""
@@ -126,7 +126,7 @@ class ParamRef:
     def unregister(self) -> None:
         """Keep the leaf as a plain attribute that `parameters()` does not list."""
         self.assign(self.leaf)
-        self.held = self.leaf
+        self._held[self._number] = self.leaf
 
     def assign(self, value: torch.Tensor) -> None:
         """Let the module have `value` as a plain attribute in the parameter's place."""
