@@ -268,9 +268,9 @@ def shape_awaited(node: Any) -> torch.Size:
     return torch.Size(node._input_metadata[0].shape)
 
 
+any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _lacking("_any_requires_grad"))
 # More than 1 where a graph, or anybody else, may hold the node of autograd's to which gradients of a leaf come.
 use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 2)
-any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _lacking("_any_requires_grad"))
 
 
 def applies_in_backward() -> bool:
