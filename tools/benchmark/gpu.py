@@ -1,8 +1,8 @@
 """What only a GPU shows: kernels, copies among them, the allocator's peaks, and which kernels ran side by side.
 
 One GPU is enough. Real collectives have as many ranks as there are GPUs. What a larger world costs one rank is read in
-a fake group, whose collectives move nothing (`Placeholders`); where overlap is asked for, each of them is a kernel that
-spins for a while on the stream that the engine chose.
+a fake group, whose collectives move nothing (`StandIns`); where overlap is asked for, each of them is a kernel that
+spins for as long as its size takes, on the stream that the engine chose.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +24,42 @@ from .figures import COLLECTIVES, count
 from .jobs import Setting, Training
 
 FAKE_RANKS = 8
-SPIN_MS = 0.5  # of one stand-in for a collective: less than a block of gpu_check's model computes in bf16
+SPIN_MS = 0.5  # of the stand-in for a unit's collective: less than a block of gpu_check's model computes in bf16
 COPIES = ("memcpy dtod", "copy", "catarray", "chunk_cat", "split_with_sizes")
 
 
 class StandIns(TorchDispatchMode):
-    """Every collective is preceded by a kernel of ``milliseconds`` on the stream that it is issued on; 0 for none. A
-    gather of a fake group moves nothing: by itself it fills the places of all ranks, with a kernel for each.
+    """Every collective is preceded by a kernel on the stream that it is issued on, which spins for ``milliseconds`` for
+    every ``of`` elements that it would move; none for 0. A gather of a fake group moves nothing: by itself it fills the
+    places of all ranks, with a kernel for each.
 
     Attributes:
         issued: the names of the collectives, in order.
     """
 
-    def __init__(self, milliseconds: float = 0.0) -> None:
+    def __init__(self, milliseconds: float = 0.0, of: int = 1) -> None:
         super().__init__()
         self.issued: list[str] = []
-        self._cycles = int(milliseconds * _cycles_per_ms()) if milliseconds else 0
+        self._cycles = milliseconds * cycles_per_ms() / of if milliseconds else 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             self.issued.append(func._schema.name.removeprefix("c10d::"))
             if self._cycles:
-                torch.cuda._sleep(self._cycles)
+                torch.cuda._sleep(max(1, int(self._cycles * _most_elements(args))))
             if "allgather" in func._schema.name and dist.get_backend() == "fake":
                 args = _emptied(args)
         return func(*args, **(kwargs or {}))
+
+
+def _most_elements(value: Any) -> int:
+    """Of a collective's arguments: what a gather fills, or a reduction reads, is the largest list or tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, list | tuple):
+        sizes = [_most_elements(each) for each in value]
+        return sum(sizes) if all(isinstance(each, torch.Tensor) for each in value) else max(sizes, default=0)
+    return 0
 
 
 def _emptied(value: Any) -> Any:
@@ -158,7 +170,7 @@ def inspect(rank: int, setting: Setting) -> dict[str, Any]:
     }
     plain = record(training, StandIns())
     figures |= {"kernels": len(plain), "copy kernels": sum(kernel.copies for kernel in plain)}
-    spun = record(training, StandIns(SPIN_MS))
+    spun = record(training, StandIns(SPIN_MS, max(setting.case.unit_bytes()) // 4))
     streams = {kernel.stream for kernel in spun if kernel.communicates}
     on_streams = [kernel for kernel in spun if kernel.stream in streams and not kernel.communicates]
     figures["overlap"] = overlap(spun)
@@ -166,7 +178,8 @@ def inspect(rank: int, setting: Setting) -> dict[str, Any]:
     return {**figures, **count(training), "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0)}
 
 
-def _cycles_per_ms() -> float:
+@cache
+def cycles_per_ms() -> float:
     """How many cycles a kernel spins in a millisecond."""
     torch.cuda._sleep(1_000_000)  # the first one is compiled
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

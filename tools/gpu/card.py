@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tools.benchmark import gpu
+
 MIB = 2**20
 
 
@@ -36,6 +38,10 @@ class Card:
     def synchronize(self) -> None:
         """Wait for all work of the device."""
         torch.cuda.synchronize()
+
+    def spin(self, milliseconds: float) -> None:
+        """Keep the current stream busy, and not the host."""
+        torch.cuda._sleep(int(milliseconds * gpu.cycles_per_ms()))
 
     def free_bytes(self) -> int:
         """What is free on the card."""

@@ -1,6 +1,7 @@
 """What one step launches, what runs beside what, and whether anything waits: from the profiler's trace.
 
-In a fake group of 8 ranks each collective is a kernel that spins for a while on the stream that the engine chose.
+In a fake group of 8 ranks each collective is a kernel that spins for as long as its size takes, on the stream that the
+engine chose.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from .card import MIB, Card, card_of
 from .engines import FAKE, OURS, PEERS
 from .report import Report
 
-# A block computes for longer than a collective spins, and the host is never what is waited for.
+# A block computes for longer than its collective spins.
 LARGE = Case("large", partial(mlp, 8, 8, 2048), MLPBlock, 8192, 2048, 1)
 SMALL = tiny_case(4, 2)
+LEAD_MS = 250.0  # several times what the host takes to issue a step that is traced
 FLOOR = "floor"
 # The first gather of a step and the last reduction have nothing to hide behind.
 HIDDEN = {"all_gather": 0.85, "reduce_scatter": 0.8}
@@ -72,8 +74,8 @@ def inspect(rank: int, setting: Setting, keep: Path | None) -> dict[str, Any]:
     plain = trace.record(training, card, gpu.StandIns())
     operators = trace.Operators()
     trace.record(training, card, operators)
-    stand_ins = gpu.StandIns(gpu.SPIN_MS if card.is_real else 0.0)
-    spun = trace.record(training, card, stand_ins)
+    stand_ins = gpu.StandIns(gpu.SPIN_MS if card.is_real else 0.0, max(setting.case.unit_bytes()) // 4)
+    spun = trace.record(training, card, stand_ins, LEAD_MS if card.is_real else 0.0)
     if keep is not None:
         spun.write(keep)
     kernels, calls = plain.kernels(), plain.calls()

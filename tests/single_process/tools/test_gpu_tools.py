@@ -33,7 +33,7 @@ def spun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 0})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(torch.cuda, "_sleep", cycles.append)
-    monkeypatch.setattr(gpu, "_cycles_per_ms", lambda: 1000.0)
+    monkeypatch.setattr(gpu, "cycles_per_ms", lambda: 1000.0)
     monkeypatch.setattr(gpu, "profile", lambda activities: profile(activities=activities[:1]))
     return cycles
 
@@ -59,9 +59,9 @@ def test_a_stand_in_for_a_collective_moves_nothing(spun: list[int]) -> None:
         with gpu.StandIns():
             assert copies(gather) == 0
         assert not whole.any() and not spun
-        with gpu.StandIns(2.0):
+        with gpu.StandIns(2.0, of=8):
             gather()
-        assert spun == [2000, 2000]
+        assert spun == [4000, 4000]  # 16 elements each
 
 
 def test_stand_ins_are_on_the_streams(spun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
