@@ -8,6 +8,7 @@ an answer. While that is short it reports nothing, since the watch can report mo
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base import wait_limits as waits
-from .status_report import ANSWER, Purpose, RankStatus
+from .status_report import ANSWER, APART, ENTERED, Purpose, RankStatus, name_of_place
 from .store import StoreClient
 
 
@@ -50,12 +51,17 @@ class LocalWaits:
         self._next_poll = 0.0  # seconds into an announced wait, at which to poll again
         self._reported: float | None = None  # since when the wait lasts that was reported
         self._standing, self._standing_since = "", 0.0  # where all ranks were found waiting [Note: deadlock]
+        self._parted, self._parted_since = "", 0.0  # the waits in which ranks were found parted [Note: parted]
+        self._entered: dict[tuple[str, tuple[int, ...]], int] = {}  # places, the last one last, and how often each was
 
     def announce(self, ranks: Sequence[int], what: str, *, settled_by_notes: bool) -> AnnouncedWait | None:
         """This thread waits for `ranks`; the wait around this one. Others than the main thread wait beside what the
         rank does."""
         before = self.announced.get(threading.get_ident())
         if threading.current_thread() is threading.main_thread():
+            if not settled_by_notes:
+                place = what, tuple(ranks)
+                self._entered[place] = self._entered.pop(place, 0) + 1
             self.end(AnnouncedWait(tuple(ranks), what, time.monotonic(), settled_by_notes))
         return before
 
@@ -92,7 +98,9 @@ class LocalWaits:
         stands = waits.standing()
         if announced is not None:
             ranks = () if announced.settled_by_notes else announced.ranks
-            return RankStatus(announced.what, now - announced.since, ranks, (announced.since, *stands))
+            last = itertools.islice(reversed(self._entered.copy().items()), ENTERED)
+            entered = {name_of_place(*place): count for place, count in last}
+            return RankStatus(announced.what, now - announced.since, ranks, (announced.since, *stands), entered)
         watched = [each.doing for each in sorted(self.watched, key=lambda each: not each.busy)]
         if not watched:
             return RankStatus("in the program's own code, without a model", now - min(since, now), stands=stands)
@@ -141,6 +149,13 @@ class LocalWaits:
         if proving or standing != self._standing:
             self._standing, self._standing_since = standing, time.monotonic()
         return again
+
+    def proves_parted(self, waits: str) -> bool:
+        """Whether ranks that a poll found parted in `waits` ("" for none) were found so before, long enough ago."""
+        now = time.monotonic()
+        if waits != self._parted:
+            self._parted, self._parted_since = waits, now
+        return waits != "" and now - self._parted_since > APART * self._period()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,11 @@ read is one text in which ranks that do the same share a line.
 but a wait, and they are not all in the same place, which they would leave together. One such poll may have met them on
 their way. A second one, a report's time later, that finds every rank in the very same operation as the first is taken
 as proof. A rank that computes, compiles, reads data, or does not answer forbids it.
+
+[Note: parted] Two ranks with announced waits, each for ranks with the other among them, need neither answers of all nor
+a report's time. A rank may be slow to leave a wait, by seconds on a busy machine, while the others wait elsewhere. So
+each counts how often it has entered each wait: ranks have parted only where neither has come to what the other waits
+in. Two polls, `APART` periods apart, that find the very same waits are taken as proof.
 """
 
 from __future__ import annotations
@@ -31,6 +36,8 @@ from .start_name import state_of
 from .store import StoreClient, launcher_serves_it, server_in_words
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
+APART = 1.0  # periods between two polls that prove that ranks have parted
+ENTERED = 64  # places of an answer: those that a rank entered last
 REFUSALS = 5  # looks after which one that polled first, and reports nothing, counts for nothing
 NORMALLY = "exited normally"
 UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
@@ -51,21 +58,24 @@ class RankStatus(NamedTuple):
         waits_for: in a wait for ranks that must all come to the same place: these ranks.
         stands: what it waits in, by since when by its own clock; nothing where it does anything else. The same as
             before where it has not moved.
+        entered: by the digest of a place that ranks must all come to, how often it has: the last ones, and this one.
     """
 
     doing: str
     seconds: float
     waits_for: tuple[int, ...] = ()
     stands: tuple[float, ...] = ()
+    entered: dict[str, int] = {}  # noqa: RUF012 (never written to)
 
     @classmethod
     def of(cls, text: str | None) -> RankStatus | None:
         """The answer of that `text`, None if it is none."""
         match parse(text):
-            case [str(doing), int(seconds) | float(seconds), [*waits_for], [*stands]] if all(
-                type(each) is int for each in waits_for
+            case [str(doing), int(seconds) | float(seconds), [*waits_for], [*stands], dict(entered)] if all(
+                type(each) is int for each in (*waits_for, *entered.values())
             ):
-                return cls(doing, seconds, tuple(waits_for), tuple(each for each in stands if type(each) is float))
+                since = tuple(each for each in stands if type(each) is float)
+                return cls(doing, seconds, tuple(waits_for), since, entered)
         return None
 
 
@@ -116,7 +126,8 @@ class StatusReport(NamedTuple):
         lines: what each rank does, in words.
         lost: the exit records of ranks that ended.
         unresponsive: the processes of ranks that began with flatfsdp and do not answer.
-        parted: what ranks do that wait for each other in different places, or "".
+        parted: what ranks do that wait for each other in different places, or "". [Note: parted]
+        parted_in: what stands for their waits, or "".
         answered: how many ranks answered.
         standing: where all ranks wait, in different places: what stands for where each of them is; or "".
     """
@@ -127,6 +138,7 @@ class StatusReport(NamedTuple):
     lost: list[ExitRecord]
     unresponsive: dict[int, ProcessIdentity]
     parted: str
+    parted_in: str
     answered: int
     standing: str
 
@@ -134,17 +146,17 @@ class StatusReport(NamedTuple):
     def of(cls, text: str) -> StatusReport | None:
         """The result of that `text`, None if it is none."""
         match parse(text):
-            case [str(why), int(by), [*lines], [*lost], dict(unresponsive), str(parted), int(count), str(where)] if (
+            case [str(why), int(by), [*lines], [*lost], dict(gone), str(parted), str(part), int(count), str(where)] if (
                 why in PURPOSES
             ):
                 words = [line for line in lines if isinstance(line, str)]
                 ended = [each for each in map(ExitRecord.of, lost) if each is not None]
                 processes = {
                     int(rank): process
-                    for rank, each in unresponsive.items()
+                    for rank, each in gone.items()
                     if rank.isdecimal() and (process := ProcessIdentity.of(each)) is not None
                 }
-                return cls(cast(Purpose, why), by, words, ended, processes, parted, count, where)
+                return cls(cast(Purpose, why), by, words, ended, processes, parted, part, count, where)
         return None
 
 
@@ -235,6 +247,8 @@ class StatusPoll:
                 absent.append(rank)
         if (unresponsive or absent) and not late:  # some answered and ended
             return
+        # A wait that is older than the poll was there when all others' were, however far apart ranks answered.
+        stuck = parted(answers, patience=2 * self.period + time.monotonic() - poll.began)
         result = StatusReport(
             poll.purpose,
             poll.by,
@@ -249,9 +263,8 @@ class StatusPoll:
             ],
             lost=[*ended.values()],
             unresponsive=unresponsive,
-            # A wait that is older than the poll was there when all others' were, however far apart ranks answered; and
-            # a rank on a busy machine may take seconds to leave what the others have left.
-            parted=parted(answers, patience=ANSWER * self.period + time.monotonic() - poll.began),
+            parted="; ".join(f"{ranks_in_words(ranks)} {answers[ranks[0]].doing}" for ranks in stuck),
+            parted_in=_digest([(rank, answers[rank].stands) for ranks in stuck for rank in ranks]) if stuck else "",
             answered=len(answers),
             standing=standing(answers) if len(answers) == self._world else "",
         )
@@ -325,20 +338,31 @@ def lines_of(answers: dict[int, RankStatus]) -> list[str]:
     return lines
 
 
-def parted(answers: dict[int, RankStatus], *, patience: float) -> str:
-    """What ranks do that have waited for each other, in different places, for more than `patience` seconds; or ""."""
+def name_of_place(doing: str, waits_for: Sequence[int]) -> str:
+    """The digest of a place that ranks must all come to: the same on all of them."""
+    return _digest((doing, tuple(waits_for)))
+
+
+def parted(answers: dict[int, RankStatus], *, patience: float) -> list[list[int]]:
+    """The ranks, by place, that have waited for each other, in different places, for more than `patience` seconds."""
     waiting = {rank: answer for rank, answer in answers.items() if answer.waits_for and answer.seconds > patience}
     places = ranks_by_value({rank: (answer.doing, answer.waits_for) for rank, answer in waiting.items()})
-    stuck = [
-        ranks
-        for (_, awaited), ranks in places.items()
-        if any(
-            set(awaited) & set(others) and set(theirs) & set(ranks)
-            for (_, theirs), others in places.items()
-            if others is not ranks
+
+    def entries(ranks: Sequence[int], awaited: Sequence[int], here: str, there: str) -> set[tuple[int, int]]:
+        """How often those of `ranks` that are `awaited` have entered the place where they are, and another."""
+        counts = (waiting[rank].entered for rank in set(ranks) & set(awaited))
+        return {(count.get(here, 0), count.get(there, 0)) for count in counts}
+
+    def never_meet(place: tuple[str, tuple[int, ...]], other: tuple[str, tuple[int, ...]]) -> bool:
+        here, there = name_of_place(*place), name_of_place(*other)
+        theirs = entries(places[other], place[1], there, here)
+        return any(
+            number > their_entries and their_number > entries_there
+            for number, entries_there in entries(places[place], other[1], here, there)
+            for their_number, their_entries in theirs
         )
-    ]
-    return "; ".join(f"{ranks_in_words(ranks)} {waiting[ranks[0]].doing}" for ranks in stuck)
+
+    return [ranks for here, ranks in places.items() if any(never_meet(here, each) for each in places if each != here)]
 
 
 def standing(answers: dict[int, RankStatus]) -> str:
@@ -346,5 +370,8 @@ def standing(answers: dict[int, RankStatus]) -> str:
     alike = len({answer.doing for answer in answers.values()}) == 1
     if alike or not all(answer.stands for answer in answers.values()):
         return ""
-    places = [(rank, answer.doing, answer.stands) for rank, answer in sorted(answers.items())]
-    return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()
+    return _digest([(rank, answer.doing, answer.stands) for rank, answer in sorted(answers.items())])
+
+
+def _digest(what: object) -> str:
+    return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()

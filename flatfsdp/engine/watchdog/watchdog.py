@@ -316,7 +316,7 @@ class Watchdog:
                 reports.ExitRecord(rank, f"was killed, or crashed: {process} is gone").publish(self.store, alarm=True)
         error: AgreementError | None = None
         stands_again = self._local.proves(result.standing, proving=result.purpose == "prove")
-        if result.parted and announced is not None:
+        if self._local.proves_parted(result.parted_in) and announced is not None:
             error = AgreementError(
                 f"ranks wait for each other in different places: {result.parted}. Wrap the same module over the same "
                 "process group or mesh, with the same strategy, on every rank, and make collective calls on all of them"

@@ -24,6 +24,7 @@ from flatfsdp.engine.watchdog.status_report import (
     RankStatus,
     StatusPoll,
     lines_of,
+    name_of_place,
     parted,
 )
 from flatfsdp.engine.watchdog.store import StoreGone
@@ -265,6 +266,39 @@ def test_ranks_that_wait_for_each_other_in_different_places(texts: list[str]) ->
         )
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_rank_may_be_slow_to_leave_what_the_others_have_left(leaves: bool, texts: list[str], clock: None) -> None:
+    """For however long: it will. Unless the others left it for the first time, and it waits there for the second."""
+    flatfsdp.set_collective_timeout(report_after=math.inf)
+    world = World(2)
+    slow, other = world.watches
+    if not leaves:
+        with slow.waiting([0, 1], "wraps"):
+            pass
+    with slow.waiting([0, 1], "wraps"):
+        with other.waiting([0, 1], "wraps"):
+            pass
+        with other.waiting([0, 1], "compares"):
+            look_for(world, 2.0)
+    assert [type(model.error) for model in world.models] == [type(None) if leaves else AgreementError] * 2
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_two_polls_that_find_the_very_same_waits_prove_that_ranks_parted(
+    moves: bool, texts: list[str], clock: None
+) -> None:
+    flatfsdp.set_collective_timeout(report_after=math.inf)
+    world = World(2)
+    first, second = world.watches
+    with second.waiting([0, 1], "compares"):
+        for number in range(20):
+            with first.waiting([0, 1], f"wraps {number}" if moves else "wraps"):
+                look_for(world, 0.035 if moves else 0.1)
+            if not moves:
+                break
+    assert [type(model.error) for model in world.models] == [type(None) if moves else AgreementError] * 2
+
+
 def test_ranks_that_all_wait_in_different_places_prove_a_deadlock(texts: list[str]) -> None:
     world = World(2)
     first, second = world.watches
@@ -380,12 +414,27 @@ def test_many_ranks_in_words(ranks: list[int], words: str) -> None:
     assert ranks_in_words(ranks) == words
 
 
+def at(what: str, seconds: float, ranks: tuple[int, ...], *others: tuple[str, tuple[int, ...]]) -> RankStatus:
+    """Of a rank that waits there for the first time, and has been in `others` before."""
+    return RankStatus(what, seconds, ranks, (), {name_of_place(*each): 1 for each in ((what, ranks), *others)})
+
+
 def test_only_ranks_that_wait_for_each_other_have_parted() -> None:
-    first, second, third = RankStatus("a", 5.0, (0, 1)), RankStatus("b", 5.0, (1, 2)), RankStatus("c", 5.0, (0, 1, 2))
-    assert parted({0: first, 1: first, 2: third}, patience=2.0) == "", "2 waits for them, they do not for it"
-    assert parted({0: first, 1: second}, patience=2.0) == "", "1 does not wait for 0"
-    assert parted({0: first, 1: third}, patience=2.0) == "rank 0 a; rank 1 c"
-    assert parted({0: first, 1: RankStatus("c", 1.0, (0, 1, 2))}, patience=2.0) == "", "it has just come"
+    first, second, third = at("a", 5.0, (0, 1)), at("b", 5.0, (1, 2)), at("c", 5.0, (0, 1, 2))
+    assert parted({0: first, 1: first, 2: third}, patience=2.0) == [], "2 waits for them, they do not for it"
+    assert parted({0: first, 1: second}, patience=2.0) == [], "1 does not wait for 0"
+    assert parted({0: first, 1: third}, patience=2.0) == [[0], [1]]
+    assert parted({0: first, 1: at("c", 1.0, (0, 1, 2))}, patience=2.0) == [], "it has just come"
+
+
+def test_a_rank_that_has_been_where_another_waits_has_not_parted_from_it() -> None:
+    everyone = (0, 1, 2)
+    slow, ahead = at("a", 50.0, everyone), at("b", 50.0, everyone, ("a", everyone))
+    assert parted({0: slow, 1: ahead, 2: ahead}, patience=2.0) == []
+    assert parted({0: ahead, 1: slow, 2: slow}, patience=2.0) == []
+    again = slow._replace(entered={name_of_place("a", everyone): 2})
+    assert parted({0: again, 1: ahead, 2: slow}, patience=2.0) == [[0, 2], [1]], "for the second time"
+    assert parted({0: slow, 1: at("b", 50.0, everyone), 2: ahead}, patience=2.0) == [[0], [1, 2]]
 
 
 def test_a_process_is_found_gone_only_where_it_can_be() -> None:
@@ -411,21 +460,9 @@ def test_ranks_that_answer_at_different_moments_may_have_gone_on_between(
     """Only waits that are older than the poll were there at one moment."""
     shared: dict[str, str] = {}
     first, second = (StatusPoll(Notes(shared), rank=rank, world=2) for rank in range(2))
-    first.answer(1, 0, "report", RankStatus("a", seconds, (0, 1)))
+    first.answer(1, 0, "report", at("a", seconds, (0, 1)))
     time.sleep(0.1)
-    second.answer(1, 0, "report", RankStatus("c", seconds, (0, 1)))
-    assert dict(first.results())[1].parted == found
-
-
-@pytest.mark.parametrize(("seconds", "found"), [(3.0, ""), (300.0, "rank 0 a; rank 1 c")])
-def test_a_rank_may_take_seconds_to_leave_what_the_others_have_left(
-    seconds: float, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stores, "PERIOD", 1.0)
-    shared: dict[str, str] = {}
-    first, second = (StatusPoll(Notes(shared), rank=rank, world=2) for rank in range(2))
-    first.answer(1, 0, "meet", RankStatus("a", 600.0, (0, 1)))
-    second.answer(1, 0, "meet", RankStatus("c", seconds, (0, 1)))
+    second.answer(1, 0, "report", at("c", seconds, (0, 1)))
     assert dict(first.results())[1].parted == found
 
 
