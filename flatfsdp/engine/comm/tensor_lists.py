@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -30,8 +30,9 @@ class StagingBuffer:
 
     Attributes:
         memory: shape (world * n,): a row of n elements for each rank.
-        own: shape (n,): this rank's row; `own_pieces`: cut, one piece for each tensor.
-        pieces: for each tensor what all rows have of it; wholes: the tensors, in the same shape.
+        rows: the same, shape (world, n); own: this rank's, shape (n,); own_pieces: that cut, a piece for each tensor.
+        wholes: the tensors, of world rows each.
+        unpack: copies all rows to the tensors.
         sums: shape (n,): for what a reduction leaves of them.
     """
 
@@ -43,12 +44,15 @@ class StagingBuffer:
             for numel in (world * sum(sizes), sum(sizes))
         )
         self.memory.allocate()
-        rows = self.memory.tensor.view(world, sum(sizes))
-        self.own = rows[group.rank]
+        self.rows = self.memory.tensor.view(world, sum(sizes))
+        self.own = self.rows[group.rank]
         self.own_pieces = self.own.split(sizes)
-        self.pieces = rows.split(sizes, dim=1)
         self.wholes = [tensor.view(world, size) for tensor, size in zip(tensors, sizes, strict=True)]
         self._sizes = sizes
+        if is_ordered(first):  # one kernel, where the other way takes one for each tensor
+            self.unpack = partial(torch.split_with_sizes_copy, self.rows, sizes, 1, out=self.wholes)
+        else:
+            self.unpack = partial(_torch.foreach_copy_, self.wholes, self.rows.split(sizes, dim=1))
 
     def unpack_sums(self, targets: Sequence[torch.Tensor]) -> None:
         """Copy what a reduction left to its place."""
@@ -62,7 +66,8 @@ class _Gather:
     Attributes:
         shards: these, which live as long; given: their ids.
         outputs, sources: what is gathered, and of what.
-        cast, casts: the places of those that are cast first, and these; small: those that are staged.
+        copies: what is copied first, to where, by dtype and device of what: shards that are cast, and small ones to the
+            staging buffer. All of one dtype are one kernel of an accelerator.
         ordered: whether what reads a copy is in order behind it.
     """
 
@@ -70,9 +75,7 @@ class _Gather:
     given: list[int]
     outputs: list[torch.Tensor]
     sources: list[torch.Tensor]
-    cast: list[torch.Tensor]
-    casts: list[torch.Tensor]
-    small: list[torch.Tensor]
+    copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
     ordered: bool
 
 
@@ -134,37 +137,34 @@ class TensorList:
         plan = self._plan
         if plan is None or list(map(id, shards)) != plan.given:
             plan = self._plan = self._planned(shards)
-        if plan.casts:
-            copy(plan.cast, plan.casts)
         if self._small:
             self.staging.memory.allocate()
-            _torch.foreach_copy_(self.staging.own_pieces, plan.small, non_blocking=plan.ordered)
+        for targets, copied in plan.copies:
+            _torch.foreach_copy_(targets, copied, non_blocking=plan.ordered)
         return plan.outputs, plan.sources
 
     def _planned(self, shards: Sequence[torch.Tensor]) -> _Gather:
         own = self.rows[self._group.rank].pieces
-        cast = [index for index in self._large if _differs(own[index], shards[index])]
+        targets = {index: own[index] for index in self._large if _differs(own[index], shards[index])}
         outputs = [self._tensors[index] for index in self._large]
-        sources = [own[index] if index in cast else shards[index] for index in self._large]
+        sources = [targets.get(index, shards[index]) for index in self._large]
         if self._small:
             outputs.append(self.staging.memory.tensor)
             sources.append(self.staging.own)
-        return _Gather(
-            list(shards),
-            list(map(id, shards)),
-            outputs,
-            sources,
-            [own[index] for index in cast],
-            [shards[index] for index in cast],
-            [shards[index] for index in self._small],
-            is_ordered(self._tensors[0]),
-        )
+            targets |= zip(self._small, self.staging.own_pieces, strict=True)
+        copies: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for index, target in targets.items():
+            into, of = copies.setdefault((shards[index].dtype, shards[index].device), ([], []))
+            into.append(target)
+            of.append(shards[index])
+        ordered = is_ordered(self._tensors[0])
+        return _Gather(list(shards), list(map(id, shards)), outputs, sources, list(copies.values()), ordered)
 
     def finish_gather(self) -> None:
         """What was staged comes to its place."""
         if self._small:
             staging = self.staging
-            _torch.foreach_copy_(staging.wholes, staging.pieces)
+            staging.unpack()
             staging.memory.free()
 
     def to_reduce(self, output: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -172,7 +172,7 @@ class TensorList:
         if self._small:
             staging = self.staging
             staging.memory.allocate()
-            _torch.foreach_copy_(staging.pieces, staging.wholes)
+            torch.cat(staging.wholes, 1, out=staging.rows)
             if not self._large:
                 return [output], [self.staging.memory.tensor]
             self.staging.sums.allocate()
