@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("parameters (shards)", "#4c72b0", ("shard",)),
     ("optimizer state", "#8c8c8c", ("optimizer",)),
     ("parameters, gathered", "#64b5cd", ("unsharded", "staging", "quantized")),
-    ("gradients", "#dd8452", ("slots", "reduced", "partial", "grad")),
+    ("gradients", "#dd8452", ("arrived", "slots", "reduced", "partial", "grad")),
     ("scratch of reductions", "#937860", ("exchange",)),
 )
 REST = "activations, and what operations need", "#cfe3c8"

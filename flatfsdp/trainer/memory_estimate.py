@@ -32,6 +32,7 @@ _WORDS = {
     "unsharded": "parameters, gathered",
     "post_forward_shard": "parameters, kept by neighbors",
     "host copy": "parameters, kept on the host",
+    "arrived": "gradients, as they came",
     "slots": "gradients, to be reduced",
     "partial": "gradients, to be all-reduced",
     "reduced": "gradients, reduced (shards)",

@@ -147,7 +147,8 @@ def plan_of(rank: int, setting: Setting) -> dict[str, int]:
         "params": plan.params,
         "grads": plan.grads,
         "optimizer": sum(plan.optimizer.values()),
-        "at peak": sum(plan.at_peak.values()),
+        # Gradients as they came are autograd's memory.
+        "at peak": sum(plan.at_peak.values()) - plan.at_peak.get("arrived", 0),
     }
 
 

@@ -15,6 +15,12 @@ What is overwritten cannot be read unnoticed: saved views of it are refused by t
 would be a collective that only those ranks issue which share. Padding between the places is that of the shards: zero,
 unless a user wrote to all of a flat parameter, and then it is cleared.
 
+[Note: late slots] Slots wider than the gradients (float32 for bfloat16) take twice their memory. While a reduction
+holds its input, or other units' gradients are reduced before, gradients are kept as they came. The slots are taken when
+the unit's own reduction begins and the input before has been given back; the parameters are freed first where nothing
+will read them any more. So one unit at a time has gradients in the wide dtype. Of the outermost unit, whose first
+gradient comes first and whose last comes last, they are narrow for most of the backward.
+
 [Note: window] Without synchronization the slots stay, and the next microbatch adds to them: a *window*. Microbatches
 without synchronization came before, so the next synchronized backward reduces, on every rank alike, whether or not
 gradients arrived on this one.
@@ -102,10 +108,15 @@ class GradientSlots:
         buffer: None until a gradient was moved; segments: what of it is reduced. [Note: pieces]
         filled: the leaves whose slots have a gradient.
         collected: gradients that are not moved yet, by leaf.
+        may_wait: whether they had better not be moved before the reduction; None where that gains nothing.
+        late: whether they are not. [Note: late slots]
     """
 
     def __init__(self, memory: SlotMemory, dtype: torch.dtype, factor: float) -> None:
         self._memory = memory
+        self.may_wait: Callable[[], bool] | None = None
+        self.late = False
+        self._late_bytes = 0
         self.dtype = dtype
         self.factor = factor
         self.shares = False
@@ -120,21 +131,33 @@ class GradientSlots:
     def put(self, index: int, grad: torch.Tensor) -> None:
         """Move `grad` (of leaf `index`, compute dtype) into its slot, now or with the other small ones."""
         size = self._memory.numels[index] * grad.element_size()
-        if size > SMALL_BYTES:
-            self._move({index: grad})
-            return
         if index in self.collected:
             self.move_collected()
+        if self.may_wait is not None and not self.late and self.buffer is None:
+            self.late = self.may_wait()
+        if size > SMALL_BYTES and not self.late:
+            self._move({index: grad})
+            return
         self.collected[index] = grad
         self._collected_bytes += size
-        if self._collected_bytes > COLLECT_BYTES:
+        if self.late:
+            self._late_bytes += size
+            self._memory.handle.tracker.add("arrived", size)
+        elif self._collected_bytes > COLLECT_BYTES:
             self.move_collected()
+
+    def _end_wait(self) -> None:
+        self.may_wait, self.late = None, False
+        self._memory.handle.tracker.remove("arrived", self._late_bytes)
+        self._late_bytes = 0
 
     def move_collected(self, *, freeing: bool = False) -> None:
         """Move what was collected; `freeing`: the handle gives its buffer up next, and with it hides all leaves."""
         if self.collected:
             collected, self.collected, self._collected_bytes = self.collected, {}, 0
             self._move(collected, freeing=freeing)
+            if self.late:
+                self._end_wait()
 
     def _move(self, grads: dict[int, torch.Tensor], *, freeing: bool = False) -> None:
         """Copy gradients, by index of their leaf, into their slots, or add them to what came before."""
@@ -198,6 +221,8 @@ class GradientSlots:
 
     def free(self) -> None:
         """Nobody wants what came."""
+        if self.late:
+            self._end_wait()
         if self.return_buffer is not None and self.buffer is not None:
             self.return_buffer(self.buffer)
         elif self.buffer is not None and not self.shares:

@@ -39,6 +39,7 @@ class Gradients:
         collects_in: autograd's graph task in which gradients that come for the first time are only collected, if any.
         reducing: what this backward has handed over to reductions; always the same list.
         slots: where gradients go that come now.
+        outlive_params: whether nothing reads the parameters any more when all have come.
         accumulation: what lasts from backward to backward.
         contributed: leaves of which a gradient came to what is being reduced, or was reduced earlier, on this rank.
         absent: leaves of which none did, on any rank: `.grad` stays as it is. [Note: unused]
@@ -57,6 +58,7 @@ class Gradients:
         self.slots = GradientSlots(self._memory, handle.precision.reduce, 1.0)
         self._factor_of_sum = 1.0
         self._hooked = False  # [Note: communication hooks]
+        self.outlive_params = False
         self._completes = True  # whether the reductions in flight are more than partial sums
         self._stashed: dict[int, torch.Tensor] | None = None
         self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
@@ -114,13 +116,14 @@ class Gradients:
         sync: bool,
         share: bool,
         hooked: bool,
+        may_wait: Callable[[], bool],
     ) -> None:
         """Await the gradients of `expected`; `world` ranks will be averaged, unless their sum is to be divided by
         something else.
 
         `weight`: what this rank's count; with 0 whatever comes is dropped. `share`: the places of parameters whose
         gradients have come may be overwritten. `hooked`: a communication hook gets the gradients, unscaled, and their
-        memory.
+        memory. `may_wait`: whether memory for them had better be taken late. [Note: late slots]
         """
         if self._stashed is None or self._stand_ins:
             self.stash_grads()
@@ -144,6 +147,9 @@ class Gradients:
             and not handle.is_unsharded_at_rest  # there the slots' memory becomes the reduced gradient's
             and handle.unsharded.flat.dtype == precision.reduce
         )
+        is_wide = sync and slots.dtype.itemsize > precision.compute.itemsize
+        slots.may_wait = may_wait if is_wide and not handle.is_unsharded_at_rest else None
+        self.outlive_params = share
 
     # -- gradients arrive --------------------------------------------------------------------------------------------
 

@@ -203,6 +203,10 @@ class Backward:
             return False
         return not (self.double or unit in self.stays_unsharded or unit.backward.keep_unsharded)
 
+    def gradients_may_wait(self) -> bool:
+        """Whether other gradients have memory for their reduction now, or need it before. [Note: late slots]"""
+        return self._reductions.last is None or self._in_flight[1].input_bytes > 0
+
     # -- events ------------------------------------------------------------------------------------------------------
 
     def reached(self, unit: Unit) -> None:
@@ -316,6 +320,7 @@ class Backward:
                 sync=sync,
                 share=share,
                 hooked=hooked,
+                may_wait=self.gradients_may_wait,
             )
             on_leaves = hooks.are_more_than_ours(unit.leaves.hooked[kind].values())
             if on_leaves or not handle.face.holds_leaves:
@@ -372,6 +377,9 @@ class Backward:
             # Where an embedding's gradient is larger than what is in flight, a step is highest when that gradient
             # comes: the others make way before it. Elsewhere they overlap the last unit's backward.
             self.release_inputs()
+            for grads in last.grads:
+                if grads.slots.late:
+                    grads.slots.move_collected()
         elif halfway and self._last_comes(after=newer.units[-1]):
             self.release_inputs()
         for reduction in newer.reductions:

@@ -339,8 +339,12 @@ class Unit:
 
     def reduction_inputs(self) -> list[ReductionInput]:
         """The gradients of all kinds that take part in a reduction, for it."""
-        if [grads for grads in self.grads if grads.occupies_params]:
+        over = [g for g in self.grads if g.occupies_params or (g.slots.late and g.outlive_params)]
+        if over:
             self.reshard(SHOWS_NOTHING, unreached=True)
+            if over[0].slots.late and self.options.backward_prefetch is not None:
+                # Memory is free when the device is past this unit: before the next gather, unless that is not ahead.
+                self.resources.limiter.make_room(None, ahead=True)
         self.record_event("reduce")
         everywhere, hook = self.options.schedule.all_reduce, self.options.all_reduce_hook
         return [

@@ -152,17 +152,19 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
         },
     ),
     (
-        # Gradients of another dtype than their parameters have buffers of their own, here of twice the bytes.
+        # Gradients of another dtype than their parameters have buffers of their own, here of twice the bytes. They are
+        # kept as they come until their reduction begins. [Note: late slots]
         {"sharding_strategy": "FULL_SHARD", "mixed_precision": MixedPrecision(reduce_dtype=torch.float64)},
         1,
         {
             "shard": MODEL // 2,
             "unsharded": ROOT + 2 * BLOCK,
-            "slots": 2 * 2 * BLOCK,
+            "slots": 2 * BLOCK,
             "exchange": 0,
             "reduced": 2 * MODEL // 2,
-            # As above; besides, the second block's gradients have a buffer beside their parameters.
-            "all": MODEL // 2 + ROOT + 2 * BLOCK + 2 * (2 * BLOCK + 2 * BLOCK // 2),
+            # The second block is in use, the first is ahead, the third is reduced; the second's and the head's
+            # gradients wait.
+            "all": MODEL // 2 + ROOT + 2 * BLOCK + 2 * (BLOCK + 2 * BLOCK // 2) + BLOCK + ROOT // 2,
         },
     ),
     (

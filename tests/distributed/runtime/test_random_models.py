@@ -19,9 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FullyShardedDataParallel, ShardedGradScaler, fuse_optimizer_steps, optimizer_in_backward
+from flatfsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedGradScaler,
+    fuse_optimizer_steps,
+    optimizer_in_backward,
+)
 from flatfsdp.engine.watchdog import store as stores
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.gradients import Gradients, fill, gradients_of, names_of, together, unlike
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.pool import JobFailed
@@ -60,6 +67,7 @@ class How(NamedTuple):
     decaying: str = "adamw"
     to_none: bool = True
     layout: str = "flat"
+    wide: bool = False  # gradients are large ones, and are reduced in a wider dtype
 
     @classmethod
     def drawn(cls, seed: int) -> How:
@@ -85,6 +93,7 @@ class How(NamedTuple):
             decaying=more.choice(("adamw", "momentum")),
             to_none=more.random() < 0.7,
             layout=more.choice(("flat", "rows")),
+            wide=more.random() < 0.4,
         )
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
@@ -327,7 +336,7 @@ def _losses(net: nn.Module, of: int, step: int, microbatch: int, *, seed: int, h
 def _train(rank: int, world: int, seed: int, how: How) -> list[str]:
     """What parameters, and gradients where they are kept, are not those of one process that runs all ranks' batches."""
     # A rank that waits for another's word has it with that one's next look at the stores.
-    with patch.object(stores, "PERIOD", 0.25):
+    with patch.object(stores, "PERIOD", 0.25), inspect.large_gradients() if how.wide else nullcontext():
         return _differences(rank, world, seed, how)
 
 
@@ -347,6 +356,7 @@ def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
         backward_prefetch=how.prefetch,
         join_units_below=how.join_units_below,
         layout=how.layout,
+        mixed_precision=MixedPrecision(reduce_dtype=torch.float64) if how.wide else None,
     )
     optimizer, plain = how.optimizer(model), how.optimizer(alone)
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10) if how.stepping == "scaled" else None

@@ -175,6 +175,8 @@ class Player:
             join_units_below=drawn.choice((0, 2000, 2**20)),
             layout=random.Random(f"layout {seed}").choice(("flat", "rows")),
         )
+        if random.Random(f"wide {seed}").random() < 0.3:
+            self.settings["mixed_precision"] = MixedPrecision(reduce_dtype=torch.float64)
         # Gradients in few bits, with error feedback.
         self.owes = random.Random(f"few bits {seed}").random() < 0.3
         if self.owes:
@@ -911,6 +913,7 @@ def _play(rank: int, world: int, seed: int, operations: Sequence[Callable[[Playe
         patch.object(attendant, "REST", random.Random(f"rest {seed} {rank}").choice((0.0001, attendant.REST))),
         patch.object(errors, "_warned", set()),
         patch.object(local_clipping, "REPORTED", f"clipped in program {seed}"),
+        inspect.large_gradients() if random.Random(f"large {seed}").random() < 0.5 else nullcontext(),
     ):
         warnings.simplefilter("always", errors.FlatFSDPWarning)
         found = Player(rank, world, seed, operations).play()

@@ -6,6 +6,7 @@ A wait that nothing needs would hide here as well as one that is missing, so eac
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -290,6 +291,34 @@ def test_whole_units_at_once_besides_the_root(prefetch: str | None, most: int) -
     ]
     runs = [device.log[at : at + len(half_way)] for at in range(len(device.log))]
     assert (half_way in runs) is (prefetch == "BACKWARD_MID")
+    assert device.races == []
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "narrow"), [("BACKWARD_PRE", 5), ("BACKWARD_POST", 4), ("BACKWARD_MID", 3), (None, 5)]
+)
+def test_gradients_have_the_wide_dtype_of_one_unit_at_a_time(prefetch: str | None, narrow: int) -> None:
+    """What a reduction reads is given back before another's memory is taken, and so are parameters that nothing reads
+    any more. `narrow`: whole units in the dtype of parameters that all take, the wide one counted twice."""
+    peaks: Counter[str] = Counter()
+    mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)
+    with device_of() as device, inspect.large_gradients():
+        model = wrapped("FULL_SHARD", backward_prefetch=prefetch, mixed_precision=mixed, join_units_below=0)
+        train(model, device)
+        live = inspect.memory(model).live
+
+        def measure(event: inspect.Event) -> None:
+            peaks.update({kind: max(0, live[kind] - peaks[kind]) for kind in ("slots", "arrived")})
+            together = live["unsharded"] + live["slots"] + live["arrived"]
+            peaks["together"] = max(peaks["together"], together)
+
+        loss = forward(model)
+        with inspect.events(model).listening(measure):
+            loss.backward()
+    block, *_, own = padded(NUMELS, 4)
+    assert peaks["slots"] == 4 * block
+    assert peaks["arrived"] <= 2 * (block + own)
+    assert (peaks["together"] - 2 * own) // (2 * block) == narrow
     assert device.races == []
 
 
