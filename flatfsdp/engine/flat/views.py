@@ -281,6 +281,7 @@ class ParamViews:
             what = f"the parameter now registered as {param_ref.path!r}"
             self._store(index, handle.face.value_of(index, held), what)
             self._adopt(index, held)
+            param_ref.hold(param_ref.leaf)  # in a recurrent module's list, too, which `put` may not reach
             handle.face.put(param_ref)
             found = True
         return found

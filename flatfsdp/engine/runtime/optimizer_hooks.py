@@ -183,9 +183,9 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             if (name := adoptions.name_in_place_of(parameter)) is not None:
                 raise UsageError(
                     f"param group {number} of the optimizer holds a parameter that was put in the place of {name!r} "
-                    "after wrapping. A forward has taken over its values, and the parameter stays the one that was "
-                    "wrapped, so that this one would never be updated. Build the optimizer after that forward, or copy "
-                    "values into the parameter"
+                    "after wrapping. A forward, or the end of summon_full_params(), takes over values alone, and the "
+                    "parameter stays the one that was wrapped, so that this one would never be updated. Build the "
+                    "optimizer after that, or copy values into the parameter"
                 )
             if isinstance(parameter, FlatParameter) and not parameter.has_handle and is_new("copied flat"):
                 warn_once_per_job(

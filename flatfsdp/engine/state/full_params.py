@@ -14,7 +14,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _torch
-from ..flat.faces import assign_grad
+from ..flat.faces import adoptions, assign_grad
 from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views, shard_of
 from ..flat.param_refs import ParamRef, check_param_refs
@@ -173,29 +173,36 @@ class _SummonedHandle:
                 assign_grad(holder, handle.face.like_holder((owned.index,), piece.clone()))
 
 
-def _take_replaced(units: Sequence[Unit], *, rank0_only: bool) -> list[str]:
-    """Let leaves that flat parameters stand for show what the user put in their places; what cannot be, in words."""
+def _end_replaced(unit: Unit, *, takes: bool) -> list[str]:
+    """Let modules hold again what is in the places of parameters for which the user put others there, whose values
+    leaves show if `takes`; what cannot be taken, in words."""
+    model_of(unit).setup.placed = False  # modules may hold parameters that are in no unit
+    every = [views for each in (unit, *unit.owning_units) for views in each.views]
+    extended = {param_ref for views in every for each in views.extended for param_ref in each.param_refs}
+    changed = [each for each in ParamRef.changed((*unit.param_refs, *unit.shared_refs)) if each not in extended]
+    if not changed:
+        return []
     refused = []
-    for unit in units:
-        model = model_of(unit)
-        model.setup.placed = False  # modules may hold parameters that are in no unit
-        shown = is_first(unit.groups) or not rank0_only
-        if not (changed := ParamRef.changed(unit.leaves.listing.leaves) if shown else []):
+    try:
+        if takes:
+            check_param_refs(changed, unit.shared_refs, names_of_leaves(model_of(unit).units), unit.label)
+    except UsageError as error:
+        takes = False
+        refused.append(str(error))
+    for param_ref in changed:
+        held = param_ref.current
+        param_ref.hold(param_ref.leaf)
+        if not isinstance(held, nn.Parameter):
             continue
+        adoptions.pass_over(held, param_ref.path)
         try:
-            check_param_refs(changed, unit.shared_refs, names_of_leaves(model.units), unit.label)
-        except UsageError as error:
-            refused.append(str(error))
-            continue
-        for param_ref in changed:
-            held = param_ref.current
-            assert isinstance(held, nn.Parameter)
-            try:
+            if takes:
                 param_ref.leaf.data = held.detach()
-            except RuntimeError:  # all others are taken, and no rank leaves those that wait for it
-                found = "has no memory (meta)" if held.is_meta else f"is a {type(held).__name__} of {held.layout}"
-                where = f"{param_ref.path!r} of unit {unit.label} was changed after wrapping"
-                refused.append(f"{where}, and keeps its value: it {found}; expected dense values")
+                param_ref.leaf.grad = held.grad if held.grad is not None else param_ref.leaf.grad
+        except RuntimeError:  # all others are taken, and no rank leaves those that wait for it
+            found = "has no memory (meta)" if held.is_meta else f"is a {type(held).__name__} of {held.layout}"
+            where = f"{param_ref.path!r} of unit {unit.label} was changed after wrapping"
+            refused.append(f"{where}, and keeps its value: it {found}; expected dense values")
     return refused
 
 
@@ -259,7 +266,9 @@ def summon(
         try:
             yield
         finally:
-            refused = _take_replaced(units, rank0_only=rank0_only) if writeback else []
+            refused = []
+            for unit in units:
+                refused += _end_replaced(unit, takes=writeback and (is_first(unit.groups) or not rank0_only))
             sends = writeback and rank0_only
             with collective_call(units, "the end of summon_full_params()") if sends else nullcontext():
                 for each in summoned:

@@ -324,6 +324,38 @@ def test_data_replaced_inside_summon(pool2: Run) -> None:
         assert "(2, 2)" in texts and not doubled
 
 
+def parameters_replaced_inside(rank: int, world: int) -> list[str]:
+    """What another Parameter has inside is kept, or dropped without `writeback`, as what is written in place is; the
+    model lists at once what it computes with, and zero_grad() reaches that."""
+    lines = []
+    for orig, how in itertools.product((True, False), ({}, {"writeback": False}, {"rank0_only": True})):
+        models = []
+        for act in (lambda head: head.weight.data.mul_(0.75), _parameter):
+            model = FullyShardedDataParallel(seeded(Net), use_orig_params=orig)
+            train(model, rank)
+            listed = [*map(id, model.parameters())]
+            with summon(model, **how):
+                if rank == 0 or not how.get("rank0_only"):
+                    act(model.head)
+                    late = torch.optim.SGD(model.head.parameters(), lr=1.0)
+            if listed != [*map(id, model.parameters())]:
+                lines.append(f"{orig}, {how}: other parameters")
+            model.zero_grad()
+            train(model, rank, 1)
+            models.append(model)
+        found, expected = map(full_parameters, reversed(models))
+        lines += [f"{orig}, {how}: {name}" for name in unlike(found, expected)]
+        found, expected = map(full_gradients, reversed(models))
+        lines += [f"{orig}, {how}: the gradient of {name}" for name in unlike(found, expected)]
+        if rank == 0 and "put in the place of 'head.weight'" not in (texts := raised(late.step)):
+            lines.append(f"{orig}, {how}: {texts!r}")
+    return lines
+
+
+def test_parameters_replaced_inside_summon(pool2: Run) -> None:
+    assert not joined(pool2(parameters_replaced_inside))
+
+
 # --- replaced between steps -------------------------------------------------------------------------------------------
 
 

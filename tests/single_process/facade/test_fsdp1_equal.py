@@ -632,6 +632,27 @@ def test_an_optimizer_of_what_was_put_in_a_parameters_place_is_refused() -> None
         assert model.state_dict()["weight"].eq(-0.1).all()
 
 
+@pytest.mark.parametrize("summoned", [True, False])
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_recurrent_module_computes_with_what_is_trained_when_a_weight_was_replaced(
+    orig: bool, summoned: bool
+) -> None:
+    """It has its weights in a list, besides."""
+    with fake_world(1):
+        plain = nn.LSTM(2, 2)
+        model: Any = Ours(nn.LSTM(2, 2), use_orig_params=orig)
+        inputs = torch.ones(1, 1, 2)
+        model(inputs)[0].sum().backward()
+        with Ours.summon_full_params(model) if summoned else nullcontext():
+            model.module.weight_ih_l0 = nn.Parameter(torch.full((8, 2), 0.5))
+        for _ in range(2):
+            model.zero_grad()
+            model(inputs)[0].sum().backward()
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+            plain.load_state_dict(model.state_dict())
+            assert torch.equal(model(inputs)[0], plain(inputs)[0])
+
+
 def test_a_part_of_a_flat_parameter_is_not_frozen_by_itself() -> None:
     with fake_world(1):
         model: Any = Ours(nn.Linear(2, 2))
