@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ _FRESH.set_forkserver_preload(["torch.distributed.fsdp", "torch.testing._interna
 
 
 class RankFailed(Exception):
-    """A rank raised, died, or did not answer in time; the message has the traceback."""
+    """A rank raised, died, or did not answer in time; the message has the traceback, or by what it died."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,8 @@ def run(world: World, job: Callable[..., Any], *args: Any, timeout: float = 300.
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    deadline = time.monotonic() + timeout
     try:
-        return [_answer(rank, pipe, deadline) for rank, pipe in enumerate(pipes)]
+        return _answers(pipes, processes, time.monotonic() + timeout)
     finally:
         for process in processes:
             process.join(0.5)
@@ -64,19 +65,35 @@ def run(world: World, job: Callable[..., Any], *args: Any, timeout: float = 300.
             process.join()
 
 
-def _answer(rank: int, pipe: Connection, deadline: float) -> Any:
+def _answers(pipes: list[Connection], processes: list[Any], deadline: float) -> list[Any]:
+    """What each rank returned; raises for the first that fails, whatever the others wait for."""
+    found: dict[int, Any] = {}
+    while len(found) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"rank {min(waiting.values())} did not answer in time")
+        for pipe, rank in waiting.items():
+            if pipe in ready:
+                found[rank] = _answer(rank, pipe, processes[rank])
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _answer(rank: int, pipe: Connection, process: Any) -> Any:
     try:
-        if not pipe.poll(max(0.0, deadline - time.monotonic())):
-            raise RankFailed(f"rank {rank} did not answer in time")
         result, error = pipe.recv()
     except EOFError:
-        raise RankFailed(f"rank {rank} died") from None
+        process.join(1.0)
+        status = process.exitcode
+        words = f"by {signal.Signals(-status).name}" if status is not None and status < 0 else f"with status {status}"
+        raise RankFailed(f"rank {rank} died {words}") from None
     if error is not None:
         raise RankFailed(f"rank {rank}: {error}")
     return result
 
 
 def _main(rank: int, world: World, port: int, pipe: Connection, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     size = str(world.processes)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)

@@ -25,19 +25,35 @@ BRIEF = ("FULL_SHARD, flat parameters", "fully_shard, bf16")
 def run(report: Report, card: Card, where: str, *, brief: bool) -> None:
     """In a world of "one rank", by the backend of the card, or of "two ranks" on the one card, by gloo."""
     world = World(1, card.backend) if where == "one rank" else World(2, "gloo")
-    names = BRIEF if brief else None
-    ranks.run(world, play_all, report.path, card.kind, names, timeout=600.0)  # the runner ends it sooner
+    names = [scenario.name for scenario in all_scenarios() if not brief or scenario.name in BRIEF]
+    while names:
+        try:
+            ranks.run(world, play_all, report.path, card.kind, names, timeout=600.0)  # the runner ends it sooner
+            names = []
+        except ranks.RankFailed as error:
+            names = _after_the_one_that_failed(report, names, error)
     report.reload()
 
 
-def play_all(rank: int, path: Path, kind: str, names: Sequence[str] | None, how: str = "") -> None:
-    """A job: all scenarios, or those of these `names`, one after the other; rank 0 reports, with ``how`` they are
-    played. Collective."""
+def _after_the_one_that_failed(report: Report, names: list[str], error: Exception) -> list[str]:
+    """Ranks did not live through one of the scenarios of these `names`: it has a row, and those that are left."""
+    report.reload()
+    through = {row.what for row in report.found.rows}
+    at = next((number for number, name in enumerate(names) if name not in through), None)
+    if at is None:
+        raise error
+    report.failed(names[at], "ranks live through it", error)
+    return names[at + 1 :]
+
+
+def play_all(rank: int, path: Path, kind: str, names: Sequence[str], how: str = "") -> None:
+    """A job: the scenarios of these `names`, one after the other; rank 0 reports, with ``how`` they are played.
+    Collective."""
     warnings.simplefilter("ignore")  # that a hybrid of one rank shards nothing
     card, report, world = card_of(kind), Report(path) if rank == 0 else None, dist.get_world_size()
     card.begin()
     for scenario in all_scenarios():
-        if names is None or scenario.name in names:
+        if scenario.name in names:
             play(rank, world, card, report, replace(scenario, name=how + scenario.name))
 
 

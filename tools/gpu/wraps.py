@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.base import _dtensor
 from flatfsdp.engine.runtime.coalesced_collectives import apart
 
 from .net import Block, Net
@@ -80,7 +80,7 @@ def whole_parameters(model: Any) -> dict[str, Tensor]:
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    whole = _dtensor.whole_of(parameter) if _dtensor.is_dtensor(parameter) else parameter
     return getattr(whole, "_data", whole).cpu()  # of a tensor with gather hooks: its master
 
 

@@ -88,6 +88,22 @@ def are_split_alike(one: Any, other: Any) -> bool:
     return (split.shape, split.mesh, split.placements) == (as_this.shape, as_this.mesh, as_this.placements)
 
 
+def whole_of(value: Any) -> torch.Tensor:
+    """The whole of a DTensor, where its parts are. Collective over its mesh.
+
+    Gloo gathers parts from the host's memory only: `full_tensor` gives it an accelerator's as if it were that, and the
+    process dies of it. So where gloo serves the mesh they go there first.
+    """
+    device = value._local_tensor.device
+    whole: torch.Tensor = (value.cpu() if _is_gathered_by_host(value, device) else value).full_tensor()
+    return whole.to(device)
+
+
+def _is_gathered_by_host(value: Any, device: torch.device) -> bool:
+    groups = value.device_mesh.get_all_groups() if device.type != "cpu" else ()
+    return bool(groups) and all(torch.distributed.get_backend(group) == "gloo" for group in groups)
+
+
 def spec_of(value: Any) -> Any:
     """The DTensorSpec of a DTensor."""
     return value._spec

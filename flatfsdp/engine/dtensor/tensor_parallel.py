@@ -158,8 +158,7 @@ class TensorParallel(Transform):
 
     def assemble(self, stored: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
         """The whole, from all ranks of the mesh. Collective over it."""
-        whole: torch.Tensor = self.around(stored.contiguous(), state).full_tensor()  # type: ignore[attr-defined]
-        return whole
+        return _dtensor.whole_of(self.around(stored.contiguous(), state))
 
     def around(self, stored: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
         """The DTensor that holds `stored` itself."""

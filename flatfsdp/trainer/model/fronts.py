@@ -152,9 +152,11 @@ def _whole(value: Any) -> Tensor:
     if not hasattr(value, "full_tensor"):
         return value
     with collective_region():
-        # Shards may be the host's, for which the group of an accelerator has no backend.
-        found: Tensor = value.to(value.device_mesh.device_type).full_tensor()
-        return found
+        # Shards may be the host's, for which NCCL has no operation; gloo gathers DTensors from there only.
+        mesh = value.device_mesh
+        by_host = all(dist.get_backend(group) == "gloo" for group in mesh.get_all_groups())
+        found: Tensor = value.to("cpu" if by_host else mesh.device_type).full_tensor()
+        return found.to(mesh.device_type)
 
 
 def holds_wrappers(model: nn.Module) -> bool:

@@ -176,6 +176,24 @@ def test_scenarios_are_as_one_process_and_happen_in_order(scenario: Any, one_thr
     assert device.races == []
 
 
+def test_scenarios_survive_one_that_ranks_do_not_live_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [scenario.name for scenario in all_scenarios()]
+    report = Report(tmp_path / "found.json")
+
+    def run(world: World, job: Callable[..., Any], path: Path, kind: str, given: list[str], timeout: float) -> None:
+        inside = Report(path)
+        for name in given:
+            if name in (names[2], names[-1]):
+                raise ranks.RankFailed("rank 1 died by SIGSEGV")
+            inside.goal(name, "", "", True)
+
+    monkeypatch.setattr(ranks, "run", run)
+    parity.run(report, NoCard(), "two ranks", brief=False)
+    assert [row.what for row in report.found.rows] == names
+    failed = [(row.what, row.found) for row in report.found.rows if not row.met]
+    assert failed == [(name, "RankFailed: rank 1 died by SIGSEGV") for name in (names[2], names[-1])]
+
+
 def test_scenarios_have_names_of_their_own() -> None:
     names = [scenario.name for scenario in all_scenarios()]
     assert len({*names}) == len(names)

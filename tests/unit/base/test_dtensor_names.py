@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.engine.base import _dtensor
@@ -23,6 +25,29 @@ def test_an_older_torch_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> 
         UsageError, match=r"need torch 2\.13 or newer: .* lacks torch\.distributed\.device_mesh\.Device"
     ):
         require_dtensors()
+
+
+@pytest.mark.parametrize(
+    ("kind", "backends", "by_host"),
+    [
+        ("cpu", ["gloo"], False),
+        ("cuda", ["gloo"], True),
+        ("cuda", ["gloo", "gloo"], True),
+        ("cuda", ["nccl"], False),
+        ("cuda", ["cpu:gloo,cuda:nccl"], False),
+        ("cuda", ["gloo", "nccl"], False),
+    ],
+)
+def test_what_gloo_gathers_of_an_accelerator_goes_by_the_host(
+    kind: str, backends: list[str], by_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: group)
+    device, mesh = torch.device(kind), Mock(get_all_groups=lambda: backends)
+    value = Mock(_local_tensor=Mock(device=device), device_mesh=mesh)
+    _dtensor.whole_of(value)
+    assert (value.cpu.call_count, value.full_tensor.call_count) == (by_host, not by_host)
+    source = value.cpu() if by_host else value
+    source.full_tensor().to.assert_called_once_with(device)
 
 
 def test_flatfsdp_does_not_import_dtensors() -> None:

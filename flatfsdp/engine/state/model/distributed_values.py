@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ....errors import InternalError, UsageError
-from ...base import _torch
+from ...base import _dtensor, _torch
 from ...base.wait_limits import blocked
 from ...comm.axes import Axis
 from ...device.streams import accelerator
@@ -97,7 +97,7 @@ def whole_if_distributed(value: Any) -> Any:
     """The whole of a DTensor or a ShardedTensor, collective over its mesh or its process group; others as they are."""
     if not is_distributed(value):
         return value
-    return value.full_tensor() if type(value).__name__ == "DTensor" else _whole_of_shards(value)
+    return _dtensor.whole_of(value) if type(value).__name__ == "DTensor" else _whole_of_shards(value)
 
 
 def defer_distributed(state_dict: dict[str, Any]) -> None:
