@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import distribute_tensor
 
 import flatfsdp
@@ -99,6 +100,42 @@ def feature(rank: int, world: int, program: Callable[[nn.Module, int], None]) ->
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_features(name: str, pool2: Run) -> None:
     assert pool2(feature, PROGRAMS[name]) == [[], []]
+
+
+class Uneven(nn.Module):
+    """Of some parameters the last ranks have nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)).relu())
+
+
+def momenta(rank: int, world: int, fuses: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = flatfsdp.fully_shard(Uneven(), mesh=named_mesh(world))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if fuses:
+        flatfsdp.fuse_optimizer_steps(optimizer)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert list(map(id, optimizer.state)) == list(map(id, model.parameters()))
+    options = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    return {name: state["momentum_buffer"] for name, state in states.items()}
+
+
+def test_states_of_fused_steps_are_gathered_in_one_order(pool4: Run) -> None:
+    """torch gathers them as they come in the optimizer's state, whatever that order is on other ranks."""
+    expected = pool4(momenta, False)[0]
+    for found in pool4(momenta, True)[:1]:
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, msg=name)
 
 
 # --- recurrent modules ------------------------------------------------------------------------------------------------

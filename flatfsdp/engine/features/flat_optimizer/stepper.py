@@ -151,6 +151,7 @@ class RunPlan:
     def end(self, stand_in: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
         """`stand_in` has stepped: `optimizer` has its states from now on, and what else has changed."""
         states = optimizer.state
+        before = len(states)
         for run in self.runs:
             run.parameter.grad = None
             run.state = stand_in.state.pop(run.parameter, {})
@@ -167,7 +168,17 @@ class RunPlan:
                 run.check_divisible()
             for run in self.runs:
                 run.publish(states, self._pieces)
+        if len(states) != before:
+            self._put_in_order(states)
         self._remember(states, publish=changed)
+
+    def _put_in_order(self, states: States) -> None:
+        """Let `states` have the order of the param groups, as steps without runs leave them: those who gather all of
+        them one after the other do so in their order, and which members have no elements differs between ranks."""
+        ordered = {each: states[each] for each in self._listed if each in states}
+        ordered |= {key: state for key, state in states.items() if key not in ordered}
+        states.clear()
+        states.update(ordered)
 
     def _states_in(self, states: States) -> list[State | None]:
         """Those of the members, in an order that is always the same."""
