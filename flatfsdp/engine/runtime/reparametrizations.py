@@ -1,30 +1,71 @@
-"""What torch.nn.utils makes of parameters that are sharded already (`prune`, `spectral_norm`): refused where it begins.
+"""What torch.nn.utils makes of parameters that are sharded already (`prune`, `weight_norm`, parametrizations): refused
+where it begins.
 
-Both let a module list its parameter under another name, and compute with something else in its place. Units know by
-their names what modules hold, and with flat parameters modules list none, which torch takes for granted.
+All let a module list its parameter under another name, or others in its place, and compute with what comes of these.
+Units know by their names what modules hold, and with flat parameters modules list none, which torch takes for granted:
+its functions would end in errors of their own, between two states. Where no hook of torch's comes first, the function
+is wrapped.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ...errors import UsageError
 from .entries import plain_class
-from .param_registry import owner_of
+from .param_registry import owner_of, unit_around
 
 _SUFFIX = "_orig"
 _installed = False
 
+# Functions of a module and a name, by where callers look for them, and what messages call them. Whoever imported the
+# last two by name before gets torch's errors, if the shard has another shape.
+_FUNCTIONS: tuple[tuple[Any, str, str], ...] = (
+    (WeightNorm, "apply", "weight_norm"),
+    (SpectralNorm, "apply", "spectral_norm"),
+    (parametrize, "register_parametrization", "parametrize"),
+    (parametrizations, "spectral_norm", "parametrizations.spectral_norm"),
+    (parametrizations, "orthogonal", "parametrizations.orthogonal"),
+)
+
 
 def refuse_reparametrizations() -> None:
-    """Install the hook, once per process."""
+    """Install the hook and the wrappers, once per process."""
     global _installed
     if not _installed:
         _installed = True
         register_module_parameter_registration_hook(_check)
+        for owner, function, words in _FUNCTIONS:
+            setattr(owner, function, _refusing(getattr(owner, function), words))
+
+
+def _refusing(function: Callable[..., Any], words: str) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        module, name, *_ = given.arguments.values()
+        unit = unit_around(module)
+        refs = () if unit is None else (*unit.param_refs, *unit.shared_refs)
+        if unit is not None and any(each.attribute == name and each.module_ref() is module for each in refs):
+            raise UsageError(
+                f"{name!r} of a {plain_class(module).__name__} is a parameter of unit {unit.label}, and cannot become "
+                f"what torch.nn.utils.{words} computes from others. Call that before the module is sharded"
+            )
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _check(module: nn.Module, name: str, parameter: Any) -> None:
@@ -35,6 +76,6 @@ def _check(module: nn.Module, name: str, parameter: Any) -> None:
     if unit is not None and any(each.attribute == place and each.module_ref() is module for each in unit.param_refs):
         raise UsageError(
             f"{place!r} of a {plain_class(module).__name__} is a parameter of unit {unit.label}, and cannot become "
-            f"{name!r}, as torch.nn.utils.prune and spectral_norm name what they replace. Call them before the module "
-            "is sharded. What was pruned before it was wrapped is pruned further inside summon_full_params()"
+            f"{name!r}, as torch.nn.utils.prune names what it replaces. Call it before the module is sharded. "
+            "What was pruned before it was wrapped is pruned further inside summon_full_params()"
         )

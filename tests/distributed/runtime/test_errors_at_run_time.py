@@ -7,6 +7,7 @@ import pickle
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 from flatfsdp import FullyShardedDataParallel, fully_shard
@@ -625,10 +626,49 @@ def test_pruning_what_is_sharded(world: None, shard: Callable[[nn.Module], nn.Mo
         reported(lambda: prune.l1_unstructured(net[0], "weight", 0.5)),
         """\
 'weight' of a Linear is a parameter of unit <root>, and cannot become 'weight_orig', as
-torch.nn.utils.prune and spectral_norm name what they replace. Call them before the module is
-sharded. What was pruned before it was wrapped is pruned further inside summon_full_params()""",
+torch.nn.utils.prune names what it replaces. Call it before the module is sharded. What was pruned
+before it was wrapped is pruned further inside summon_full_params()""",
     )
     model(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
+@pytest.mark.parametrize("shard", [wrapped(orig=True), wrapped(orig=False), fully_shard])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_norms_of_weights_of_what_is_sharded(
+    world: None, norm: str, shard: Callable[[nn.Module], nn.Module], trained: bool
+) -> None:
+    net = nn.Sequential(linear())
+    model = shard(net)
+    if trained:
+        model(torch.ones(1, 4)).sum().backward()
+    by_name = {"dim": 0, "name": "weight"}
+    for words, call in (
+        (norm, lambda: getattr(torch.nn.utils, norm)(net[0])),
+        (norm, lambda: getattr(torch.nn.utils, norm)(net[0], **by_name)),
+        ("parametriz", lambda: getattr(parametrizations, norm)(net[0], **by_name)),
+        ("parametriz", lambda: parametrizations.orthogonal(net[0])),
+        ("parametrize", lambda: parametrize.register_parametrization(net[0], tensor_name="bias", parametrization=net)),
+    ):
+        for whole in (True, False):
+            with FullyShardedDataParallel.summon_full_params(model) if whole else nullcontext():
+                text = reported(call)
+            assert f"cannot become what torch.nn.utils.{words}" in text.replace("\n", " ")
+            assert "before the module is sharded" in text.replace("\n", " ")
+    model(torch.ones(1, 4)).sum().backward()
+    assert getattr(torch.nn.utils, norm)(linear())(torch.ones(1, 4)).requires_grad
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_norms_of_weights_before_wrapping(orig: bool) -> None:
+    with fake_world(1):
+        net = parametrizations.weight_norm(linear())
+        plain = copy.deepcopy(net)
+        model: Any = wrapped(orig=orig)(net)
+        inputs = torch.ones(1, 4)
+        assert torch.equal(model(inputs), plain(inputs))
+        model(inputs).sum().backward()
 
 
 @pytest.mark.parametrize("orig", [True, False])
