@@ -55,6 +55,10 @@ class Card:
         """The most bytes allocated and reserved since `forget_peaks`."""
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
+    def peak_in_use(self) -> int:
+        """The most bytes since `forget_peaks` that tensors held or, freed already, another stream was still using."""
+        return torch.cuda.memory_stats().get("active_bytes.all.peak", 0)
+
     def forget_peaks(self) -> None:
         """Measure peaks from here on."""
         torch.cuda.reset_peak_memory_stats()
@@ -104,6 +108,9 @@ class NoCard(Card):
 
     def peaks(self) -> tuple[int, int]:
         return 0, 0
+
+    def peak_in_use(self) -> int:
+        return 0
 
     def forget_peaks(self) -> None:
         pass
