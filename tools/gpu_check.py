@@ -1,7 +1,7 @@
 """What CUDA does and no CPU can show, checked on one card in at most 8 minutes: `python tools/gpu_check.py`.
 
-It runs the parts that tools/gpu/parts.py lists, each in a process of its own with a limit; one that fails, hangs or
-dies leaves what it had found, and the next one runs. The newest results lie in tools/bench_results/gpu at every moment:
+It runs the parts that tools/gpu/parts.py lists, each in a process of its own with a limit, and those that time nothing
+side by side; one that fails, hangs or dies leaves what it had found, and the next one runs. The newest results lie in tools/bench_results/gpu at every moment:
 results.json, results.md (each goal a row), log.txt and the traces. In brief: is it right, with every strategy and both
 fronts; does memory stay below FSDP1's and FSDP2's; what does a step cost the host; what does it launch; do collectives
 run beside computation; does anything wait.

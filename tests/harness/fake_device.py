@@ -140,6 +140,7 @@ class Memory:
 
 # Operations on process groups do not declare what they write: their first argument, or nothing.
 _WRITTEN = {"_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_", "alltoall_base_", "recv_"}
+_WRITTEN |= {"allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"}  # which write all of a list
 _NOT_WRITTEN = {"send"}
 _ALLOCATING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 _NOT_TOUCHING = _ALLOCATING | {"set_", "resize_", "unsafe_split_with_sizes"}  # the last makes views, undeclared

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - importing it registers the backend "fake"
 
 _FRESH = multiprocessing.get_context("forkserver")
-_FRESH.set_forkserver_preload(["torch.distributed.fsdp", "torch.testing._internal.distributed.fake_pg"])
+_PRELOADED = ["torch.distributed.fsdp", "torch.testing._internal.distributed.fake_pg"]
+_FRESH.set_forkserver_preload(_PRELOADED)
 
 
 class RankFailed(Exception):
@@ -40,6 +41,11 @@ class World:
     @property
     def processes(self) -> int:
         return 1 if self.backend in ("fake", "") else self.size
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Let the server import these, too, before the first rank starts. No import may ask how many devices there are."""
+    _FRESH.set_forkserver_preload([*_PRELOADED, *modules])
 
 
 def run(world: World, job: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:

@@ -6,9 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from tools.benchmark import ranks
+
 from .card import card_of
 from .parts import PARTS
 from .report import Report
+
+# What each rank would import by itself, which takes it seconds.
+PRELOADED = ("torch._dynamo", "torch.profiler", "tools.benchmark.host", "tools.gpu.scenarios", "tools.gpu.streams")
 
 
 def main() -> int:
@@ -20,6 +25,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--brief", action="store_true")
     given = parser.parse_args()
+    ranks.preload(PRELOADED)
     report = Report(given.found, given.out)
     try:
         PARTS[given.part].run(report, card_of(given.device), brief=given.brief)

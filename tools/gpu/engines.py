@@ -7,4 +7,5 @@ from tools.benchmark.ranks import World
 
 OURS = ("flatfsdp", "flatfsdp-orig", "flatfsdp-front")
 PEERS = ("fsdp1", "fsdp2")
+ALONE = World(1, "")
 FAKE = World(FAKE_RANKS, "fake")  # rank 0 of several, whose collectives move nothing

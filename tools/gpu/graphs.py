@@ -26,7 +26,7 @@ def run(report: Report, card: Card, *, brief: bool) -> None:
         for engine in OURS[:1] if brief else OURS[::2]:
             what = f"{engine}, {name}: a step as a CUDA graph"
             try:
-                report.figure(what, ranks.run(world, capture, Setting(TINY, engine, device=card.kind), timeout=20.0)[0])
+                report.figure(what, ranks.run(world, capture, Setting(TINY, engine, device=card.kind), timeout=40.0)[0])
             except ranks.RankFailed as error:
                 report.figure(what, f"cannot be captured: {str(error).strip().splitlines()[-1]}"[:300])
 

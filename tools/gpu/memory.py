@@ -1,10 +1,14 @@
 """Memory of a GPT of about 1B parameters in bf16, beside FSDP1 and FSDP2, and the formula beside the allocator's books.
 
-One rank of a fake group of 8, and a world of one rank, where FSDP1 shards nothing.
+One rank of a fake group of 8, and a world of one rank, where FSDP1 shards nothing. What a process allocates does not
+depend on others, so several are looked at side by side, as far as the card has room for them.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,29 +24,37 @@ from tools.benchmark.ranks import World
 
 from . import books, trace
 from .card import MIB, Card, card_of
-from .engines import FAKE, OURS, PEERS
+from .engines import ALONE, FAKE, OURS, PEERS
 from .report import Report
 
 # 19 blocks of 50.4 million, and 67 million of the embedding and the head.
 BILLION = Case("gpt 1B", partial(GPT, 16384, 1024, 2048, 19, 16), GPTBlock, 1024, 16384, 1)
 TINY = Case("gpt", partial(GPT, 64, 8, 16, 2, 2), GPTBlock, 8, 64, 1)
 EARLY, LATE = 2, 50  # steps between which nothing may grow
+NEEDS = {"fake group of 8": 8, "one rank": 26}  # GiB of the card, of one process
+SPARE = 8  # GiB for parts that run beside this one
 CLOSE = 0.02  # relative, of a term to the formula's: blocks are rounded up, and small tensors are not in it
 
 
 def run(report: Report, card: Card, *, brief: bool) -> None:
     """Peaks, growth, terms."""
     case = BILLION if card.is_real else TINY
-    for name, world in ((f"fake group of {FAKE_RANKS}", FAKE), ("one rank", World(1, card.backend))):
+    for name, world in zip(NEEDS, (FAKE, World(1, card.backend)), strict=True):
         figures: dict[str, Any] = {}
-        for engine in (*(OURS[:1] if brief else OURS), *(() if brief else PEERS)):
-            setting = Setting(case, engine, device=card.kind, bf16=True, made_there=card.is_real)
-            last = LATE if engine in OURS[::2] and not brief else EARLY
-            try:
-                figures[engine] = ranks.run(world, measure, setting, last, timeout=60.0)[0]
-            except Exception as error:
-                report.failed(f"{name}, {engine}", "is measured", error)
+        settings = {
+            engine: Setting(case, engine, device=card.kind, bf16=True, made_there=card.is_real)
+            for engine in (*(OURS[:1] if brief else OURS), *(() if brief else PEERS))
+        }
+        lasts = [LATE if engine in OURS[::2] and not brief else EARLY for engine in settings]
+        jobs = [
+            partial(ranks.run, world, measure, *each, timeout=90.0)
+            for each in zip(settings.values(), lasts, strict=True)
+        ]
+        for engine, found in zip(settings, _side_by_side(jobs, _room(card, NEEDS[name])), strict=True):
+            if isinstance(found, Exception):
+                report.failed(f"{name}, {engine}", "is measured", found)
                 continue
+            figures[engine] = found[0]
             if engine in OURS:
                 _grows(report, card, f"{name}, {engine}", figures[engine])
         report.numbers(name, figures)
@@ -52,6 +64,26 @@ def run(report: Report, card: Card, *, brief: bool) -> None:
         report.table(f"{case.name}, {name}: MiB", header, rows)
         _compare(report, card, name, figures)
     _terms(report, card, case)
+
+
+def _room(card: Card, need: int) -> int:
+    """How many processes there is room for, at most as many as there are processors."""
+    return max(1, min((card.free_bytes() // 2**30 - SPARE) // need, (os.cpu_count() or 1) // 2))
+
+
+def _side_by_side(jobs: Sequence[Callable[[], Any]], room: int) -> list[Any]:
+    """What each returns, or the exception that it raises."""
+
+    def carry_out(job: Callable[[], Any]) -> Any:
+        try:
+            return job()
+        except Exception as error:
+            return error
+
+    if room == 1:
+        return list(map(carry_out, jobs))
+    with ThreadPoolExecutor(room) as threads:
+        return list(threads.map(carry_out, jobs))
 
 
 def measure(rank: int, setting: Setting, last: int) -> dict[str, Any]:
@@ -112,12 +144,14 @@ def _terms(report: Report, card: Card, case: Case) -> None:
     """What `memory_plan` gives, beside what the allocator's books have."""
     engine = OURS[0]
     setting = Setting(case, engine, device=card.kind, bf16=True, made_there=card.is_real)
-    try:
-        plan = ranks.run(World(1, ""), plan_of, setting, timeout=60.0)[0]
-        found = ranks.run(FAKE, terms_of, setting, timeout=60.0)[0]
-    except Exception as error:
-        report.failed("the formula's terms", "are read", error)
+    jobs = [
+        partial(ranks.run, world, job, setting, timeout=90.0) for world, job in ((ALONE, plan_of), (FAKE, terms_of))
+    ]
+    both = _side_by_side(jobs, _room(card, NEEDS["fake group of 8"]))
+    if failed := [each for each in both if isinstance(each, Exception)]:
+        report.failed("the formula's terms", "are read", failed[0])
         return
+    (plan,), (found,) = both
     report.numbers("terms", {"formula": plan, "allocator": found})
     after, later = found["after backward"], found["after step"]
     for term, least, most, theirs in (

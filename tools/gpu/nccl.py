@@ -52,7 +52,7 @@ def run(report: Report, card: Card, *, brief: bool) -> None:
     """One rank, then two. Without a card gloo carries out what NCCL is asked for."""
     try:
         names = ONE[:1] if brief else ONE
-        ranks.run(World(1, card.backend), with_collectives, report.path, card.kind, names, timeout=25.0)
+        ranks.run(World(1, card.backend), with_collectives, report.path, card.kind, names, timeout=40.0)
         report.reload()
     except Exception as error:
         report.reload()
@@ -60,7 +60,7 @@ def run(report: Report, card: Card, *, brief: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, names = str(Path(folder) / "store"), TWO[:1] if brief else TWO
         try:
-            ranks.run(World(2, "none"), as_two, store, report.path, card.kind, names, timeout=25.0)
+            ranks.run(World(2, "none"), as_two, store, report.path, card.kind, names, timeout=40.0)
             report.reload()
             report.figure("two NCCL ranks on one card", "possible here" if card.is_real else "no card")
         except ranks.RankFailed as error:

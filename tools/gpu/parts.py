@@ -21,6 +21,7 @@ class Part:
         seconds: after which it is ended.
         module: has ``run(report, card, brief)``; "tools.gpu." is left out.
         argument: one more for ``run``, where several parts share a module.
+        timed: whether it finds times, so that nothing may run beside it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Part:
     seconds: float
     module: str
     argument: str = ""
+    timed: bool = False
 
     def run(self, report: Report, card: Card, *, brief: bool) -> None:
         """In this process. ``brief``: the least that shows that it runs."""
@@ -39,15 +41,15 @@ class Part:
 PARTS = {
     part.name: part
     for part in (
-        Part("one_rank", "Parity with one process, one rank", 75, "parity", "one rank"),
-        Part("streams", "A step's kernels, copies and overlap", 90, "streams"),
-        Part("memory", "Memory of a GPT, beside FSDP1 and FSDP2", 120, "memory"),
-        Part("host", "Host time of a step", 60, "host"),
-        Part("nccl", "Collectives by NCCL itself", 45, "nccl"),
-        Part("two_ranks", "Parity with one process, two ranks on one card through gloo", 90, "parity", "two ranks"),
-        Part("compiled", "Parity under torch.compile", 60, "compiled"),
+        Part("one_rank", "Parity with one process, one rank", 120, "parity", "one rank"),
+        Part("memory", "Memory of a GPT, beside FSDP1 and FSDP2", 150, "memory"),
+        Part("two_ranks", "Parity with one process, two ranks on one card through gloo", 120, "parity", "two ranks"),
+        Part("nccl", "Collectives by NCCL itself", 85, "nccl"),
+        Part("streams", "A step's kernels, copies and overlap", 110, "streams", timed=True),
+        Part("host", "Host time of a step", 80, "host", timed=True),
+        Part("compiled", "Parity under torch.compile", 90, "compiled"),
         Part("memcheck", "compute-sanitizer memcheck", 75, "sanitizer", "memcheck"),
-        Part("graphs", "CUDA graphs", 30, "graphs"),
-        Part("racecheck", "compute-sanitizer racecheck", 60, "sanitizer", "racecheck"),
+        Part("graphs", "CUDA graphs", 75, "graphs"),
+        Part("racecheck", "compute-sanitizer racecheck", 75, "sanitizer", "racecheck"),
     )
 }

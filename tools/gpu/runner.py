@@ -1,6 +1,7 @@
-"""Runs parts one after the other, each a process with a limit, all within one budget; writes the newest results.
+"""Runs parts, each a process with a limit, all within one budget; writes the newest results.
 
-A part that dies, hangs or is ended leaves what it had found. What no time is left for is listed as not run.
+Those that time nothing run side by side, as many as the machine has processors for. A part that dies, hangs or is ended
+leaves what it had found. What no time is left for is listed as not run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .report import Findings, Row
 
 LEAST = 10.0  # seconds below which a part is not begun
 POLL = 0.5  # seconds between two looks at a part
+SIDE_BY_SIDE = min(4, max(1, (os.cpu_count() or 1) // 4))  # parts that time nothing
 ENDS = "runs to its end"
 
 
@@ -71,61 +73,74 @@ def run_all(
     """Run `parts`; `write` is called whenever there is something new."""
     deadline = time.monotonic() + budget
     outcomes: list[Outcome] = []
-    for part in parts:
-        outcome = Outcome(part.name, part.title)
-        outcomes.append(outcome)
-        left = deadline - time.monotonic()
-        if left < LEAST:
-            outcome.found.rows.append(
-                Row("the part itself", ENDS, f"not run: {left:.0f} s of the budget were left", None)
-            )
-        else:
-            print(f"-- {part.name}: {part.title} (at most {min(part.seconds, left):.0f} s)", flush=True)
-            _run(
-                part,
-                outcome,
-                command,
-                scratch / f"{part.name}.json",
-                log,
-                min(part.seconds, left),
-                lambda: write(outcomes),
-            )
-        write(outcomes)
+    running: list[_Running] = []
+    try:
+        for part in parts:
+            while running and (part.timed or running[0].part.timed or len(running) >= SIDE_BY_SIDE):
+                running = _look_at(running, log, lambda: write(outcomes))
+            outcomes.append(outcome := Outcome(part.name, part.title))
+            left = deadline - time.monotonic()
+            if left < LEAST:
+                words = f"not run: {left:.0f} s of the budget were left"
+                outcome.found.rows.append(Row("the part itself", ENDS, words, None))
+            else:
+                print(f"-- {part.name}: {part.title} (at most {min(part.seconds, left):.0f} s)", flush=True)
+                running.append(_Running(part, outcome, command, scratch, min(part.seconds, left)))
+            write(outcomes)
+        while running:
+            running = _look_at(running, log, lambda: write(outcomes))
+    finally:  # where this is interrupted
+        for each in running:
+            each.end()
     return outcomes
 
 
-def _run(
-    part: Part,
-    outcome: Outcome,
-    command: Callable[[Part, Path], list[str]],
-    path: Path,
-    log: Path,
-    seconds: float,
-    write: Callable[[], None],
-) -> None:
-    begun, seen, ended = time.monotonic(), -1, ""
-    with open(log, "ab") as output:
-        output.write(f"\n==== {part.name} ====\n".encode())
-        output.flush()
-        process = subprocess.Popen(
-            command(part, path), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            while process.poll() is None:
-                if time.monotonic() - begun > seconds:
-                    ended = f"ended after its {seconds:.0f} s"
-                    break
-                time.sleep(POLL)
-                seen = _news(outcome, path, seen, write)
-        finally:
-            _end(process)
-    outcome.seconds = time.monotonic() - begun
-    _news(outcome, path, seen, write)
-    if not ended and process.returncode:
-        ended = f"died with status {process.returncode}; {log.name} has its output"
-    if ended:
-        print(f"FAIL {part.name} {ended}", flush=True)
-        outcome.found.rows.append(Row("the part itself", ENDS, ended, False))
+def _look_at(running: list[_Running], log: Path, write: Callable[[], None]) -> list[_Running]:
+    """Those that still run a moment later."""
+    time.sleep(POLL)
+    return [each for each in running if each.look(log, write)]
+
+
+class _Running:
+    """A part that runs."""
+
+    def __init__(
+        self, part: Part, outcome: Outcome, command: Callable[[Part, Path], list[str]], scratch: Path, seconds: float
+    ) -> None:
+        self.part, self._outcome, self._limit = part, outcome, seconds
+        self._found, self._log = scratch / f"{part.name}.json", scratch / f"{part.name}.log"
+        self._begun, self._seen = time.monotonic(), -1
+        with open(self._log, "wb") as output:
+            self._process = subprocess.Popen(
+                command(part, self._found), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def look(self, log: Path, write: Callable[[], None]) -> bool:
+        """Take what is new; whether it still runs."""
+        seconds = time.monotonic() - self._begun
+        runs = self._process.poll() is None
+        if runs and seconds <= self._limit:
+            self._seen = _news(self._outcome, self._found, self._seen, write)
+            return True
+        self.end()
+        self._outcome.seconds = seconds
+        _news(self._outcome, self._found, self._seen, write)
+        with open(log, "ab") as output:
+            output.write(f"\n==== {self.part.name} ====\n".encode() + self._log.read_bytes())
+        words = f"ended after its {self._limit:.0f} s" if runs else ""
+        if not runs and self._process.returncode:
+            words = f"died with status {self._process.returncode}; {log.name} has its output"
+        if words:
+            print(f"FAIL {self.part.name} {words}", flush=True)
+            self._outcome.found.rows.append(Row("the part itself", ENDS, words, False))
+        write()
+        return False
+
+    def end(self) -> None:
+        """End it and whatever it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def _news(outcome: Outcome, path: Path, seen: int, write: Callable[[], None]) -> int:
@@ -134,15 +149,8 @@ def _news(outcome: Outcome, path: Path, seen: int, write: Callable[[], None]) ->
     if len(found.rows) > max(seen, 0):
         for row in found.rows[max(seen, 0) :]:
             sign = {True: "ok  ", False: "FAIL", None: "    "}[row.met]
-            print(f"{sign} {row.what}: {row.found}", flush=True)
+            print(f"{sign} {outcome.part}: {row.what}: {row.found}", flush=True)
     outcome.found = found
     if len(found.rows) != seen:
         write()
     return len(found.rows)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part and whatever it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

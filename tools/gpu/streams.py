@@ -1,7 +1,8 @@
 """What one step launches, what runs beside what, and whether anything waits: from the profiler's trace.
 
 In a fake group of 8 ranks each collective is a kernel that spins for as long as its size takes, on the stream that the
-engine chose.
+engine chose. The group is served as NCCL's are, which carries out several collectives as one; how many kernels copy
+where a backend cannot do that, so that small tensors are staged, is looked at apart.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from flatfsdp.engine.comm.axes import served_as
+from flatfsdp.engine.comm.tensor_lists import SMALL as STAGED
 from tools.benchmark import gpu, ranks
 from tools.benchmark.jobs import Setting, Training
 from tools.benchmark.models import Case, MLPBlock, mlp, tiny_case
@@ -24,7 +29,7 @@ from .report import Report
 LARGE = Case("large", partial(mlp, 8, 8, 2048), MLPBlock, 8192, 2048, 1)
 SMALL = tiny_case(4, 2)
 LEAD_MS = 250.0  # several times what the host takes to issue a step that is traced
-FLOOR = "floor"
+FLOOR, FRONT = "floor", OURS[2]
 # The first gather of a step and the last reduction have nothing to hide behind.
 HIDDEN = {"all_gather": 0.85, "reduce_scatter": 0.8}
 COLUMNS = (
@@ -54,6 +59,8 @@ def run(report: Report, card: Card, *, brief: bool) -> None:
                 continue
             if engine in ours:
                 _judge(report, card, f"{engine}, {kind}", figures[engine], 2 * len(case.unit_bytes()) if bf16 else 0)
+            if engine == FRONT and bf16:
+                _stages(report, card, setting)
         report.numbers(kind, figures)
         report.table(f"One step, {kind}, 8 blocks", ("engine", *COLUMNS), [_line(e, f) for e, f in figures.items()])
         if not brief:
@@ -64,8 +71,9 @@ def inspect(rank: int, setting: Setting, keep: Path | None) -> dict[str, Any]:
     """Figures of single steps after the first ones. Collective."""
     card = card_of(setting.device)
     card.begin()
-    training = Training(rank, setting)
-    training.warm_up()
+    with served_as("nccl"):
+        training = Training(rank, setting)
+        training.warm_up()
     card.forget_peaks()
     training.step()
     card.synchronize()
@@ -74,18 +82,15 @@ def inspect(rank: int, setting: Setting, keep: Path | None) -> dict[str, Any]:
     plain = trace.record(training, card, gpu.StandIns())
     operators = trace.Operators()
     trace.record(training, card, operators)
-    stand_ins = gpu.StandIns(gpu.SPIN_MS if card.is_real else 0.0, max(setting.case.unit_bytes()) // 4)
-    spun = trace.record(training, card, stand_ins, LEAD_MS if card.is_real else 0.0)
+    stand_ins, spun = _spun(training, card)
     if keep is not None:
         spun.write(keep)
     kernels, calls = plain.kernels(), plain.calls()
-    streams = {kernel.stream for kernel in spun.kernels() if kernel.communicates}
-    on_streams = [kernel for kernel in spun.kernels() if kernel.stream in streams and not kernel.communicates]
     return figures | {
         "kernels": len(kernels),
         "copy kernels": sum(kernel.copies for kernel in kernels),
         "launches": sum(count for name, count in calls.items() if "Launch" in name or "Memcpy" in name),
-        "copies on streams": sum(kernel.copies for kernel in on_streams),
+        "copies on streams": _copies_on_streams(spun),
         "host waits": plain.waits(),
         "memory calls": {name: calls[name] for name in ("cudaMalloc", "cudaFree", "cudaHostAlloc") if calls[name]},
         "record_stream": operators.calls["aten::record_stream"],
@@ -94,6 +99,55 @@ def inspect(rank: int, setting: Setting, keep: Path | None) -> dict[str, Any]:
         "retries": card.retries(),
         "waits": _waits(training, card),  # last: it may fail
     }
+
+
+def _spun(training: Training, card: Card) -> tuple[gpu.StandIns, trace.Trace]:
+    """A step whose collectives take their time, while the host is ahead."""
+    stand_ins = gpu.StandIns(gpu.SPIN_MS if card.is_real else 0.0, max(training.setting.case.unit_bytes()) // 4)
+    return stand_ins, trace.record(training, card, stand_ins, LEAD_MS if card.is_real else 0.0)
+
+
+def _copies_on_streams(spun: trace.Trace) -> int:
+    """Kernels that copy on the streams of collectives."""
+    kernels = spun.kernels()
+    streams = {kernel.stream for kernel in kernels if kernel.communicates}
+    return sum(kernel.copies and not kernel.communicates for kernel in kernels if kernel.stream in streams)
+
+
+def copies_with_staging(rank: int, setting: Setting) -> int:
+    """Kernels of a step that copy on the streams of collectives, where small tensors are staged. Collective."""
+    card = card_of(setting.device)
+    card.begin()
+    training = Training(rank, setting)
+    training.warm_up()
+    return _copies_on_streams(_spun(training, card)[1])
+
+
+def least_with_staging(setting: Setting) -> int:
+    """The least of them in bf16, by the layout. Both gathers of a unit cast all of its tensors with one, which takes
+    those that are staged to their buffer, and copy them out of it with another. Its reduction, of float32, copies them
+    in, and out unless they are all: then that is what was asked for.
+    """
+    with torch.device("meta"):
+        model = setting.case.make()
+    copies = 0
+    for unit in model.modules():
+        if isinstance(unit, setting.case.unit):
+            sizes = [parameter.numel() for parameter in unit.parameters()]
+            gathered, reduced = (sum(size * width <= STAGED for size in sizes) for width in (2, 4))
+            copies += 2 * (1 + (gathered > 1)) + (reduced > 1) * (1 + (reduced < len(sizes)))
+    return copies
+
+
+def _stages(report: Report, card: Card, setting: Setting) -> None:
+    what, least = f"{setting.engine}, bf16: copies on the streams of collectives, staged", least_with_staging(setting)
+    try:
+        found = ranks.run(FAKE, copies_with_staging, setting, timeout=60.0)[0]
+    except Exception as error:
+        report.failed(what, f"at most {least}", error)
+        return
+    real = card.is_real
+    report.goal(what, f"at most {least}", str(found) if real else "no card", found <= least if real else None)
 
 
 def _waits(training: Training, card: Card) -> str:

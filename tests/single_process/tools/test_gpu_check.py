@@ -6,21 +6,30 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatfsdp.engine.comm import tensor_lists
+from flatfsdp.engine.comm.axes import served_as
+from flatfsdp.engine.runtime.coalesced_collectives import apart
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 from tests.harness.thorough import is_thorough
 from tools.benchmark import ranks
 from tools.benchmark.gpu import Kernel, by_kind, hidden
+from tools.benchmark.jobs import Setting, Training
+from tools.benchmark.models import Case, MLPBlock, mlp
 from tools.benchmark.ranks import World
+from tools.gpu import __main__ as gpu_main
 from tools.gpu import books, host, memory, parity, runner, streams, tables
 from tools.gpu.card import NoCard
 from tools.gpu.parts import PARTS, ROOT, Part
@@ -50,6 +59,7 @@ PROGRAMS = {
 def test_parts_survive_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "POLL", 0.05)
     monkeypatch.setattr(runner, "LEAST", 60.0)
+    monkeypatch.setattr(runner, "SIDE_BY_SIDE", 1)
     written: list[int] = []
 
     def write(outcomes: list[runner.Outcome]) -> None:
@@ -77,10 +87,42 @@ def test_parts_survive_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "4 goals are met, 2 are not, 1 could not be looked at." in text and "| a | b | c | yes |" in text
 
 
+CLOCK = "import sys, time; t = time.monotonic(); time.sleep(0.5); print(t, time.monotonic())"
+
+
+def test_parts_that_time_nothing_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "POLL", 0.01)
+    monkeypatch.setattr(runner, "SIDE_BY_SIDE", 3)
+    parts = [Part(name, name, 30.0, "", timed=name == "timed") for name in ("a", "b", "c", "timed", "d", "e")]
+    log = tmp_path / "log.txt"
+    command = [sys.executable, "-S", "-c", CLOCK]
+    outcomes = runner.run_all(parts, lambda part, path: command, tmp_path, log, 100.0, lambda outcomes: None)
+    assert [outcome.part for outcome in outcomes] == [part.name for part in parts]
+    assert not any(outcome.found.rows for outcome in outcomes)
+    lines = [line for line in log.read_text().splitlines() if line]
+    times = [tuple(map(float, line.split())) for line in lines[1::2]]
+    spans = dict(zip((line.split()[1] for line in lines[::2]), times, strict=True))
+
+    def beside(one: str, other: str) -> bool:
+        return spans[one][0] < spans[other][1] and spans[other][0] < spans[one][1]
+
+    assert beside("a", "b") and beside("b", "c") and beside("d", "e")
+    assert not any(beside("timed", name) for name in "abcde")
+
+
+def test_what_ranks_import_first_asks_for_no_device() -> None:
+    """A process that has asked how many there are cannot fork ones that use them."""
+    asks = "def asks(*_): raise SystemExit('a device was asked for')"
+    replaced = "torch.cuda.is_available = torch.cuda.device_count = torch.accelerator.is_available = asks"
+    names = ", ".join(gpu_main.PRELOADED)
+    program = f"import torch, torch.distributed.fsdp\n{asks}\n{replaced}\nimport {names}"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
 def test_every_part_has_a_module_and_all_fit_roughly_into_the_budget() -> None:
     for part in PARTS.values():
         assert (ROOT / "tools" / "gpu" / f"{part.module}.py").exists()
-    first = [PARTS[name].seconds for name in ("one_rank", "streams", "memory", "host")]
+    first = [PARTS[name].seconds for name in ("memory", "streams", "host")]  # what is beside memory takes less
     assert sum(first) <= 8 * 60
 
 
@@ -213,6 +255,40 @@ def test_streams_of_a_step(here: None, tmp_path: Path) -> None:
     assert rows_of(report)["flatfsdp, bf16: record_stream"] is True
     figures = report.found.figures["bf16"]["flatfsdp"]
     assert figures["collectives"] == 3 * 4 and figures["kernels"] == 0
+
+
+class CopiesByStream(TorchDispatchMode):
+    """Counts the calls that copy, by the stream on which."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "copy" in func._schema.name or func._schema.name == "aten::cat":
+            self.calls[self._device.current_stream().name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["nccl", "fake"])
+@pytest.mark.parametrize("engine", streams.OURS[::2])
+def test_copies_on_streams_are_as_few_as_goals_have_them(
+    engine: str, backend: str, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call is a kernel of a card: `tests/unit/comm/test_tensor_lists.py`."""
+    monkeypatch.setattr(tensor_lists, "is_ordered", lambda target: True)
+    case = Case("small biases", partial(mlp, 3, 1, 128), MLPBlock, 4, 128, 1)
+    setting = Setting(case, engine, bf16=True)
+    with fake_world(8), FakeDevice() as device, apart():
+        with served_as(backend):
+            training = Training(0, setting)
+            training.warm_up()
+        with CopiesByStream(device) as copies:
+            training.step()
+    assert not device.races
+    least = streams.least_with_staging(setting) if (engine, backend) == (streams.FRONT, "fake") else 2 * 3
+    assert copies.calls["unshard"] + copies.calls["reduce"] == least
 
 
 @pytest.mark.skipif(not is_thorough(), reason="seconds; with --thorough")
