@@ -1,10 +1,10 @@
 """What CUDA does and no CPU can show, checked on one card in at most 8 minutes: `python tools/gpu_check.py`.
 
 It runs the parts that tools/gpu/parts.py lists, each in a process of its own with a limit, and those that time nothing
-side by side; one that fails, hangs or dies leaves what it had found, and the next one runs. The newest results lie in tools/bench_results/gpu at every moment:
-results.json, results.md (each goal a row), log.txt and the traces. In brief: is it right, with every strategy and both
-fronts; does memory stay below FSDP1's and FSDP2's; what does a step cost the host; what does it launch; do collectives
-run beside computation; does anything wait.
+side by side; one that fails, hangs or dies leaves what it had found, and the others run. The newest results lie in
+tools/bench_results/gpu at every moment: results.json, results.md (each goal a row), log.txt and the traces. In brief:
+is it right, with every strategy and both fronts; does memory stay below FSDP1's and FSDP2's; what does a step cost the
+host; what does it launch; do collectives run beside computation; does anything wait.
 
 Needs torch 2.11 to 2.13 with CUDA, and compute-sanitizer for two of the parts (COMPUTE_SANITIZER names it where it is
 in no usual place). `--device cpu --brief` tries all of it without a card.
