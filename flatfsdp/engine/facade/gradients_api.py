@@ -12,7 +12,7 @@ from torch import nn
 from ...errors import UsageError
 from ..features.clip import clip_grad_norm
 from ..runtime.model import check_outermost
-from ..runtime.rest import check_outside, initialize
+from ..runtime.rest import check_outside, initialize, reduce_left
 from ..runtime.unit import Unit
 
 
@@ -43,6 +43,8 @@ class GradientControls:
         """
         model = check_outermost(self._unit, "clip_grad_norm_")
         initialize(model)
+        if model.iteration.left_unreduced:
+            reduce_left(model)
         parameters: Iterable[torch.Tensor] = cast(nn.Module, self).parameters()
         if self._unit.entries.in_place:  # modules may hold the unsharded parameters, which have no gradients
             parameters = chain(model.steppable, parameters)

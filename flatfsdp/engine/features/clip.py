@@ -18,7 +18,7 @@ from ..comm.transport import Transport
 from ..runtime import param_registry as registry
 from ..runtime.model import Model, model_of
 from ..runtime.part_axes import part_axes
-from ..runtime.rest import initialize
+from ..runtime.rest import initialize, reduce_left
 from ..runtime.unit import Unit
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
@@ -191,6 +191,8 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
             )
         (model,) = found
         initialize(model)
+        if model.iteration.left_unreduced:
+            reduce_left(model)
         with model.agreement.collective_call("clip_grad_norm_()"):
             return clip_grad_norm(model, given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 

@@ -146,6 +146,7 @@ class BackwardHooks:
         self.observers.begin_step(None)
         iteration.finish_interrupted()
         iteration.wait_for_gradients()
+        follow_requires_grad(self.setup.units)
         backward = self._plan(ForwardRecord(), {})
         backward.gradient_has_arrived = True  # earlier
         self._expect_accumulated(backward)

@@ -91,6 +91,7 @@ class Iteration:
         training: whether the running forward has a backward; inside a reentrant checkpoint, too.
         turns: when it is a unit's turn in it. [Note: turns]
         pending: gradients of the last backward that are reduced still. [Note: deferred gradients]
+        left_unreduced: the last backward that was to reduce gradients brought none on any rank. [Note: left unreduced]
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Iteration:
         self.ahead: dict[Unit, None] = {}
         self.requested: dict[Unit, None] = {}
         self.is_at_rest = True
-        self.has_freed = self.training = False
+        self.has_freed = self.training = self.left_unreduced = False
         self.turns = PLAIN
         self.pending: PendingGradients | None = None
         self._units = units
@@ -223,6 +224,8 @@ class Iteration:
             return
         try:
             backward.flush()
+            if backward.sync:
+                self.left_unreduced = not backward.gradient_has_arrived
             for observe in self._observers.backward_ends:
                 observe()
             if not backward.double:
@@ -385,8 +388,8 @@ class Iteration:
 
     @property
     def shows_shards(self) -> bool:
-        """Whether everything is as between iterations, with nothing unsharded by users."""
-        return not (self.ahead or self.is_interrupted)
+        """Whether everything is as between iterations, nothing unsharded by users, and no window left unreduced."""
+        return not (self.ahead or self.is_interrupted or self.left_unreduced)
 
     def show_shards(self) -> None:
         """An optimizer is about to step: parameters show their shards, and gradients are there."""

@@ -3,6 +3,10 @@
 [Note: rest] What a user calls between iterations finds parameters that show their shards, gradients that are there, and
 nothing left of a backward that failed, or that was to be differentiated again. `quiesce` sees to that, and refuses the
 call where a unit computes. No other module finishes what an iteration has left (a test counts the calls).
+
+[Note: left unreduced] A backward may reach units and no trainable parameter, on all ranks alike, and be the last of a
+step whose other microbatches ran under no_sync(). It reduces nothing: `torch.autograd.grad` looks the same, and another
+backward may follow. Who needs the sum, an optimizer's step or `clip_grad_norm_`, has it reduced then.
 """
 
 from __future__ import annotations
@@ -122,6 +126,20 @@ def before_step(optimizer: torch.optim.Optimizer) -> None:
             handles = (handle for unit in model.units for handle in unit.handles)
             if any(id(parameter) in stepped for handle in handles for parameter in handle.face.holders):
                 model.iteration.show_shards()
+                reduce_left(model)
+
+
+def reduce_left(model: Model) -> None:
+    """Reduce what microbatches without synchronization left, if the backward that was to did not. Collective then.
+    [Note: left unreduced]"""
+    iteration = model.iteration
+    if not (iteration.left_unreduced and model.backwards.sync) or iteration.in_forward or _torch.in_backward():
+        return
+    iteration.left_unreduced = False
+    units = [unit for unit in model.units if unit.options.schedule.reduce]
+    if any([grads.accumulation.window_open for unit in units for grads in unit.grads]):
+        with model.agreement.collective_call("the reduction of gradients that the last backward left"):
+            model.backwards.reduce_accumulated()
 
 
 @contextmanager

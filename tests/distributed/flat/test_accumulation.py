@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, fully_shard
 from flatfsdp.engine.runtime.coalesced_collectives import apart
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
@@ -24,8 +25,10 @@ from tests.harness.corners import (
     Net,
     Setting,
     at_rest,
+    chain,
     data,
     differences,
+    full_parameters,
     joined,
     loss_of,
     seeded,
@@ -145,6 +148,58 @@ def replaced(rank: int, world: int, of: str) -> list[str]:
 @pytest.mark.parametrize("of", ["sss", "ns", "sns"])
 def test_gradients_replaced_between_microbatches(of: str, pool2: Run) -> None:
     assert not joined(pool2(replaced, of))
+
+
+@contextmanager
+def without_gradients(model: Any, way: str) -> Iterator[None]:
+    """Backwards reach units, and no trainable parameter."""
+    net = getattr(model, "module", model)
+    if way == "frozen":
+        model.requires_grad_(False)
+    else:
+        net.route = lambda net, x: 2 * x
+    yield
+    net.route = chain
+    model.requires_grad_(True)
+
+
+def last_without(rank: int, world: int, way: str, clips: bool) -> list[str]:
+    """The last microbatch of each step brings no gradient of any parameter, on no rank."""
+    lines = []
+    for setting in (*ALL, None):
+        plain = seeded(Net)
+        model: Any = fully_shard(seeded(Net)) if setting is None else setting.wrap(seeded(Net), (Feedforward,))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+        for step in range(2):
+            if setting is None:
+                model.set_requires_gradient_sync(False)
+            one(model, rank, step, 0, sync=False)
+            if setting is None:
+                model.set_requires_gradient_sync(True)
+            with without_gradients(model, way):
+                (input_grad,) = torch.autograd.grad(
+                    loss_of(model(inputs := data(rank, step, 1).requires_grad_())), inputs
+                )
+                loss_of(model(data(rank, step, 2).requires_grad_() + input_grad)).backward()
+            for each in range(world):
+                (loss_of(plain(data(each, step))) / world).backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+                model.clip_grad_norm_(0.01)
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+        wrapped = full_parameters(model)
+        for name, parameter in plain.named_parameters():
+            if not torch.allclose(wrapped[name], parameter, rtol=1e-5, atol=1e-6):
+                lines.append(f"{setting}: {name}")
+    return lines
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("way", ["passed over", "frozen"])
+def test_a_last_microbatch_without_gradients(way: str, clips: bool, pool2: Run) -> None:
+    assert not joined(pool2(last_without, way, clips))
 
 
 def edited_window(rank: int, world: int) -> str:
