@@ -79,19 +79,20 @@ def inspect(rank: int, setting: Setting, keep: Path | None) -> dict[str, Any]:
     card.synchronize()
     allocated, reserved = card.peaks()
     figures: dict[str, Any] = {"allocated": allocated, "reserved": reserved}
-    plain = trace.record(training, card, gpu.StandIns())
-    operators = trace.Operators()
-    trace.record(training, card, operators)
+    batch = training.batch()
+    with trace.Operators() as operators:
+        trace.step(training, batch)
     stand_ins, spun = _spun(training, card)
     if keep is not None:
         spun.write(keep)
-    kernels, calls = plain.kernels(), plain.calls()
+    kernels, calls = [kernel for kernel in spun.kernels() if not kernel.communicates], spun.calls()
+    launches = sum(count for name, count in calls.items() if "Launch" in name or "Memcpy" in name)
     return figures | {
         "kernels": len(kernels),
         "copy kernels": sum(kernel.copies for kernel in kernels),
-        "launches": sum(count for name, count in calls.items() if "Launch" in name or "Memcpy" in name),
+        "launches": launches - len(stand_ins.issued) if card.is_real else launches,  # each stand-in is one
         "copies on streams": _copies_on_streams(spun),
-        "host waits": plain.waits(),
+        "host waits": spun.waits(),
         "memory calls": {name: calls[name] for name in ("cudaMalloc", "cudaFree", "cudaHostAlloc") if calls[name]},
         "record_stream": operators.calls["aten::record_stream"],
         "hidden": {k: gpu.hidden(v, spun.kernels()) for k, v in gpu.by_kind(spun.kernels(), stand_ins.issued).items()},
