@@ -21,7 +21,7 @@ class Part:
         seconds: after which it is ended.
         module: has ``run(report, card, brief)``; "tools.gpu." is left out.
         argument: one more for ``run``, where several parts share a module.
-        timed: whether it finds times, so that nothing may run beside it.
+        timed: whether it finds what depends on time, so that nothing may run beside it.
     """
 
     name: str
@@ -42,9 +42,9 @@ PARTS = {
     part.name: part
     for part in (
         Part("one_rank", "Parity with one process, one rank", 120, "parity", "one rank"),
-        Part("memory", "Memory of a GPT, beside FSDP1 and FSDP2", 150, "memory"),
         Part("two_ranks", "Parity with one process, two ranks on one card through gloo", 120, "parity", "two ranks"),
         Part("nccl", "Collectives by NCCL itself", 85, "nccl"),
+        Part("memory", "Memory of a GPT, beside FSDP1 and FSDP2", 120, "memory", timed=True),
         Part("streams", "A step's kernels, copies and overlap", 110, "streams", timed=True),
         Part("host", "Host time of a step", 80, "host", timed=True),
         Part("compiled", "Parity under torch.compile", 90, "compiled"),
