@@ -183,11 +183,13 @@ class Face(Protocol):
         that is not known."""
         return None
 
-    def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
-        """Of gradients `flat`, unsharded, 1-D and padded: each holder that requires one, this rank's part of it, and
-        the leaves of that part. [Note: marks]"""
+    def window_shares(
+        self, flat: torch.Tensor, awaited: frozenset[int]
+    ) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
+        """Of gradients `flat`, unsharded, 1-D and padded: each holder of leaves that are `awaited`, this rank's part of
+        it, and the leaves of that part. [Note: marks]"""
         rows = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
-        return [(holder, share, (i,)) for i, (holder, share) in rows if holder.requires_grad]
+        return [(holder, share, (i,)) for i, (holder, share) in rows if i in awaited]
 
 
 class _Adoptions:
@@ -332,7 +334,9 @@ class FlatFace(Face):
         assign_grad(flat, total)
         return []
 
-    def window_shares(self, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
+    def window_shares(
+        self, flat: torch.Tensor, awaited: frozenset[int]
+    ) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
         return [(self._flat_param, shard_of(flat, self._layout, self._rank), self._every)]
 
 

@@ -258,11 +258,13 @@ class Accumulation:
         window_open: microbatches without synchronization came before. [Note: window]
         partial: shape (shard_numel,), reduce dtype. [Note: partial sums]
         contributed: leaves of which a gradient came to it on this rank.
+        awaited: leaves that required one in what is left to reduce, whether or not they do now. On all ranks the same.
     """
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self._handle = handle
         self.window_open = False
+        self.awaited: frozenset[int] = frozenset()
         self.partial: torch.Tensor | None = None
         self.contributed: set[int] = set()
         self._window_grads: list[WindowGrad] = []
@@ -287,7 +289,7 @@ class Accumulation:
 
     def close_window(self) -> None:
         """There is no window any more."""
-        self.window_open = False
+        self.window_open, self.awaited = False, frozenset()
         self._window_grads = []
 
     def show_window(self, slots: GradientSlots) -> None:
@@ -296,7 +298,7 @@ class Accumulation:
         if slots.buffer is None:
             return
         handle = self._handle
-        for parameter, share, indices in handle.face.window_shares(slots.buffer.tensor):
+        for parameter, share, indices in handle.face.window_shares(slots.buffer.tensor, self.awaited):
             grad = parameter.grad
             if is_ours := grad is None:
                 # `.data` has a version counter of its own: an edit of one mark is not one of its neighbors.

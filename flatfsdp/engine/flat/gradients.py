@@ -118,8 +118,8 @@ class Gradients:
         hooked: bool,
         may_wait: Callable[[], bool],
     ) -> None:
-        """Await the gradients of `expected`; `world` ranks will be averaged, unless their sum is to be divided by
-        something else.
+        """Await the gradients of `expected`, and take part with those of what earlier backwards left; `world` ranks
+        will be averaged, unless their sum is to be divided by something else.
 
         `weight`: what this rank's count; with 0 whatever comes is dropped. `share`: the places of parameters whose
         gradients have come may be overwritten. `hooked`: a communication hook gets the gradients, unscaled, and their
@@ -127,7 +127,8 @@ class Gradients:
         """
         if self._stashed is None or self._stand_ins:
             self.stash_grads()
-        self.expected = expected
+        awaited = self.accumulation.awaited
+        self.expected = expected | awaited if awaited else expected
         self.arrived = set()
         self.missing = set(expected)
         self.collects_in = None
@@ -213,7 +214,8 @@ class Gradients:
     def keep_in_window(self) -> None:
         """The backward ends without synchronization: all gradients are in the window's buffer."""
         self.slots.move_collected()
-        self.accumulation.window_open = self.accumulation.window_open or bool(self.expected)
+        if self.expected:
+            self.accumulation.window_open, self.accumulation.awaited = True, self.expected
 
     def start_reduction(self, *, completes: bool, hook: Callable[[torch.Tensor], Any] | None) -> ReductionInput:
         """What arrived, zeros for what did not, on its way into a reduction.
@@ -232,7 +234,7 @@ class Gradients:
             self._memory.forget(reduce)
         return_buffer = slots.return_buffer
         self.slots = GradientSlots(self._memory, reduce, slots.factor)
-        kept.window_open = False
+        kept.window_open, kept.awaited = False, frozenset() if completes else self.expected
         self._completes = completes
         part = ReductionInput(
             handle,

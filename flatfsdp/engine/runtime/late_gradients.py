@@ -52,6 +52,7 @@ def count_late(unit: Unit) -> int:
         hooks.will_accumulate(handle.leaves[i])
         for handle, _, grads in unit.kinds
         for i in (grads.expected if unit.backward.completed else grads.arrived)
+        if handle.leaves[i].requires_grad
     )
 
 

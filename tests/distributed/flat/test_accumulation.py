@@ -202,6 +202,30 @@ def test_a_last_microbatch_without_gradients(way: str, clips: bool, pool2: Run) 
     assert not joined(pool2(last_without, way, clips))
 
 
+def frozen_in_the_last(rank: int, world: int, of: str, dropped: bool) -> list[str]:
+    """Some parameters require no gradient any more in the microbatch that reduces; theirs have accumulated before."""
+
+    def program(model: Any, rank: int, step: int) -> list[torch.Tensor]:
+        results = []
+        for micro, kind in enumerate(of):
+            for name, parameter in model.named_parameters():
+                frozen = micro and ("up" in name or "blocks.1" in name)
+                parameter.requires_grad_(not frozen)
+            results.append(one(model, rank, step, micro, sync=kind == "s"))
+            if dropped and micro == 1:
+                model.zero_grad()
+        model.requires_grad_(True)
+        return results
+
+    return differences(rank, world, Net, program, under=[s for s in ALL if s.orig], bound=2e-6)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("of", ["ns", "nns", "snns"])
+def test_parameters_that_are_frozen_in_the_last_microbatch(of: str, dropped: bool, pool2: Run) -> None:
+    assert not joined(pool2(frozen_in_the_last, of, dropped))
+
+
 def edited_window(rank: int, world: int) -> str:
     model = Setting().wrap(seeded(Net), (Feedforward,))
     one(model, rank, 0, 0, sync=False)

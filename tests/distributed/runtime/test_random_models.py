@@ -385,8 +385,8 @@ def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
             for each in itertools.chain.from_iterable(losses(alone, of, step, microbatch) for of in range(world)):
                 (each / world).backward()
             came = any(unlike(*each) for each in _beside(gradients_of(alone), before))
-        if how.microbatches > 1 and not came:
-            return []  # what earlier microbatches have left waits for the next step that reduces [docs/limits.md]
+        if how.microbatches > 1 and not came and (in_backward or step == STEPS - 1):
+            return []  # what earlier microbatches have left waits for an optimizer's step [docs/limits.md]
         if scaler is not None and came:
             scaler.unscale_(optimizer)
         fill(alone, together(model, names))
