@@ -37,16 +37,17 @@ def test_json_of_a_known_shape_or_nothing() -> None:
     assert (
         RankStatus.of('["waits", "long", []]') is RankStatus.of('["waits", 1.0, ["1"]]') is RankStatus.of("7") is None
     )
-    assert RankStatus.of('["waits", 1.0, [0, 1], [5.5]]') == RankStatus("waits", 1.0, (0, 1), (5.5,))
+    assert RankStatus.of('["waits", 1.0, [0, 1], [5.5], {"p": "1"}]') is None
+    found = RankStatus.of('["waits", 1.0, [0, 1], [5.5], {"p": 1}]')
+    assert found == RankStatus("waits", 1.0, (0, 1), (5.5,), {"p": 1})
     assert ProcessIdentity.of(["../..", "host", "", ""]) is None
     assert ExitRecord.of([0, 1, None]) is None
-    assert StatusReport.of('["joke", 1, [], [], {}, "", 0, ""]') is StatusReport.of("[]") is None
+    assert StatusReport.of('["joke", 1, [], [], {}, "", "", 0, ""]') is StatusReport.of("[]") is None
 
 
 def test_what_is_reported_comes_back() -> None:
-    text = StatusReport(
-        "lost", 1, ["rank 0: computes"], [ExitRecord(1, "killed")], {2: ProcessIdentity(7, "h", "n", "5")}, "", 3, ""
-    )
+    lost, gone = [ExitRecord(1, "killed")], {2: ProcessIdentity(7, "h", "n", "5")}
+    text = StatusReport("lost", 1, ["rank 0: computes"], lost, gone, "parted", "in these", 3, "")
     assert StatusReport.of(json.dumps(text)) == text
 
 
