@@ -29,8 +29,8 @@ from .streams import Device, Stream
 class MemoryTracker:
     """Exact live bytes by kind, and their peaks.
 
-    Kinds: `shard`, `unsharded`, `post_forward_shard`, `arrived` (gradients as they came, before slots wider than they
-    are taken), `slots` (unsharded gradients), `exchange` (of a reduction),
+    Kinds: `shard`, `unsharded`, `post_forward_shard`, `arrived` (large gradients as they came, before slots that are
+    wider are taken), `slots` (unsharded gradients), `exchange` (of a reduction),
     `staging` (of several small units), `quantized` (what travels in few bits), `residual` (what that has lost),
     `reduced` (gradient shards before they become `.grad`), `partial` (sums that await an all-reduce),
     `summoned`, `host copy` (of persistent parameters).

@@ -139,11 +139,12 @@ class GradientSlots:
             self._move({index: grad})
             return
         self.collected[index] = grad
-        self._collected_bytes += size
-        if self.late:
+        if size > SMALL_BYTES:
             self._late_bytes += size
             self._memory.handle.tracker.add("arrived", size)
-        elif self._collected_bytes > COLLECT_BYTES:
+            return
+        self._collected_bytes += size
+        if self._collected_bytes > COLLECT_BYTES and not self.late:
             self.move_collected()
 
     def _end_wait(self) -> None:

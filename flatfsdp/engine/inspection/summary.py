@@ -260,9 +260,9 @@ class Stats:
         """Kind to bytes at that time, as `bytes_peak` sums them up.
 
         Kinds: `shard`, `unsharded`, `post_forward_shard` (of parameters, between forward and backward), `arrived`
-        (gradients as they came, that are reduced in a wider dtype), `slots` (unsharded gradients), `exchange` (scratch
-        of a reduction), `staging` (of several small units), `quantized` (what travels in few bits), `residual` (what
-        that has lost), `reduced` (gradient shards before they become `.grad`), `partial` (sums that await an
+        (large gradients as they came, that are reduced in a wider dtype), `slots` (unsharded gradients), `exchange`
+        (scratch of a reduction), `staging` (of several small units), `quantized` (what travels in few bits), `residual`
+        (what that has lost), `reduced` (gradient shards before they become `.grad`), `partial` (sums that await an
         all-reduce), `summoned`, and `host copy` (of `keep_frozen_unsharded`).
         """
         return dict(sum((Counter(model.resources.tracker.at_peak) for model in self._models()), Counter()))

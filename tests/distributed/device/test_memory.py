@@ -162,9 +162,9 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "slots": 2 * BLOCK,
             "exchange": 0,
             "reduced": 2 * MODEL // 2,
-            # The second block is in use, the first is ahead, the third is reduced; the second's and the head's
-            # gradients wait.
-            "all": MODEL // 2 + ROOT + 2 * BLOCK + 2 * (BLOCK + 2 * BLOCK // 2) + BLOCK + ROOT // 2,
+            # The second block is in use, the first is ahead, the third is reduced; the second's gradients wait (the
+            # head's, too, which is small).
+            "all": MODEL // 2 + ROOT + 2 * BLOCK + 2 * (BLOCK + 2 * BLOCK // 2) + BLOCK,
         },
     ),
     (
