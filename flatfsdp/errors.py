@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
@@ -229,6 +230,7 @@ def one_rank_warns(*, this_rank: bool) -> Iterator[None]:
 
 
 _warned: set[Hashable] = set()
+_warned_of: weakref.WeakKeyDictionary[object, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
 def warn_once(key: Hashable, message: str) -> None:
@@ -237,11 +239,12 @@ def warn_once(key: Hashable, message: str) -> None:
         warn(message)
 
 
-def is_new(key: Hashable) -> bool:
-    """Whether this is the first question for ``key`` in this process."""
-    if key in _warned:
+def is_new(key: Hashable, *, of: object = None) -> bool:
+    """Whether this is the first question for ``key`` in this process, or for that of one object."""
+    known = _warned if of is None else _warned_of.setdefault(of, set())
+    if key in known:
         return False
-    _warned.add(key)
+    known.add(key)
     return True
 
 

@@ -383,7 +383,7 @@ class ForwardDriver:
                 f"{cause}It is of a part that was given to ensure_unit_participation(), so it cannot stay unsharded as "
                 f"other units would: ranks that do not run it free it. {remedy}"
             )
-        if is_new(("unanchored", unit.name, id(unit))):
+        if is_new("unanchored", of=unit):
             warn_once_per_job(f"{cause}It stays unsharded until the end of backward. {remedy}")
         unit.backward.keep_unsharded = True
         unshard_at_first_gradient(unit, self.backwards.of_unit[unit])

@@ -286,7 +286,7 @@ class Iteration:
         sharing = [unit for unit in self._units if any([grads.occupies_params for grads in unit.grads])]
         if not sharing:
             return
-        if is_new(("failed sharing", id(self))):
+        if is_new("failed sharing", of=self):
             warn_once_per_job(
                 f"a backward failed in unit {sharing[0].label}, while gradients took the places of its parameters. If "
                 "autograd complained of a variable that was modified by an inplace operation, a parameter is read "

@@ -93,6 +93,19 @@ def test_by_default_a_repeated_warning_of_one_line_shows_once():
     assert [str(warning.message) for warning in caught] == ["odd setting"] * 2
 
 
+def test_what_is_reported_of_an_object_is_new_of_the_next_one() -> None:
+    """Which may have the address of one that is gone."""
+
+    class Model:
+        pass
+
+    for _ in range(20):
+        model = Model()
+        assert errors.is_new("a failure", of=model)
+        assert not errors.is_new("a failure", of=model)
+        del model
+
+
 def test_warn_once_is_once_per_key_whatever_the_filter_and_the_line():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
