@@ -129,7 +129,7 @@ class GradientSlots:
         self._slots: list[torch.Tensor] = []
 
     def put(self, index: int, grad: torch.Tensor) -> None:
-        """Move `grad` (of leaf `index`, compute dtype) into its slot, now or with the other small ones."""
+        """Move `grad` (of leaf `index`, compute dtype) into its slot: now, with other small ones, or late."""
         size = self._memory.numels[index] * grad.element_size()
         if index in self.collected:
             self.move_collected()
