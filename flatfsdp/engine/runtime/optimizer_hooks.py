@@ -218,5 +218,5 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
                         "holds the pieces of one rank"
                     )
     for model in registry.models if strangers else ():
-        if model.setup.placed:
-            check_registered(model.outermost.entries.first, model.units, among=strangers)
+        for module in model.outermost.entries if model.setup.placed else ():  # modules may be gone before the model is
+            check_registered(module, model.units, among=strangers)

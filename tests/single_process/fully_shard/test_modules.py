@@ -219,6 +219,20 @@ def test_a_deleted_model_is_freed_without_the_collector() -> None:
         gc.enable()
 
 
+def test_an_optimizer_steps_beside_a_model_whose_modules_are_gone() -> None:
+    """Whoever keeps a part of the engine, as the traceback of an error in a backward does, keeps no module."""
+    model = model_of()
+    model(torch.ones(2, 4)).sum().backward()
+    kept, module = inspect.shared_state(model)(), weakref.ref(model)
+    del model
+    assert kept is not None and module() is None
+    own = nn.Linear(1, 1)
+    own(torch.ones(1)).backward()
+    before = own.bias.item()
+    torch.optim.SGD(own.parameters(), lr=0.5).step()
+    assert own.bias.item() == before - 0.5
+
+
 def test_modules_may_be_deleted() -> None:
     model = model_of()
     model(torch.ones(2, 4)).sum().backward()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import subprocess
 import sys
 import time
@@ -43,21 +45,57 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 # --- the runner -------------------------------------------------------------------------------------------------------
 
 FINDS = """
-import json, sys
+import json, os, sys
 row = {"what": "a", "goal": "b", "found": "c", "met": True}
-open(sys.argv[1], "w").write(json.dumps({"rows": [row], "tables": [], "figures": {}, "errors": {}}))
+with open(sys.argv[1] + ".new", "w") as new:
+    new.write(json.dumps({"rows": [row], "tables": [], "figures": {}, "errors": {}}))
+os.replace(new.name, sys.argv[1])  # as reports are written
+"""
+HANGS = """
+import subprocess, time
+held = open(sys.argv[1] + ".held", "w")
+subprocess.Popen(["sleep", "100"], pass_fds=[held.fileno()])
+open(sys.argv[1] + ".hangs", "w").close()
+time.sleep(100)
 """
 PROGRAMS = {
     "good": FINDS,
-    "dies": FINDS + "import os; os._exit(3)",
-    "hangs": FINDS + "import subprocess, time; subprocess.Popen(['sleep', '100']); time.sleep(100)",
+    "dies": FINDS + "os._exit(3)",
+    "hangs": FINDS + HANGS,
     "last": FINDS,
     "late": FINDS,
 }
 
 
+class Clock:
+    """Stands for the module `time` where the runner waits: it goes on only where a test lets it."""
+
+    def __init__(self, look: Callable[[Clock], None] = lambda clock: None) -> None:
+        self.now = 0.0
+        self._look = look
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.01)
+        self._look(self)
+
+
+def ends(pipe: int) -> bool:
+    """Whether those who may write to `pipe` are all gone, within a minute."""
+    os.set_blocking(pipe, True)
+    return bool(select.select([pipe], [], [], 60.0)[0]) and os.read(pipe, 1) == b""
+
+
 def test_parts_survive_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "POLL", 0.05)
+    hangs, held = tmp_path / "hangs.json.hangs", tmp_path / "hangs.json.held"
+
+    def look(clock: Clock) -> None:
+        if hangs.exists():
+            clock.now = 5.0
+
+    monkeypatch.setattr(runner, "time", Clock(look))
     monkeypatch.setattr(runner, "LEAST", 60.0)
     monkeypatch.setattr(runner, "SIDE_BY_SIDE", 1)
     written: list[int] = []
@@ -71,10 +109,14 @@ def test_parts_survive_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def command(part: Part, path: Path) -> list[str]:
         return [sys.executable, "-S", "-c", PROGRAMS[part.name], str(path)]
 
-    parts = [Part(name, name, 4.0 if name == "hangs" else 30.0, "") for name in PROGRAMS]
-    begun = time.monotonic()
-    outcomes = runner.run_all(parts, command, tmp_path, tmp_path / "log.txt", 100.0, write)
-    assert time.monotonic() - begun < 30
+    os.mkfifo(held)
+    pipe = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        parts = [Part(name, name, 4.0 if name == "hangs" else 30.0, "") for name in PROGRAMS]
+        outcomes = runner.run_all(parts, command, tmp_path, tmp_path / "log.txt", 100.0, write)
+        assert hangs.exists() and ends(pipe)
+    finally:
+        os.close(pipe)
     found = {outcome.part: [(row.found, row.met) for row in outcome.found.rows] for outcome in outcomes}
     assert found["good"] == found["last"] == [("c", True)]
     assert found["dies"] == [("c", True), ("died with status 3; log.txt has its output", False)]
@@ -87,27 +129,36 @@ def test_parts_survive_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "4 goals are met, 2 are not, 1 could not be looked at." in text and "| a | b | c | yes |" in text
 
 
-CLOCK = "import sys, time; t = time.monotonic(); time.sleep(0.5); print(t, time.monotonic())"
+# It ends when those that are named have begun, too.
+MEETS = """
+import os, sys, time
+folder, name, *others = sys.argv[1:]
+open(f"{folder}/began-{name}", "w").close()
+deadline = time.monotonic() + 60
+while not all(os.path.exists(f"{folder}/began-{other}") for other in others) and time.monotonic() < deadline:
+    time.sleep(0.005)
+open(f"{folder}/ended-{name}", "w").close()
+sys.exit(time.monotonic() >= deadline)
+"""
 
 
 def test_parts_that_time_nothing_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "POLL", 0.01)
     monkeypatch.setattr(runner, "SIDE_BY_SIDE", 3)
-    parts = [Part(name, name, 30.0, "", timed=name == "timed") for name in ("a", "b", "c", "timed", "d", "e")]
-    log = tmp_path / "log.txt"
-    command = [sys.executable, "-S", "-c", CLOCK]
-    outcomes = runner.run_all(parts, lambda part, path: command, tmp_path, log, 100.0, lambda outcomes: None)
+    together = {"a": "bc", "b": "ac", "c": "ab", "timed": "", "d": "e", "e": "d"}
+    parts = [Part(name, name, 90.0, "", timed=name == "timed") for name in together]
+    ended: dict[str, str] = {}  # before each was begun
+
+    def command(part: Part, path: Path) -> list[str]:
+        ended[part.name] = "".join(name for name in together if (tmp_path / f"ended-{name}").exists())
+        return [sys.executable, "-S", "-c", MEETS, str(tmp_path), part.name, *together[part.name]]
+
+    outcomes = runner.run_all(parts, command, tmp_path, tmp_path / "log.txt", 400.0, lambda outcomes: None)
     assert [outcome.part for outcome in outcomes] == [part.name for part in parts]
     assert not any(outcome.found.rows for outcome in outcomes)
-    lines = [line for line in log.read_text().splitlines() if line]
-    times = [tuple(map(float, line.split())) for line in lines[1::2]]
-    spans = dict(zip((line.split()[1] for line in lines[::2]), times, strict=True))
-
-    def beside(one: str, other: str) -> bool:
-        return spans[one][0] < spans[other][1] and spans[other][0] < spans[one][1]
-
-    assert beside("a", "b") and beside("b", "c") and beside("d", "e")
-    assert not any(beside("timed", name) for name in "abcde")
+    assert ended == {"a": "", "b": "", "c": "", "timed": "abc", "d": "abctimed", "e": "abctimed"}
+    lines = (tmp_path / "log.txt").read_text().split()
+    assert sorted(lines[1::3]) == sorted(together)
 
 
 def test_what_ranks_import_first_asks_for_no_device() -> None:
