@@ -13,7 +13,7 @@ import math
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
@@ -164,18 +164,30 @@ shape_admitted = _torch.shape_awaited
 def customs_before(nodes: Iterable[Any], node: Any = None, *, until: Iterable[Any] = ()) -> list[Any]:
     """The nodes of custom autograd Functions to which gradients of `nodes` flow on, not past those in `until`, of those
     that ran their forward before that of `node`, if one is given."""
-    latest, seen, found = math.inf if node is None else node._sequence_nr(), {None, *until}, []
+    latest = math.inf if node is None else node._sequence_nr()
+    customs = torch.autograd.function.BackwardCFunction
+    return [each for each in _downstream(nodes, until) if isinstance(each, customs) and each._sequence_nr() < latest]
+
+
+def flows_past(nodes: Iterable[Any], leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether gradients of `nodes` flow on to leaves besides `leaves`."""
+    known = {id(None), *map(id, leaves)}
+    ends = (each for each in _downstream(nodes) if not each.next_functions)
+    return any(id(getattr(each, "variable", None)) not in known for each in ends)
+
+
+def _downstream(nodes: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[Any]:
+    """The nodes to which gradients of `nodes` flow on, and these, not past those in `until`."""
+    seen = {None, *until}
     left = [each for each in nodes if each not in seen]
     seen.update(left)
     while left:
         each = left.pop()
-        if isinstance(each, torch.autograd.function.BackwardCFunction) and each._sequence_nr() < latest:
-            found.append(each)
+        yield each
         for following, _ in each.next_functions:
             if following not in seen:
                 seen.add(following)
                 left.append(following)
-    return found
 
 
 class CustomFunctions:

@@ -354,10 +354,20 @@ def _refuse_inside_forward(unit: Unit) -> NoReturn:
 
 
 def _may_be_read_after_its_gradients(unit: Unit, backward: Backward) -> bool:
-    """Whether something inside the module of `unit` may read parameters when all of its own gradients have come: frozen
-    ones pass on others (those that it shares, too), and what is recomputed reads all, parts that share some alone."""
-    around = unit.encloses_others and (backward.schedule.clock.recomputes or bool(unit.sharing_units))
-    return around or (unit.has_frozen and bool(unit.encloses_others or unit.owning_units))
+    """Whether parameters of `unit` may be read when all of its own gradients have come: what is recomputed inside reads
+    all, parts that share some alone, and frozen ones pass on gradients of others: of units inside, of those that it
+    shares, and of a leaf that its module made."""
+    if unit.encloses_others and (backward.schedule.clock.recomputes or unit.sharing_units):
+        return True
+    if not unit.has_frozen:
+        return False
+    own = unit.trainable_leaves()
+    return (
+        not own
+        or unit.encloses_others
+        or bool(unit.owning_units)
+        or hooks.flows_past(unit.backward.ends_unseen[-1:], own)
+    )
 
 
 def _is_done_reading(unit: Unit, backward: Backward) -> bool:
