@@ -190,9 +190,10 @@ class UnitBackward:
         self.arrived_in_inner_tasks: set[tuple[int, int]] = set()
 
     def runs_again(self, customs: hooks.CustomFunctions) -> bool:
-        """Whether nothing shows the end of the unit's part, or keeps it unsharded, and this backward comes to some of
-        `customs`: reentrant checkpoints, maybe, that run parts of the unit again."""
-        if self.keep_unsharded or not self.ends_unseen:
+        """Whether nothing shows the end of the unit's part, and this backward comes to some of `customs`: reentrant
+        checkpoints, maybe, that run parts of the unit again. What they bring after its reduction would need another,
+        which other ranks lack."""
+        if not self.ends_unseen:
             return False
         return _torch.graph_task() != self.task or customs.are_to_come()  # one that runs may bring more
 

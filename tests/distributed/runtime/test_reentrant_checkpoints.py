@@ -149,6 +149,12 @@ def _part_of_a_unit(net: Any, x: Tensor, use: bool) -> Tensor:
     return reentrant(part, x @ net.behind if use else x)
 
 
+def _part_beside_a_unit(net: Any, x: Tensor, use: bool) -> Tensor:
+    """The same, and a unit inside has a checkpoint, so that this one stays whole."""
+    y: Tensor = reentrant(net.a, _part_of_a_unit(net, x, use))
+    return y
+
+
 def _used_again_behind(net: Any, x: Tensor, use: bool) -> Tensor:
     """The first part that is recomputed is, after all gradients have come."""
 
@@ -204,10 +210,16 @@ def test_ranks_that_use_other_units_beside_it_are_not_waited_for(
     assert pool2(_train, step) == [[], []]
 
 
-# Model 930010 under `fully_shard`: the unit, of which nothing shows that its backward is over, was freed before.
+# Model 930010 under `fully_shard`: the unit, of which nothing shows that its backward is over, was freed before. Model
+# 5305: it was not, and it was reduced before, and once more.
 @pytest.mark.parametrize(
     ("step", "made"),
-    [(_part_of_a_unit, Parted), (_used_again_behind, Parted), (_used_again_behind, Alone)],
+    [
+        (_part_of_a_unit, Parted),
+        (_part_beside_a_unit, Parted),
+        (_used_again_behind, Parted),
+        (_used_again_behind, Alone),
+    ],
 )
 def test_a_unit_is_whole_until_its_parts_have_been_recomputed(
     step: Callable[[Net, Tensor, bool], Tensor], made: type[Net], pool2: Run
