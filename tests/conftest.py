@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,6 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     # FutureWarning is an error by the settings in pyproject.toml; this is the other form that torch uses.
     config.addinivalue_line("filterwarnings", r"error::DeprecationWarning:torch\.distributed")
+
+
+def pytest_collection_finish() -> None:
+    """The collector need not go through torch's objects and all tests each time: that was a sixth of the time of tests
+    in this process."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str | None:

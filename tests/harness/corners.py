@@ -41,6 +41,7 @@ from tests.harness.gradients import (
 )
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
+from tests.harness.thorough import is_thorough
 
 Program = Callable[[Any, int, int], Any]
 LR = 0.05
@@ -93,7 +94,9 @@ class Setting:
             stack.enter_context(patch.object(grads, "SMALL_BYTES", 0))
         if self.doubled:
             stack.enter_context(doubled(DelayedTransport))
-            stack.enter_context(patch.multiple(attendant, PERIOD=0.0001, REST=0.0002))
+            # The thread takes a quarter of the processor from the ranks at the shorter period.
+            often = 0.0001 if is_thorough() else 0.001
+            stack.enter_context(patch.multiple(attendant, PERIOD=often, REST=2 * often))
             stack.enter_context(poison())
         return stack
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.engine.base.events import Observer
+from flatfsdp.engine.comm.shared_memory import exchange as exchanges
 from flatfsdp.engine.comm.shared_memory.attendant import Attendant
 from flatfsdp.engine.comm.shared_memory.exchange import CONTROL
 from flatfsdp.engine.flat import gradient_slots as grads
@@ -483,6 +484,14 @@ def outbox_rests(exchange: Any) -> bool:
 def looks(exchange: Any) -> int:
     """How often a rank that waits for an `exchange` through shared memory looks before it sleeps."""
     return int(exchange._shared.looks)
+
+
+_LOOKS_ALONE = exchanges._LOOKS_ALONE
+
+
+def share_processors(shared: bool = True) -> None:
+    """Ranks of this process look as if there were more of them than processors: several jobs run at once. Or not."""
+    exchanges._LOOKS_ALONE = exchanges._LOOKS if shared else _LOOKS_ALONE
 
 
 def attendant_loop(attended: Any, wanted: Any, hurried: Any) -> Callable[[], None]:

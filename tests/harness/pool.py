@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness import inspect
 from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
 
 MANY_GROUPS = 12  # of four ranks take as much of a core in 8 s as starting another pool
@@ -153,6 +154,7 @@ atexit.register(discard_all)
 
 def _serve(rank: int, world: int, pipe: Connection) -> None:
     """The life of a worker: join the group, then answer one job after the other until the parent is gone."""
+    inspect.share_processors()
     # Longer than any job may take: a job that hangs is reported with stacks by the parent, not by gloo.
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     pipe.send_bytes(dumps(_Answer(None, None, _count_groups())))

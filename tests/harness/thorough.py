@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
@@ -16,9 +17,12 @@ import pytest
 A, B = TypeVar("A"), TypeVar("B")
 
 
+_VARIABLE = "FLATFSDP_TESTS_THOROUGH"  # by which ranks know
+
+
 @dataclass
 class _Extent:
-    thorough: bool = False
+    thorough: bool = _VARIABLE in os.environ
     first: int = 0
 
 
@@ -33,6 +37,9 @@ def options(parser: pytest.Parser) -> None:
 def register(config: pytest.Config) -> None:
     """Before test modules are imported, whose parameters depend on it."""
     _extent.thorough, _extent.first = config.getoption("--thorough"), config.getoption("--seed")
+    os.environ.pop(_VARIABLE, None)
+    if _extent.thorough:
+        os.environ[_VARIABLE] = "1"
 
 
 def header() -> str | None:

@@ -358,8 +358,12 @@ def test_an_outbox_takes_no_memory_while_nothing_is_exchanged(retains: bool, poo
 
 
 def patience(rank: int, world: int, processors: int) -> int:
-    with patch.object(os, "sched_getaffinity", return_value=set(range(processors))):
-        return inspect.looks(exchange())
+    inspect.share_processors(False)
+    try:
+        with patch.object(os, "sched_getaffinity", return_value=set(range(processors))):
+            return inspect.looks(exchange())
+    finally:
+        inspect.share_processors()
 
 
 def test_who_shares_a_processor_sleeps_sooner(pool3: Run) -> None:

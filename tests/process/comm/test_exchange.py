@@ -156,8 +156,8 @@ def _die(rank: int, world: int, kind: str) -> str:
 def test_a_peer_dies_in_the_middle_of_a_large_message(kind: str, world: int) -> None:
     """Where the dead one's part was through, and only the survivor's was not, gloo wakes nobody: that is for the watch
     to end (`test_faults.py`), and another try here."""
-    for _ in range(6):
-        first, dead, *others = fresh.run(world, die, kind)
+    for limit in (*[12.0] * 5, 120.0):
+        first, dead, *others = fresh.run(world, die, kind, timeout=limit)
         survivors = [first, *others]
         assert dead.exit_code == 7
         if all(each.exit_code is not None for each in survivors):

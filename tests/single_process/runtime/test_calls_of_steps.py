@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,27 +43,45 @@ class Small(nn.Module):
         return x + self.linear(x).relu()
 
 
+def network(blocks: int, block: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *[block() for _ in range(blocks)])
+
+
+def calls_after_some(step: Callable[[], object]) -> int:
+    for _ in range(6):  # what is done once, and what is looked at in the first steps
+        step()
+    return calls_of(step)
+
+
+@lru_cache
+def calls_of_a_plain_step(blocks: int, clips: bool, block: type[nn.Module]) -> int:
+    model = network(blocks, block)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return calls_after_some(step)
+
+
 def calls_of_a_step(blocks: int, clips: bool, block: type[nn.Module] = Block, **options: Any) -> int:
-    """What a wrapped model's step has more than that of the same model alone."""
-    calls = []
-    for wraps in False, True:
-        net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[block() for _ in range(blocks)])
-        model = FullyShardedDataParallel(net, auto_wrap_policy={block}, **options) if wraps else net
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        x = torch.ones(2, WIDTH)
+    """What a wrapped model's step has more than that of the same model alone, while no other one is alive."""
+    plain = calls_of_a_plain_step(blocks, clips, block)
+    model = FullyShardedDataParallel(network(blocks, block), auto_wrap_policy={block}, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-        def step(model: Any = model, optimizer: Any = optimizer, x: Tensor = x, wraps: bool = wraps) -> None:
-            model(x).sum().backward()
-            if clips:
-                model.clip_grad_norm_(1.0) if wraps else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    def step() -> None:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        if clips:
+            model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
-        for _ in range(6):  # what is done once, and what is looked at in the first steps
-            step()
-        calls.append(calls_of(step))
-    plain, wrapped = calls
-    return wrapped - plain
+    return calls_after_some(step) - plain
 
 
 # For each unit, and for each step beside: they may become fewer, and more only for a reason.
@@ -101,8 +120,9 @@ MOST_OF_FRONTS = {"flat": 264, "rows": 303, "fully_shard": 321}
 MOST_OF_A_FUSED_STEP = 345  # of fully_shard, the optimizer's calls included
 
 
+@lru_cache
 def calls_under(front: str, blocks: int, *, fused: bool = False) -> int:
-    net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Block() for _ in range(blocks)])
+    net: Any = network(blocks, Block)
     if front == "fully_shard":
         for module in [*net[1:], net]:
             flatfsdp.fully_shard(module)
@@ -119,9 +139,7 @@ def calls_under(front: str, blocks: int, *, fused: bool = False) -> int:
             optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(6):
-        step()
-    return calls_of(step)
+    return calls_after_some(step)
 
 
 def of_a_unit(front: str, **how: bool) -> float:
@@ -153,7 +171,7 @@ OFF = {
 @lru_cache
 def files_of_a_step(blocks: int, *, observed: bool = True) -> Counter[str]:
     """Calls by file of the engine, without any feature that users switch on."""
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Block() for _ in range(blocks)])
+    net = network(blocks, Block)
     with fake_world(2):
         model = FullyShardedDataParallel(net, auto_wrap_policy={Block}, use_orig_params=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

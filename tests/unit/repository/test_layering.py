@@ -11,7 +11,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -103,8 +103,11 @@ class Source:
         """A place in the file, for messages."""
         return f"flatfsdp/{self.path.relative_to(PACKAGE)}:{line}"
 
-    def imports(self) -> Iterator[Import]:
+    def imports(self) -> tuple[Import, ...]:
         """Every import, with relative modules spelt out."""
+        return imports_of(self)
+
+    def _imports(self) -> Iterator[Import]:
         package = ["flatfsdp", *self.path.relative_to(PACKAGE).parts[:-1]]
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -117,8 +120,11 @@ class Source:
                 for alias in node.names:
                     yield Import(module, alias.name, node.lineno, alias.asname or alias.name)
 
-    def mentions(self) -> Iterator[tuple[str, int]]:
+    def mentions(self) -> tuple[tuple[str, int], ...]:
         """Every name of torch's that the file imports or reaches from an import, spelt from torch on, with its line."""
+        return mentions_of(self)
+
+    def _mentions(self) -> Iterator[tuple[str, int]]:
         roots = {}
         for each in self.imports():
             if each.module.partition(".")[0] == "torch":
@@ -132,7 +138,17 @@ class Source:
                     yield f"{roots[first]}.{rest}", node.lineno
 
 
-@lru_cache
+@cache
+def imports_of(source: Source) -> tuple[Import, ...]:
+    return tuple(source._imports())
+
+
+@cache
+def mentions_of(source: Source) -> tuple[tuple[str, int], ...]:
+    return tuple(source._mentions())
+
+
+@cache
 def sources() -> tuple[Source, ...]:
     return tuple(Source(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py")))
 
@@ -240,8 +256,13 @@ def file_of(module: str) -> str | None:
     return (path / "__init__").relative_to(PACKAGE).as_posix() if (path / "__init__.py").exists() else None
 
 
-def edges() -> Iterator[tuple[str, str]]:
+@cache
+def edges() -> tuple[tuple[str, str], ...]:
     """Which file imports which, for annotations too."""
+    return tuple(_edges())
+
+
+def _edges() -> Iterator[tuple[str, str]]:
     for source in sources():
         for each in source.imports():
             if each.module.partition(".")[0] != "flatfsdp":
