@@ -272,7 +272,8 @@ class Net(nn.Module):
         """How one part is used now, `again` or for the first time."""
         part, unit = self.parts[place], self.units[place]
         use = "".join(name for name in "abc" if drawn.random() < (0.3 if self.sparing else 0.7))
-        cut = drawn.random() < (0.5 if self.sparing else 0.25) and self.recompute[place][again] is None
+        how = part.recompute if part.nested else self.recompute[place][again]
+        cut = drawn.random() < (0.5 if self.sparing else 0.25) and how is None
         if self.sparing and place == 0:  # each rank's backward reaches something
             use, cut = use or "a", False
         if self.parts_of_units:
@@ -528,6 +529,15 @@ def test_so_it_is_where_several_are_under_any_settings(run: Run, seed: int) -> N
 @pytest.mark.parametrize("seed", seeds(2, 300))
 def test_so_it_is_where_any_are_under_any_settings(run: Run, seed: int) -> None:
     how = How.drawn(seed)._replace(siblings=True)
+    try:
+        assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
+    except JobFailed as error:
+        assert_documented(error, seed, how)
+
+
+@pytest.mark.parametrize("seed", seeds(2, 200))
+def test_so_it_is_where_units_are_recomputed_in_another_way_again(run: Run, seed: int) -> None:
+    how = How.drawn(seed)._replace(corners=True, mixed=True, siblings=seed % 2 == 0)
     try:
         assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
     except JobFailed as error:
