@@ -10,6 +10,7 @@ on all ranks their leaves get no gradient ([Note: unused]).
 can be its slot: the unit's memory is not needed twice. That takes equal dtypes, a backward that reduces and will not be
 differentiated, and a unit of which an earlier backward has shown that each gradient comes once and in the backward's
 own graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come.
+Where that shows for the first time, and no gradient lies in such a place yet, the slots get memory of their own.
 What is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
 ([Note: guarded parameters]). A unit whose forward runs again before its reduction is refused, once: to gather again
 would be a collective that only those ranks issue which share. Padding between the places is that of the shards: zero,

@@ -186,6 +186,12 @@ class Gradients:
         """Whether gradients lie in places of parameters of which others may still be read."""
         return self.slots.shares and self.slots.return_buffer is None and bool(self.arrived)
 
+    def stop_sharing(self) -> None:
+        """Parameters may be read after their gradients have come: these get memory of their own, if none lies in such a
+        place."""
+        if self.slots.buffer is None:
+            self.slots.shares = self.outlive_params = False
+
     def take_over_buffer(self, return_buffer: Callable[[FlatBuffer], None]) -> bool:
         """The handle is about to give its buffer up: keep it for the reduction, if gradients lie there.
 

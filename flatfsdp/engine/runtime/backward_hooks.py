@@ -260,8 +260,10 @@ class BackwardHooks:
             return
         again = index in grads.arrived
         task = _torch.graph_task()
-        if again or task != backward.task:
+        if (again or task != backward.task) and unit.leaves.single_use is not False:
             unit.leaves.single_use = False
+            for each in unit.grads:
+                each.stop_sharing()
         if again or own.completed:
             own.late_gradients -= 1
         if task == own.task:

@@ -165,6 +165,18 @@ def _used_again_behind(net: Any, x: Tensor, use: bool) -> Tensor:
     return y
 
 
+def _plain_and_in_parts(net: Any, x: Tensor, use: bool) -> Tensor:
+    """A parameter that parts use is read once more when these have brought its gradient, twice."""
+
+    def part(x: Tensor) -> Tensor:
+        return x + (x @ net.weight).tanh()
+
+    x = part(x)
+    for _ in range(2):
+        x = reentrant(part, x) if use else part(x)
+    return x @ net.behind
+
+
 def _nothing_but_parts(net: Net, x: Tensor, use: bool) -> Tensor:
     """All gradients of a rank come in parts of units, behind a unit that it passes over."""
     return net.b(net.a(net.first(x).detach().requires_grad_(), parted=True), use)
@@ -177,9 +189,10 @@ def _train(
     prefetch: str | None = None,
     listed: str = "",
     made: type[Net] = Net,
+    begins: int = 0,
 ) -> list[str]:
     """Parameters that differ from those of one process. `listed`: a unit, and those that it lists to be gathered
-    ahead; `made`: what is trained."""
+    ahead; `made`: what is trained; `begins`: from which step on ranks differ."""
     model: Any = FullyShardedDataParallel(
         made(step), auto_wrap_policy={Block}, backward_prefetch=prefetch, join_units_below=0, use_orig_params=True
     )
@@ -190,9 +203,9 @@ def _train(
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, alone)]
     for seed in range(2):
         of_ranks = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * seed + r)) for r in range(world)]
-        model(of_ranks[rank], rank == 0).square().sum().backward()
+        model(of_ranks[rank], rank == 0 and seed >= begins).square().sum().backward()
         for each, x in enumerate(of_ranks):
-            (alone(x, each == 0).square().sum() / world).backward()
+            (alone(x, each == 0 and seed >= begins).square().sum() / world).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -225,6 +238,12 @@ def test_a_unit_is_whole_until_its_parts_have_been_recomputed(
     step: Callable[[Net, Tensor, bool], Tensor], made: type[Net], pool2: Run
 ) -> None:
     assert pool2(_train, step, made=made) == [[], []]
+
+
+# Models 9207 and 9210: gradients had taken the places of parameters, as no step before had shown that they are read.
+@pytest.mark.parametrize("made", [Parted, Alone])
+def test_gradients_that_come_again_leave_the_places_to_the_parameters(made: type[Net], pool2: Run) -> None:
+    assert pool2(_train, _plain_and_in_parts, made=made, begins=1) == [[], []]
 
 
 # Program 161780 of the simulation: ranks gathered in different orders, which the first backwards compare.
