@@ -250,14 +250,18 @@ def held_nodes(leaves: Sequence[torch.Tensor]) -> dict[int, Any]:
     """The nodes to which gradients of `leaves` come, of those where somebody holds the node in Python; by id of the
     leaf."""
     global _unheld
-    if max(map(_torch.use_count, leaves), default=0) <= 1 or not (leaves := [*filter(_REQUIRES_GRAD, leaves)]):
+    counts = list(map(_torch.use_count, leaves))
+    if max(counts, default=0) <= 1:
+        return {}
+    maybe_held = itertools.compress(leaves, map((1).__lt__, counts))  # of holders at rest none is, as a rule
+    if not (leaves := [*filter(_REQUIRES_GRAD, maybe_held)]):
         return {}
     if not _unheld:
         _, (_unheld,) = _nodes_of([torch.empty(0, requires_grad=True)])
-    nodes, counts = _nodes_of(leaves)
-    if max(counts) == _unheld:
+    nodes, references = _nodes_of(leaves)
+    if max(references) == _unheld:
         return {}
-    held = itertools.compress(zip(map(id, leaves), nodes, strict=True), map(_unheld.__lt__, counts))
+    held = itertools.compress(zip(map(id, leaves), nodes, strict=True), map(_unheld.__lt__, references))
     return dict(held)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
@@ -16,7 +17,7 @@ from torch import nn
 from ...errors import UsageError
 from ..base import _dtensor, _torch
 from ..device.fake_tensors import is_memoryless
-from ..flat.faces import Face, FaceWords, Sums, adoptions, assign_grad
+from ..flat.faces import Face, FaceWords, Sums, adoptions, assign_grad, set_grad
 from ..flat.gather_hooks import GatherHooks
 from ..flat.layout_views import ShardViews
 from ..flat.param_refs import ParamRef
@@ -334,11 +335,8 @@ class RowFace(Face):
             self.kept = kept if made is not None else None
             if made is None:
                 made = _dtensor.dtensors(shown, map(specs.__getitem__, new))
-            for i, grad in zip(new, made, strict=True):
-                if fits:
-                    holders[i].grad = grad
-                else:
-                    assign_grad(holders[i], grad)
+            receiving = holders if len(new) == len(holders) and not self._without else [holders[i] for i in new]
+            deque(map(set_grad if fits else assign_grad, receiving, made), 0)
             return sums
 
     def _parts_of(self, total: torch.Tensor, trained: frozenset[int]) -> tuple[list[int], list[torch.Tensor]]:

@@ -341,6 +341,8 @@ class FlatFace(Face):
 
 
 REQUIRES_GRAD = attrgetter("requires_grad")
+# `parameter.grad = grad`, of a parameter whose gradient is not awaited.
+set_grad: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 
 
 def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:

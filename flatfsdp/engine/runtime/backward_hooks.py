@@ -208,7 +208,7 @@ class BackwardHooks:
         backward, own = self.begin(), unit.backward
         if call is None:
             own.ends_unseen.append(_torch.node_now())
-            if unit.leaves.runs_late is not False:
+            if unit.leaves.runs_late is not False and (unit.owning_units or unit.trainable_leaves()):
                 late_gradients.await_customs(unit, own.ends_unseen[-1:], self.of_unit[unit].custom_ran)
         if own.completed and (own.finished or _is_done_reading(unit, backward)):
             return

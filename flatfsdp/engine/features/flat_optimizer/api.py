@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from functools import wraps
+from itertools import repeat
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from ....api import check_bool
 from ....errors import UsageError, refuse_type
@@ -38,7 +41,7 @@ _stepping_flat: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _drop_grads_quickly(optimizer: torch.optim.Optimizer) -> None:
-    """Let `optimizer.zero_grad()` read attributes of DTensors as those of other tensors, which takes half as long.
+    """Let `optimizer.zero_grad()` drop gradients without reading them first, which takes longer than to drop them.
 
     Not where a class has a way of its own to do so, or to be pickled."""
     this, kind, torchs = weakref.ref(optimizer), type(optimizer), torch.optim.Optimizer
@@ -53,8 +56,9 @@ def _drop_grads_quickly(optimizer: torch.optim.Optimizer) -> None:
         if not set_to_none:
             dropped(found, set_to_none)
         else:
-            with _torch.as_plain_tensors():
-                dropped(found)
+            with record_function(f"Optimizer.zero_grad#{kind.__name__}.zero_grad"), _torch.as_plain_tensors():
+                for group in found.param_groups:
+                    deque(map(setattr, group["params"], repeat("grad"), repeat(None)), 0)
 
     vars(optimizer)["zero_grad"] = zero_grad  # which neither pickles nor copies have
 
