@@ -341,6 +341,12 @@ def copies_of_shards(model: Any) -> int:
     return sum(len(each.kept.shards) for each in units_in(model))
 
 
+def kept_gradient_bytes(model: Any) -> int:
+    """The memory that is kept for gradients of small parameters."""
+    faces = [handle.face for each in units_in(model) for handle in each.handles]
+    return sum(face.kept._storage.nbytes() for face in faces if face.kept is not None)
+
+
 def unit(wrapper: Any) -> Unit:
     """The unit of this `wrapper`."""
     return Unit(wrapper._unit)

@@ -43,10 +43,10 @@ REASONS = {
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
     "torch._C._any_requires_grad": "asking each of a list of small tensors takes as long as an operation on it",
     "torch.Tensor._use_count": "whether anybody may hold a leaf's node (access makes one), or a kept gradient",
+    "torch._C._storage_Use_Count": "whether anybody may hold the memory of one",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's hook must run on the sharded gradient, after ours",
     "torch.autograd.graph.Node._register_hook_dict": "most of what a hook of each unit costs is a handle to remove it",
-    "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step, and this is "
-    "the only place in between",
+    "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step",
     "torch.distributed.distributed_c10d._process_group_name": "a group made by its members alone is named after the "
     "number of groups that the process is in; ranks in different numbers of them would wait for each other for ever",
     "torch.distributed.ProcessGroup._get_backend": "its options hold the time limit of a group's operations",
@@ -54,8 +54,7 @@ REASONS = {
     "notifies nobody, and threads that serve the group would outlive it",
     "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",
     "torch._C._len_torch_dispatch_stack": "whether a mode would see operations that only ask about tensors",
-    "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
-    "runs, in whatever thread; nothing public shows it",
+    "torch.autograd.profiler._is_profiler_enabled": "ranges are worth their cost only while a profiler runs anywhere",
     "torch.distributed.ProcessGroup._allgather_base": "torch.distributed's own functions check what is known here, at "
     "every call, for longer than a small collective takes; likewise _reduce_scatter_base",
     "torch.distributed.ProcessGroup.*_coalesced": "NCCL makes one operation of several small ones without a copy; the "
@@ -65,8 +64,7 @@ REASONS = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": "where torch's distributed checkpoint looks for a piece of "
     "a tensor: what it is to read must hold these",
     "torch._subclasses.FakeTensorMode": "tensors that have a device, but no memory: what a dry run computes with",
-    "torch.testing._internal.distributed.fake_pg": "the process group of a dry run; importing it is the only way to "
-    "register its backend",
+    "torch.testing._internal.distributed.fake_pg": "the process group of a dry run: to import it registers its backend",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 
@@ -113,7 +111,7 @@ def _options(kind: str) -> tuple[Any, Any]:
     return made
 
 
-_GATHER, _REDUCE_SCATTER, _ALL_REDUCE = map(_options, ("AllgatherOptions", "ReduceScatterOptions", "AllreduceOptions"))
+_GATHER, _SCATTER, _ALL_REDUCE = map(_options, ("AllgatherOptions", "ReduceScatterOptions", "AllreduceOptions"))
 
 
 class FlatCollectives:
@@ -128,11 +126,9 @@ class FlatCollectives:
     def __init__(self, process_group: Any, *, beside: bool) -> None:
         """`beside`: they run beside the caller's stream, else on it, after what that was given before."""
         self._group = process_group
-        self._options = _GATHER[beside], _REDUCE_SCATTER[beside]
+        self._options = _GATHER[beside], _SCATTER[beside]
         self.gather: Callable[..., Any] = partial(process_group._allgather_base, opts=_GATHER[beside])
-        self.reduce_scatter: Callable[..., Any] = partial(
-            process_group._reduce_scatter_base, opts=_REDUCE_SCATTER[beside]
-        )
+        self.reduce_scatter: Callable[..., Any] = partial(process_group._reduce_scatter_base, opts=_SCATTER[beside])
         self.all_reduce: Callable[..., Any] = partial(process_group.allreduce, opts=_ALL_REDUCE[beside])
 
     def gather_grouped(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> Any:
@@ -271,6 +267,8 @@ def shape_awaited(node: Any) -> torch.Size:
 any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _lacking("_any_requires_grad"))
 # More than 1 where a graph, or anybody else, may hold the node of autograd's to which gradients of a leaf come.
 use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 2)
+# How many have the untyped storage of that `_cdata`: each tensor that lies there, and one for all of Python's.
+storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", _lacking("_storage_Use_Count"))
 
 
 def applies_in_backward() -> bool:
@@ -394,9 +392,8 @@ def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any,
     mesh = DeviceMesh.from_group(process_group, whole.device.type) if given is None else given
     placement = Shard(0) if whole.dim() else Replicate()
     placements = [*[Replicate()] * (mesh.ndim - 1), placement]
-    return DTensor.from_local(
-        rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
-    )
+    stride = whole.contiguous().stride()
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
 
 
 def storage_info() -> Any:

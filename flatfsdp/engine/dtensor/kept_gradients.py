@@ -1,11 +1,11 @@
 """Gradients of small parameters in DTensors that are made once.
 
-[Note: kept gradients] To make a DTensor and to let it go takes longer than most of what else a step does to a small
-parameter. So a handle whose parameters are small keeps the DTensors in which its gradients were shown, and lets them
-show the next ones, which lie in memory of their own. It does so only where nobody else has any of these
-DTensors: no variable, graph or weak reference, as their counts of references show; nobody hung an attribute on one; and
-none requires a gradient. Else others are made. What was made of a DTensor (its local tensor, a view, a detached one)
-counts for nothing: it has the old memory.
+[Note: kept gradients] To make a DTensor and its local tensor, and to let both go, takes longer than most of what else a
+step does to a small parameter. So a handle whose parameters are small keeps the DTensors in which its gradients are
+shown, and their local tensors, which are views of one storage. The next gradients are copied there, unless anybody
+else has any of these (a variable, a graph, a weak reference of a DTensor, a view of the memory), as counts of
+references show; or somebody hung an attribute on one, made one require a gradient, or transposed or reshaped one in
+place. Else others are made.
 
 Memory of dropped gradients is given back where the next forward begins, or the backward if they were dropped after
 that. That is why parameters must be small.
@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
-from collections.abc import Sequence
-from itertools import repeat
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -29,70 +27,90 @@ MOST = 4 * 1024  # bytes of a gradient, on average
 # Without either, references would be missed.
 _COUNTS = hasattr(torch.Tensor, "_use_count") and getattr(sys, "_is_gil_enabled", lambda: True)()
 
-_SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
-_GRAD = attrgetter("grad")
+_SPEC, _LOCAL, _SHAPE = attrgetter("_spec"), attrgetter("_local_tensor"), attrgetter("shape")
+_GRAD, _STRIDE = attrgetter("grad"), torch.Tensor.stride
+
+Parts = tuple[list[int], list[torch.Tensor]]
 
 
 class KeptGradients:
     """The gradients of certain parameters of one handle.
 
     Attributes:
-        indices: which parameters these are.
-        shows: the DTensors have gradients, and their memory.
+        trained: which parameters these are; indices: in the order of the DTensors.
+        is_whole: whether these are all parameters, in order.
+        shows: the DTensors have gradients, and memory.
     """
 
-    def __init__(self, indices: list[int], specs: Sequence[Any], like: torch.Tensor) -> None:
-        """`specs`: of all parameters of the handle; `like`: a tensor of the dtype of the gradients, where these lie."""
-        self.indices = indices
-        self._is_permuted = indices != sorted(indices)
-        self._specs = [specs[i] for i in indices]
-        self._nothing, self._set_local = _dtensor.nothing_like(like), _dtensor.local_setter()
-        self._made = _dtensor.dtensors([self._nothing] * len(indices), self._specs)
+    def __init__(
+        self, trained: frozenset[int], specs: Sequence[Any], like: torch.Tensor, parts: Callable[[torch.Tensor], Parts]
+    ) -> None:
+        """`specs`: of all parameters of the handle; `like`: what is reduced, of all of them; `parts`: which have a part
+        of such a tensor, and the part of each, as a view."""
+        self.trained, self.shows = trained, False
+        with torch.inference_mode(False):
+            self._flat = torch.empty_like(like)
+        self.indices, self._locals = parts(self._flat)
+        self.is_whole = self.indices == [*range(len(specs))]
+        self._specs = [specs[i] for i in self.indices]
+        self._made = _dtensor.dtensors(self._locals, self._specs)
         self._attributes = list(map(vars, self._made))
-        self.shows = False
-        self._locals: Sequence[torch.Tensor] = ()
-        self._alone = self._counts()
+        self._storage, self._bytes = self._flat.untyped_storage(), like.nbytes
+        self._storage.resize_(0)
+        self._deep = [each for each in self._locals if each.dim() > 1]
+        self._alone = self._facts()
 
     @staticmethod
     def serve(total: torch.Tensor, parameters: int) -> bool:
         """Whether gradients are kept where `total` has those of so many `parameters`."""
         return type(total) is torch.Tensor and total.nbytes <= MOST * parameters and _COUNTS
 
-    def _counts(self) -> tuple[list[int], list[int], list[int]]:
-        """How many have each."""
-        made = self._made
+    def _facts(self) -> tuple[Any, ...]:
+        """How many have each, and what of the local tensors can be changed in place without a write to them."""
+        made, parts = self._made, self._locals
         return (
+            _torch.storage_uses(self._storage._cdata),
+            sys.getrefcount(self._storage),
             list(map(sys.getrefcount, made)),
             list(map(_torch.use_count, made)),
             list(map(weakref.getweakrefcount, made)),
+            list(map(sys.getrefcount, parts)),
+            list(map(_torch.use_count, parts)),
+            list(map(_SHAPE, parts)),
+            list(map(_STRIDE, self._deep)),
         )
 
     def release(self) -> bool:
-        """Let go of the memory, if nobody else has any of the DTensors; whether that is so."""
-        are_ours = self.shows and self._counts() == self._alone and not any(self._attributes)
+        """Let go of the memory, if nobody else has any of it, or changed what the next gradients would have; whether
+        that is so."""
         if (
-            are_ours
-            and not _torch.any_requires_grad(*self._made)
+            self.shows
+            and self._facts() == self._alone
+            and self._storage.resizable()
+            and not any(self._attributes)
+            and not _torch.any_requires_grad(*self._made, *self._locals)
             and all(map(is_, map(_SPEC, self._made), self._specs))
+            and all(map(is_, map(_LOCAL, self._made), self._locals))
         ):
-            deque(map(self._set_local, self._made, repeat(self._nothing)), 0)
-            self.shows, self._locals = False, ()
+            self._storage.resize_(0)
+            self.shows = False
         return not self.shows
 
-    def show(self, locals_: Sequence[torch.Tensor]) -> list[Any] | None:
-        """The DTensors, which show `locals_` from now on, if nobody else has any of them."""
+    def show(self, total: torch.Tensor) -> list[Any] | None:
+        """The DTensors, which show what `total` has from now on, if nobody else has any of them."""
         if self.shows and not self.release():
             return None
-        self.shows, self._locals = True, locals_
-        deque(map(self._set_local, self._made, locals_), 0)
+        self._storage.resize_(self._bytes)
+        self._flat.copy_(total)
+        self.shows = True
         return self._made
 
     def are_grads_of(self, holders: Sequence[torch.Tensor]) -> bool:
         """Whether they are the gradients of their parameters among `holders`, and show what they were to show last."""
-        if len(holders) != len(self.indices) or self._is_permuted:
-            holders = [holders[index] for index in self.indices]
         if not self.shows:
             return False
+        if not self.is_whole:
+            holders = [holders[index] for index in self.indices]
         with _torch.as_plain_tensors():
             are_gradients = all(map(is_, map(_GRAD, holders), self._made))
             return are_gradients and all(map(is_, map(_LOCAL, self._made), self._locals))

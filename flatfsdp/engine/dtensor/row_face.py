@@ -6,9 +6,9 @@ import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress, count
 from operator import attrgetter, is_not
-from types import NoneType
 from typing import Any
 
 import torch
@@ -315,29 +315,36 @@ class RowFace(Face):
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
         with _torch.as_plain_tensors():  # attributes of DTensors take half as long
             specs = self._specs.get(total.dtype) or self._specs_in(total.dtype)
-            holders, rows = self.holders, self._rows
-            new, shown = self._parts_of(total, trained)  # which parameters have gradients, and what is theirs now
+            holders, fits = self.holders, total.dtype == self.holders[0].dtype
+            have_none = list(map(_GRAD, holders)).count(None) == len(holders)
+            if fits and have_none:
+                kept = self.kept
+                if kept is None or kept.trained != trained:
+                    kept = self.kept = self._new_kept(total, trained, specs)
+                if kept is not None:
+                    if (made := kept.show(total)) is not None:
+                        deque(map(set_grad, holders if kept.is_whole else [holders[i] for i in kept.indices], made), 0)
+                        return []
+                    self.kept = None
+            new, parts = self._parts_of(total, trained)  # which parameters have gradients, and what is theirs now
             sums: Sums = []
-            if set(map(type, map(_GRAD, holders))) != {NoneType}:
-                found = [(i, holders[i].grad, local) for i, local in zip(new, shown, strict=True)]
+            if not have_none:
+                found = [(i, holders[i].grad, local) for i, local in zip(new, parts, strict=True)]
                 for i, grad, local in found:
                     if grad is not None:
-                        rows[i].check(grad, "the .grad")
+                        self._rows[i].check(grad, "the .grad")
                         sums.append((_dtensor.local_of(grad), local))
                 new = [i for i, grad, _ in found if grad is None]
-                shown = [local for _, grad, local in found if grad is None]
-                if not new:
-                    return sums
-            fits, kept = total.dtype == holders[0].dtype, self.kept
-            if kept is None or kept.indices != new:
-                kept = KeptGradients(new, specs, total) if fits and KeptGradients.serve(total, len(new)) else None
-            made = kept.show(shown) if fits and kept is not None else None
-            self.kept = kept if made is not None else None
-            if made is None:
-                made = _dtensor.dtensors(shown, map(specs.__getitem__, new))
-            receiving = holders if len(new) == len(holders) and not self._without else [holders[i] for i in new]
-            deque(map(set_grad if fits else assign_grad, receiving, made), 0)
+                parts = [local for _, grad, local in found if grad is None]
+            for i, grad in zip(new, _dtensor.dtensors(parts, map(specs.__getitem__, new)), strict=True):
+                assign_grad(holders[i], grad)
             return sums
+
+    def _new_kept(self, total: torch.Tensor, trained: frozenset[int], specs: Sequence[Any]) -> KeptGradients | None:
+        """What can show gradients like `total`, those of the `trained` parameters; None where these are large."""
+        if not KeptGradients.serve(total, len(trained)):
+            return None
+        return KeptGradients(trained, specs, total, partial(self._parts_of, trained=trained))
 
     def _parts_of(self, total: torch.Tensor, trained: frozenset[int]) -> tuple[list[int], list[torch.Tensor]]:
         """The `trained` parameters, and the parts of `total` that are theirs, in their shapes."""

@@ -341,8 +341,9 @@ class FlatFace(Face):
 
 
 REQUIRES_GRAD = attrgetter("requires_grad")
+_GRAD: Any = torch.Tensor.grad
 # `parameter.grad = grad`, of a parameter whose gradient is not awaited.
-set_grad: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _GRAD.__set__
 
 
 def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:

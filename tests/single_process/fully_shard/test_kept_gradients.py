@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from flatfsdp import fully_shard, fuse_optimizer_steps, optimizer_in_backward
 from flatfsdp.errors import UsageError
+from tests.harness.inspect import kept_gradient_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -299,6 +300,36 @@ def test_attributes_of_the_last_gradients_are_not_those_of_the_next() -> None:
     assert not any(hasattr(grad, "step") for grad in backward(model))
 
 
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "transposed": lambda local: local.t_(),
+    "with a dimension more": lambda local: local.unsqueeze_(0),
+    "folded": lambda local: local.resize_(3, 12),
+    "elsewhere": lambda local: local.set_(torch.zeros(6, 6)),
+    "with other data": lambda local: setattr(local, "data", torch.zeros(6, 6)),
+    "to be trained": lambda local: local.requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("early", (False, True), ids=("before it is dropped", "between forward and backward"))
+def test_one_whose_local_tensor_was_changed_in_place_is_not_used_again(change: str, early: bool) -> None:
+    model = model_of()
+    once = values(backward(model))
+    with torch.no_grad():  # to_local() is the local tensor itself here
+        CHANGES[change](model[0].weight.grad.to_local())
+    if early:
+        loss = model(torch.ones(2, 6)).sum()
+        model.zero_grad()
+        loss.backward()
+    else:
+        drop(model)
+        backward(model)
+    assert are_multiples(1.0, once, grads_of(model))
+    drop(model)
+    assert are_multiples(2.0, once, backward(model, 2.0))
+    assert not any(grad.to_local().requires_grad for grad in grads_of(model))
+
+
 # -- the model changes -------------------------------------------------------------------------------------------------
 
 
@@ -374,26 +405,24 @@ def held_by(model: nn.Module) -> list[Any]:
 def test_no_memory_is_kept_in_a_forward() -> None:
     model = model_of()
     backward(model)
-    held = held_by(model)
     drop(model)
-    left: list[Any] = []
-    handle = model[0].register_forward_hook(lambda *_: left.extend(each() for each in held))
+    before, left = kept_gradient_bytes(model), list[int]()
+    handle = model[0].register_forward_hook(lambda *_: left.append(kept_gradient_bytes(model)))
     backward(model)
     handle.remove()
-    assert left == [None] * len(held)
+    assert before and left == [0] and kept_gradient_bytes(model) == before
 
 
 def test_no_memory_is_kept_in_a_backward_of_what_was_dropped_before_it() -> None:
     model = model_of()
     backward(model)
-    held = held_by(model)
-    left: list[Any] = []
+    left = list[int]()
     output = model(torch.ones(2, 6))
     model.zero_grad()
-    handle = model[0].weight.register_hook(lambda _: left.extend(each() for each in held))
+    handle = model[0].weight.register_hook(lambda _: left.append(kept_gradient_bytes(model)))
     output.sum().backward()
     handle.remove()
-    assert left == [None] * len(held)
+    assert left == [0] and kept_gradient_bytes(model)
 
 
 def test_memory_of_large_ones_goes_where_they_are_dropped() -> None:
