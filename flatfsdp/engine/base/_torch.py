@@ -241,11 +241,6 @@ def _outermost(method: str) -> Any:
 node_now: Callable[[], Any] = torch._C._current_autograd_node
 
 
-def running_node() -> int:
-    """What stands for the node of the graph whose backward runs, as long as that lives."""
-    return id(torch._C._current_autograd_node())
-
-
 def will_compute(node: Any) -> bool:
     """Whether the running graph task brings a gradient to `node`, which is no leaf's."""
     return torch._C._will_engine_execute_node(node)

@@ -106,6 +106,7 @@ class TensorList:
         self.device = tensors[0].device
         self.nbytes, self.numel = sum(each.nbytes for each in tensors), sum(each.numel() for each in tensors)
         small = [index for index, tensor in enumerate(tensors) if tensor.nbytes <= SMALL]
+        self._sizes = [tensor.numel() // group.size for tensor in tensors]  # of a rank's pieces
         self._small = small if len(small) >= fewest else []
         self._large = [index for index in range(len(tensors)) if index not in {*self._small}]
         self.staged = sum(tensors[index].nbytes for index in self._small)
@@ -121,7 +122,7 @@ class TensorList:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """What each rank has of them."""
+        """What each rank has of them: a tensor for each rank and tensor, for those who exchange them by themselves."""
         return rows_of(self._tensors, self._group.size)
 
     @cached_property
@@ -144,7 +145,8 @@ class TensorList:
         return plan.outputs, plan.sources
 
     def _planned(self, shards: Sequence[torch.Tensor]) -> _Gather:
-        own = self.rows[self._group.rank].pieces
+        rank = self._group.rank
+        own = [each.narrow(0, rank * size, size) for each, size in zip(self._tensors, self._sizes, strict=True)]
         targets = {index: own[index] for index in self._large if _differs(own[index], shards[index])}
         outputs = [self._tensors[index] for index in self._large]
         sources = [targets.get(index, shards[index]) for index in self._large]
@@ -176,7 +178,7 @@ class TensorList:
             if not self._large:
                 return [output], [self.staging.memory.tensor]
             self.staging.sums.allocate()
-        results = output.split(self.rows[0].sizes)
+        results = output.split(self._sizes)
         outputs, fulls = [results[index] for index in self._large], [self._tensors[index] for index in self._large]
         if self._small:
             outputs.append(self.staging.sums.tensor)
@@ -186,7 +188,7 @@ class TensorList:
     def finish_reduction(self, output: torch.Tensor) -> None:
         """What was staged comes to its place in `output`."""
         if self._small and self._large:
-            results = output.split(self.rows[0].sizes)
+            results = output.split(self._sizes)
             self.staging.unpack_sums([results[index] for index in self._small])
             self.staging.sums.free()
         if self._small:

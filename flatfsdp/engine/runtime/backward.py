@@ -279,7 +279,7 @@ class Backward:
 
     def is_running(self, checkpoint: Any) -> bool:
         """Whether the node of the graph whose backward runs is that of this reentrant checkpoint."""
-        return id(checkpoint()) == _torch.running_node()
+        return checkpoint() is _torch.node_now()
 
     def will_recompute(self, checkpoint: Any) -> bool:
         """Whether the running graph task comes to this reentrant checkpoint."""

@@ -7,7 +7,9 @@ once for each group, and once for the first exchange.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, fully_shard
 from flatfsdp.wrap import CustomPolicy
 from tests.harness import inspect
 from tests.harness.calls import calls_of
@@ -203,3 +205,30 @@ def test_a_unit_more_takes_a_bounded_number_of_calls_in_a_step() -> None:
     assert per_unit <= CALLS_PER_UNIT, per_unit
     own = (calls(12, PACKAGE) - calls(4, PACKAGE)) / 8
     assert own <= OWN_CALLS_PER_UNIT, own
+
+
+def tensors_after_steps(world: int) -> int:
+    """How many tensors there are for a model of 12 parameters under `fully_shard`, after steps on so many ranks."""
+
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(each, Tensor) for each in gc.get_objects())
+
+    before = count()
+    with fake_world(world):
+        mesh = dist.init_device_mesh("cpu", (world,))
+        model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)))
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return count() - before
+
+
+def test_tensors_of_a_parameter_are_as_many_in_any_world() -> None:
+    tensors_after_steps(8)  # what is made once
+    few, many = tensors_after_steps(8), tensors_after_steps(64)
+    assert few == many and few <= 12 * 34, (few, many)
