@@ -263,7 +263,8 @@ any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad",
 # More than 1 where a graph, or anybody else, may hold the node of autograd's to which gradients of a leaf come.
 use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 2)
 # How many have the untyped storage of that `_cdata`: each tensor that lies there, and one for all of Python's.
-storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", _lacking("_storage_Use_Count"))
+# NaN, which equals nothing, where torch does not count: somebody may have come.
+storage_uses: Callable[[int], float] = getattr(torch._C, "_storage_Use_Count", lambda cdata: float("nan"))
 
 
 def applies_in_backward() -> bool:

@@ -14,6 +14,7 @@ given back where the device is found to be past.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import InternalError
+from ..base import _torch
 from ..base.overrides import Override
 from .huge_pages import LEAST, adviser_for
 from .streams import Device, Stream
@@ -146,6 +148,14 @@ class FlatBuffer:
     def address(self) -> int:
         """Where the memory is; 0 while it is gone."""
         return self._storage.data_ptr()
+
+    def users(self) -> tuple[float, ...]:
+        """How many have the memory, where it is, and whether it can be given back: what changes where somebody else
+        gets part of it."""
+        if type(self.tensor) is not torch.Tensor:  # of a dry run
+            return ()
+        storage = self._storage
+        return _torch.storage_uses(storage._cdata), sys.getrefcount(storage), storage.resizable(), storage.data_ptr()
 
     def disown(self) -> torch.Tensor:
         """Hand the memory to the caller; the next `allocate` takes new memory in a new tensor."""

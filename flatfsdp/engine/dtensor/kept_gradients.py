@@ -57,6 +57,7 @@ class KeptGradients:
         self._attributes = list(map(vars, self._made))
         self._storage, self._bytes = self._flat.untyped_storage(), like.nbytes
         self._storage.resize_(0)
+        self._address = 0
         self._deep = [each for each in self._locals if each.dim() > 1]
         self._alone = self._facts()
 
@@ -87,6 +88,7 @@ class KeptGradients:
             self.shows
             and self._facts() == self._alone
             and self._storage.resizable()
+            and self._storage.data_ptr() == self._address
             and not any(self._attributes)
             and not _torch.any_requires_grad(*self._made, *self._locals)
             and all(map(is_, map(_SPEC, self._made), self._specs))
@@ -101,6 +103,7 @@ class KeptGradients:
         if self.shows and not self.release():
             return None
         self._storage.resize_(self._bytes)
+        self._address = self._storage.data_ptr()  # another one where a program moves it to shared memory
         self._flat.copy_(total)
         self.shows = True
         return self._made

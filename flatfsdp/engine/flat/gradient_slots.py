@@ -31,7 +31,8 @@ goes on along the replicate axis with all of it.
 
 [Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is given this
 rank's slice of it. Whoever sets a parameter's `.grad` to None or zero, or puts another in its place, drops that
-parameter's gradients from the window at the next backward.
+parameter's gradients from the window at the next backward. Whoever still has such a slice by then keeps it, and the
+window goes on in other memory.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class GradientSlots:
         collected: gradients that are not moved yet, by leaf.
         may_wait: whether they had better not be moved before the reduction; None where that gains nothing.
         late: whether they are not. [Note: late slots]
+        alone: who had the buffer's memory before it was shown, if it was. [Note: marks]
     """
 
     def __init__(self, memory: SlotMemory, dtype: torch.dtype, factor: float) -> None:
@@ -128,6 +130,7 @@ class GradientSlots:
         self.collected: dict[int, torch.Tensor] = {}
         self._collected_bytes = 0
         self._slots: list[torch.Tensor] = []
+        self.alone: tuple[float, ...] | None = None
 
     def put(self, index: int, grad: torch.Tensor) -> None:
         """Move `grad` (of leaf `index`, compute dtype) into its slot: now, with other small ones, or late."""
@@ -228,7 +231,23 @@ class GradientSlots:
         if self.return_buffer is not None and self.buffer is not None:
             self.return_buffer(self.buffer)
         elif self.buffer is not None and not self.shares:
-            self.buffer.free()
+            if self.alone in (None, self.buffer.users()):
+                self.buffer.free()
+            else:
+                self._disown()
+
+    def _disown(self) -> torch.Tensor:
+        assert self.buffer is not None
+        self._memory.forget(self.buffer.tensor.dtype)
+        return self.buffer.disown()
+
+    def leave_shown(self) -> None:
+        """Go on in other memory if somebody still has part of what was shown: it keeps its values."""
+        if self.buffer is not None and self.alone not in (None, self.buffer.users()):
+            shown = self._disown()
+            self.buffer, self._slots, self.segments = self._memory.allocate(shown.dtype)
+            self.buffer.tensor.copy_(shown)
+        self.alone = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,7 +318,7 @@ class Accumulation:
         [Note: marks]"""
         if slots.buffer is None:
             return
-        handle = self._handle
+        handle, slots.alone = self._handle, slots.buffer.users()
         for parameter, share, indices in handle.face.window_shares(slots.buffer.tensor, self.awaited):
             grad = parameter.grad
             if is_ours := grad is None:

@@ -75,8 +75,11 @@ class Gradients:
     def stash_grads(self) -> None:
         """Take the `.grad` of all leaves away until `finalize_grads` or `unstash_grads`."""
         if self._stashed is None:
-            if self.slots.buffer is not None and self.accumulation.check_window(self.slots):
-                self._drop_slots()
+            if self.slots.buffer is not None:
+                if self.accumulation.check_window(self.slots):
+                    self._drop_slots()
+                else:
+                    self.slots.leave_shown()
             if (kept := self.handle.face.kept) is not None and kept.shows:
                 kept.release()
             leaves = self.handle.leaves

@@ -241,6 +241,45 @@ def test_a_gradient_edited_inside_a_window_is_refused(pool2: Run) -> None:
         assert "no_sync" in text and "weight" in text
 
 
+def _kept(grad: Any, way: str) -> Any:
+    local = plain_of(grad).detach()
+    if way == "an array":
+        return local.numpy()
+    return {"itself": grad, "a view": local[:1]}[way] if way != "moved" else local.share_memory_()
+
+
+def keeps_shown_gradients(rank: int, world: int, front: bool, way: str, of: str) -> int:
+    model: Any = fully_shard(seeded(Net)) if front else Setting().wrap(seeded(Net), (Feedforward,))
+    held: list[tuple[Any, Any]] = []
+    results = []
+    for keeps in (True, False):
+        for micro, kind in enumerate(of):
+            if kind == "z":
+                model.zero_grad()
+                continue
+            model.set_requires_gradient_sync(kind == "s")
+            one(model, rank, 0, micro, sync=True)
+            if keeps and kind == "n":
+                kept = [_kept(each.grad, way) for each in model.parameters() if each.grad is not None]
+                held += [(each, torch.as_tensor(plain_of(each)).clone()) for each in kept]
+        results.append([plain_of(each.grad).clone() for each in model.parameters() if each.grad is not None])
+        model.zero_grad()
+    assert held and all(map(torch.equal, *results))
+    assert all(torch.equal(torch.as_tensor(plain_of(each)), before) for each, before in held)
+    return len(held)
+
+
+def plain_of(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+@pytest.mark.parametrize("of", ("ns", "nns", "nzs", "nzns"))
+@pytest.mark.parametrize("way", ("itself", "a view", "an array", "moved"))
+@pytest.mark.parametrize("front", (False, True), ids=("wrapper", "fully_shard"))
+def test_what_a_program_keeps_of_a_window_is_left_to_it(front: bool, way: str, of: str, pool2: Run) -> None:
+    assert all(pool2(keeps_shown_gradients, front, way, of))
+
+
 # --- communication ----------------------------------------------------------------------------------------------------
 
 

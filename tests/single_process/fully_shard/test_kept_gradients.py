@@ -307,6 +307,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "elsewhere": lambda local: local.set_(torch.zeros(6, 6)),
     "with other data": lambda local: setattr(local, "data", torch.zeros(6, 6)),
     "to be trained": lambda local: local.requires_grad_(),
+    "in shared memory": lambda local: None if local.share_memory_() is local else local,
 }
 
 
