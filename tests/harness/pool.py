@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import pickle
 import random
 import time
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from tests.harness import inspect
 from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
+from tests.harness.thorough import is_thorough
 
 MANY_GROUPS = 12  # of four ranks take as much of a core in 8 s as starting another pool
 GRACE = 3.0  # seconds that the other ranks get to answer once one of them has failed
@@ -155,6 +157,9 @@ atexit.register(discard_all)
 def _serve(rank: int, world: int, pipe: Connection) -> None:
     """The life of a worker: join the group, then answer one job after the other until the parent is gone."""
     inspect.share_processors()
+    if not is_thorough():
+        gc.set_threshold(7000)  # it was a twentieth of the time of ranks at a tenth of that
+        inspect.make_small_outboxes()
     # Longer than any job may take: a job that hangs is reported with stacks by the parent, not by gloo.
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     pipe.send_bytes(dumps(_Answer(None, None, _count_groups())))

@@ -24,7 +24,6 @@ from flatfsdp.engine.comm.axes import Axis
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.comm.shared_memory import peers
 from flatfsdp.engine.comm.shared_memory.chunks import longest_chunk
-from flatfsdp.engine.comm.shared_memory.exchange import CAPACITY
 from flatfsdp.engine.comm.shared_memory.groups import by_messages, of_group
 from flatfsdp.engine.comm.transport import Transport
 from flatfsdp.engine.device.memory import MemoryTracker
@@ -266,6 +265,13 @@ def memory(rank: int, world: int, way: str) -> dict[str, tuple[int, int]]:
         return _memory(rank, world)
 
 
+def outbox(rank: int, world: int) -> int:
+    """Bytes of this rank's."""
+    shared = of_group(dist.group.WORLD)
+    assert shared is not None
+    return shared.capacity
+
+
 def _memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
     size = 1024 * 1024
     shard, piece, full = torch.randn(size), torch.randn(size), torch.randn(world * size)
@@ -297,7 +303,8 @@ def test_scratch_is_at_most_two_pieces_of_peers(run: Run, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_scratch_in_shared_memory_is_a_chunk_of_a_sum_in_place(run: Run, world: int) -> None:
     """From the third rank on, whose own piece is not the first to be added."""
-    chunk = round(longest_chunk(CAPACITY, 4 * (world - 1)) / (1024 * 1024), 2)
+    (capacity, *_) = run(world, outbox)
+    chunk = round(longest_chunk(capacity, 4 * (world - 1)) / (1024 * 1024), 2)
     for rank, found in enumerate(run(world, memory, "shared memory")):
         scratch = chunk if rank > 1 else 0
         assert found == {"gather": (0, 0), "reduce-scatter": (0, 0), "all-reduce": (scratch, scratch)}
