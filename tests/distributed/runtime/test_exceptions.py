@@ -224,7 +224,7 @@ def failed_backward_in_window(rank: int, world: int) -> tuple[list[str], list[st
             messages.extend(str(w.message) for w in caught if issubclass(w.category, FlatFSDPWarning))
         return run(model, data(rank, step))
 
-    return differences(rank, world, build, step, units=(Trapped,)), messages
+    return differences(rank, world, build, step, units=(Trapped,), under=ALL), messages
 
 
 def test_a_failed_backward_drops_the_window_and_reports_it(pool2: Run) -> None:
