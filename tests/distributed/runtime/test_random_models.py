@@ -553,20 +553,20 @@ def _siblings(seed: int) -> How:
     return How(("BACKWARD_PRE", "BACKWARD_MID", "BACKWARD_POST", None)[seed % 4], siblings=True)
 
 
-@pytest.mark.parametrize("seed", seeds(8, 200))
+@pytest.mark.parametrize("seed", seeds(4, 200))
 def test_so_it_is_where_units_return_several_tensors(run: Run, seed: int) -> None:
     how = How.drawn(seed)._replace(outputs=True, reentrant=seed % 2 == 0)
     assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
 
 
-@pytest.mark.parametrize("seed", seeds(3, 100))
+@pytest.mark.parametrize("seed", seeds(2, 100))
 def test_so_it_is_where_ranks_use_the_same_of_several_tensors(run: Run, seed: int) -> None:
     how = How.drawn(seed)._replace(outputs=True, alike=True)
     assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
 
 
 # On some ranks or on none: a unit runs and no loss reaches it, and a unit of which some parameters are used.
-@pytest.mark.parametrize("seed", seeds(8, 200))
+@pytest.mark.parametrize("seed", seeds(6, 200))
 def test_what_no_rank_reaches_stays_as_it_is(run: Run, seed: int) -> None:
     apart = seed % 2 == 0
     how = How.drawn(seed)._replace(

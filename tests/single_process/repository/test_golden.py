@@ -14,7 +14,7 @@ from tests.golden import programs, traces
 from tests.golden.traces import EVENTS, difference, golden, packed, trace_of, unpacked
 from tests.harness.thorough import is_thorough
 
-FEW = 150  # in every run; all with --thorough
+FEW = 75  # in every run; all with --thorough
 
 
 @pytest.mark.parametrize(
