@@ -16,6 +16,7 @@ import pytest
 from flatfsdp.trainer.callbacks import read_metrics
 from tests.harness import commands, manual
 from tests.harness.terminal import run_in_terminal
+from tests.harness.thorough import is_thorough
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 400
@@ -151,7 +152,10 @@ def wait_for_a_step(folder: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+# To a whole group a signal goes in a terminal, too, and SIGTERM to ranks in test_resume.py.
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -9), *([(signal.SIGTERM, 143)] if is_thorough() else [])]
+)
 def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path, number: int, code: int) -> None:
     """At once where it was killed; with a checkpoint where it got a signal to stop, for example by `timeout`, which
     sends it to all processes of its group."""
