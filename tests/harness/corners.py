@@ -123,11 +123,11 @@ OFFLOADED = tuple(
 )
 
 
-def half_for(program: Callable[..., Any]) -> tuple[Setting, ...]:
-    """One of the `HALVES`, the same on all ranks and in every run: by its name, and what else in words it is given."""
+def chosen(program: Callable[..., Any]) -> tuple[Setting, ...]:
+    """One of the `HALVES`, by the program's name and what else in words it is given; with --thorough `ALL`."""
     words = [each for each in getattr(program, "keywords", {}).values() if isinstance(each, str)]
     words.append(getattr(program, "func", program).__qualname__)
-    return HALVES[sum("".join(words).encode()) % 2]
+    return ALL if is_thorough() else HALVES[sum("".join(words).encode()) % 2]
 
 
 def differences(
@@ -142,9 +142,9 @@ def differences(
     bound: float = 0.0,
 ) -> list[str]:
     """A line for each thing that differs between engine and oracle: bit by bit, unless `bound` allows a relative
-    error. By default under one of the `HALVES`, which the name of the program chooses; with --thorough under `ALL`."""
+    error. Without `under`, under those `chosen`."""
     if under is None:
-        under = ALL if is_thorough() else half_for(program)
+        under = chosen(program)
     lines: list[str] = []
     expected = _oracle(rank, world, build, program, steps)
     for setting in under:

@@ -24,6 +24,7 @@ from tests.harness.corners import (
     Net,
     Setting,
     at_rest,
+    chosen,
     data,
     full_gradients,
     full_parameters,
@@ -155,7 +156,7 @@ def test_torchs_function_as_it_is_replaced(orig: bool, pool2: Run) -> None:
 
 def clipped_like_torch(rank: int, world: int, hybrid: bool) -> list[str]:
     lines = []
-    for setting in HYBRID if hybrid else ALL:
+    for setting in HYBRID if hybrid else chosen(clipped_like_torch):
         with setting.doubles():
             model, plain = setting.wrap(seeded(Net), (Feedforward,)), seeded(Net)
             for p in (1.0, 2.0, float("inf")):
@@ -364,7 +365,7 @@ def replaced(rank: int, world: int) -> list[str]:
     uses."""
     ways: dict[str, Callable[[Any], None]] = {"in place": _in_place, "data": _data, "parameter": _parameter}
     lines = []
-    for setting, (way, act) in itertools.product(ALL, ways.items()):
+    for setting, (way, act) in itertools.product(chosen(replaced), ways.items()):
         if way == "parameter" and not setting.orig:
             continue
         with setting.doubles():
@@ -404,7 +405,7 @@ def test_replaced_between_steps(pool2: Run) -> None:
 
 def refused(rank: int, world: int) -> list[str]:
     lines = []
-    for setting in ALL:
+    for setting in chosen(refused):
         model = setting.wrap(seeded(Net), (Feedforward,))
         train(model, rank)
         parameter = next(iter(model.parameters()))
@@ -425,7 +426,7 @@ def test_a_wrong_shape_is_refused(pool2: Run) -> None:
 def between(rank: int, world: int) -> list[str]:
     """Parameters written to between forward and backward, where they are kept whole: refused by us or by autograd."""
     lines = []
-    for setting in ALL:
+    for setting in chosen(between):
         with setting.doubles():
             model = setting.wrap(seeded(Net), (Feedforward,))
             train(model, rank)
@@ -509,7 +510,7 @@ def test_optimizers_with_groups_by_name(pool2: Run) -> None:
 def averaged(rank: int, world: int) -> list[str]:
     """The evaluation of a running average of the weights, held in a copy, next to training."""
     lines = []
-    for setting in ALL:
+    for setting in chosen(averaged):
         with setting.doubles():
             model = setting.wrap(seeded(Net), (Feedforward,))
             ema = copy.deepcopy(model).eval().requires_grad_(False)
@@ -547,7 +548,7 @@ def applied(rank: int, world: int) -> list[str]:
                 module.bias.fill_(0.5)
 
     lines = []
-    for setting in ALL:
+    for setting in chosen(applied):
         model, plain = setting.wrap(seeded(Net), (Feedforward,)), seeded(Net)
         model.apply(initialize)
         plain.apply(initialize)

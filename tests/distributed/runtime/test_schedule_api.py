@@ -15,12 +15,12 @@ from flatfsdp.errors import AgreementError
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
 from tests.harness.corners import (
-    ALL,
     HALVES,
     HYBRID,
     HYBRID_HALVES,
     Net,
     Setting,
+    chosen,
     data,
     differences,
     joined,
@@ -99,7 +99,7 @@ def test_partial_sums_of_hybrids(number: int, of: str, pool4: Run) -> None:
 
 
 def test_partial_sums_of_one_axis(pool2: Run) -> None:
-    assert not joined(pool2(partial_sums, "pps", ALL))
+    assert not joined(pool2(partial_sums, "pps", chosen(partial_sums)))
 
 
 def partial_sum_and_a_failure(rank: int, world: int) -> list[str]:
@@ -279,7 +279,7 @@ def lists(rank: int, world: int, under: tuple[Setting, ...]) -> list[str]:
 
 
 def test_lists_of_what_is_gathered_ahead(pool2: Run) -> None:
-    assert not joined(pool2(lists, ALL))
+    assert not joined(pool2(lists, chosen(lists)))
 
 
 def on_the_callers_stream(model: Any, rank: int, step: int) -> list[torch.Tensor]:
@@ -297,7 +297,7 @@ def callers(rank: int, world: int, under: tuple[Setting, ...]) -> list[str]:
 
 
 def test_gathers_on_the_callers_stream(pool2: Run) -> None:
-    assert not joined(pool2(callers, ALL))
+    assert not joined(pool2(callers, chosen(callers)))
 
 
 def listing_differently(rank: int, world: int) -> str:

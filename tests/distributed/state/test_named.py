@@ -31,6 +31,7 @@ from tests.harness.corners import (
     Net,
     Setting,
     at_rest,
+    chosen,
     data,
     differences,
     full_gradients,
@@ -171,7 +172,7 @@ def test_2_a_forward_inside_the_backward(pool2: Run, begins: int, refused_at: li
 def stepped_over(rank: int, world: int) -> list[str]:
     """An old graph after the optimizer's step: refused by autograd as on a plain model, and no harm done."""
     lines = []
-    for setting in ALL:
+    for setting in chosen(stepped_over):
         with setting.doubles():
             model, other = (setting.wrap(seeded(Net), (Feedforward,)) for _ in range(2))
             optimizers = [torch.optim.SGD(each.parameters(), lr=LR) for each in (model, other)]
@@ -299,7 +300,7 @@ def test_11_sums_in_rank_order(world: int, run: Run) -> None:
 def copied(rank: int, world: int) -> list[str]:
     """The copy and the original, trained in turn, are two models."""
     lines = []
-    for setting in ALL:
+    for setting in chosen(copied):
         with setting.doubles():
             model = setting.wrap(seeded(Net), (Feedforward,))
             plain = setting.wrap(seeded(Net), (Feedforward,))
@@ -434,7 +435,7 @@ def test_17_fp16_reduction_of_large_gradients(world: int, rank: int) -> None:
 def silent(rank: int, world: int) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for setting in (*ALL, *(HYBRID if world == 4 else ())):
+        for setting in (*chosen(silent), *(HYBRID if world == 4 else ())):
             with setting.doubles():
                 model = setting.wrap(seeded(Net), (Feedforward,))
                 for step in range(2):

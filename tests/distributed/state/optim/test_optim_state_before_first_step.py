@@ -16,7 +16,7 @@ from flatfsdp.engine.state.optim.descriptions import alike
 from flatfsdp.errors import FlatFSDPWarning
 from tests.conftest import Run
 from tests.distributed.state.optim.test_optim_state import OPTIMIZERS, Pair, different
-from tests.harness.corners import ALL, Net, Setting, data, full_parameters, joined, loss_of, seeded
+from tests.harness.corners import Net, Setting, chosen, data, full_parameters, joined, loss_of, seeded
 from tests.harness.models import Feedforward
 
 STARTS = {  # what is not zero
@@ -87,7 +87,7 @@ class Noisy(torch.optim.Optimizer):
 
 def untouched(rank: int, world: int) -> list[str]:
     lines = []
-    for setting in ALL:
+    for setting in chosen(untouched):
         model = setting.wrap(seeded(Net), (Feedforward,))
         optim = Noisy(model.parameters())
         calls: list[str] = []
@@ -126,7 +126,7 @@ def test_nothing_is_touched(pool2: Run) -> None:
 def between(rank: int, world: int) -> list[str]:
     """Asked between forward and backward, where parameters show nothing; the backward goes on."""
     lines = []
-    for setting in ALL:
+    for setting in chosen(between):
         model, other = (setting.wrap(seeded(Net), (Feedforward,)) for _ in range(2))
         optim = torch.optim.Adam(model.parameters())
         loss = loss_of(model(data(rank, 0)))
