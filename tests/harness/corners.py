@@ -9,7 +9,7 @@ SGD steps.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -123,11 +123,12 @@ OFFLOADED = tuple(
 )
 
 
-def chosen(program: Callable[..., Any]) -> tuple[Setting, ...]:
-    """One of the `HALVES`, by the program's name and what else in words it is given; with --thorough `ALL`."""
+def chosen(program: Callable[..., Any], halves: Sequence[tuple[Setting, ...]] = HALVES) -> tuple[Setting, ...]:
+    """One of the `halves`, by the program's name and what else in words it is given; with --thorough both."""
     words = [each for each in getattr(program, "keywords", {}).values() if isinstance(each, str)]
     words.append(getattr(program, "func", program).__qualname__)
-    return ALL if is_thorough() else HALVES[sum("".join(words).encode()) % 2]
+    first, second = halves
+    return (*first, *second) if is_thorough() else halves[sum("".join(words).encode()) % 2]
 
 
 def differences(

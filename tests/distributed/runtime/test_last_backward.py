@@ -20,9 +20,10 @@ from tests.distributed.runtime.test_schedule_api import call_ours, microbatch
 from tests.harness import inspect
 from tests.harness.corners import (
     HALVES,
-    HYBRID,
+    HYBRID_HALVES,
     Net,
     Setting,
+    chosen,
     data,
     differences,
     full_gradients,
@@ -61,7 +62,7 @@ def test_accumulation(sync: str, under: tuple[Setting, ...], pool2: Run) -> None
 
 
 def test_accumulation_under_hybrids(pool4: Run) -> None:
-    assert not joined(pool4(accumulated, "sss", HYBRID))
+    assert not joined(pool4(accumulated, "sss", chosen(accumulated, HYBRID_HALVES)))
 
 
 # --- what comes between two microbatches ------------------------------------------------------------------------------

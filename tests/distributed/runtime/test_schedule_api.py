@@ -16,7 +16,6 @@ from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
 from tests.harness.corners import (
     HALVES,
-    HYBRID,
     HYBRID_HALVES,
     Net,
     Setting,
@@ -76,7 +75,7 @@ def test_accumulation(sync: str, keep: bool, parts: bool, half: int, pool2: Run)
 
 
 def test_accumulation_under_hybrids(pool4: Run) -> None:
-    assert not joined(pool4(accumulated, True, "nns", True, HYBRID))
+    assert not joined(pool4(accumulated, True, "nns", True, chosen(accumulated, HYBRID_HALVES)))
 
 
 def add_up_shards(model: Any, rank: int, step: int, *, of: str) -> list[torch.Tensor]:

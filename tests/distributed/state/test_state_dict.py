@@ -7,6 +7,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from flatfsdp import (
 from flatfsdp.engine.state.owned_interval import OwnedInterval
 from flatfsdp.errors import FlatFSDPError
 from tests.conftest import Run
-from tests.harness.corners import HYBRID, Net, Setting, data, joined, loss_of, seeded
+from tests.harness.corners import HYBRID_HALVES, Net, Setting, chosen, data, joined, loss_of, seeded
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import CASES, WIDTH, Feedforward
 from tests.harness.thorough import spread
@@ -34,8 +35,9 @@ as_type = FullyShardedDataParallel.state_dict_type
 SETTINGS = tuple(Setting(s, orig) for s in ("FULL_SHARD", "NO_SHARD") for orig in (True, False))
 
 
-def settings(world: int) -> tuple[Setting, ...]:
-    return HYBRID if world == 4 else SETTINGS
+def settings(world: int, name: str) -> tuple[Setting, ...]:
+    """Both strategies, and both of everything else, for a case of that name."""
+    return chosen(partial(settings, name=name), HYBRID_HALVES if world == 4 else (SETTINGS[::3], SETTINGS[1:3]))
 
 
 def unlike(found: Any, expected: Any) -> list[str]:
@@ -65,7 +67,7 @@ def whole(rank: int, world: int, name: str) -> list[str]:
     """Full dicts equal those of the plain model, and are loaded from and into plain and wrapped models."""
     case = CASES[name]
     lines = []
-    for setting in settings(world):
+    for setting in settings(world, name):
         plain = case.build()
         expected = plain.state_dict()
         model = setting.wrap(case.build(), case.units)
@@ -87,7 +89,7 @@ def pieces(rank: int, world: int, name: str) -> list[str]:
     """Sharded and local dicts say what each rank owns, without communication, and load as they are."""
     case = CASES[name]
     lines = []
-    for setting in settings(world):
+    for setting in settings(world, name):
         expected = case.build().state_dict()
         for kind in (SHARDED, LOCAL)[: 1 if setting.rows else 2]:  # local dicts are of one flat parameter
             model = setting.wrap(case.build(), case.units)
