@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...errors import InternalError
+from ...errors import InternalError, warn_once
 from ..base import _torch
 from ..base.overrides import Override
 from .huge_pages import LEAST, adviser_for
@@ -121,7 +121,10 @@ class FlatBuffer:
         """Take the memory; nothing happens if it is there."""
         if self.allocated:
             return
-        self._storage.resize_(self._bytes)
+        try:
+            self._storage.resize_(self._bytes)
+        except RuntimeError:
+            self._stay()
         if self._advise is not None:
             self._advise(self._storage.data_ptr(), self._bytes)
         if not self._shaped:
@@ -139,10 +142,23 @@ class FlatBuffer:
             return
         if _poisoned.value and self.tensor.is_floating_point():
             self.tensor.fill_(float("nan"))
-        self._storage.resize_(0)
+        try:
+            self._storage.resize_(0)
+        except RuntimeError:
+            self._stay()
         self.allocated = False
         self._tracker.remove(self._kind, self._bytes)
         self._kind = self._usual_kind
+
+    def _stay(self) -> None:
+        if self._storage.resizable():
+            raise  # what the caller handles
+        # A NumPy array was made of part of it, which may live.
+        warn_once(
+            "not resizable",
+            "a NumPy array was made of a parameter while it was whole, as weight.detach().numpy() in a forward does: "
+            "its unit's memory stays from now on, and such an array shows what comes there. Make arrays of a clone()",
+        )
 
     @property
     def address(self) -> int:

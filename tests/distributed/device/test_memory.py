@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 import weakref
 from collections import Counter
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, MixedPrecision, wrap
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, fully_shard, wrap
 from flatfsdp.engine.comm.shared_memory import attendant, collectives
 from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.flat import gradient_slots as grads
@@ -357,3 +358,44 @@ def test_beside_the_slots_live_only_gradients_that_were_not_moved_yet(sizes: lis
     assert most <= collected + largest
     assert most < sum(bytes_of)
     assert alive() == 0
+
+
+class Watched(nn.Linear):
+    """Looks at its weight by NumPy, as programs do that log it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight.detach().numpy().shape == (8, 8)
+        return torch.tanh(super().forward(x))
+
+
+def with_arrays(rank: int, world: int, front: bool) -> int:
+    """Three steps of a model that makes arrays of whole parameters, as in one process."""
+    plain, model = (nn.Sequential(*(Watched(8, 8) for _ in range(3))) for _ in range(2))
+    for each in plain.parameters():
+        dist.broadcast(each.data, 0)
+    model.load_state_dict(plain.state_dict())
+    sharded: nn.Module = model
+    if front:
+        for unit in model:
+            fully_shard(unit)
+        fully_shard(model)
+    else:
+        sharded = FullyShardedDataParallel(model, auto_wrap_policy={Watched}, use_orig_params=True)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (plain, sharded)]
+    with warnings.catch_warnings(record=True):  # once in a process
+        warnings.simplefilter("always")
+        for _ in range(3):
+            losses = []
+            for each, optimizer in zip((plain, sharded), optimizers, strict=True):
+                loss = each(torch.ones(2, 8)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            torch.testing.assert_close(*losses)
+    return len(losses)
+
+
+@pytest.mark.parametrize("front", (False, True), ids=("wrapper", "fully_shard"))
+def test_memory_that_cannot_be_given_back_stays(pool2: Run, front: bool) -> None:
+    assert pool2(with_arrays, front) == [2, 2]
