@@ -495,6 +495,12 @@ def test_random_programs(seed: int) -> None:
                 if grad is not None:
                     grad.mul_(0.5)
 
+    def move() -> None:
+        held.clear()  # arrays would lose their memory
+        grad = dice.choice(grads_of(model))
+        if grad is not None:
+            grad.to_local().detach().share_memory_()
+
     def forget() -> None:
         if held:
             held.pop(dice.randrange(len(held)))
@@ -508,7 +514,7 @@ def test_random_programs(seed: int) -> None:
             model(torch.ones(2, 6))
 
     for _ in range(60):
-        dice.choice((keep, keep, train_dropping_late, drop_some, drop_all, scale, forget, add_up, evaluate))()
+        dice.choice((keep, keep, train_dropping_late, drop_some, drop_all, scale, move, forget, add_up, evaluate))()
         for kept, before in held:
             assert torch.equal(read(kept), before)
         for grad, other in zip(grads_of(model), grads_of(expected), strict=True):
