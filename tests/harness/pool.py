@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import pickle
 import random
 import time
@@ -158,7 +157,6 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
     """The life of a worker: join the group, then answer one job after the other until the parent is gone."""
     inspect.share_processors()
     if not is_thorough():
-        gc.set_threshold(7000)  # it was a twentieth of the time of ranks at a tenth of that
         inspect.make_small_outboxes()
     # Longer than any job may take: a job that hangs is reported with stacks by the parent, not by gloo.
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
