@@ -209,9 +209,3 @@ def as_of_torch(value: Any) -> Any:
 def set_local(value: Any, local: torch.Tensor, spec: Any) -> None:
     """Let a DTensor have `local`, of its dtype, as what this rank has of it, and `spec`."""
     value._local_tensor, value._spec = local, spec
-
-
-def local_setter() -> Callable[[Any, torch.Tensor], None]:
-    """Lets a DTensor have a tensor, of its dtype and shape, as what this rank has of it."""
-    found: Callable[[Any, torch.Tensor], None] = dtensor_type()._local_tensor.__set__
-    return found

@@ -46,7 +46,8 @@ REASONS = {
     "torch._C._storage_Use_Count": "whether anybody may hold the memory of one",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's hook must run on the sharded gradient, after ours",
     "torch.autograd.graph.Node._register_hook_dict": "most of what a hook of each unit costs is a handle to remove it",
-    "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step",
+    "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step, and this is "
+    "the only place in between",
     "torch.distributed.distributed_c10d._process_group_name": "a group made by its members alone is named after the "
     "number of groups that the process is in; ranks in different numbers of them would wait for each other for ever",
     "torch.distributed.ProcessGroup._get_backend": "its options hold the time limit of a group's operations",
@@ -54,7 +55,8 @@ REASONS = {
     "notifies nobody, and threads that serve the group would outlive it",
     "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",
     "torch._C._len_torch_dispatch_stack": "whether a mode would see operations that only ask about tensors",
-    "torch.autograd.profiler._is_profiler_enabled": "ranges are worth their cost only while a profiler runs anywhere",
+    "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
+    "runs, in whatever thread; nothing public shows it",
     "torch.distributed.ProcessGroup._allgather_base": "torch.distributed's own functions check what is known here, at "
     "every call, for longer than a small collective takes; likewise _reduce_scatter_base",
     "torch.distributed.ProcessGroup.*_coalesced": "NCCL makes one operation of several small ones without a copy; the "
@@ -64,7 +66,8 @@ REASONS = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": "where torch's distributed checkpoint looks for a piece of "
     "a tensor: what it is to read must hold these",
     "torch._subclasses.FakeTensorMode": "tensors that have a device, but no memory: what a dry run computes with",
-    "torch.testing._internal.distributed.fake_pg": "the process group of a dry run: to import it registers its backend",
+    "torch.testing._internal.distributed.fake_pg": "the process group of a dry run; importing it is the only way to "
+    "register its backend",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 

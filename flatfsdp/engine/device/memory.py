@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...errors import InternalError, warn_once
+from ...errors import InternalError, UsageError, warn_once
 from ..base import _torch
 from ..base.overrides import Override
 from .huge_pages import LEAST, adviser_for
@@ -124,7 +124,8 @@ class FlatBuffer:
         try:
             self._storage.resize_(self._bytes)
         except RuntimeError:
-            self._stay()
+            self._check_that_it_stays()
+            self._tracker.remove(self._kind, self._bytes)  # it was counted all along
         if self._advise is not None:
             self._advise(self._storage.data_ptr(), self._bytes)
         if not self._shaped:
@@ -142,23 +143,38 @@ class FlatBuffer:
             return
         if _poisoned.value and self.tensor.is_floating_point():
             self.tensor.fill_(float("nan"))
+        stays = False
         try:
             self._storage.resize_(0)
         except RuntimeError:
-            self._stay()
+            stays = self._check_that_it_stays()
         self.allocated = False
         self._tracker.remove(self._kind, self._bytes)
         self._kind = self._usual_kind
+        if stays:
+            self._tracker.add(self._kind, self._bytes)
 
-    def _stay(self) -> None:
+    def _check_that_it_stays(self) -> bool:
+        """True where the storage cannot be resized, and has its memory: a NumPy array was made of part of it, and may
+        live. Called where resizing has failed.
+
+        Raises:
+            UsageError: it has no memory, and cannot get any.
+        """
         if self._storage.resizable():
             raise  # what the caller handles
-        # A NumPy array was made of part of it, which may live.
+        if self._storage.nbytes() != self._bytes:
+            raise UsageError(
+                "a NumPy array was made of a view of a parameter whose memory had been given back, and torch gives "
+                "memory of which there are arrays no other size: the parameters of that unit cannot be gathered any "
+                "more. Make arrays while the parameter is whole, of a clone(), and build the model anew"
+            )
         warn_once(
             "not resizable",
             "a NumPy array was made of a parameter while it was whole, as weight.detach().numpy() in a forward does: "
             "its unit's memory stays from now on, and such an array shows what comes there. Make arrays of a clone()",
         )
+        return True
 
     @property
     def address(self) -> int:

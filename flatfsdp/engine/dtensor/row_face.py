@@ -336,8 +336,8 @@ class RowFace(Face):
                         sums.append((_dtensor.local_of(grad), local))
                 new = [i for i, grad, _ in found if grad is None]
                 parts = [local for _, grad, local in found if grad is None]
-            for i, grad in zip(new, _dtensor.dtensors(parts, map(specs.__getitem__, new)), strict=True):
-                assign_grad(holders[i], grad)
+            grads = _dtensor.dtensors(parts, map(specs.__getitem__, new))
+            deque(map(set_grad if fits else assign_grad, map(holders.__getitem__, new), grads), 0)
             return sums
 
     def _new_kept(self, total: torch.Tensor, trained: frozenset[int], specs: Sequence[Any]) -> KeptGradients | None:
