@@ -205,7 +205,8 @@ def main() -> None:
 
 def _what_trained() -> str:
     """A sentence for a program that made no wrapper of ours."""
-    held = [each for each in gc.get_objects() if isinstance(each, (nn.Module, torch.optim.Optimizer))]
+    # By type alone: a deprecated object of torch's warns where it is asked for its class.
+    held = [each for each in gc.get_objects() if issubclass(type(each), (nn.Module, torch.optim.Optimizer))]
     kinds: dict[str, type] = {
         "DistributedDataParallel, with the whole model on every rank": nn.parallel.DistributedDataParallel,
         "FSDP2 of torch, under a name that was kept before install()": _torchs_module,

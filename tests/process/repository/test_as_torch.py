@@ -174,3 +174,4 @@ def test_a_program_without_a_wrapper_is_reported_at_its_end(kind: str, tmp_path:
     trained = {"ddp": "DistributedDataParallel, with the whole model on every rank", "plain": "modules in no wrapper"}
     assert done.returncode == 0, done.stderr[-2000:]
     assert "has made no FullyShardedDataParallel" in done.stderr and f"What trained: {trained[kind]}" in done.stderr
+    assert "deprecated" not in done.stderr  # of torch's objects, which are asked for their class
