@@ -183,6 +183,14 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+ROOT = "<root>"  # the outermost module, in messages and tables
+
+
+def label_of(name: str) -> str:
+    """How messages call the unit, or the module, of this full name."""
+    return repr(name) if name else ROOT
+
+
 # Frames of these packages are never the line the user wrote.
 _NOT_THE_USER = frozenset({"flatfsdp", "torch"})
 

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
+from ...errors import ROOT
+
 KEPT = 512
 T = TypeVar("T")
 
@@ -31,7 +33,7 @@ class Event(NamedTuple):
     phase: str
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.unit or '<root>'} ({self.phase})"
+        return f"{self.kind} {self.unit or ROOT} ({self.phase})"
 
 
 class EventLog:

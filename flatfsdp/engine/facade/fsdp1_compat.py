@@ -45,12 +45,16 @@ class FSDP1Handle:
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        """The dtype that optimizers see. Accelerate sets it after `flat_param.data`."""
-        return self._engines._orig_param_dtype
+        """The dtype that optimizers see. Accelerate sets it after `flat_param.data`, which the next forward adopts."""
+        return self._engines.precision.master
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        self._engines._orig_param_dtype = dtype
+        if dtype != self._engines.flat_param.dtype:
+            raise UsageError(
+                f"_orig_param_dtype of unit {self._unit.label}: got {dtype}, but its flat parameter has "
+                f"{self._engines.flat_param.dtype}; assign flat_param.data first"
+            )
 
     @property
     def _offload_params(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
-from ...errors import logger
+from ...errors import ROOT, logger
 from ..base import _torch
 from ..base.events import Observer
 from ..flat.reduction import Reduction
@@ -132,4 +132,4 @@ def _in_range(owner: object, name: str, stage: Range) -> Callable[..., Any]:
 
 
 def _range(stage: str, units: Iterable[str]) -> AbstractContextManager[Any]:
-    return record_function(f"flatfsdp::{stage} {'+'.join(dict.fromkeys(name or '<root>' for name in units))}")
+    return record_function(f"flatfsdp::{stage} {'+'.join(dict.fromkeys(name or ROOT for name in units))}")

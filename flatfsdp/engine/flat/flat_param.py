@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...api import MixedPrecision
-from ...errors import InternalError, UsageError, few
+from ...errors import InternalError, UsageError, few, label_of
 from ..base._torch import as_plain_tensors
 from ..comm.transport import Transport
 from ..config.precision import Precision, resolve
@@ -51,7 +51,7 @@ class _NotUnsharded(UnshardedParam):
         if name.startswith("__") or (handle := self._of()) is None:  # Python's own question
             raise AttributeError(name)
         raise InternalError(
-            f"unit {handle.name or '<root>'!r}: {name!r} of the unsharded form of {few(handle.flat_param._fqns)} was "
+            f"unit {handle.label}: {name!r} of the unsharded form of {few(handle.flat_param._fqns)} was "
             f"asked for while that is {handle.state.value}"
         )
 
@@ -203,6 +203,11 @@ class FlatParamHandle:
             shard[owned.in_shard.slice].copy_(dense(leaves[owned.index].detach())[owned.in_param.slice])
         return cls(leaves, layout, shard, rank=rank, device=device, options=options, tracker=tracker)
 
+    @property
+    def label(self) -> str:
+        """Its unit in messages."""
+        return label_of(self.name)
+
     @cached_property
     def _not_unsharded(self) -> UnshardedParam:
         return _NotUnsharded(self)
@@ -238,7 +243,7 @@ class FlatParamHandle:
         sharded."""
         if self.state is not SHARDED or shard.shape != self.shard.shape:
             raise InternalError(
-                f"{self.name}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while "
+                f"unit {self.label}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while "
                 f"{self.state.value}"
             )
         self.tracker.remove("shard", self.shard.nbytes)
@@ -254,20 +259,6 @@ class FlatParamHandle:
         self.shard = shard
         self.flat_param.data = shard
         self._refresh_views()
-
-    @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        """FSDP1's name for the master dtype."""
-        return self.precision.master
-
-    @_orig_param_dtype.setter
-    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        # Accelerate assigns it after `flat_param.data`, which the next forward adopts.
-        if dtype != self.flat_param.dtype:
-            raise UsageError(
-                f"_orig_param_dtype of unit {self.name or '<root>'!r}: got {dtype}, but its flat parameter has "
-                f"{self.flat_param.dtype}; assign flat_param.data first"
-            )
 
     def move_to_tracker(self, tracker: MemoryTracker) -> None:
         """Count this handle's bytes in `tracker` from now on (the unit joined another root)."""
@@ -330,7 +321,7 @@ class FlatParamHandle:
         if kept is not None and kept is not source and kept.as_of_forward:
             self.drop_kept_source()
         if GATHERING not in SHARD_STEPS[self.state]:
-            refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
+            refuse_step(self.state, GATHERING, SHARD_STEPS, self.label, None)
         self.state = GATHERING
         writes = self.writes
         writes.gathered = writes.of_shard if writes.counters else self.shard._version + self.flat_param._version
@@ -353,7 +344,7 @@ class FlatParamHandle:
             self.pending.wait()
             self.pending = None
         if UNSHARDED not in SHARD_STEPS[self.state]:
-            refuse_step(self.state, UNSHARDED, SHARD_STEPS, self.name, None)
+            refuse_step(self.state, UNSHARDED, SHARD_STEPS, self.label, None)
         self.state = UNSHARDED
         active = self.unsharded
         if not active.views:
@@ -375,7 +366,7 @@ class FlatParamHandle:
         Precondition: unsharded. Postcondition: sharded; the caller lets the leaves show something else at once.
         """
         if SHARDED not in SHARD_STEPS[self.state]:
-            refuse_step(self.state, SHARDED, SHARD_STEPS, self.name, None)
+            refuse_step(self.state, SHARDED, SHARD_STEPS, self.label, None)
         self.state = SHARDED
         buffer = self.unsharded.buffer
         if buffer is not None:  # which will be unreadable: saved views of it must be refused
@@ -395,10 +386,10 @@ class FlatParamHandle:
         """
         buffer = self.unsharded.buffer
         if self.state is not UNSHARDED or buffer is None:
+            found = "not sharded at all" if self.is_unsharded_at_rest else self.state.value
             raise UsageError(
-                f"to_cpu() of unit {self.name or '<root>'!r}: expected unsharded parameters apart from their shard, as "
-                "inside its forward; they are "
-                f"{'not sharded at all' if self.is_unsharded_at_rest else self.state.value}"
+                f"to_cpu() of unit {self.label}: expected unsharded parameters apart from their shard, as inside its "
+                f"forward; they are {found}"
             )
         numel = self.layout.numel
         on_cpu = torch.empty(numel, dtype=buffer.tensor.dtype, device="cpu")

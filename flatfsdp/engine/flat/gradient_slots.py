@@ -340,7 +340,7 @@ class Accumulation:
         ours = [self._handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]
         if ours:
             raise UsageError(
-                f"unit {self._handle.name or '<root>'!r}: the .grad of {', '.join(ours)} was edited after a backward "
+                f"unit {self._handle.label}: the .grad of {', '.join(ours)} was edited after a backward "
                 "under no_sync(). Until gradients are synchronised it shows only a piece of what has accumulated; edit "
                 "it after a backward outside of no_sync(), or drop it with zero_grad()"
             )
@@ -373,5 +373,5 @@ def _check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor])
             )
         else:
             continue
-        of = f"parameter {spec.name!r} of unit {handle.name or '<root>'!r}"
+        of = f"parameter {spec.name!r} of unit {handle.label}"
         fail(UsageError(f"{of} received a gradient of {problem}"))

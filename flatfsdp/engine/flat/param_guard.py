@@ -355,7 +355,7 @@ def _names(leaves: Iterable[torch.Tensor]) -> str:
     named = []
     for leaf in {id(leaf): leaf for leaf in leaves}.values():
         handle, index = handle_and_index_of(leaf)
-        named.append(f"{handle.layout.params[index].name!r} of unit {handle.name or '<root>'!r}")
+        named.append(f"{handle.layout.params[index].name!r} of unit {handle.label}")
     return ", ".join(named)
 
 

@@ -69,17 +69,16 @@ def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str
     """Raise an `InternalError` with the end of the trace: the table does not lead from `current` to `target`. Or the
     `UsageError` of a model that goes on with what was stepped."""
     if current is STEPPED:
-        label = who if who == "<root>" else repr(who)
         happened = "forward ran again" if target is FORWARD else "backward went on"
         fail(
             UsageError(
-                f"unit {label}: its {happened} after its parameters were stepped in the same backward, as in no "
+                f"unit {who}: its {happened} after its parameters were stepped in the same backward, as in no "
                 "backward before. This backward would mix weights of two steps. Such a model has to be stepped after "
                 "the backward: call remove() of what optimizer_in_backward() returned"
             )
         )
     story = "; ".join(map(str, events.tail())) if events is not None else "no trace yet"
     raise InternalError(
-        f"unit {who!r} cannot go from {current.value} to {target.value} (allowed: "
+        f"unit {who} cannot go from {current.value} to {target.value} (allowed: "
         f"{', '.join(sorted(s.value for s in table[current]))}). Last events: {story}"
     )

@@ -266,10 +266,9 @@ class ParamViews:
             dtypes = {leaf.dtype for leaf in handle.leaves}
             if len(replaced) == len(handle.leaves) and len(dtypes) == 1 and dtypes != {handle.shard.dtype}:
                 raise UsageError(
-                    f"the parameters of unit {handle.name or '<root>'!r} changed from {handle.shard.dtype} to "
-                    f"{dtypes.pop()} one by one "
-                    "after wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or "
-                    "before wrapping"
+                    f"the parameters of unit {handle.label} changed from {handle.shard.dtype} to {dtypes.pop()} "
+                    "one by one after wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module "
+                    "itself, or before wrapping"
                 )
             for i in replaced:
                 self._store(i, handle.leaves[i].detach(), f"the .data of {handle.layout.params[i].name!r}")
@@ -309,9 +308,8 @@ class ParamViews:
         flat = handle.flat_param
         if flat.shape != handle.shard.shape:
             raise UsageError(
-                f"the flat parameter of unit {handle.name or '<root>'!r} was given data of shape {tuple(flat.shape)}; "
-                "expected this rank's shard, "
-                f"{tuple(handle.shard.shape)}"
+                f"the flat parameter of unit {handle.label} was given data of shape {tuple(flat.shape)}; "
+                f"expected this rank's shard, {tuple(handle.shard.shape)}"
             )
         if flat.dtype != handle.shard.dtype:
             self.replace_shard(flat.detach())
@@ -349,18 +347,15 @@ class ParamViews:
                 )
 
 
-def check_unwritten(views: ParamViews, name: str) -> None:
+def check_unwritten(views: ParamViews) -> None:
     """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
     handle = views.handle
-    if (
-        handle.state is UNSHARDED
-        and handle.unsharded.buffer is not None
-        and (handle.writes.was_edited or views.was_replaced)
-    ):
-        _refuse_writes(views, name, "inside a forward")
+    apart = handle.state is UNSHARDED and handle.unsharded.buffer is not None
+    if apart and (handle.writes.was_edited or views.was_replaced):
+        _refuse_writes(views, "inside a forward")
 
 
-def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef], name: str) -> None:
+def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef]) -> None:
     """After a forward: what modules did to quantised weights, which are unsharded, stays right. [Note: packed bytes]
 
     A new parameter around the same bytes, to carry the state that undoes their quantisation, is our leaf with that
@@ -370,7 +365,7 @@ def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef], name: s
         if leaf.shape != view.shape or leaf.dtype != view.dtype:
             fail(
                 UsageError(
-                    f"parameter {spec.name!r} of unit {name or '<root>'!r}: its forward replaced the .data of a "
+                    f"parameter {spec.name!r} of unit {handle.label}: its forward replaced the .data of a "
                     f"quantised weight, {tuple(view.shape)}, by {tuple(leaf.shape)} of {leaf.dtype}, which would be "
                     "lost when the unit is freed. bitsandbytes does so in evaluation on CPUs with AVX512-BF16: set "
                     "support_avx512bf16_for_cpu = False on its modules, on models that were not evaluated yet"
@@ -385,30 +380,30 @@ def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef], name: s
             handle.face.put(param_ref)
 
 
-def check_exposed(views: ParamViews, name: str) -> None:
+def check_exposed(views: ParamViews) -> None:
     """Refuse a change of parameters between forward and backward while they are kept unsharded."""
     handle = views.handle
     if handle.state is UNSHARDED:
         with as_plain_tensors():
             if handle.writes.is_stale or views.was_replaced:
-                _refuse_writes(views, name, "between forward and backward")
+                _refuse_writes(views, "between forward and backward")
 
 
-def check_left(views: ParamViews, name: str) -> None:
+def check_left(views: ParamViews) -> None:
     """Refuse what was put in the place of leaves that a forward has left, and no backward has reached."""
     with as_plain_tensors():
         if views.tracks_writes or views.was_replaced:
-            check_exposed(views, name)
+            check_exposed(views)
 
 
-def check_requested(views: ParamViews, name: str) -> None:
+def check_requested(views: ParamViews) -> None:
     """Refuse a change of parameters that a user had unsharded, or their gradients: they would be lost with that memory.
 
     Precondition: the leaves are unsharded.
     """
     handle = views.handle
     if handle.unsharded.buffer is not None and handle.writes.was_edited:
-        _refuse_writes(views, name, "while unshard() showed them whole")
+        _refuse_writes(views, "while unshard() showed them whole")
     rows = zip(handle.layout.params, handle.unsharded.shown, handle.at_rest.views, strict=True)
     for spec, (leaf, view), piece in rows:
         replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
@@ -416,18 +411,18 @@ def check_requested(views: ParamViews, name: str) -> None:
             leaf.grad = None  # which the leaf cannot have when it shows its shard
         if replaced or unsharded_grad:
             raise UsageError(
-                f"parameter {spec.name!r} of unit {name or '<root>'!r}: its {'.data' if replaced else '.grad'} was "
+                f"parameter {spec.name!r} of unit {handle.label}: its {'.data' if replaced else '.grad'} was "
                 "replaced while unshard() showed it whole, a copy that is freed after its use, and with it what was "
                 "put there. Replace it while it shows this rank's shard, or inside summon_full_params()"
             )
 
 
-def _refuse_writes(views: ParamViews, name: str, when: str) -> NoReturn:
+def _refuse_writes(views: ParamViews, when: str) -> NoReturn:
     handle = views.handle
     edited = [handle.layout.params[i].name for i in handle.writes.edited]
     changed = edited or views.replaced or _unlike_shard(handle) or ["the flat parameter"]
     raise UsageError(
-        f"unit {name or '<root>'!r}: parameters were written to {when}: {', '.join(changed)}. The backward would "
+        f"unit {handle.label}: parameters were written to {when}: {', '.join(changed)}. The backward would "
         "use other values than the forward, or the write would be lost; write to parameters before the forward or "
         "after the backward"
     )

@@ -11,7 +11,7 @@ from itertools import groupby, takewhile
 import torch
 from torch import nn
 
-from ...errors import UsageError
+from ...errors import ROOT, UsageError
 from ..base._dtensor import local_bytes
 from ..comm.error_feedback import KIND, residual_numels
 from ..comm.process_groups import extent_of, groups_in_words
@@ -143,7 +143,7 @@ def _summary_of(name: str, unit: Unit) -> UnitSummary:
 
 def _cells(unit: UnitSummary) -> tuple[str, ...]:
     numbers = (f"{number:,}" for number in (unit.parameters, unit.bytes_per_rank, unit.padding))
-    return (unit.name or "<root>", unit.module, *numbers, unit.strategy, unit.ranks, unit.kinds)
+    return (unit.name or ROOT, unit.module, *numbers, unit.strategy, unit.ranks, unit.kinds)
 
 
 def _runs(units: Sequence[UnitSummary]) -> Iterator[list[UnitSummary]]:

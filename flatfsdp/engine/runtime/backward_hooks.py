@@ -234,7 +234,7 @@ class BackwardHooks:
         if begun and not unit.is_tied and (unit.is_unsharded or not unit.options.schedule.unshard_in_backward):
             return
         for views in unit.views:
-            check_exposed(views, unit.name)
+            check_exposed(views)
         if call is None and _may_be_read_after_its_gradients(unit, backward):
             own.keep_unsharded = True
         backward.reached(unit)

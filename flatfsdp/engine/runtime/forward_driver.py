@@ -421,8 +421,8 @@ def _own_output(unit: Unit, output: Any) -> Any:
     for each in (unit, *unit.owning_units) if unit.owning_units else (unit,):
         for handle, views, _ in each.kinds:
             if handle.state is UNSHARDED and handle.options.packed:
-                keep_packed(handle, each.param_refs, each.name)
-            check_unwritten(views, each.name)
+                keep_packed(handle, each.param_refs)
+            check_unwritten(views)
             if handle.state is UNSHARDED and handle.unsharded.buffer is not None:
                 occupied.add(handle.unsharded.flat.data_ptr())
                 if handle.unsharded.has_inner:

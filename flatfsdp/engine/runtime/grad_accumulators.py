@@ -149,7 +149,7 @@ class GradAccumulators:
             face = handle.face
             if not face.holds_leaves and any(hasattr(p, _OPTIMIZERS) for p in (*face.holders, *handle.leaves)):
                 raise UsageError(
-                    f"unit {handle.name or '<root>'!r}: _apply_optimizer_in_backward() was called on parameters that "
+                    f"unit {handle.label}: _apply_optimizer_in_backward() was called on parameters that "
                     f"were flattened, or on {face.words.holder}, and would never step: autograd accumulates no "
                     "gradient there. Step with flatfsdp.optimizer_in_backward(model, optimizer)"
                     f"{face.words.or_remedy}"
@@ -163,7 +163,7 @@ class GradAccumulators:
 def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
     """What is wrong with the hooks on nodes that are held, if anything."""
     for handle, known in held.items():
-        where, words = f"of unit {handle.name or '<root>'!r}", handle.face.words
+        where, words = f"of unit {handle.label}", handle.face.words
         for each in known:
             if each.after() and not handle.face.holds_leaves:
                 return (

@@ -246,7 +246,7 @@ class Iteration:
         for unit in self._units:
             for views in unit.views:
                 if views.tracks_writes or views.is_left_unsharded:
-                    check_left(views, unit.name)
+                    check_left(views)
 
     def fail_backward(self, backward: Backward) -> None:
         """The graph task died: `.grad` is as before at once; the rest waits for the next call (`close`)."""

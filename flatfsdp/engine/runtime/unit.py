@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from ...errors import UsageError, fail
+from ...errors import UsageError, fail, label_of
 from ..base import _torch
 from ..comm.axes import ProcessGroups
 from ..comm.transport import Reducer
@@ -109,7 +109,7 @@ class Unit:
     @property
     def label(self) -> str:
         """The name in messages."""
-        return repr(self.name) if self.name else "<root>"
+        return label_of(self.name)
 
     def share_params_of(self, owning_units: Sequence[Unit]) -> None:
         """Hold parameters of `owning_units` too."""
@@ -129,7 +129,7 @@ class Unit:
     def enter_phase(self, phase: Phase) -> None:
         """Change the phase, by the table."""
         if phase not in PHASE_STEPS[self.phase]:
-            refuse_step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self.resources.events)
+            refuse_step(self.phase, phase, PHASE_STEPS, self.label, self.resources.events)
         self.phase = phase
         if self.leaves.listing.leaves:
             self.leaves.listing.show(phase is PRE_BACKWARD)
@@ -304,7 +304,7 @@ class Unit:
                         views.track_writes()
                 elif handle.unsharded.buffer is not None or mode is SHOWS_SHARD:
                     if unreached and views.tracks_writes:
-                        check_exposed(views, self.name)
+                        check_exposed(views)
                     if grads.slots.shares and grads.take_over_buffer(
                         functools.partial(self.resources.limiter.free_later, handle.name)
                     ):

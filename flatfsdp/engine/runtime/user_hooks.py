@@ -47,7 +47,7 @@ def _holders_have_hooks(unit: Unit, kind: int) -> bool:
 
 
 def _check_hooks(unit: Unit, handle: FlatParamHandle) -> None:
-    where, words = f"of unit {unit.name or '<root>'!r}", handle.face.words
+    where, words = f"of unit {unit.label}", handle.face.words
     hooked = hooks.user_hooked(handle.leaves)
     if hooked:
         fail(

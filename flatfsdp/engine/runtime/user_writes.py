@@ -71,7 +71,7 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
             if handle.kept_source is not None and handle.state is SHARDED:
                 handle.drop_stale_source()
         elif unit.phase is not SUMMONED:  # else the parameters are the user's
-            check_exposed(views, unit.name)
+            check_exposed(views)
     return cast
 
 
@@ -153,7 +153,7 @@ def check_left_unsharded(unit: Unit) -> None:
     """
     for views in unit.views:
         if views.mode is SHOWS_UNSHARDED and unit.phase is not SUMMONED:
-            check_exposed(views, unit.name)
+            check_exposed(views)
 
 
 def follow_other_ranks(units: Iterable[Unit], agreement: Agreement) -> None:
@@ -208,7 +208,7 @@ def retire_request(unit: Unit, *, written: bool) -> None:
         stale = any([views.handle.writes.is_stale or _differs(unit, views.handle) for views in shown])
         try:
             for views in shown:
-                check_requested(views, unit.name)
+                check_requested(views)
         finally:
             if written or stale:
                 unit.reshard(SHOWS_SHARD)

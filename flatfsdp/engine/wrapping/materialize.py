@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...errors import UsageError
+from ...errors import UsageError, label_of
 from ..device.fake_tensors import is_memoryless, stand_in
 from ..flat.gather_hooks import has_gather_hooks, rebuilt
 from ..runtime.unit import Unit
@@ -50,7 +50,7 @@ def materialize(
             continue
         if initialize is None and not callable(getattr(module, "reset_parameters", None)):
             raise UsageError(
-                f"module {path or '<root>'!r} ({type(module).__name__}) is on the meta device and has no "
+                f"module {label_of(path)} ({type(module).__name__}) is on the meta device and has no "
                 "reset_parameters(); give it one, or pass param_init_fn=, a function of the module that fills its own "
                 "parameters and buffers"
             )
@@ -75,7 +75,7 @@ def materialize(
             left = [name for _, name, tensor in _held(module) if tensor.is_meta and tensor not in skip]
             if left:
                 raise UsageError(
-                    f"param_init_fn left {', '.join(left)} of module {path or '<root>'!r} on the meta device, without "
+                    f"param_init_fn left {', '.join(left)} of module {label_of(path)} on the meta device, without "
                     "values. Let it give them memory, as module.to_empty(device=..., recurse=False) does, and fill them"
                 )
             undo.pop_all()
@@ -183,7 +183,7 @@ def _initialize_by(initialize: Callable[[nn.Module], Any], module: nn.Module, pa
         if replaced or len(untouched) < len(tensors) or not any(tensor.numel() for tensor in tensors):
             return
     raise UsageError(
-        f"param_init_fn did nothing with {', '.join(names)} of module {path or '<root>'!r} ({type(module).__name__}), "
+        f"param_init_fn did nothing with {', '.join(names)} of module {label_of(path)} ({type(module).__name__}), "
         "which came from the meta device and would have no values. Fill them in place, or, if values come later, call "
         "module.to_empty(device=..., recurse=False)"
     )

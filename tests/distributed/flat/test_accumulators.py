@@ -271,9 +271,9 @@ def test_what_would_never_run_is_refused(pool2: Run) -> None:
         before, after, leaf, flat, earlier, expanded = text
         for each in (before, after):
             assert "_apply_optimizer_in_backward() was called on parameters that were flattened" in each
-        assert "'last.weight' of unit '<root>' has a hook on its AccumulateGrad node" in leaf
-        assert "the flat parameter of unit '<root>' has a hook on its AccumulateGrad node" in flat
+        assert "'last.weight' of unit <root> has a hook on its AccumulateGrad node" in leaf
+        assert "the flat parameter of unit <root> has a hook on its AccumulateGrad node" in flat
         assert all("flatfsdp.optimizer_in_backward(model, optimizer)" in each for each in (before, after, leaf, flat))
-        assert "'last.bias' of unit '<root>' has a hook of register_prehook()" in earlier
+        assert "'last.bias' of unit <root> has a hook of register_prehook()" in earlier
         assert "sum() computes with what expand_as() or view_as() made of parameter '0.weight' of unit" in expanded
     assert flatfsdp.optimizer_in_backward

@@ -592,9 +592,8 @@ def test_another_module_wide_dtype_one_by_one(world: None, orig: bool) -> None:
     assert_expected_inline(
         reported(lambda: model(torch.ones(1, 4))),
         """\
-the parameters of unit '<root>' changed from torch.float32 to torch.float16 one by one after
-wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or before
-wrapping""",
+the parameters of unit <root> changed from torch.float32 to torch.float16 one by one after wrapping;
+call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or before wrapping""",
     )
 
 
@@ -866,9 +865,9 @@ def test_a_gradient_of_a_shard(world: None) -> None:
     assert_expected_inline(
         reported(lambda: penalty.backward()),  # type: ignore[union-attr]
         """\
-parameter '1.weight' of unit '<root>' received a gradient of shape (0,); expected (4, 4). It was
-used outside the forward of its unit, where it shows this rank's shard: compute terms over
-parameters (for example an L2 penalty) inside the forward of the module that holds them, or under
+parameter '1.weight' of unit <root> received a gradient of shape (0,); expected (4, 4). It was used
+outside the forward of its unit, where it shows this rank's shard: compute terms over parameters
+(for example an L2 penalty) inside the forward of the module that holds them, or under
 torch.no_grad()""",
     )
 
@@ -985,5 +984,5 @@ def test_a_flat_parameter_of_another_shape(world: None) -> None:
     assert_expected_inline(
         reported(lambda: model(torch.ones(1, 4))),
         """\
-the flat parameter of unit '<root>' was given data of shape (3,); expected this rank's shard, (10,)""",
+the flat parameter of unit <root> was given data of shape (3,); expected this rank's shard, (10,)""",
     )

@@ -91,7 +91,7 @@ def test_writes_to_the_root_are_refused(world: None, write: Callable[[nn.Paramet
     model = wrap()
     loss = loss_of(model)
     write(model.module[3].weight)
-    with pytest.raises(UsageError, match=r"unit '<root>': parameters were written to .*: 3\.weight"):
+    with pytest.raises(UsageError, match=r"unit <root>: parameters were written to .*: 3\.weight"):
         loss.backward()
 
 
