@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed._composable.fsdp as torchs_composable
+import torch.distributed._composable.fsdp.fully_shard
 import torch.distributed.checkpoint.state_dict as dcp_state_dict
 import torch.distributed.fsdp as torchs
 import torch.distributed.fsdp._fully_shard as torchs_fully_shard
@@ -60,8 +61,12 @@ _OURS: dict[str, Any] = {
     **{name: getattr(fsdp_module, name) for name in fsdp_module.__all__},
     "register_fsdp_forward_method": register_fsdp_forward_method,
 }
-# torch's own FSDP2 goes on under the names of its innermost files.
-_PUBLIC = (torchs, torchs_api, torchs_wrapper, torchs_scaler, torchs_wrap, torchs_fully_shard, torchs_composable)
+# The package's attribute of that name is the function.
+_composable_file = sys.modules["torch.distributed._composable.fsdp.fully_shard"]
+_PUBLIC = (
+    torchs, torchs_api, torchs_wrapper, torchs_scaler, torchs_wrap, torchs_fully_shard, torchs_composable,
+    _composable_file,
+)  # fmt: skip
 _IN_TORCH = (
     "torch.distributed.pipelining.stage",
     "torch.distributed.pipelining.schedules",
@@ -71,6 +76,7 @@ _IN_TORCH = (
 _torchs_own, _torchs_module = torchs.FullyShardedDataParallel, torchs.FSDPModule
 _MISSING = object()
 _replaced: list[tuple[dict[str, Any], str, Any]] = []  # (a module's names, one of them, what it was)
+_offering: list[tuple[ModuleType, type[ModuleType]]] = []  # a file of torch's FSDP2, and its type
 
 
 def is_installed() -> bool:
@@ -106,6 +112,9 @@ def install() -> None:
         vars(torchs_classes), "get_cls_to_fsdp_cls", lambda: {**its_classes(), **swapped}
     )  # dynamo's guards call it
     _replace(vars(fsdp_module.fully_shard), "state", StateOfModule, missing=True)
+    for path, module in [*sys.modules.items()]:
+        if path.startswith(f"{torchs_fully_shard.__name__}."):
+            _offer(module)
     names = vars(dcp_state_dict)
     for name, made in replacements(FullyShardedDataParallel).items():
         if name in names:  # not every version of torch has all of them
@@ -121,6 +130,9 @@ def uninstall() -> None:
             del names[name]
         else:
             names[name] = before
+    while _offering:
+        module, kind = _offering.pop()
+        module.__class__ = kind
 
 
 def _has_names_to_replace(module: ModuleType) -> bool:
@@ -134,6 +146,28 @@ def _has_names_to_replace(module: ModuleType) -> bool:
 def _replace(names: dict[str, Any], name: str, value: Any, *, missing: bool = False) -> None:
     _replaced.append((names, name, _MISSING if missing else names[name]))
     names[name] = value
+
+
+class _Offered:
+    """An attribute of a module that is not among the names which the module's own functions read."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __get__(self, module: ModuleType, kind: type) -> Any:
+        return self.value
+
+    def __set__(self, module: ModuleType, value: Any) -> None:
+        self.value = value
+
+
+def _offer(module: ModuleType) -> None:
+    """Whoever imports from `module`, a file of torch's FSDP2, finds our names. Its functions keep reading torch's,
+    which its modules beside ours need."""
+    kind = type(module)
+    names = {name: _Offered(ours) for name, ours in _OURS.items() if name in vars(module)}
+    module.__class__ = type(kind.__name__, (kind,), names)
+    _offering.append((module, kind))
 
 
 def _refuses_units(inputs_first: Any) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ NAMES = (
 PLACES = {
     "torch.distributed.fsdp": NAMES,
     "torch.distributed.fsdp._fully_shard": NAMES,
+    "torch.distributed.fsdp._fully_shard._fully_shard": "fully_shard FSDPModule UnshardHandle "
+    "register_fsdp_forward_method share_comm_ctx disable_fsdp_module_new_init MixedPrecisionPolicy "
+    "OffloadPolicy".split(),
+    "torch.distributed.fsdp._fully_shard._fsdp_api": "MixedPrecisionPolicy OffloadPolicy CPUOffloadPolicy "
+    "DataParallelMeshDims".split(),
+    "torch.distributed.fsdp._fully_shard._fsdp_common": ["DataParallelMeshDims", "ShardPlacementResult"],
+    "torch.distributed._composable.fsdp.fully_shard": "fully_shard FSDPModule UnshardHandle "
+    "register_fsdp_forward_method".split(),
     "torch.distributed._composable.fsdp": "fully_shard FSDPModule MixedPrecisionPolicy OffloadPolicy "
     "CPUOffloadPolicy UnshardHandle register_fsdp_forward_method".split(),
     "torch.distributed.pipelining.stage": ["FSDPModule", "fully_shard"],
@@ -110,3 +119,43 @@ def test_names_are_found_where_programs_look() -> None:
     finally:
         as_torch.uninstall()
     assert before == {(place, name): getattr(modules[place], name, None) for place, name in before}
+
+
+def test_torchs_own_goes_on_beside() -> None:
+    """What holds torch's function from before reads torch's classes in it."""
+    file = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    kept = (file.fully_shard, file.FSDPModule)
+    as_torch.install()
+    try:
+        ours = file.fully_shard(nn.Linear(2, 2))
+        assert isinstance(ours, FSDPModule) and isinstance(ours, file.FSDPModule)
+        torchs = nn.Sequential(kept[0](nn.Linear(2, 2)))
+        kept[0](torchs)
+        assert isinstance(torchs, kept[1]) and not isinstance(torchs, file.FSDPModule)
+        torchs.set_requires_gradient_sync(False)
+        torchs[0].set_modules_to_forward_prefetch([torchs[0]])
+        for module in (ours, torchs):
+            module(torch.ones(1, 2)).sum().backward()
+        assert ours.weight.grad is not None and torchs[0].weight.grad is None  # as it was not to be reduced yet
+        torchs.set_requires_gradient_sync(True)
+        torchs(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(torchs[0].weight.grad.full_tensor(), torch.full((2, 2), 2.0))
+    finally:
+        as_torch.uninstall()
+    assert file.FSDPModule is kept[1]
+
+
+def test_every_file_of_torchs_fsdp2_gives_out_our_names() -> None:
+    importlib.import_module("torch.distributed._composable.fsdp.fully_shard")
+    packages = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
+    files = {path: module for path, module in sys.modules.items() if path.startswith(packages)}
+    torchs = {id(getattr(theirs, name)): name for name in NAMES}
+    found = {(path, name): torchs[id(value)] for path in files for name, value in vars(files[path]).items()
+             if id(value) in torchs}  # fmt: skip
+    assert len({path for path, _ in found}) >= 6, found
+    as_torch.install()
+    try:
+        for (path, name), public in found.items():
+            assert getattr(files[path], name) is getattr(flatfsdp, public), (path, name)
+    finally:
+        as_torch.uninstall()
