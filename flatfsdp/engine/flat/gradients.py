@@ -1,7 +1,6 @@
 """Gradients on their way from the leaves to the shard: awaited, arrived, reduced, and shown as `.grad`.
 
-They gather in slots (`gradient_slots.py`); what no reduction took, or one in part, lasts until the next backward
-(`accumulation.py`).
+They gather in slots; what no reduction took, or one in part, lasts until the next backward (`gradient_slots.py`).
 
 [Note: rollback] Reduced gradients become `.grad` only at the end of a backward (`Gradients.finalize_grads`); until then
 a failed backward can be forgotten.

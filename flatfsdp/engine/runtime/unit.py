@@ -2,7 +2,7 @@
 
 [Note: unit] A unit's parameters live in one handle per kind, whose collectives are issued together. Here is *how* they
 are gathered, freed, reduced and brought to rest. *When* is decided by the drivers of forwards and backwards
-(`forward_driver.py`, `backward_driver.py`), *in which order* among units by the schedule. A unit has no way to its
+(`forward_driver.py`, `backward_hooks.py`), *in which order* among units by the schedule. A unit has no way to its
 model; what it needs of it are values (`Resources`, `UnitAxes`).
 """
 

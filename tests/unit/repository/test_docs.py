@@ -162,6 +162,7 @@ def test_each_note_stands_in_one_place() -> None:
 def test_the_reader_s_tour_names_files_that_are_there() -> None:
     package = Path(flatfsdp.__file__).parent
     page = (package.parent / "docs" / "internals" / "how_it_works.md").read_text()
+    assert page.count("\n") <= 60, "the tour is read at one sitting"
     places = {path.relative_to(package).as_posix() + "/" * path.is_dir() for path in package.rglob("*")}
     named = set(re.findall(r"[\w/]*(?:\{[\w,]+\})?\w*\.py\b|\b\w+(?:/\w+)*/(?!\w)", page))
     for each in [each for each in named if "{" in each]:
@@ -170,6 +171,20 @@ def test_the_reader_s_tour_names_files_that_are_there() -> None:
     found = {each for each in named if any(f"/{place}".endswith(f"/{each}") for place in places)}
     assert len(found) > 20, "the page names hardly any file: the test shows nothing"
     assert not named - found - {"flatfsdp/", "tests/unit/repository/test_layering.py"}, sorted(named - found)
+
+
+def test_docstrings_and_comments_name_files_that_are_there() -> None:
+    root = Path(flatfsdp.__file__).parents[1]
+    places = [
+        f"/{path.relative_to(root)}" for folder in ("flatfsdp", "tests") for path in (root / folder).rglob("*.py")
+    ]
+    named = {
+        (path.relative_to(root).as_posix(), name)
+        for path in (root / "flatfsdp").rglob("*.py")
+        for name in re.findall(r"[\w./]*\w\.py\b", path.read_text())
+    }
+    gone = {each for each in named if not any(place.endswith(f"/{each[1]}") for place in places)}
+    assert gone == {("flatfsdp/as_torch.py", "script.py")}, f"named where nothing is: {sorted(gone)}"  # a user's
 
 
 # Verbs of speech for what programs do, and words of earlier days that the field does not have.

@@ -327,6 +327,12 @@ def test_seams_of_torch(names: str, allowed: frozenset[str]) -> None:
     assert not found, f"these belong into {', '.join(sorted(allowed))}:\n" + "\n".join(found)
 
 
+@pytest.mark.parametrize("folder", ["flatfsdp/engine/schedule", "tests/unit/schedule"])
+def test_the_order_is_pure(folder: str) -> None:
+    texts = [path.read_text() for path in (PACKAGE.parent / folder).glob("*.py")]
+    assert len(texts) > 3 and not [text for text in texts if re.search(r"^\s*(import|from) torch\b", text, re.M)]
+
+
 def test_one_file_registers_with_autograd() -> None:
     registering = re.compile(r"register\w*hook|queue_callback|register_multi_grad_hook")
     found = [
