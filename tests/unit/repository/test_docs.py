@@ -176,7 +176,9 @@ def test_the_reader_s_tour_names_files_that_are_there() -> None:
 def test_docstrings_and_comments_name_files_that_are_there() -> None:
     root = Path(flatfsdp.__file__).parents[1]
     places = [
-        f"/{path.relative_to(root)}" for folder in ("flatfsdp", "tests") for path in (root / folder).rglob("*.py")
+        f"/{path.relative_to(root)}"
+        for folder in ("flatfsdp", "tests", "tools")
+        for path in (root / folder).rglob("*.py")
     ]
     named = {
         (path.relative_to(root).as_posix(), name)
