@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flatfsdp.engine.base.events import Observer
 from flatfsdp.engine.comm.shared_memory import exchange as exchanges
@@ -409,6 +410,15 @@ def begin(model: Any, *, training: bool = False) -> None:
 def move(model: Any, device: torch.device) -> None:
     """Let the engine take `device` for the one where `model` computes."""
     _model(model).resources.device.device = device
+
+
+def check_shards_on(model: Any, device: torch.device) -> None:
+    """What a forward checks that finds the shards of `model` on `device`, which this machine may lack."""
+    with FakeTensorMode():
+        for unit in _model(model).units:
+            for handle in unit.handles:
+                handle.shard = torch.empty(handle.shard.shape, device=device)
+    _model(model).setup.check_placed()
 
 
 def limits_gathers(model: Any) -> bool:

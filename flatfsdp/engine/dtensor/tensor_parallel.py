@@ -113,6 +113,11 @@ class TensorParallel(Transform):
             raise UsageError(f"{path!r} is a DTensor on {mesh}, which this rank is not in. Wrap it on its ranks only")
         assert self._meshes is not None
         own = self._meshes.of(parameter)
+        if mesh.device_type != (expected_type := own.groups.device.type):
+            raise UsageError(
+                f"{path!r} is a DTensor on {mesh}, whose device is {mesh.device_type}; its unit computes on "
+                f"{expected_type}. Make both meshes from one init_device_mesh({expected_type!r}, ...)"
+            )
         if own.spmd is not None:
             own.spmd.check(path, parameter)
         elif len(shared := sorted(own.ranks.intersection(mesh.mesh.flatten().tolist()))) > 1:

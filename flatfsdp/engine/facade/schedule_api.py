@@ -151,8 +151,9 @@ class ScheduleControls(GradientControls):
 
         `total` has this rank's shard of the sum over all ranks of the wrapper's groups, 1-D in the reduce dtype and not
         divided yet (with a communication hook: what that left, or its mean over replicas); the hook changes it in
-        place. Hooks run in the same order on every rank, once per flat gradient in each backward that reduces. Copies
-        of a model have copies of the hook; pickles do not have it, and warn.
+        place. Hooks run in the same order on every rank, once per flat gradient in each backward that reduces: where
+        parameters lie on several meshes, on the sum of each mesh, so that one that communicates has to suit them all.
+        Copies of a model have copies of the hook; pickles do not have it, and warn.
 
         Args:
             hook: a callable that returns None, or what has a `wait()`; None to take the last one away.

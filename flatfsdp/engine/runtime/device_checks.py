@@ -117,10 +117,13 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
             f"these parameters or buffers are on the meta device, which has no values: {', '.join(on_meta)}. {remedy}"
         )
     if elsewhere:
-        raise UsageError(
-            f"the model computes on {device}, but these are elsewhere: {', '.join(elsewhere)}. Move the "
-            "whole model with model.to(device) before wrapping, or pass device_id="
+        remedy = (
+            "Move them by .to(), or by to_empty() from the meta device; offloaded parameters stay on the CPU"
+            if in_place
+            else "Move the whole model with model.to(device) before wrapping, or pass device_id="
         )
+        found_where = f"the model computes on {device}, but these are elsewhere: {', '.join(elsewhere)}"
+        raise UsageError(f"{found_where}. {remedy}")
 
 
 def check_hooked(units: Iterable[Unit]) -> None:

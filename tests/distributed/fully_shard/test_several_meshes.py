@@ -310,6 +310,52 @@ def test_parameters_of_some_ranks_alone(nested: bool, pool4: Run, tmp_path: Path
     assert pool4(apart, nested, str(tmp_path), timeout=60) == [[]] * 4
 
 
+def hooked(rank: int, world: int) -> list[str]:
+    """An all-reduce hook is called on the sums of each mesh. What torch's refuses there is right for all: one that
+    scales, and one that goes on along a dimension of which no mesh of the unit has any."""
+    mesh = dist.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("outer", "replicate", "shard"))
+    outer, own = mesh["outer"].get_group(), mesh["replicate"]
+
+    def over_all(total: torch.Tensor) -> None:
+        dist.all_reduce(total, group=outer)
+
+    def doubled(total: torch.Tensor) -> None:
+        total.mul_(2)
+
+    def gradients(mesh: Any, other: Any, factor: float, *hooks: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        net: Any = Mixture()
+        for block in net.blocks:
+            result = flatfsdp.ShardPlacementResult(None, other)
+            choose = _chooser(set(block.experts.parameters()), result)
+            flatfsdp.fully_shard(block, mesh=mesh, shard_placement_fn=choose)
+        flatfsdp.fully_shard(net, mesh=mesh)
+        for module in (*net.blocks, net):
+            module.set_gradient_divide_factor(factor)
+            for hook in hooks:
+                module.set_all_reduce_hook(hook)
+        loss_on(net, 0, rank, world).backward()
+        return [p.grad.full_tensor() for p in net.parameters()]
+
+    expected = gradients(named_mesh(4), named_mesh(4, 1), 1.0)
+    found = []
+    if not all(map(torch.equal, gradients(named_mesh(4), named_mesh(4, 1), 2.0, doubled), expected)):
+        found.append("scaled")
+    for name, a, b in zip(
+        dict(Mixture().named_parameters()),
+        gradients(own, mesh["replicate", "shard"], 1.0, over_all),
+        expected,
+        strict=True,
+    ):
+        if not torch.allclose(a, b, rtol=0, atol=1e-6):
+            found.append(f"{name}, summed over all: {(a - b).abs().max()}")
+    return found
+
+
+def test_all_reduce_hooks(pool4: Run) -> None:
+    assert pool4(hooked) == [[]] * 4
+
+
 def _state(net: Any, optimizer: Any) -> dict[str, Any]:
     return dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
 

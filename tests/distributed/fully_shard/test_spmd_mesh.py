@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import Shard
 
 import flatfsdp
@@ -161,3 +162,40 @@ def _same(one: list[Any], two: list[Any]) -> bool:
 
 def test_variants(pool4: Run) -> None:
     assert pool4(variants, timeout=60) == [[]] * 4
+
+
+def over_some_ranks(rank: int, world: int) -> list[str]:
+    """A number of ranks among which parameters stay between forward and backward, which torch's refuses here."""
+    case, found = FOUR_ON_AN_AXIS[0], []
+    net, seen = story(flatfsdp, case, reshard_after_forward=2)
+    _, expected = story(flatfsdp, case, reshard_after_forward=True)
+    if not _same(seen, expected):
+        found.append("numbers differ from those of reshard_after_forward=True")
+    if not flatfsdp.stats(net).bytes_at_peak.get("post_forward_shard"):
+        found.append(f"{flatfsdp.stats(net).bytes_at_peak}")
+    return found + _unlike_one(net, seen)
+
+
+def test_a_number_of_ranks(pool4: Run) -> None:
+    assert pool4(over_some_ranks, timeout=60) == [[]] * 4
+
+
+def sharded_among_replicated(rank: int, world: int) -> list[str]:
+    """The module's own mesh has replicas alone, and `shard_placement_fn` has weights sharded over them: refused by
+    torch's."""
+    case = TWO_BY_TWO[2]
+    dims = theirs.DataParallelMeshDims(shard="dp")
+    mesh = mesh_of(*case[:2])
+    info = FSDPMeshInfo(mesh["dp"], shard_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
+    result = flatfsdp.ShardPlacementResult(None, info)
+    net, seen = story(flatfsdp, case, shard_placement_fn=lambda p: result if p.dim() == 2 else None)
+    found = _unlike_one(net, seen)
+    for name, parameter in net.named_parameters():
+        along = parameter.placements[0]
+        if (parameter.dim() == 2) is along.is_replicate():
+            found.append(f"{name}: {parameter.placements}")
+    return found
+
+
+def test_sharded_among_replicated(pool4: Run) -> None:
+    assert pool4(sharded_among_replicated, timeout=60) == [[]] * 4

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import flatfsdp.checkpoint
 from flatfsdp.errors import UsageError
@@ -254,3 +255,87 @@ def test_values_are_compared_along_data_parallelism(pool4: Run) -> None:
 @pytest.mark.skipif(not thorough.is_thorough(), reason="eight ranks; --thorough")
 def test_hybrid_two_by_two_by_two(run: Run) -> None:
     assert not [line for lines in run(8, beside, (2, 2, 2), True, timeout=120) for line in lines]
+
+
+def over_some_ranks(rank: int, world: int, shape: tuple[int, ...]) -> list[str]:
+    """A number of ranks among which parameters stay between forward and backward, which torch's refuses of DTensors."""
+    stories, found = [], []
+    for choice in (True, 2):
+        model = made(flatfsdp, shape, sequence=True, reshard_after_forward=choice)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        losses = []
+        for step in range(3):
+            losses.append(step_ours(model, shape, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        stories.append((losses, [p.to_local() for p in model.parameters()]))
+    (freed, expected), (kept, shards) = stories
+    if freed != kept or not all(map(torch.equal, shards, expected)):
+        found.append(f"losses {kept}, expected {freed}")
+    if not flatfsdp.stats(model).bytes_at_peak.get("post_forward_shard"):
+        found.append(f"{flatfsdp.stats(model).bytes_at_peak}")
+    one = seeded()
+    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2, foreach=False)
+    for step in range(3):
+        expected_loss = step_one(one, shape, step)
+        if abs(kept[step] - expected_loss) > 2e-6:
+            found.append(f"step {step}: loss {kept[step]}, expected {expected_loss}")
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_a_number_of_ranks(pool4: Run) -> None:
+    assert pool4(over_some_ranks, (4, 1), timeout=60) == [[]] * 4
+
+
+@pytest.mark.skipif(not thorough.is_thorough(), reason="eight ranks; --thorough")
+def test_a_number_of_ranks_beside_tensor_parallelism(run: Run) -> None:
+    assert run(8, over_some_ranks, (4, 2), timeout=120) == [[]] * 8
+
+
+def on_three_dimensions(rank: int, world: int, shape: tuple[int, ...]) -> list[str]:
+    """Parameters that lie on more dimensions than the two that torch's takes, trained as in one process."""
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "a", "b", "c"))
+    beside, place, count = mesh["a", "b", "c"], mesh["dp"].get_local_rank(), shape[0]
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5))
+
+    one, net = build(), build()
+    for layer, placements in ((net[0], [Shard(0), Shard(1), Shard(0)]), (net[2], [Shard(1), Shard(0), Replicate()])):
+        for name, parameter in list(layer.named_parameters()):
+            spread = [Shard(0), Replicate(), Replicate()] if parameter.dim() == 1 else placements
+            setattr(layer, name, nn.Parameter(distribute_tensor(parameter.detach(), beside, spread)))
+        flatfsdp.fully_shard(layer, mesh=mesh["dp"])
+    flatfsdp.fully_shard(net, mesh=mesh["dp"])
+    found = [f"{name}: {p.placements}" for name, p in net.named_parameters() if len(p.placements) != 4]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (one, net)]
+    for step in range(3):
+        x = torch.randn(count, 4, 6, generator=torch.Generator().manual_seed(step))
+        expected = one(x).square().sum() / count
+        loss = net(distribute_tensor(x[place], beside, [Replicate()] * 3)).square().sum()
+        for each, optimizer in zip((expected, loss), optimizers, strict=True):
+            each.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = loss.full_tensor().detach() / count
+        dist.all_reduce(mean, group=mesh["dp"].get_group())
+        if not torch.allclose(mean, expected, rtol=1e-5):
+            found.append(f"step {step}: loss {mean}, expected {expected}")
+    for (name, p), wanted in zip(net.named_parameters(), one.parameters(), strict=True):
+        if not torch.allclose(p.detach().full_tensor(), wanted, rtol=0, atol=1e-5):
+            found.append(name)
+    return found
+
+
+def test_three_dimensions_beside_data_parallelism(pool4: Run) -> None:
+    for shape in ((2, 2, 1, 1), (1, 2, 2, 1)):
+        assert pool4(on_three_dimensions, shape, timeout=60) == [[]] * 4
+
+
+@pytest.mark.skipif(not thorough.is_thorough(), reason="eight ranks; --thorough")
+@pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 2, 2, 2)], ids=str)
+def test_three_dimensions_of_two_ranks(shape: tuple[int, ...], run: Run) -> None:
+    assert run(8, on_three_dimensions, shape, timeout=120) == [[]] * 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import flatfsdp
 from flatfsdp import DataParallelMeshDims, fully_shard
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
+from tests.harness import inspect
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,25 @@ def partial_sum() -> None:
     linear = nn.Linear(2, 2)
     linear.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), whole["tp"], [Partial()]))
     fully_shard(linear, mesh=whole["dp"])
+
+
+def on_another_device() -> None:
+    elsewhere = dist.init_device_mesh("meta", (1, 1), mesh_dim_names=("dp", "tp"))
+    linear = nn.Linear(2, 2)
+    linear.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), elsewhere["tp"], [Shard(0)], run_check=False))
+    fully_shard(linear, mesh=mesh()["dp"])
+
+
+def nested() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    model[0].reset_iter_state()  # type: ignore[operator]
+
+
+def offloaded_elsewhere() -> None:
+    model = fully_shard(nn.Linear(2, 2), offload_policy=flatfsdp.CPUOffloadPolicy(pin_memory=False))
+    inspect.check_shards_on(model, torch.device("cuda", 0))
 
 
 def tied_over_lists() -> None:
@@ -140,6 +161,12 @@ REFUSED: list[tuple[str, Callable[[], Any], type[FlatFSDPError], str]] = [
         ConfigValueError,
         "neighbors in the mesh",
     ),
+    (
+        "_fsdp_init: another device",
+        on_another_device,
+        UsageError,
+        "'weight' is a DTensor.*meta.*on cpu",
+    ),
     ("_fsdp_init: no names", lambda: on_all_axes(dims=DP, given=lambda m: 3), ConfigTypeError, "DeviceMesh of all"),
     ("_fsdp_init: replicas alone", without_shards, ConfigValueError, "parameter 'weight'.*no dimension to shard over"),
     (
@@ -173,6 +200,25 @@ REFUSED: list[tuple[str, Callable[[], Any], type[FlatFSDPError], str]] = [
         "Linear has no such method",
     ),
     ("_fully_shard: no list", lambda: flatfsdp.share_comm_ctx(layer()), ConfigTypeError, "a list of outermost"),
+    (
+        "_fully_shard: a stream",
+        lambda: layer().set_all_reduce_hook(print, stream=object()),
+        ConfigValueError,
+        "set_all_reduce_hook: stream: got .*Accepted: None, unless on an accelerator and without replicas",
+    ),
+    ("_fully_shard: nested", nested, UsageError, "on a nested unit.*on the outermost"),
+    (
+        "_fully_shard: its state",
+        lambda: methodcaller("_get_fsdp_state")(layer()),
+        UsageError,
+        "private state of torch's.*summary",
+    ),
+    (
+        "_fsdp_param: offloaded elsewhere",
+        offloaded_elsewhere,
+        UsageError,
+        r"elsewhere: weight \(cuda:0, expected cpu\), bias .*stay on the CPU",
+    ),
     ("_fully_shard: no hook", lambda: layer().set_all_reduce_hook(3), ConfigTypeError, "a callable"),
     (
         "_fully_shard: no number",
