@@ -119,8 +119,7 @@ class TrainerRanks:
             lines = self.values(None if failure is None else failure.words)
         if failure is not None:
             raise failure.error
-        failed = [f"rank {rank} failed in {words}" for rank, words in enumerate(lines) if words is not None]
-        if failed:
+        if failed := [f"rank {rank} failed in {words}" for rank, words in enumerate(lines) if words is not None]:
             raise AgreementError(f"{'; '.join(failed)}. The remaining ranks cannot continue")
 
     def warn(self, message: str) -> None:

@@ -57,7 +57,7 @@ from ..runtime.unit_state import BuiltWith
 from ..state.model.submodules import watch
 from ..state.optim.stamp import stamp_state_dicts
 from .auto_wrap import check_called
-from .init_sync import failing_together, meeting_axes, synchronize
+from .init_sync import meeting_axes, reporting_failure, synchronize
 from .materialize import materialize, replace_referenced
 
 # Of what transforms made of parameters, the leaves of one handle and the mesh over which they are sharded, what gives
@@ -118,7 +118,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     axes_of = {mesh: meeting_axes(mesh.groups, Device(device)) for mesh in meshes.all if config.sync_module_states}
     axes = [axis for each in axes_of.values() for axis in each]
     nested = units_in(module)
-    with failing_together(axes):
+    with reporting_failure(axes):
         _check_new(module, nested, front)
         shards = (each.groups.shard.size for each in meshes.all)
         reshard = reshard_choices("reshard_after_forward", config.reshard_after_forward, shards=shards)

@@ -33,7 +33,7 @@ def meeting_axes(groups: ProcessGroups, device: Device) -> list[Transport]:
 
 
 @contextmanager
-def failing_together(axes: list[Transport]) -> Iterator[None]:
+def reporting_failure(axes: list[Transport]) -> Iterator[None]:
     """Where the enclosed code fails on this rank, ranks that come to `synchronize` fail as well.
 
     Collective over `axes` where it fails.

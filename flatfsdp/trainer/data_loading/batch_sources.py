@@ -11,7 +11,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from flatfsdp import collective_region
 from flatfsdp.errors import AgreementError, by_ranks, ranks_by_value, ranks_in_words
-from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
+from flatfsdp.messages import on_all_ranks
+from flatfsdp.trainer.process_group import EXCHANGE, LocalFailure, TrainerRanks
 
 from .sample_reader import DataError, StepPart
 
@@ -43,12 +44,10 @@ class ShardedSource:
     def next(self, local: LocalFailure | None = None) -> StepPart | None:
         """This rank's part of the next step, with the weight of the whole; as `Loader.next_step` returns and raises."""
         part, failure = (None, None) if local is not None else _attempt(self._parts)
-        failed = failure is not None or local is not None
-        own = FAILED if failed else END if part is None else part.after.position
+        own = FAILED if failure or local else END if part is None else part.after.position
         found, weights = zip(*self._ranks.rows(own, 0 if part is None else part.weight), strict=True)
         if FAILED in found:
-            self._ranks.share(local)
-            _raise_failures(self._ranks, failure)
+            _raise_failures(self._ranks, local, failure)
         if len(set(found)) > 1:
             raise AgreementError(_difference(found))
         return None if part is None else replace(part, weight=sum(weights))
@@ -83,8 +82,7 @@ class DispatchedSource:
         if coming.size == END:
             return None
         if coming.size == FAILED:
-            self._ranks.share(local)
-            _raise_failures(self._ranks, coming.failure)
+            _raise_failures(self._ranks, local, coming.failure)
         with collective_region():
             coming.work.wait()
         arrived, problem = (coming.part, None) if coming.message is None else _attempt(map(unpack, [coming.message]))
@@ -103,8 +101,7 @@ class DispatchedSource:
         size = FAILED if failure is not None else max((message.numel() for message in messages), default=END)
         rows = self._ranks.rows(FAILED if problem is not None or local is not None else 0, size)
         if any(outcome == FAILED for outcome, _ in rows):
-            self._ranks.share(local)
-            _raise_failures(self._ranks, problem)
+            _raise_failures(self._ranks, local, problem)
         size = rows[0][1]
         if size < 0:
             return _PrefetchedStep(size, failure=failure)
@@ -135,11 +132,15 @@ def _attempt(parts: Iterator[StepPart]) -> tuple[StepPart | None, DataError | No
         return None, found.with_traceback(None)  # whose frames hold on to the processes that read
 
 
-def _raise_failures(ranks: TrainerRanks, failure: DataError | None) -> NoReturn:
-    """Raise on all ranks what failed on some. Collective."""
-    words = enumerate(ranks.values(None if failure is None else str(failure)))
-    cause = None if failure is None else DataError(f"as it was raised\n{failure.trace}")
-    raise DataError(by_ranks({rank: each for rank, each in words if each is not None}, ": ")) from cause
+def _raise_failures(ranks: TrainerRanks, local: LocalFailure | None, failure: DataError | None) -> None:
+    """Raise on all ranks what failed on some, `local` ones of other things than reading first. Collective."""
+
+    def fail() -> None:
+        if failure is not None:
+            raise failure from DataError(f"as it was raised\n{failure.trace}")
+
+    ranks.share(local)
+    on_all_ranks(fail, ranks.host, call=EXCHANGE, raises=lambda failed, own: DataError(by_ranks(failed, ": ")))
 
 
 def _difference(found: Sequence[int]) -> str:
