@@ -116,7 +116,7 @@ class ConditionalUnits(Observer, Turns):
         unit.enter_phase(FORWARD)
         try:
             follow_requires_grad((unit,))
-            gathers.gather(unit)
+            gathers.unshard(unit)
             self.module_ran(unit, gathers)
         except BaseException:
             unit.phase = phase

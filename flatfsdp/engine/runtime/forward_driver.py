@@ -129,7 +129,7 @@ class ForwardDriver:
         self.agreement.end_forward()
         self.gathers.order.end()
         if self.gathers.lacking:
-            self.gathers.free_lacking(unit)
+            self.gathers.ended_lacking(iteration.record, unit)
         empty = iteration.record.empty or iteration.record.consumed
         iteration.end_forward(empty=empty)
         if not torch.is_grad_enabled() or empty:
@@ -181,7 +181,7 @@ class ForwardDriver:
             if outer_dtype is not None:
                 output = cast_floating(output, outer_dtype)
             if entry is not None and unit.entries.are_several and not recomputing:
-                self.gathers.entry_ran(unit, entry)
+                self.gathers.entry_ran(unit, id(entry))
             self._after(unit, recomputing, unit_call, output, stays=stays, again=again)
             for observe in () if recomputing else self.observers.forward_ended:
                 observe(unit, output, outermost=outermost)
@@ -234,7 +234,7 @@ class ForwardDriver:
         unit.enter_phase(FORWARD)
         if outermost:
             self._forget_autocast()
-        self.gathers.gather(unit)
+        self.gathers.unshard(unit)
         follow_requires_grad((unit,))
         unit.record_event("forward")
         if outermost:
@@ -335,7 +335,8 @@ class ForwardDriver:
             if by_any is None:
                 return
             reached = by_any
-        self.gathers.finish(unit, reached=reached, keep=keep or again)
+        iteration, keep = self.iteration, keep or again
+        self.gathers.finished(iteration.record, unit, training=iteration.training, reached=reached, keep=keep)
 
     def _hook_outer_levels(self, unit: Unit, output: Any) -> list[torch.Tensor]:
         """Inside of transforms: do as much for what `output` is in those around the innermost, and outside of all."""

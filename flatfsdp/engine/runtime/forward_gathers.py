@@ -1,13 +1,12 @@
-"""Which units a forward gathers, in which order, and when it frees them."""
+"""The gathers of a forward, and what is compared beside them; which there are is decided in `forward_schedule.py`."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
-from torch import nn
 
 from ..agreement.agreement import Agreement
 from ..base import _torch
@@ -15,7 +14,7 @@ from ..base.events import Observers
 from ..flat.sources import PostForwardShard
 from ..flat.states import FORWARD, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_NOTHING
-from ..schedule.forward_record import ForwardOrder
+from ..schedule.forward_schedule import ForwardFacts, ForwardSchedule
 from .coalesced_collectives import Coalescer
 from .iteration import Iteration
 from .replica_checks import ReplicaChecks
@@ -25,8 +24,8 @@ from .user_writes import apply_shard_writes, follow_other_ranks
 
 
 @dataclass(eq=False)
-class ForwardGathers:
-    """The gathers of one model's forwards, in the order in which all ranks issue them."""
+class ForwardGathers(ForwardSchedule[Unit]):
+    """Carries out what the schedule of one model's forwards decides, and what ranks compare in that order."""
 
     setup: Setup
     iteration: Iteration
@@ -34,25 +33,11 @@ class ForwardGathers:
     observers: Observers
     coalescer: Coalescer
     replica_checks: ReplicaChecks
-    order: ForwardOrder[Unit] = field(default_factory=ForwardOrder)
-    lacking: dict[Unit, set[int]] = field(default_factory=dict)  # of units that lack entries: those that ran, by id
 
-    def free_lacking(self, outermost: Unit) -> None:
-        """The forward is complete: units of which not all entries have run are freed, but the `outermost` one that ran:
-        its entry may be called again."""
-        for unit in self.lacking:
-            if unit is not outermost and unit.reshards_after_forward and not unit.backward.keep_unsharded:
-                self._reshard(unit, unit)
-        self.lacking.clear()
+    def __post_init__(self) -> None:
+        super().__init__(replace(FACTS, coalesced=self.coalescer.first_gather))
 
-    def entry_ran(self, unit: Unit, entry: nn.Module) -> None:
-        """One of the several entries of `unit` has run: it is kept for the others of this forward. [Note: entries]"""
-        ran = self.lacking.setdefault(unit, set())
-        ran.add(id(entry))
-        if not unit.entries.lacks(ran):
-            del self.lacking[unit]
-
-    def gather(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit) -> None:
         """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
         turns = self.iteration.turns
         if _torch.in_backward():
@@ -61,7 +46,7 @@ class ForwardGathers:
             if self.iteration.backward is not None:
                 self.iteration.backward.recomputed(unit)
             else:
-                self._gather(unit)
+                self.enters(unit, in_order=False)
         elif turns.plain or not turns.enter(unit, self):
             self.gather_in_turn(unit)
         for each in (*unit.owning_units, unit):
@@ -95,76 +80,31 @@ class ForwardGathers:
             )
             for owning_unit in unit.owning_units:
                 record.enter_sharing_without_graph(owning_unit)
-        self._gather(unit)
-        if unit.options.forward_prefetch or unit.options.forward_targets:
-            self._prefetch(unit)
-
-    def _gather(self, unit: Unit) -> None:
-        if not _torch.in_backward():
-            for each in (*unit.owning_units, unit):
-                apply_shard_writes(each)
-        for owning_unit in unit.owning_units:
-            if owning_unit.phase is not SUMMONED:
-                self.coalescer.launch_unshard((owning_unit,), ahead=False)
-        self._launch(unit, self.order.upcoming())
-
-    def _launch(self, unit: Unit, following: Iterable[Unit], *, ahead: bool = False) -> None:
-        """Gather `unit`, and small ones that are `following` it."""
-        if unit.is_unsharded:
-            return
-        group = self.coalescer.first_gather(unit, following)
-        self.coalescer.launch_unshard(group, ahead=ahead)
-        self.iteration.ahead.update(dict.fromkeys(group if ahead else group[1:]))
-
-    def _prefetch(self, unit: Unit) -> None:
-        for target in unit.options.forward_targets.units():
-            self._launch(target, (), ahead=True)
-        if unit.options.forward_prefetch and not unit.options.forward_targets:
-            following = self.order.upcoming()
-            for each in itertools.islice(following, 1):
-                self._launch(each, following, ahead=True)
+        for each in (*unit.owning_units, unit):
+            apply_shard_writes(each)
+        self.enters(unit)
 
     def repeat(self, unit: Unit) -> None:
         """`unit` runs again in this forward, and was not freed since."""
         self.iteration.record.repeat(unit)
 
-    # -- the end of a unit's part ------------------------------------------------------------------------------------
-
     def finish(self, unit: Unit, *, reached: bool, keep: bool = False) -> None:
-        """The part of `unit` in the forward is over: free it, unless it is to `keep` its parameters.
+        """The part of `unit` in the forward is over; it is to `keep` its parameters, or a gradient can come to it
+        (`reached`)."""
+        iteration = self.iteration
+        self.finished(iteration.record, unit, training=iteration.training, reached=reached, keep=keep)
 
-        `reached`: a gradient can come to it.
-        """
-        record = self.iteration.record
-        if reached:
-            record.leave(unit)
-            for owning_unit in unit.owning_units:
-                record.leave(owning_unit, itself=False)
-        elif self.iteration.training:
-            record.leave_without_graph(unit)
-        keep = keep or unit in self.lacking
-        if keep or (unit.sharing_units and _is_used_by_sharing_unit(unit)) or not unit.reshards_after_forward:
-            for views in unit.views:
-                views.track_writes()
-        else:
-            self._reshard(unit, unit)
-        for owning_unit in unit.owning_units:
-            self._sharing_unit_finished(owning_unit, unit)
+    # -- actions -----------------------------------------------------------------------------------------------------
 
-    def _sharing_unit_finished(self, unit: Unit, sharing_unit: Unit) -> None:
-        """`sharing_unit`, which holds some parameters of `unit` too, has run its forward: reshard, unless they are
-        needed still."""
-        if unit.phase in (FORWARD, SUMMONED) or unit.backward.keep_unsharded or _is_used_by_sharing_unit(unit):
-            return
-        if unit.reshards_after_forward:
-            self._reshard(unit, unit, sharing_unit)
-        else:
-            unit.track_writes()
+    def gather(self, units: Sequence[Unit], *, ahead: bool) -> None:
+        """Issue the gather of whatever is sharded of a group. Collective over the shard axis."""
+        self.coalescer.launch_unshard(units, ahead=ahead)
+        self.iteration.ahead.update(dict.fromkeys(units if ahead else units[1:]))
 
-    def _reshard(self, unit: Unit, *readers: Unit) -> None:
-        """Free the unsharded parameters; where the backward of one of the `readers` is to come, they may stay among
-        the ranks of the post-forward axis. [Note: post-forward shards]"""
-        if unit.kept.post_forward and any(map(self.iteration.record.awaits, readers)):
+    def free(self, unit: Unit, *, keeps_post_forward_shard: bool) -> None:
+        """Free the unsharded parameters; the ranks of the post-forward axis may keep them.
+        [Note: post-forward shards]"""
+        if keeps_post_forward_shard:
             for handle, neighbors in unit.kept.post_forward.items():
                 if handle.state is UNSHARDED and handle.persistence is None:
                     handle.keep(PostForwardShard(handle.unsharded, neighbors, tracker=handle.tracker))
@@ -172,7 +112,24 @@ class ForwardGathers:
         self.iteration.has_freed = True
         unit.reshard(SHOWS_NOTHING, unreached=self.iteration.backward is not None)
 
+    def leave_unsharded(self, unit: Unit) -> None:
+        """What users write to what is left unsharded is noticed."""
+        for views in unit.views:
+            views.track_writes()
 
-def _is_used_by_sharing_unit(unit: Unit) -> bool:
-    """Whether a unit that holds some parameters of `unit` too is in its forward."""
-    return any(each.phase is FORWARD for each in unit.alive_sharing_units())
+
+FACTS: ForwardFacts[Unit] = ForwardFacts(
+    owners=attrgetter("owning_units"),
+    users=Unit.alive_sharing_units,
+    has_users=attrgetter("sharing_units"),
+    runs=lambda unit: unit.phase is FORWARD,
+    is_requested=lambda unit: unit.phase is SUMMONED,
+    is_unsharded=attrgetter("is_unsharded"),
+    gathers_next=attrgetter("options.forward_prefetch"),
+    listed=attrgetter("options.forward_targets"),
+    coalesced=lambda unit, following: (unit,),
+    reshards=attrgetter("reshards_after_forward"),
+    stays=attrgetter("backward.keep_unsharded"),
+    has_post_forward_shards=attrgetter("kept.post_forward"),
+    lacks=lambda unit, ran: unit.entries.lacks(ran),
+)
