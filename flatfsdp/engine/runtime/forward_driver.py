@@ -27,7 +27,7 @@ from .backward_hooks import BackwardHooks, UnitHooks
 from .forward_gathers import ForwardGathers
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
-from .iteration import LEFT_BEHIND, Iteration
+from .iteration import LEFT_BEHIND, Iteration, Outcome
 from .late_gradients import follow_customs
 from .model_facts import trained_parameters
 from .resources import Resources
@@ -86,14 +86,14 @@ class ForwardDriver:
         if iteration.stage in LEFT_BEHIND:
             iteration.finish_interrupted()
         try:
-            if iteration.is_at_rest:
+            if iteration.is_at_rest and iteration.ahead:
                 iteration.retire_requests()
             setup.write_back(setup.units)
             if training:
                 self.accumulators.look_before_forward(setup.units)
                 agreement.compare_values(setup.checksums)
         except BaseException:
-            iteration.abandon()
+            iteration.close(Outcome.ABANDONED)
             raise
         for each in setup.units:
             for views in each.views:
@@ -124,7 +124,7 @@ class ForwardDriver:
         iteration.record.end()
         if failed:
             self.gathers.lacking.clear()
-            iteration.abandon()
+            iteration.close(Outcome.ABANDONED)
             return
         self.agreement.end_forward()
         self.gathers.order.end()

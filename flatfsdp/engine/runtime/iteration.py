@@ -1,9 +1,10 @@
 """What lives for one forward and its backward, and how it ends.
 
 [Note: iteration] An iteration goes through the stages of one table. It ends in one operation (`close`), whether its
-backward came to its end, will be differentiated again, or failed: what was issued is waited for, units are brought to
-rest, and gradients are published or dropped. A backward that dies does so where an exception is being raised, maybe on
-another thread: then `.grad` is put back at once (`fail_backward`), and the rest waits for the next call.
+forward failed, or its backward came to its end, will be differentiated again, or failed: what was issued is waited for,
+units are brought to rest, and gradients are published or dropped. A backward that dies does so where an exception is
+being raised, maybe on another thread: then `.grad` is put back at once (`fail_backward`), and the rest waits for the
+next call.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ STAGE_STEPS: Mapping[Stage, frozenset[Stage]] = {
 
 
 class Outcome(enum.Enum):
-    """How a backward ended."""
+    """How it ended."""
 
+    ABANDONED = "abandoned"  # a forward failed
     ENDED = "ended"
     RETAINED = "retained"
     FAILED = "failed"
@@ -128,10 +130,6 @@ class Iteration:
             )
         self.stage = stage
 
-    def _return(self) -> None:
-        """No backward runs: back to the forward around it, or to what the record awaits. Any stage may end so."""
-        self.stage = FORWARD if self.depth else AWAITING_BACKWARD if self.awaits_backward else IDLE
-
     @property
     def in_forward(self) -> bool:
         """Whether a forward of any unit runs."""
@@ -153,7 +151,7 @@ class Iteration:
         """The outermost forward begins, with what was written to the shards at rest."""
         if FORWARD not in STAGE_STEPS[self.stage]:
             self.enter(FORWARD)  # refuses it
-        self.stage = FORWARD
+        self.stage = FORWARD  # without a call, which each step would take
         self.record.begin()
         self._resources.streams.unshard.follow_compute()
         self.is_at_rest = self.has_freed = False
@@ -162,7 +160,7 @@ class Iteration:
         """The outermost forward has ended; `empty`: no backward can follow. What a backward inside of it has left is
         still to be finished."""
         if self.stage is FORWARD:
-            self.stage = IDLE if empty else AWAITING_BACKWARD
+            self.enter(IDLE if empty else AWAITING_BACKWARD)
             if not (empty or self.has_freed) and self._units[-1].groups.shard.size > 1:
                 for transport in self._resources.resting:  # the backward gathers nothing
                     transport.rest()
@@ -170,19 +168,13 @@ class Iteration:
             _reshard_unused(each)
         self.ahead.clear()
 
-    def abandon(self) -> None:
-        """A forward failed: everything returns to between iterations, as if it had not begun."""
+    def _forget_forward(self) -> None:
+        """A forward failed: all is as if it had not begun."""
         self._agreement.abandon(sys.exc_info()[1])
         self.record = ForwardRecord(knows_late=self.record.asks_late)
         self.is_at_rest = True
         self.ahead.clear()
         self.requested.clear()
-        for unit in self._units:
-            unit.reset_to_idle()
-        self._resources.limiter.free_all()
-        self._agreement.rest()
-        if self.stage not in LEFT_BEHIND:  # a backward inside of the forward failed: the next call brings that to rest
-            self._return()
 
     def follow_writes(self) -> None:
         """Order the next gathers after what was written to the shards at rest, by an optimizer, for example."""
@@ -299,8 +291,8 @@ class Iteration:
             if unit.entries.class_name in classes:
                 unit.leaves.single_use = False
 
-    def _name_dropped_residuals(self) -> None:
-        """What a failed backward has reduced is about to be dropped. [Note: error feedback]"""
+    def _drop_gradients(self) -> None:
+        """Drop what a failed backward has reduced, and name what that loses. [Note: error feedback]"""
         if owing := [unit.label for unit in self._units if any([grads.owes_dropped for grads in unit.grads])]:
             warn_once_per_job(
                 f"a backward failed after gradients had been reduced with error feedback ({len(owing)} units, first "
@@ -308,12 +300,15 @@ class Iteration:
                 "begins at zero again",
                 names_rank=True,
             )
+        for unit in self._units:
+            for grads in unit.grads:
+                grads.drop()
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def close(self, outcome: Outcome, backward: Backward | None = None) -> None:
-        """The `backward` has come to its end, or what a former one left is brought to rest. Waits for what it issued;
-        no collective. Units whose forward runs, with the backward inside, go on with it."""
+        """A forward failed, the `backward` has come to its end, or what a former one left is brought to rest. Waits for
+        what was issued; no collective. Units whose forward runs, with the backward inside, go on with it."""
         units = [unit for unit in self._units if unit.phase is not UNIT_FORWARD] if self.depth else self._units
         for unit in self._units if self.depth else ():
             if unit not in units:
@@ -326,16 +321,18 @@ class Iteration:
             rest()
             self.enter(RETAINED)
             return
-        kept = backward.stays_unsharded if backward is not None else frozenset()
-        if outcome is Outcome.FAILED:
-            self._name_dropped_residuals()
+        if outcome is not Outcome.ENDED:
+            failed = outcome is Outcome.FAILED
+            self._drop_gradients() if failed else self._forget_forward()
             for unit in self._units:
-                for grads in unit.grads:
-                    grads.drop()
                 unit.reset_to_idle()
             self._resources.limiter.free_all()
-            self._return()
+            if not failed:
+                rest()
+            if failed or self.stage not in LEFT_BEHIND:  # else a backward inside failed, which the next call closes
+                self.enter(FORWARD if self.depth else AWAITING_BACKWARD if self.awaits_backward else IDLE)
             return
+        kept = backward.stays_unsharded if backward is not None else frozenset()
         self.is_at_rest = not self.depth
         for unit in units:
             unit.reset_to_idle(keep_unsharded=unit in kept)
@@ -344,9 +341,9 @@ class Iteration:
         finished = finisher.backward_ended(units, backward.deferred if backward is not None else ())
         self.pending = finisher.pending
         self._resources.limiter.free_all()
-        self.stage = FORWARD if self.depth else IDLE
+        self.enter(FORWARD if self.depth else IDLE)
         rest()
-        self._resources.events.record("end", "", UNIT_IDLE.value)
+        self._resources.events.append(("end", "", UNIT_IDLE.value))
         for unit, complete in finished:
             run_user_hooks(unit, complete)
             if self._accumulators.expects_gradients:
