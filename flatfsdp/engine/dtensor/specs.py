@@ -10,6 +10,7 @@ import torch
 from ...errors import UsageError
 from ..base import _dtensor
 from ..layout.layout import ParamSpec, stride_by_rows
+from ..layout.part import shown_elsewhere
 
 
 def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, stored: Any = None) -> Any:
@@ -27,7 +28,8 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
     placement is `_StridedShard`.
 
     Raises:
-        UsageError: this torch lacks what that takes, or the meshes are not of one mesh.
+        UsageError: this torch lacks what that takes, the meshes are not of one mesh, or no placement shows which rows
+            ranks have.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -36,7 +38,9 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
         stride = spec.stride or stride_by_rows(spec.shape, 0)
         return _dtensor.new_spec(dp_mesh, [*replicas, Shard(dim)], spec.shape, stride, dtype)
     if stored.spmd is not None:
-        return stored.spmd.at_rest(stored, dim, dtype)
+        made, place = stored.spmd.at_rest(stored, dim, dtype)
+        _require_shown_rows(spec.name, made, dim, place)
+        return made
     before = prod(
         stored.mesh.size(place)
         for place, placement in enumerate(stored.placements)
@@ -45,7 +49,31 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
     split = Shard(dim) if before == 1 else _dtensor.strided_shard(dim, before)
     mesh = mesh_of_both(dp_mesh, stored.mesh)
     placements, stride = [*replicas, split, *stored.placements], stride_by_rows(stored.shape, 0)
-    return _dtensor.new_spec(mesh, placements, stored.shape, stride, dtype)
+    made = _dtensor.new_spec(mesh, placements, stored.shape, stride, dtype)
+    _require_shown_rows(spec.name, made, dim, dp_mesh.ndim - 1)
+    return made
+
+
+def _require_shown_rows(name: str, made: Any, dim: int, place: int) -> None:
+    """Refuse sizes with which ranks have other rows than a DTensor of the spec `made` shows, of which dimension `place`
+    of the mesh splits `dim` after the others. torch's distributed checkpoint writes what it shows."""
+    along = [i for i, each in enumerate(made.placements) if getattr(each, "dim", None) == dim]
+    if place not in along:  # all are replicas
+        return
+    cuts = tuple((made.mesh.size(i), _dtensor.split_factor_of(made.placements[i])) for i in along)
+    size = made.shape[dim]
+    if (where := shown_elsewhere(size, cuts, along.index(place))) is None:
+        return
+    names = made.mesh.mesh_dim_names or range(made.mesh.ndim)
+    rank = ", ".join(f"{names[i]} {number}" for i, number in zip(along, where, strict=True))
+    split = " x ".join(str(count) for count, _ in cuts)
+    raise UsageError(
+        f"parameter{f' {name!r}' if name else ''} of shape {tuple(made.shape)}: its {size} elements of dimension {dim} "
+        f"are split by tensor and by data parallelism ({split} ranks), so that rank ({rank}) has others than a DTensor "
+        f"with placements {made.placements} shows; torch.distributed.checkpoint would lose some. Make the size a "
+        f"multiple of {prod(count for count, _ in cuts)}, split another dimension by shard_placement_fn=, or use "
+        "FullyShardedDataParallel, without state dicts of DTensors"
+    )
 
 
 def mesh_of_both(dp_mesh: Any, other: Any) -> Any:

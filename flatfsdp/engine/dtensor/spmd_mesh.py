@@ -84,8 +84,9 @@ class SpmdMesh:
                     "split is what fully_shard() does"
                 )
 
-    def at_rest(self, stored: Any, dim: int, dtype: torch.dtype) -> Any:
-        """The DTensorSpec of a parameter between iterations, of which `dim` is split over the shards.
+    def at_rest(self, stored: Any, dim: int, dtype: torch.dtype) -> tuple[Any, int]:
+        """The DTensorSpec of a parameter between iterations, of which `dim` is split over the shards, and which
+        dimension of its mesh these are.
 
         Several dimensions that are sharded over are one dimension of its mesh, with the replicas' in front.
         """
@@ -99,14 +100,16 @@ class SpmdMesh:
             placements[place] = Shard(dim) if split == 1 else _dtensor.strided_shard(dim, split)
         stride = stride_by_rows(stored.shape, 0)
         if len(self.shard) < 2:
-            return _dtensor.new_spec(self.mesh, placements, stored.shape, stride, dtype)
+            split_by = names.index(self.shard[0]) if self.shard else -1
+            return _dtensor.new_spec(self.mesh, placements, stored.shape, stride, dtype), split_by
         found: list[Any] = []
         for place, name in enumerate(names):
             if name == self.shard[0]:
                 found += [Replicate()] * (self.dp.ndim - 1) + [placements[place]]
+                split_by = len(found) - 1
             elif place not in self.dp_places:
                 found.append(placements[place])
-        return _dtensor.new_spec(self._at_rest, found, stored.shape, stride, dtype)
+        return _dtensor.new_spec(self._at_rest, found, stored.shape, stride, dtype), split_by
 
     @cached_property
     def _at_rest(self) -> Any:

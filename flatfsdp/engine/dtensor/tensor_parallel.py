@@ -20,7 +20,7 @@ from ..base import _dtensor
 from ..comm.axes import Axis
 from ..flat.extensions import Transform
 from ..layout.layout import ParamSpec, stride_by_rows
-from ..layout.part import Part, Ranges, chunk, strided_chunk
+from ..layout.part import Part, Ranges, cut
 from .data_mesh import DataMeshes
 from .specs import require_dtensors, spec_at_rest
 from .spmd_mesh import SpmdMesh
@@ -203,9 +203,7 @@ def part_of(shape: Collection[int], stride: Collection[int], mesh: Any, placemen
         count = mesh.size(dim)
         if placement.is_replicate():
             copy = copy * count + place
-        elif (factor := _dtensor.split_factor_of(placement)) is None:
-            ranges[placement.dim] = chunk(ranges[placement.dim], count, place)
         else:
-            ranges[placement.dim] = strided_chunk(ranges[placement.dim], count, place, factor)
+            ranges[placement.dim] = cut(ranges[placement.dim], count, place, _dtensor.split_factor_of(placement))
     whole = ParamSpec("", tuple(shape), tuple(stride))
     return Part(whole.shape, whole.stride, tuple(ranges), copy)

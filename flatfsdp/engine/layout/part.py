@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
+from math import prod
 
 from ...errors import InternalError
 
@@ -86,6 +88,29 @@ def strided_chunk(ranges: Ranges, count: int, place: int, split_factor: int) -> 
     return joined(
         each for outer in range(split_factor) for each in chunk(chunk(ranges, split_factor, outer), count, place)
     )
+
+
+def cut(ranges: Ranges, count: int, place: int, split_factor: int | None) -> Ranges:
+    """`chunk`, or `strided_chunk` with a `split_factor`."""
+    return chunk(ranges, count, place) if split_factor is None else strided_chunk(ranges, count, place, split_factor)
+
+
+@lru_cache(maxsize=1024)
+def shown_elsewhere(size: int, cuts: tuple[tuple[int, int | None], ...], last: int) -> tuple[int, ...] | None:
+    """A place that has other ones of `size` elements if `cuts`, each a count and a split factor, are made in order than
+    if number `last` of them is made at the end, into chunks; None where no place has."""
+    if size % prod(count for count, _ in cuts) == 0:
+        return None
+    others = [i for i in range(len(cuts)) if i != last]
+    for places in product(*(range(count) for count, _ in cuts)):
+        shown = held = joined([(0, size)])
+        for i, (count, split_factor) in enumerate(cuts):
+            shown = cut(shown, count, places[i], split_factor)
+        for i in others:
+            held = cut(held, cuts[i][0], places[i], cuts[i][1])
+        if shown != chunk(held, cuts[last][0], places[last]):
+            return places
+    return None
 
 
 def joined(ranges: Iterable[Range]) -> Ranges:

@@ -23,6 +23,7 @@ import flatfsdp.checkpoint
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import thorough
+from tests.harness.meshes import named_mesh
 from tests.harness.tensor_parallel import (
     Net,
     mesh_of,
@@ -169,6 +170,50 @@ def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def test_checkpoints_between_ours_and_torchs(pool4: Run, tmp_path: Path) -> None:
     assert pool4(between, str(tmp_path), timeout=90) == [[]] * 4
+
+
+def uneven(rank: int, world: int, folder: str) -> list[str]:
+    """Sizes that neither dimension divides, saved by torch's functions, by other numbers of ranks."""
+    model, optimizer = trained(flatfsdp, (2, 2), 2)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    names = [name for name, _ in model.named_parameters()]
+    whole = {name: whole_of(value) for name, value in model.named_parameters()}
+    momenta = {name: whole_of(optimizer.state[value]["exp_avg"]) for name, value in model.named_parameters()}
+    found = []
+    for what, mesh in (("two", mesh_of(2, 2)["dp"]), ("four", named_mesh(4)), ("2x2", None), ("1x4", mesh_of(1, 4))):
+        if mesh is None or mesh.ndim == 2:
+            other = made(flatfsdp, (2, 2) if mesh is None else (1, 4), sequence=True)
+        else:
+            other = seeded()
+            flatfsdp.fully_shard([*other.blocks], mesh=mesh)  # type: ignore[union-attr]
+            flatfsdp.fully_shard(other, mesh=mesh)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        others = torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)
+        state = state_of(other, others)
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(other, others, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for name, value in other.named_parameters():
+            of_both = (value, whole), (others.state[value]["exp_avg"], momenta)
+            found += [f"{what}: {name}" for one, expected in of_both if not torch.equal(whole_of(one), expected[name])]
+    one: Any = {"model": {name: torch.full_like(value, -1) for name, value in whole.items()}}
+    one["optimizer"] = {"state": {name: {"exp_avg": torch.zeros_like(whole[name])} for name in names}}
+    dcp.load(one, checkpoint_id=folder, no_dist=True)
+    for name in names:
+        pairs = (one["model"][name], whole[name]), (one["optimizer"]["state"][name]["exp_avg"], momenta[name])
+        found += [f"one process: {name}" for a, b in pairs if not torch.equal(a, b)]
+    return found
+
+
+def whole_of(value: Any) -> torch.Tensor:
+    full: torch.Tensor = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+    return full
+
+
+def test_checkpoints_of_uneven_sizes(pool4: Run, tmp_path: Path) -> None:
+    """By torch's arithmetic of placements, which of two ranks of data parallelism is right with any size."""
+    assert pool4(uneven, str(tmp_path), timeout=90) == [[]] * 4
 
 
 def of_columns(rank: int, world: int, folder: str) -> list[str]:

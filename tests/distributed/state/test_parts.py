@@ -24,7 +24,7 @@ from flatfsdp import (
 )
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
-from tests.harness.tensor_parallel import Net, mesh_of, parallelized, seeded, sharded, step_one, step_ours
+from tests.harness.tensor_parallel import mesh_of, parallelized, seeded, sharded, step_one, step_ours
 from tests.harness.thorough import some
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
@@ -154,22 +154,17 @@ def test_checkpoints_are_read_by_any_number_of_ranks(pool4: Run, tmp_path: Path,
     assert not [line for lines in pool4(kept, str(tmp_path / "kept"), options, model_format) for line in lines]
 
 
-def even() -> Net:
-    """Sizes that both dimensions divide: of others torch's own reader takes rows that are not its own."""
-    return Net(width=16, hidden=32)
-
-
 def to_torchs(rank: int, world: int, folder: str) -> list[str]:
     """What the wrapper, and fully_shard, save through torch's distributed checkpoint, torch's fully_shard reads."""
     shape, lines = (2, 2), []
-    model, optimizer = made(shape, 2, build=even)
+    model, optimizer = made(shape, 2)
     values = full(model, optimizer)
     with FullyShardedDataParallel.state_dict_type(model, SHARDED):
         dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/wrapper")
     mesh = mesh_of(*shape)
     readers = []
     for package in (torchs, flatfsdp):
-        net = parallelized(seeded(even), mesh["tp"], sequence=True)
+        net = parallelized(seeded(), mesh["tp"], sequence=True)
         for parameter in net.parameters():
             nn.init.zeros_(parameter)
         for block in net.blocks:

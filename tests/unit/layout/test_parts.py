@@ -10,7 +10,7 @@ import torch
 
 from flatfsdp.engine.layout.boxes import boxes_of_whole, runs_of_whole
 from flatfsdp.engine.layout.layout import ParamSpec, Span
-from flatfsdp.engine.layout.part import Part, chunk, joined, strided_chunk
+from flatfsdp.engine.layout.part import Part, chunk, joined, shown_elsewhere, strided_chunk
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 8, 17])
@@ -31,6 +31,26 @@ def test_strided_chunks_divide_each_chunk_again(size: int, count: int, factor: i
         outer = torch.arange(size).chunk(factor)
         inner = [list(each.chunk(count)) for each in outer]
         assert found == [i for each in inner if place < len(each) for i in each[place].tolist()]
+
+
+@pytest.mark.parametrize(("count", "factor"), [*itertools.product((1, 2, 3, 4, 6), (2, 3, 4))])
+def test_sizes_of_which_placements_tell_another_split_are_found(count: int, factor: int) -> None:
+    """By what torch's distributed checkpoint takes for a rank's part."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements = _StridedShard(0, split_factor=factor), Shard(0)
+    for size in range(1, 31):
+        wrong = []
+        for place in itertools.product(range(count), range(factor)):
+            told = _compute_local_shape_and_global_offset((size,), (count, factor), list(place), placements)
+            held = chunk(chunk(((0, size),), factor, place[1]), count, place[0])
+            if told[0] != (sum(n for _, n in held),) or (held and told[1] != (held[0][0],)):
+                wrong.append(place)
+        found = shown_elsewhere(size, ((count, factor), (factor, None)), 0)
+        assert found == (wrong[0] if wrong else None), size
+        assert not (count < 3 and wrong), size
 
 
 def some_part(seed: int) -> tuple[ParamSpec, torch.Tensor]:
