@@ -1,11 +1,11 @@
-"""W ranks that train one model, without torch: a schedule of each for the backward, and who waits for whom.
+"""W ranks that train one model, without torch: schedules of each for forward and backward, and who waits for whom.
 
 A *program* is what all ranks run forward, drawn at random: calls of units inside of each other, some again, some under
 checkpoints, some as a rank's data will have it. Each rank draws what its backward reaches of it, which gradients that
-brings, and which parameters it uses in parts of units that are recomputed, so that their gradients come late. `Rank` is
-a double of autograd and of the units: it reports events to a `BackwardSchedule`, carries out its actions, and writes
-down what it issues, and where its host or its device waits. What ranks decide depends on nothing that they receive, so
-`deadlock` plays what was written down afterwards.
+brings, and which parameters it uses in parts of units that are recomputed, so that their gradients come late.
+`SimulatedRank` is a double of autograd and of the units: it reports events to a `ForwardSchedule` and to a
+`BackwardSchedule`, carries out their actions, and writes down what it issues, and where its host or its device waits.
+What ranks decide depends on nothing that they receive, so `deadlock` plays what was written down afterwards.
 """
 
 from __future__ import annotations
@@ -13,17 +13,25 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, takewhile
 from typing import Any
 
 from flatfsdp.engine.schedule.backward_driver import UnitFacts, UnitRules
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
 from flatfsdp.engine.schedule.forward_record import ForwardRecord
+from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardSchedule
 from flatfsdp.engine.schedule.issue_order import coalesce
 
 PARAMETERS = 2  # of a unit
 Leaf = tuple[str, int]
+
+
+class Listed(tuple[str, ...]):
+    """Units that another one gathers ahead in a forward."""
+
+    def units(self) -> Iterable[str]:
+        return self
 
 
 @dataclass(eq=False)
@@ -84,6 +92,9 @@ class Program:
         steps: outermost calls; a list: units of a conditional part, of which each rank runs some.
         sizes: of units, for coalescing; 0: alone.
         passes: how many forwards there are before the backward; covered: those that it comes to.
+        frees: units that are freed between forward and backward.
+        gathers_next: units that gather the one ahead that followed; listed: what units gather ahead instead.
+        is_known: whether there was a complete forward before.
     """
 
     units: list[str]
@@ -96,6 +107,10 @@ class Program:
     has_inputs: bool
     passes: int = 1
     covered: tuple[int, ...] = (0,)
+    frees: frozenset[str] = frozenset()
+    gathers_next: frozenset[str] = frozenset()
+    listed: dict[str, Listed] = field(default_factory=dict)
+    is_known: bool = True
 
     def tied(self) -> set[str]:
         """Units that use parameters of others, and those others."""
@@ -180,7 +195,17 @@ def drawn_program(seed: int) -> Program:
     sizes = {name: rng.choice((0, 1, 1)) if name not in together and name not in tied else 0 for name in names}
     made = Program(names, steps, rules, frozen, sizes, rng.choice((1, 1, 2, 3)), together, rng.random() < 0.7)
     rng = random.Random(f"passes {seed}")
-    return replace(made, passes=2, covered=rng.choice(((0, 1), (0,), (1,)))) if rng.random() < 0.15 else made
+    if rng.random() < 0.15:
+        made = replace(made, passes=2, covered=rng.choice(((0, 1), (0,), (1,))))
+    rng = random.Random(f"forward {seed}")
+    frees, ahead, listing = rng.choice((1.0, 0.9, 0.5, 0.0)), rng.choice((0.0, 0.5, 1.0)), rng.choice((0.0, 0.0, 0.3))
+    return replace(
+        made,
+        frees=frozenset(name for name in names if rng.random() < frees),
+        gathers_next=frozenset(name for name in names if rng.random() < ahead),
+        listed={name: Listed(rng.choices(names, k=rng.choice((1, 2)))) for name in names if rng.random() < listing},
+        is_known=rng.random() < 0.8,
+    )
 
 
 def program_of(
@@ -200,6 +225,7 @@ def program_of(
         most=len(joined),
         together=dict.fromkeys(together, tuple(together)),
         has_inputs=True,
+        frees=frozenset(rules),
     )
 
 
@@ -297,12 +323,57 @@ class Problem(AssertionError):
     """What a program of a user would notice."""
 
 
+class SimulatedForwards(ForwardSchedule[str]):
+    """What decides the forwards of one rank, which carries it out."""
+
+    def __init__(self, rank: SimulatedRank) -> None:
+        program = rank.program
+        users = {
+            name: [user for user, rules in program.rules.items() if name in rules.owners] for name in program.units
+        }
+
+        def coalesced(unit: str, following: Iterable[str]) -> Sequence[str]:
+            return next(
+                iter(program.cut(chain([unit], takewhile(lambda each: not rank.is_unsharded(each), following))))
+            )
+
+        super().__init__(
+            ForwardFacts(
+                owners=lambda unit: program.rules[unit].owners,
+                users=lambda unit: iter(users[unit]),
+                has_users=users.__getitem__,
+                runs=lambda unit: unit in rank.running,
+                is_requested=lambda unit: False,
+                is_unsharded=rank.is_unsharded,
+                gathers_next=program.gathers_next.__contains__,
+                listed=lambda unit: program.listed.get(unit, Listed()),
+                coalesced=coalesced,
+                reshards=program.frees.__contains__,
+                stays=lambda unit: False,
+                has_post_forward_shards=lambda unit: (),
+                lacks=lambda unit, ran: False,
+            )
+        )
+        self._rank = rank
+
+    def gather(self, units: Sequence[str], *, ahead: bool) -> None:
+        self._rank.gather(units, ahead=ahead)
+
+    def free(self, unit: str, *, keeps_post_forward_shard: bool) -> None:
+        self._rank.reshard(unit)
+
+    def leave_unsharded(self, unit: str) -> None:
+        if unit not in self._rank.program.frees and unit not in self._rank._unsharded:
+            raise Problem(f"{unit} is to be left unsharded, and is not gathered")
+
+
 class SimulatedRank:
     """One rank's forward and backward.
 
     Attributes:
         gathers, reductions: the groups that it issued.
         operations: what its host did, in order.
+        running: units that are in their forward, the innermost last.
     """
 
     def __init__(
@@ -312,6 +383,7 @@ class SimulatedRank:
         *,
         double: bool = False,
         schedule_class: type[BackwardSchedule[str]] = BackwardSchedule,
+        forwards_class: type[SimulatedForwards] = SimulatedForwards,
     ) -> None:
         self.program, self.rng = program, random.Random(seed)
         self.double = double
@@ -325,6 +397,9 @@ class SimulatedRank:
         self._checkpointed: dict[Region, list[Call]] = {}  # the outermost calls in each reentrant checkpoint
         self._unsharded: dict[str, int] = {}  # by unit, the number of its gather
         self._waited: set[str] = set()
+        self.running: list[str] = []
+        self._ahead: set[str] = set()  # gathered before their turn in a forward
+        self._forwards = forwards_class(self)
         self._running: int | None = None  # the reentrant checkpoint whose backward runs, the outermost
         self._tasks: list[set[Leaf]] = []  # gradients that the running graph tasks bring
         self._expecting: set[str] = set()
@@ -350,15 +425,20 @@ class SimulatedRank:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
-        """Record it, and draw what the backward will reach."""
+        """Play it, and draw what the backward will reach."""
         self._steps: list[Call] = []
+        if self.program.is_known:
+            self._learn()
         self._covered: list[Call] = []  # of the passes to which the backward comes
         self._alive = []  # as graphs would hold them
         for number in range(self.program.passes):
             self._record.begin()
+            self._forwards.order.begin()
             steps = [*self._run_pass(copy.deepcopy(self.program.steps))]
             self._alive.append(self._record.running)
             self._record.end()
+            self._forwards.order.end()
+            self._check_freed()
             self._steps += steps
             if number in self.program.covered:
                 self._covered += steps
@@ -373,6 +453,31 @@ class SimulatedRank:
         uses = {leaf for call in self._calls() for each in call.body for leaf in _leaves_in(each)}
         self._used = {leaf for leaf in sorted(uses) if leaf not in self.program.frozen and self.rng.random() < 0.8}
 
+    def _check_freed(self) -> None:
+        """A forward has ended: what is to be freed is, or was gathered ahead for a run that is to come."""
+        if left := self._unsharded.keys() & self.program.frees - self._ahead:
+            raise Problem(f"{left} are unsharded after a forward that frees them")
+
+    def is_unsharded(self, unit: str) -> bool:
+        """Whether it is gathered, or on its way."""
+        return unit in self._unsharded
+
+    def _learn(self) -> None:
+        """A forward before this one was complete."""
+        self._forwards.order.begin()
+        for step in self.program.steps:
+            for unit in step if isinstance(step, list) else [each.unit for each in step.calls()]:
+                self._forwards.order.enter(unit)
+        self._forwards.order.end()
+
+    def _gather_in_turn(self, unit: str) -> None:
+        self._forwards.order.enter(unit)
+        self._forwards.enters(unit)
+        self._ahead.difference_update((unit, *self.program.rules[unit].owners))
+
+    def _finish(self, unit: str, *, reached: bool) -> None:
+        self._forwards.finished(self._record, unit, training=True, reached=reached)
+
     def _run_pass(self, steps: Sequence[Call | list[str]]) -> Iterator[Call]:
         for step in steps:
             if isinstance(step, Call):
@@ -380,12 +485,14 @@ class SimulatedRank:
                 continue
             for unit in step:
                 self._record.enter(unit)
+                self._gather_in_turn(unit)
             chosen = [unit for unit in step * 2 if self.rng.random() < 0.4]
             for unit in sorted({unit for unit in chosen if chosen.count(unit) > 1}):
                 self._record.repeat(unit)
             yield from (Call(unit, [*_own(unit)]) for unit in chosen)
             for unit in step:
-                self._record.leave(unit)
+                self._wait(unit)
+                self._finish(unit, reached=True)
 
     def _calls(self) -> Iterator[Call]:
         for step in self._steps:
@@ -406,19 +513,25 @@ class SimulatedRank:
         began = record.entered_at
         for owner in owners:
             (record.enter_sharing_without_graph if reentrant else record.enter_sharing)(owner)
-        body = [self._run(each, call) if isinstance(each, Call) else self._parted(each) for each in call.body]
-        if reentrant:
-            record.leave_without_graph(call.unit)
-        else:
-            record.leave(call.unit)
-            for owner in owners:
-                record.leave(owner, itself=False)
+        self.running.append(call.unit)
+        self._gather_in_turn(call.unit)
+        for each in (*owners, call.unit):
+            self._wait(each)
+        body = [self._run(each, call) if isinstance(each, Call) else self._used_in_forward(each) for each in call.body]
+        self.running.pop()
+        self._finish(call.unit, reached=not reentrant)
         ran = Call(call.unit, body, call.region, None if reentrant else began)
         entered = [*_outwards(around.region)] if around is not None else []
         for region in reentrant:
             if region not in entered:
                 self._checkpointed.setdefault(region, []).append(ran)
         return ran
+
+    def _used_in_forward(self, each: Leaf | Plain) -> Leaf | Plain:
+        for unit, _ in _leaves_in(each):
+            if unit not in self._waited:
+                raise Problem(f"{unit} is used in a forward, and nobody waited for its gather")
+        return self._parted(each)
 
     def _parted(self, each: Leaf | Plain) -> Leaf | Plain:
         return Plain([each]) if not isinstance(each, Plain) and self._drawn_parts.random() < self._parting else each
@@ -718,6 +831,7 @@ class SimulatedRank:
 
     def gather(self, units: Sequence[str], *, ahead: bool) -> None:
         sharded = tuple(unit for unit in units if unit not in self._unsharded)
+        self._ahead.update(sharded if ahead else sharded[1:])
         if sharded:
             number = len(self.gathers)
             self.gathers.append(sharded)
@@ -849,26 +963,37 @@ def deadlock(ranks: Sequence[list[Stream]]) -> str:
     return "; ".join(stuck)
 
 
-def problem_of(seed: int, *, schedule_class: type[BackwardSchedule[str]] = BackwardSchedule, world: int = 0) -> str:
-    """Play program `seed` on some ranks; "" or what went wrong."""
-    return problem_of_program(drawn_program(seed), seed, schedule_class=schedule_class, world=world)
+def problem_of(seed: int, **how: Any) -> str:
+    """Play program `seed` on some ranks; "" or what went wrong. `how`: as of `problem_of_program`."""
+    return problem_of_program(drawn_program(seed), seed, **how)
 
 
 def problem_of_program(
-    program: Program, seed: int, *, schedule_class: type[BackwardSchedule[str]] = BackwardSchedule, world: int = 0
+    program: Program,
+    seed: int,
+    *,
+    schedule_class: type[BackwardSchedule[str]] = BackwardSchedule,
+    forwards_class: type[SimulatedForwards] = SimulatedForwards,
+    world: int = 0,
 ) -> str:
     """Play `program` on some ranks, of which `seed` draws what their backwards reach; "" or what went wrong."""
     rng = random.Random(f"ranks {seed}")
     double = rng.random() < 0.1
     ranks = [
-        SimulatedRank(program, rng.randrange(2**30), double=double, schedule_class=schedule_class)
+        SimulatedRank(
+            program,
+            rng.randrange(2**30),
+            double=double,
+            schedule_class=schedule_class,
+            forwards_class=forwards_class,
+        )
         for _ in range(world or rng.choice((2, 2, 3, 4)))
     ]
-    for rank in ranks:
-        rank.forward()
-    if not all(rank.has_gradients() for rank in ranks):
-        return ""  # ranks get an error that they differ, or none comes anywhere
     try:
+        for rank in ranks:
+            rank.forward()
+        if not all(rank.has_gradients() for rank in ranks):
+            return ""  # ranks get an error that they differ, or none comes anywhere
         for rank in ranks:
             rank.backward()
     except Problem as error:

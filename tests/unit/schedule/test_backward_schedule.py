@@ -1,4 +1,4 @@
-"""No order that ranks find from what their own backwards reach lets one wait for another: by simulation.
+"""No order that ranks find from what their own forwards and backwards reach lets one wait for another: by simulation.
 
 On each communicator all ranks issue beginnings of one sequence, and nobody waits for what a waiting rank has not
 issued, where hosts wait (gloo) and where streams do (NCCL, with the limiter's waits for memory). What is used is
