@@ -61,7 +61,7 @@ class FSDP2Controls(ScheduleControls):
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Without effect: ranks may use different parameters at any time. One that no rank used has no gradient.
+        """Without effect: ranks may use different parameters. One that none used keeps its `.grad`; FSDP2 makes zeros.
 
         Args:
             reduce_scatter_unused_params, recurse: checked for their type.
@@ -74,7 +74,7 @@ class FSDP2Controls(ScheduleControls):
         check_bool(f"{method}: recurse", recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Without effect: gradients are reduced where they lie, and there is no buffer that a next one waits for.
+        """Without effect: one reduction reads gradients while the next unit's come, and ends before theirs is issued.
 
         Args:
             max_input_buffers, recurse: checked.
