@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 import torch.nn.functional as F
 from torch import nn
@@ -240,6 +241,39 @@ def test_methods(pool2: Run) -> None:
 @pytest.mark.skipif(not is_thorough(), reason="more ranks; --thorough")
 def test_methods_of_hybrids(pool4: Run) -> None:
     assert pool4(controlled, (2, 2)) == [[]] * 4
+
+
+class Branches(nn.Module):
+    """Both ranks use the first layer, one the second, none the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers[0](x)
+        return y if dist.get_rank() else y + self.layers[1](x)
+
+
+def unused(rank: int, world: int) -> list[str]:
+    torch.manual_seed(0)
+    model, found, grads = Branches(), [], []
+    for package in (flatfsdp, theirs):
+        net: Any = copy.deepcopy(model)
+        package.fully_shard(net, mesh=named_mesh(2))
+        net.set_reduce_scatter_unused_params(True)
+        net(torch.full((2, 4), rank + 1.0)).square().mean().backward()
+        grads.append([p.grad for p in net.parameters()])
+    ours, torchs = grads
+    if not all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(ours[:4], torchs[:4], strict=True)):
+        found.append("what a rank used")
+    if ours[4:] != [None, None] or any(b is None or b.to_local().any() for b in torchs[4:]):
+        found.append(f"what no rank used: {ours[4:]}, {torchs[4:]}")
+    return found
+
+
+def test_what_no_rank_used_has_no_gradient_where_torchs_has_zeros(pool2: Run) -> None:
+    assert pool2(unused) == [[], []]
 
 
 # -- lists -------------------------------------------------------------------------------------------------------------
