@@ -76,7 +76,7 @@ class FullyShard(Unsharded):
         if options["offload"]:
             settings["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
         dtypes = recipe.compute, recipe.reduce
-        shard = partial(api.fully_shard, **settings, mp_policy=policy(*dtypes))
+        shard = partial(api.fully_shard, **settings, mp_policy=policy(*dtypes, cast_forward_inputs=options["cast"]))
         innermost = [unit for unit in units if not any(each in units for each in unit.modules() if each is not unit)]
         if options["units"] == "lists":
             for first in range(0, len(innermost), 2):
@@ -84,7 +84,7 @@ class FullyShard(Unsharded):
             units = [unit for unit in units if unit not in innermost]
         for unit in reversed(units):
             shard(unit)
-        if options["roots"] == "one":
+        if options["roots"] != "several":
             api.fully_shard(model, **settings, mp_policy=policy(*dtypes, output_dtype=options["output_dtype"]))
         else:
             for child in model.children():
@@ -189,6 +189,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "bf16": {"compute": BF16},
     "bf16 reduced in fp32": {"compute": BF16, "reduce": torch.float32},
+    "bf16 cast by the root": {"compute": BF16},  # units inside have cast_forward_inputs=False
     "fp16 reduce": {"reduce": torch.float16},
 }
 ACCUMULATIONS: dict[str, str | None] = {
@@ -206,13 +207,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "reshard": (None, True, False, "int"),
     "precision": tuple(PRECISIONS),
     "offload": (False, True),
-    "model": ("mlp", "rows", "tied and frozen", "dtypes", "unused", "encoder"),
+    "model": ("mlp", "rows", "tied", "frozen", "tied and frozen", "dtypes", "unused", "encoder"),
     "meta": ("no meta", "to_empty", "assigned"),
     "checkpointing": ("no checkpointing", *parity.CHECKPOINTING, "reentrant checkpoints inside"),
     "accumulation": tuple(ACCUMULATIONS),
-    "roots": ("one", "several"),
+    "roots": ("one", "several", "after a unit"),
 }
-SEQUENTIAL = ("mlp", "rows", "dtypes", "unused")  # models that are no more than their children
+SEQUENTIAL = ("mlp", "rows", "frozen", "dtypes", "unused")  # models that are no more than their children
 
 
 @dataclass(frozen=True)
@@ -245,13 +246,15 @@ class Cell:
             micro["accumulate"] = "no_sync"
         mesh = self.mesh
         replicas = mesh[0] if mesh is not None and len(mesh) == 2 else 1
-        return Recipe(self.model, **PRECISIONS[self.precision], **micro, steps=2, replicas=replicas)
+        early = self.roots == "after a unit"
+        return Recipe(self.model, **PRECISIONS[self.precision], **micro, steps=2, replicas=replicas, early=early)
 
     @property
     def options(self) -> dict[str, Any]:
         """Those of the engine."""
         options = {name: getattr(self, name) for name in ("placement", "units", "offload", "meta", "roots")}
         options |= {"checkpointing": self.checkpointing, "mesh": self.mesh}
+        options["cast"] = self.precision != "bf16 cast by the root"
         options["output_dtype"] = torch.float32 if self.precision == "bf16 reduced in fp32" else None
         shards = self.world if self.mesh is None else self.mesh[-1]
         options["reshard"] = (2 if shards == 4 else 1) if self.reshard == "int" else self.reshard
@@ -265,9 +268,12 @@ class Cell:
     def bound(self) -> float:
         """0: every bit is the same. A kernel adds up the products of columns in another order than those of rows;
         microbatches are added up before replicas are; each call in a unit that is recomputed reentrantly is reduced by
-        itself."""
-        calls = self.model == "encoder" or (self.units == "lists" and self.accumulation == "no sync")
+        itself, or added by itself to what has accumulated, in the dtype that is reduced."""
+        early = self.model == "encoder" or self.roots == "after a unit"
+        calls = early or (self.units == "lists" and self.accumulation == "no sync")
         apart = self.checkpointing == "reentrant checkpoints inside" and calls
+        if early and self.checkpointing == "reentrant checkpoints":
+            apart = self.accumulation == "no sync" or self.recipe.reduce is not None
         rows = self.placement == "rows" or (self.placement == "meshes" and self.strategy != "2x2")
         if rows and self.accumulation != "within replicas" and not apart:
             return 0.0
@@ -314,6 +320,8 @@ def illegal(cell: Cell) -> str | None:
         return "there is one replica only"
     if cell.model == "encoder" and (around or "bf16" in cell.precision):
         return "the encoder is called by its name, and the oracle casts what the root is given"
+    if cell.precision == "bf16 cast by the root" and cell.roots != "one":
+        return "nothing casts what is given to another module than the root"
     return None
 
 
@@ -361,7 +369,8 @@ def torch_takes(cell: Cell) -> bool:
         cell.world == 2
         and not cell.offload
         and cell.model not in ("dtypes", "rows")  # several dtypes are trained; one parameter is empty
-        and cell.model != "encoder"  # which runs before its root
+        and cell.model != "encoder"
+        and cell.roots != "after a unit"  # a unit runs before its root
         # torch's loses gradients where several modules of a list come to their ends apart
         and not (cell.accumulation == "within replicas" and cell.units == "lists" and "reentr" in cell.checkpointing)
     )

@@ -6,7 +6,7 @@ Sizes are odd on purpose: shards are uneven on two, three and four ranks, and pa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -292,6 +292,19 @@ def _encoded_apart(model: Any, batch: Batch) -> Tensor:
     before = model.encoder[0](x).float().square().mean()
     output = model(x)
     return F.mse_loss(output.float(), target) + before + model.encoder[1](x).float().square().mean()
+
+
+def unit_first(case: Case) -> Case:
+    """The case with a loss that has the output of the first unit, too, which runs before the model does. The model has
+    units."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        unit = next(module for module in model.modules() if isinstance(module, tuple(case.units)))
+        x = batch[0] if batch[0].is_floating_point() else F.one_hot(batch[0] % Transformer.width, Transformer.width)
+        before = unit(x.to(next(unit.parameters()).dtype)).float().square().mean()
+        return case.loss(model, batch) + before
+
+    return replace(case, loss=loss, concatenable=False)
 
 
 def _cross_entropy(model: nn.Module, batch: Batch) -> Tensor:

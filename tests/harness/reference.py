@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness.gradients import Gradients, Together, fill, gradients_of
-from tests.harness.models import CASES, OF_FULLY_SHARD, Batch, Case
+from tests.harness.models import CASES, OF_FULLY_SHARD, Batch, Case, unit_first
 
 Tensors = dict[str, Tensor]
 
@@ -38,6 +38,7 @@ class Recipe:
             the whole model is one unit.
         replicas: replica groups of a hybrid strategy. Each of them adds up its own ranks first.
         clip: the bound for the norm of all gradients; None does not clip.
+        early: a unit's forward runs by itself before the root's, and its output is in the loss (`models.unit_first`).
     """
 
     case: str = "mlp"
@@ -52,6 +53,7 @@ class Recipe:
     nested: bool = True
     replicas: int = 1
     clip: float | None = None
+    early: bool = False
 
     @property
     def mixed(self) -> bool:
@@ -61,7 +63,8 @@ class Recipe:
     @property
     def model(self) -> Case:
         """The case by its name."""
-        return (CASES | OF_FULLY_SHARD)[self.case]
+        case = (CASES | OF_FULLY_SHARD)[self.case]
+        return unit_first(case) if self.early else case
 
     def optimize(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """A new optimizer."""

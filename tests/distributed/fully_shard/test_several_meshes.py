@@ -93,7 +93,7 @@ def same(one: list[Any], two: list[Any]) -> bool:
 
 
 def beside(rank: int, world: int, divided: bool) -> list[str]:
-    steps, stories = 2, []
+    steps, stories = 4, []
     for package, torchs in ((flatfsdp, False), (flatfsdp, True), (theirs, True)):
         net = mixture(package, divided=divided, torchs_objects=torchs)
         optimizer = adamw(net)
