@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import figures, gpu, ranks
-from .engines import ENGINES
+from .engines import ENGINES, FLOOR
 from .gpu import FAKE_RANKS
 from .jobs import Setting, time_exchange, time_steps
 from .machine import Watch
@@ -77,11 +77,12 @@ def time_rounds(
 
 
 def inspect_all(cases: Sequence[Case], engines: Sequence[str], device: str = "cpu") -> list[Cell]:
-    """Exact figures of every engine on every model, for each strategy that it has, on rank 0."""
+    """Exact figures of every engine on every model, for each strategy that it has, on rank 0; and of the model alone,
+    whose copies and scalings are taken off theirs."""
     inspect = figures.inspect if device == "cpu" else gpu.inspect
     cells = []
     for case in cases:
-        for engine in engines:
+        for engine in dict.fromkeys([*engines, FLOOR]):
             for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")[: 2 if ENGINES[engine].sharded else 1]:
                 cell = attempt(_world_inspected(engine, device), inspect, Setting(case, engine, strategy, device))
                 cells.append({"model": case.name, "engine": engine, "strategy": strategy, **cell})

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tools.benchmark import machine, memory, profile
+from tools.benchmark import machine, memory, profile, rounds
+from tools.benchmark.engines import FLOOR
 from tools.benchmark.gpu import kernels_of, overlap
 from tools.benchmark.models import MODELS
-from tools.benchmark.rows import Timings
+from tools.benchmark.rows import Timings, figures_row
 from tools.benchmark.statistics import distance, joined, paired_ratio
 from tools.benchmark.table import render
 
@@ -49,6 +50,21 @@ def test_distances_of_trajectories() -> None:
 
 def test_small_neighbors_are_sent_together() -> None:
     assert joined([3, 3, 9, 1, 4, 2], 5) == [6, 9, 5, 2]
+
+
+def test_bytes_copied_are_shown_of_any_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are less those that the model copies by itself, which is looked at, too."""
+
+    def attempt(world: Any, job: Any, setting: Any) -> dict[str, Any]:
+        copied = {"forward": 2 if setting.engine == FLOOR else 5}
+        return {"ranks": [{"calls": {}, "bytes": {}, "copied": copied, "scaled": 0}]}
+
+    monkeypatch.setattr(rounds, "attempt", attempt)
+    monkeypatch.setattr(rounds, "note", lambda cell: None)
+    cells = rounds.inspect_all([MODELS["mlp"]], ["flatfsdp-front"])
+    row = figures_row(cells, "mlp", "flatfsdp-front")
+    assert (row["copied forward"], row["copied backward"], row["scaled"]) == (3, 0, 0)
+    assert [each["engine"] for each in cells].count(FLOOR) == 1
 
 
 def cell(engine: str, number: int, seconds: float, losses: list[float]) -> dict[str, Any]:
