@@ -43,7 +43,7 @@ class FSDPModule(FSDP2Controls):
 
     Its class derives from this one and from the class that it had, `type(module)(...)` makes an instance of the latter.
     Calling it runs hooks, checkpointing around its forward, and what `module.compile()` made, with whole parameters.
-    `module.forward(...)` does not gather. It may be copied and pickled between steps.
+    `module.forward(...)` does not gather. It may be copied between steps, and pickled if no parameter was a DTensor.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -204,9 +204,10 @@ def check_outermost(unit: Unit, call: str) -> Model:
     """The model of `unit`; refuses a `call` on any but the outermost unit."""
     model = model_of(unit)
     if model.outermost is not unit:
+        kind = "module of fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel module"
         raise UsageError(
-            f"{call} was called on a nested unit ({unit.entries.class_name}); call it on the outermost "
-            f"FullyShardedDataParallel module ({model.outermost.entries.class_name})"
+            f"{call} was called on a nested unit ({unit.entries.class_name}); call it on the outermost {kind} "
+            f"({model.outermost.entries.class_name})"
         )
     return model
 

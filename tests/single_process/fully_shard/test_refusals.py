@@ -206,7 +206,7 @@ REFUSED: list[tuple[str, Callable[[], Any], type[FlatFSDPError], str]] = [
         ConfigValueError,
         "set_all_reduce_hook: stream: got .*Accepted: None, unless on an accelerator and without replicas",
     ),
-    ("_fully_shard: nested", nested, UsageError, "on a nested unit.*on the outermost"),
+    ("_fully_shard: nested", nested, UsageError, r"nested unit \(Linear\).*module of fully_shard\(\) \(Seq"),
     (
         "_fully_shard: its state",
         lambda: methodcaller("_get_fsdp_state")(layer()),
