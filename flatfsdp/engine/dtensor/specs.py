@@ -67,12 +67,13 @@ def _require_shown_rows(name: str, made: Any, dim: int, place: int) -> None:
     names = made.mesh.mesh_dim_names or range(made.mesh.ndim)
     rank = ", ".join(f"{names[i]} {number}" for i, number in zip(along, where, strict=True))
     split = " x ".join(str(count) for count, _ in cuts)
+    before = prod(made.mesh.size(i) for i in along if i != place)
     raise UsageError(
         f"parameter{f' {name!r}' if name else ''} of shape {tuple(made.shape)}: its {size} elements of dimension {dim} "
         f"are split by tensor and by data parallelism ({split} ranks), so that rank ({rank}) has others than a DTensor "
         f"with placements {made.placements} shows; torch.distributed.checkpoint would lose some. Make the size a "
-        f"multiple of {prod(count for count, _ in cuts)}, split another dimension by shard_placement_fn=, or use "
-        "FullyShardedDataParallel, without state dicts of DTensors"
+        f"multiple of {before}, split another dimension by shard_placement_fn=, or use FullyShardedDataParallel, "
+        "without state dicts of DTensors"
     )
 
 

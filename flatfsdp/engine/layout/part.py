@@ -99,9 +99,9 @@ def cut(ranges: Ranges, count: int, place: int, split_factor: int | None) -> Ran
 def shown_elsewhere(size: int, cuts: tuple[tuple[int, int | None], ...], last: int) -> tuple[int, ...] | None:
     """A place that has other ones of `size` elements if `cuts`, each a count and a split factor, are made in order than
     if number `last` of them is made at the end, into chunks; None where no place has."""
-    if size % prod(count for count, _ in cuts) == 0:
-        return None
     others = [i for i in range(len(cuts)) if i != last]
+    if size % prod(cuts[i][0] for i in others) == 0:
+        return None  # `last` cuts pieces of one size
     for places in product(*(range(count) for count, _ in cuts)):
         shown = held = joined([(0, size)])
         for i, (count, split_factor) in enumerate(cuts):

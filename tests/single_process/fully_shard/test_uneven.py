@@ -31,7 +31,7 @@ def split(rows: int) -> tuple[nn.Module, DeviceMesh]:
 def test_they_are_refused_by_every_rank(rank: int) -> None:
     with fake_world(6, rank=rank):
         layer, mesh = split(7)
-        with pytest.raises(UsageError, match=f"'weight' {REFUSED}.*shard_placement_fn="):
+        with pytest.raises(UsageError, match=f"'weight' {REFUSED}.*a multiple of 2, .*shard_placement_fn="):
             fully_shard(layer, mesh=mesh["dp"])
 
 
