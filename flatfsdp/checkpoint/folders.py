@@ -82,12 +82,12 @@ class CheckpointFolder:
                 flatfsdp's checkpoint.
         """
         refuse_newer(CheckpointFolder(self.path))
-        self.settle(keep)
+        self.clear_up(keep)
         self._check_free(overwrite=overwrite)
         disk().make_folder(self.new)
         disk().write_file(self._part(self.new), b"")
 
-    def settle(self, keep: Path | None) -> None:
+    def clear_up(self, keep: Path | None) -> None:
         """Clear up what a killed save left, so that `keep`, one of the three, is at `path`, and the others are gone.
 
         Raises:

@@ -87,7 +87,7 @@ class Keeping:
                     sweep_tokens(place.path)
                     refuse_newer(place)
                     if self.unfinished and place.is_complete(place.new):
-                        place.settle(place.new)  # all but in its place: one of those to choose from
+                        place.clear_up(place.new)  # all but in its place: one of those to choose from
                     elif self.unfinished:
                         place.discard(place.new)
 

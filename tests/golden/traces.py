@@ -129,7 +129,7 @@ class Recorder:
         if self._model is not self._player.model:
             self._listening.close()
             self._model = self._player.model
-            self._listening.enter_context(inspect.events(self._model).listening(self._hear))
+            self._listening.enter_context(inspect.events(self._model).listening(self._note))
             modules = FullyShardedDataParallel.fsdp_modules(self._model)
             names = {id(module): name for name, module in self._model.named_modules()}
             self._numbers = {names[id(each)]: f"{at}" for at, each in enumerate(modules)}
@@ -142,7 +142,7 @@ class Recorder:
         total = [f"{kind} {count}x{size}" for kind, (count, size) in sorted(self._total.items())]
         return [*self.lines, f"collectives: {', '.join(total) or 'none'}"]
 
-    def _hear(self, event: inspect.Event) -> None:
+    def _note(self, event: inspect.Event) -> None:
         self.tokens.append(f"{EVENTS.get(event.kind, event.kind)}{self._numbers.get(event.unit, event.unit)}")
 
     def _write(self, model: Any) -> None:

@@ -52,21 +52,25 @@ class Setting:
     """How a model is wrapped.
 
     `doubled`: under a late communicator and poisoned buffers, and a thread that goes on with exchanges at any moment.
-    `nearby`: among how many ranks parameters stay between forward and backward. `large`: units and gradients, which are
-    small here, are treated as large ones: exchanged, and moved, one by one as they come. `rows`: each parameter is
-    split by rows.
+    `post_forward`: among how many ranks parameters stay between forward and backward. `large`: units and gradients,
+    which are small here, are treated as large ones: exchanged, and moved, one by one as they come. `rows`: each
+    parameter is split by rows.
     """
 
     strategy: str = "FULL_SHARD"
     orig: bool = True
     doubled: bool = False
     offload: bool = False
-    nearby: int | None = None
+    post_forward: int | None = None
     large: bool = False
     rows: bool = False
 
     def __str__(self) -> str:
-        flags = {"doubled": self.doubled, "offload": self.offload, f"nearby {self.nearby}": self.nearby is not None}
+        flags = {
+            "doubled": self.doubled,
+            "offload": self.offload,
+            f"post_forward {self.post_forward}": self.post_forward is not None,
+        }
         flags |= {"large": self.large, "rows": self.rows}
         return " ".join([self.strategy, "orig" if self.orig else "flat", *(word for word, on in flags.items() if on)])
 
@@ -81,7 +85,7 @@ class Setting:
             sharding_strategy=self.strategy,
             use_orig_params=self.orig,
             cpu_offload=self.offload,
-            reshard_after_forward=self.nearby,
+            reshard_after_forward=self.post_forward,
             layout="rows" if self.rows else "flat",
             auto_wrap_policy=ModuleWrapPolicy(set(units)) if units else None,
             **more,

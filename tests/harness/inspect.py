@@ -62,13 +62,13 @@ class Events:
         """Collect (and hand to `listener`) what happens inside the context."""
         seen: list[Event] = []
 
-        def hear(event: Any) -> None:
+        def note(event: Any) -> None:
             found = Event(KINDS.get(event.kind, event.kind), event.unit, event.phase)
             seen.append(found)
             if listener is not None:
                 listener(found)
 
-        with self._trace.listening(hear):
+        with self._trace.listening(note):
             yield seen
 
 

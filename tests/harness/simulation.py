@@ -693,7 +693,7 @@ class SimulatedRank:
             if each in self._unsharded:
                 self._wait(each)
         if unit not in self._completed and unit not in self._expecting:
-            self.take_part(unit)
+            self.participate(unit)
 
     def _is_given_gradients(self, call: Call) -> bool:
         """Whether gradients flow on through what `call` is given: not where it is the first to run, or runs in this one
@@ -715,7 +715,7 @@ class SimulatedRank:
 
     def _leaf_ready(self, unit: str, index: int) -> None:
         if unit not in self._expecting:
-            self.take_part(unit)
+            self.participate(unit)
         if not self.gradient_has_arrived:
             self.gradient_arrived(watched=False)
         inside = self._arrived_inside.setdefault(unit, set())
@@ -792,7 +792,7 @@ class SimulatedRank:
             is_unsharded=self._unsharded.__contains__,
             is_trained=lambda unit: bool(self._leaves(unit)),
             elements=lambda unit: len(self._leaves(unit)),
-            takes_part=self._participates.__contains__,
+            participates=self._participates.__contains__,
             awaits_gradients=self._awaits,
         )
 
@@ -859,7 +859,7 @@ class SimulatedRank:
         while self._in_flight:
             self.operations.append(("await", ("reduce", self._in_flight.pop(0))))
 
-    def take_part(self, unit: str) -> None:
+    def participate(self, unit: str) -> None:
         leaves = self._leaves(unit)
         self._expecting.add(unit)
         self._task_of[unit] = self._tasks[0 if unit in self.schedule.clock.planned else -1]

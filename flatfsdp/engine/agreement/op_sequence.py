@@ -92,7 +92,7 @@ class Meetings:
 
         assert peers.watch is not None
         what = f"{self._noted}, unexpectedly, and waits for the notes of the others, in step {max(1, step)}"
-        with peers.watch.waiting(peers.ranks, what, settled_by_notes=True):
+        with peers.watch.waiting(peers.ranks, what, ends_by_notes=True):
             verdict = notes.wait(decided, PATIENCE)
         peers.raise_verdict()
         if verdict != SAME:

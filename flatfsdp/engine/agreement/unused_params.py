@@ -81,12 +81,12 @@ class UnusedAnswers:
 
     # -- for the main thread -----------------------------------------------------------------------------------------
 
-    def record(self, at: int, kind: int, lacking: int, *, takes_part: bool, relied: bool) -> bool:
+    def record(self, at: int, kind: int, lacking: int, *, participates: bool, relied: bool) -> bool:
         """What this rank lacked in the backward of this `kind` at this place; whether it takes part in a round, which
         others may have requested. `relied`: nobody waits for a rank that lacks what is expected."""
         with self._lock:
-            takes_part = takes_part or at in self._requested or (not relied and kind in self._due)
-            self._own[at] = MissingGradients(kind, lacking, is_published=takes_part)
+            participates = participates or at in self._requested or (not relied and kind in self._due)
+            self._own[at] = MissingGradients(kind, lacking, is_published=participates)
             self._due.discard(kind)
             if self._requested:
                 self._requested = {place for place in self._requested if place > at}
@@ -94,9 +94,9 @@ class UnusedAnswers:
                 self._called_at = {place for place in self._called_at if place >= at}
             if len(self._own) > KEPT:
                 del self._own[next(iter(self._own))]
-        return takes_part
+        return participates
 
-    def take_part_in_next(self, kind: int) -> None:
+    def participate_in_next(self, kind: int) -> None:
         """Some ranks did not take part in a round: all do in the next backward of this `kind`."""
         with self._lock:
             self._due.add(kind)
@@ -125,14 +125,14 @@ class UnusedAnswers:
             if is_first_call:
                 self._called_at.add(at)
         if own is not None and answers:
-            self._store.append(key, entry_of(self._rank, own.lacking, takes_part=False))
+            self._store.append(key, entry_of(self._rank, own.lacking, participates=False))
         if is_first_call:
-            self._store.append(f"{key}/calls", entry_of(self._rank, 0, takes_part=True))
+            self._store.append(f"{key}/calls", entry_of(self._rank, 0, participates=True))
 
     def publish_what_is_left(self) -> None:
         """This rank answers no more, for its model is gone or its program ends: leave what it would answer."""
         with self._lock:
-            text = "".join(entry_of(at, own.lacking, takes_part=False) for at, own in self._own.items())
+            text = "".join(entry_of(at, own.lacking, participates=False) for at, own in self._own.items())
         if text and self._store is not None:
             self._store.post(f"{self._scope}/unused/left/{self._rank}", text)
 
@@ -143,9 +143,9 @@ def left_by(rank: int, at: int, scope: str, store: StoreClient) -> int | None:
     return left[at][0] if at in left else None
 
 
-def entry_of(place: int, lacking: int, *, takes_part: bool) -> str:
-    """What a rank, or the last words of one for a place, lacks, as text. `takes_part`: it did so itself."""
-    return f"{place}:{lacking:x}:{int(takes_part)};"
+def entry_of(place: int, lacking: int, *, participates: bool) -> str:
+    """What a rank, or the last words of one for a place, lacks, as text. `participates`: it did so itself."""
+    return f"{place}:{lacking:x}:{int(participates)};"
 
 
 def entries_in(text: str) -> dict[int, tuple[int, bool]]:
@@ -175,7 +175,7 @@ class UnusedParams:
         self._expected: dict[int, int] | None = None
         self._at = -1
         self._kind = 0
-        self._all_take_part = False
+        self._all_participate = False
         self._called = False
         self._rounds_left, self._rounds = 0, 1  # since the last surprise, and how many it led to
         self._old: list[str] = []  # keys in the store that nobody will read any more
@@ -198,17 +198,17 @@ class UnusedParams:
         outcome = self._predictor.expected()
         self._expected = self._outcomes.get(outcome) if outcome is not None else None
         self.expects = self._expected is not None and not self._rounds_left
-        self._all_take_part = outcome is None or self._expected is not None or self.with_data is not None
+        self._all_participate = outcome is None or self._expected is not None or self.with_data is not None
 
     def branch(self) -> None:
         """Ranks run parts of the model as their data will have it: all take part."""
-        self._all_take_part = True
+        self._all_participate = True
 
     def rely(self) -> None:
         """All ranks wait for each reduction, so a rank that lacks what is expected need not post it."""
         assert self._expected is not None
         self.foreseen = self._expected[self._peers.rank]
-        self._all_take_part = False
+        self._all_participate = False
 
     def before_reduction(self, lacking: Iterable[tuple[int, int]]) -> None:
         """A reduction is about to be issued: call the other ranks if this one does not lack what they rely on.
@@ -221,7 +221,7 @@ class UnusedParams:
             if not self._called and bits != self.foreseen & mask:
                 self._call()
 
-    def settle(self, lacking: int) -> int:
+    def lacked_by_all(self, lacking: int) -> int:
         """Gradients were reduced, to which this rank was `lacking` some: what no rank brought any to, a bit each.
 
         Waits for the other ranks, if that is not foreseen.
@@ -231,27 +231,27 @@ class UnusedParams:
     def _agree(self, lacking: int) -> int:
         """What all ranks lack."""
         relied = self.foreseen is not None
-        takes_part = self.answers.record(
+        participates = self.answers.record(
             self._at,
             self._kind,
             lacking,
-            takes_part=self._all_take_part or self._called or lacking != (self.foreseen or 0),
+            participates=self._all_participate or self._called or lacking != (self.foreseen or 0),
             relied=relied,
         )
-        if not takes_part:
+        if not participates:
             expected = self._expected if relied else None
             self._learn(expected)
             return lacking & functools.reduce(operator.and_, expected.values()) if expected is not None else lacking
-        rows, all_took_part = self._hold_round(lacking)
+        rows, all_participated = self._hold_round(lacking)
         if self._expected is not None and not relied and self._rounds_left:
             self._rounds_left -= 1
-        elif all_took_part and (relied or not self._all_take_part):  # a surprise
+        elif all_participated and (relied or not self._all_participate):  # a surprise
             self._rounds = min(2 * self._rounds, MOST)
             self._rounds_left = self._rounds
-        if all_took_part:
+        if all_participated:
             self._learn(rows)
         else:
-            self.answers.take_part_in_next(self._kind)
+            self.answers.participate_in_next(self._kind)
             self._learn(self._expected if relied else None)
         return functools.reduce(operator.and_, rows.values())
 
@@ -272,28 +272,28 @@ class UnusedParams:
     def _hold_round(self, lacking: int) -> tuple[dict[int, int], bool]:
         """What each rank lacks, and whether all took part."""
         key, relied = self._key(), self.foreseen is not None
-        comes = self._all_take_part or relied
-        entry = entry_of(self._peers.rank, lacking, takes_part=True)
+        comes = self._all_participate or relied
+        entry = entry_of(self._peers.rank, lacking, participates=True)
         found = self._publish(
             key,
             entry,
             "which parameters the others brought no gradients to",
             request_after=LATE * 10 if comes else SOON,
         )
-        all_took_part = all(took_part for _, took_part in found.values())
+        all_participated = all(took_part for _, took_part in found.values())
         own = self._peers.rank
         if own == min((rank for rank, (_, took_part) in found.items() if took_part), default=own):
             with contextlib.suppress(StoreGone):
                 self._peers.store.erase(*self._old)  # whoever is in this round has read all earlier ones
             self._old = []
         self._old += [key, f"{key}/calls"] if relied else [key]
-        return {rank: lacks for rank, (lacks, _) in found.items()}, all_took_part
+        return {rank: lacks for rank, (lacks, _) in found.items()}, all_participated
 
     def _call(self) -> None:
         """Let all ranks read that this one does not lack what was foreseen, and wait until they have."""
         self._called = True
         self.answers.record_call(self._at)
-        entry = entry_of(self._peers.rank, 0, takes_part=True)
+        entry = entry_of(self._peers.rank, 0, participates=True)
         what = "the others to read of gradients that are not there, or were not expected"
         self._publish(f"{self._key()}/calls", entry, what, request_after=SOON, calls=True)
 
@@ -323,7 +323,7 @@ class UnusedParams:
                         found[rank] = lacks, False
             return not missing
 
-        with peers.watch.waiting(peers.ranks, f"waits for {what}", settled_by_notes=True):
+        with peers.watch.waiting(peers.ranks, f"waits for {what}", ends_by_notes=True):
             try:
                 store.append(key, entry)
                 there = store.wait(complete, PATIENCE)

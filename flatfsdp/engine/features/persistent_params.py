@@ -131,13 +131,17 @@ class PersistentParams(Observer):
 
     def first_gather_agreed(self) -> None:
         """Gathers what was found. Collective over the shard axis if anything was."""
-        model, due, doubtful = self._model(), self._due, self._maybe_stale
+        model, due, maybe_stale = self._model(), self._due, self._maybe_stale
         self._due, self._maybe_stale = [], []
-        if doubtful and model is not None and model.agreement.any_rank(not all(ref.is_fetched for ref in doubtful)):
-            for ref in doubtful:
+        if (
+            maybe_stale
+            and model is not None
+            and model.agreement.any_rank(not all(ref.is_fetched for ref in maybe_stale))
+        ):
+            for ref in maybe_stale:
                 evict(ref.unit, ref.kind)
-            due = [*due, *doubtful]
-        for ref in doubtful:
+            due = [*due, *maybe_stale]
+        for ref in maybe_stale:
             ref.unit.kept.maybe_stale = False
         for ref in due:
             fetch(ref.unit, ref.kind)

@@ -62,7 +62,7 @@ STAGES_OF_UNITS: Mapping[str, Range] = {
     "wait_unshard": Range("wait for gather", lambda unit: any(handle.state is GATHERING for handle in unit.handles)),
     "reshard": Range("reshard", lambda unit: not unit.is_sharded),
     "reduce": Range("reduce", labels_reductions=True),
-    "finalize_grads": Range("settle", lambda unit: any(grads.expected for grads in unit.grads)),
+    "finalize_grads": Range("finalize gradients", lambda unit: any(grads.expected for grads in unit.grads)),
 }
 STAGES_OF_FORWARDS: Mapping[str, Range] = {"run": Range("forward", names=_name_of_unit)}
 STAGES_OF_BACKWARDS: Mapping[str, Range] = {"before_backward": Range("before backward", names=_name_of_unit)}

@@ -80,7 +80,7 @@ class UnsteppedCheck(Observer):
             elif self._in_vain and all(each.is_unchanged() for each in self._before):
                 _warn(model, self._in_vain)
             self._end(model)
-        elif not self._before and not backward.deferred:  # whoever reads a gradient that lingers waits for it
+        elif not self._before and not backward.deferred:  # to read a deferred gradient is to wait for it
             self._before = [
                 _ParamSnapshot(handle, fqn(unit.name, flat_name(kind)))
                 for unit in model.units

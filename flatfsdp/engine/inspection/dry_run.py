@@ -1,4 +1,4 @@
-"""One process that rehearses what a rank of a job of any size does: everything but memory, values and other ranks.
+"""One process that simulates what a rank of a job of any size does: everything but memory, values and other ranks.
 
 [Note: dry run] What a rank holds and sends follows from the engine's own decisions, so a dry run takes them all:
 units, schedule and books are those of any run. Tensors have shapes and no memory, and process groups send nothing.

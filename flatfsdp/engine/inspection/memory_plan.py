@@ -74,7 +74,7 @@ def memory_plan(
     microbatches: int = 1,
     max_norm: float | None = None,
 ) -> Plan:
-    """What a rank of the job that is being rehearsed holds and sends in a step of training, once it has settled.
+    """What a rank of the job that is being simulated holds and sends in a step of training, once it has settled.
 
     Steps of `model` run, in which its modules compute nothing: every unit once, and its parameters, in the order of
     declaration. A model that uses them in another order, several times or not at all differs from the plan by that.

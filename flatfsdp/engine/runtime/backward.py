@@ -61,7 +61,7 @@ FACTS: UnitFacts[Unit] = UnitFacts(
     is_unsharded=attrgetter("is_unsharded"),
     is_trained=lambda unit: bool(unit.trainable_leaves()),
     elements=lambda unit: sum(h.layout.params[i].numel for h in unit.handles for i in h.trainable_indices()),
-    takes_part=lambda unit: any(grads.participates for grads in unit.grads),
+    participates=lambda unit: any(grads.participates for grads in unit.grads),
     awaits_gradients=awaits_gradients,
 )
 
@@ -175,7 +175,7 @@ class Backward:
             together=turns.coalesced(record.anchored),
         )
         self._reductions = schedule.reductions
-        self._reduced_last: Sequence[Unit] = ()  # that may linger
+        self._reduced_last: Sequence[Unit] = ()  # which may be under way
         self.deferred: Sequence[Unit] = ()
         self.stays_unsharded = stays_unsharded
         self._rules = rules
@@ -304,7 +304,7 @@ class Backward:
         for unit in self._coalescer.launch_unshard(units, ahead=ahead):
             self.gathered.append(unit.place.index)
 
-    def take_part(self, unit: Unit, *, share: bool = False) -> None:
+    def participate(self, unit: Unit, *, share: bool = False) -> None:
         """Await the gradients of all leaves of `unit` that require one; zeros where this backward brings none.
         `share`: in the parameters' own places."""
         hooked, divide_by = unit.options.comm_hook is not None, unit.options.schedule.divide_by
@@ -441,6 +441,6 @@ class Backward:
             for grads in unit.grads:
                 if not grads.expected <= grads.contributed and unit.completes:
                     lacking[unit] = lacking_in(unit)
-        absent = self.agreement.unused.settle(functools.reduce(operator.or_, lacking.values(), 0))
+        absent = self.agreement.unused.lacked_by_all(functools.reduce(operator.or_, lacking.values(), 0))
         for unit in lacking:
             leave_out(unit, absent)

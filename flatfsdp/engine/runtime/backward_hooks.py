@@ -239,7 +239,7 @@ class BackwardHooks:
             own.keep_unsharded = True
         backward.reached(unit)
         if not (own.completed or begun):
-            backward.take_part(unit, share=backward.is_over_with_gradients(unit))
+            backward.participate(unit, share=backward.is_over_with_gradients(unit))
         unit.enter_phase(PRE_BACKWARD)
         unit.record_event("backward")
 
@@ -251,7 +251,7 @@ class BackwardHooks:
                 unit.handles[kind].leaves[index].grad = None  # of the whole
                 _refuse_inside_forward(unit)
             backward = self.begin()
-            backward.take_part(unit)
+            backward.participate(unit)
             unit.enter_phase(PRE_BACKWARD)
         own, leaf = unit.backward, unit.handles[kind].leaves[index]
         grad = leaf.grad

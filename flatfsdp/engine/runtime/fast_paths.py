@@ -29,7 +29,7 @@ def keep_out(modules: Iterable[nn.Module]) -> None:
             hooks.before_forward(module, _nothing)
 
 
-def settle(modules: Iterable[nn.Module], units: Sequence[Unit]) -> None:
+def keep_out_inside(modules: Iterable[nn.Module], units: Sequence[Unit]) -> None:
     """All `modules` of a model are known, the outermost first: of those of `units` only the ones inside of such layers
     need hooks."""
     outermost, *rest = modules

@@ -90,7 +90,7 @@ class Setup:
                 parameters += len(handle.leaves)
             self.connect(unit)
         self.entries = entries(outermost)
-        fast_paths.settle(names, units)
+        fast_paths.keep_out_inside(names, units)
         check_hooked(units)
         check_targets(units)
         self._take_over([unit for unit in units if unit.entries.in_place])

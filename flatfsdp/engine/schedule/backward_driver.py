@@ -48,7 +48,7 @@ class UnitFacts(Generic[U]):
         is_trained: whether a parameter of it requires a gradient.
         elements: of the gradients that it can get.
         awaits_gradients: whether the running graph task will bring gradients that it lacks.
-        takes_part: whether there is something to reduce of it.
+        participates: whether there is something to reduce of it.
     """
 
     completed: Callable[[U], bool]
@@ -60,7 +60,7 @@ class UnitFacts(Generic[U]):
     is_trained: Callable[[U], bool]
     elements: Callable[[U], int]
     awaits_gradients: Callable[[U], bool]
-    takes_part: Callable[[U], bool]
+    participates: Callable[[U], bool]
 
 
 class Driver(Protocol[U_contra]):
@@ -98,7 +98,7 @@ class Driver(Protocol[U_contra]):
     def release_inputs(self) -> None:
         """Let no reduction hold what it reads: a gather is about to take its memory."""
 
-    def take_part(self, unit: U_contra) -> None:
+    def participate(self, unit: U_contra) -> None:
         """Let `unit` have gradients, zeros where this backward brings none."""
 
     def complete(self, unit: U_contra) -> None:

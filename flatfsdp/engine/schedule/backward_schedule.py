@@ -234,7 +234,7 @@ class BackwardSchedule(Generic[U]):
         rest = self.reductions.due(rest=True)
         for unit in (*chain.from_iterable(rest), *self.windows):
             if not facts.expects_gradients(unit):
-                driver.take_part(unit)
+                driver.participate(unit)
         self.reductions.due(rest=True)  # these
         self._reduce(rest)
 
@@ -308,7 +308,7 @@ class BackwardSchedule(Generic[U]):
 
     def _reduce_in_turn(self, unit: U) -> None:
         """No gradient of `unit` is to come: reduce it, if there is something to reduce, and all whose turn it is."""
-        if self.reductions.expects(unit) and self._facts.takes_part(unit):
+        if self.reductions.expects(unit) and self._facts.participates(unit):
             self.reductions.ready(unit)
             self._reduce(self.reductions.due())
 
@@ -318,7 +318,7 @@ class BackwardSchedule(Generic[U]):
         if not self._facts.expects_gradients(unit):
             # Not again where it was gathered with others and freed since: those that reach it have it still.
             self._gather(self.gathers.through((unit,)))
-            self._driver.take_part(unit)
+            self._driver.participate(unit)
         self._driver.complete(unit)
         if unit not in self.clock.called_again:
             self._reduce_in_turn(unit)

@@ -30,7 +30,7 @@ class AnnouncedWait:
     ranks: tuple[int, ...]
     what: str
     since: float
-    settled_by_notes: bool
+    ends_by_notes: bool
 
 
 class LocalWaits:
@@ -54,15 +54,15 @@ class LocalWaits:
         self._parted, self._parted_since = "", 0.0  # the waits in which ranks were found parted [Note: parted]
         self._entered: dict[tuple[str, tuple[int, ...]], int] = {}  # places, the last one last, and how often each was
 
-    def announce(self, ranks: Sequence[int], what: str, *, settled_by_notes: bool) -> AnnouncedWait | None:
+    def announce(self, ranks: Sequence[int], what: str, *, ends_by_notes: bool) -> AnnouncedWait | None:
         """This thread waits for `ranks`; the wait around this one. Others than the main thread wait beside what the
         rank does."""
         before = self.announced.get(threading.get_ident())
         if threading.current_thread() is threading.main_thread():
-            if not settled_by_notes:
+            if not ends_by_notes:
                 place = what, tuple(ranks)
                 self._entered[place] = self._entered.pop(place, 0) + 1
-            self.end(AnnouncedWait(tuple(ranks), what, time.monotonic(), settled_by_notes))
+            self.end(AnnouncedWait(tuple(ranks), what, time.monotonic(), ends_by_notes))
         return before
 
     def end(self, around: AnnouncedWait | None) -> None:
@@ -97,7 +97,7 @@ class LocalWaits:
         since, announced = self.waited()
         stands = waits.standing()
         if announced is not None:
-            ranks = () if announced.settled_by_notes else announced.ranks
+            ranks = () if announced.ends_by_notes else announced.ranks
             last = itertools.islice(reversed(self._entered.copy().items()), ENTERED)
             entered = {name_of_place(*place): count for place, count in last}
             return RankStatus(announced.what, now - announced.since, ranks, (announced.since, *stands), entered)

@@ -105,16 +105,16 @@ class Watchdog:
         self._wake.set()
 
     @contextlib.contextmanager
-    def waiting(self, ranks: Sequence[int], what: str, *, settled_by_notes: bool = False) -> Iterator[None]:
+    def waiting(self, ranks: Sequence[int], what: str, *, ends_by_notes: bool = False) -> Iterator[None]:
         """The enclosed code waits until all `ranks` are at the same place, which `what` describes.
 
-        `settled_by_notes`: or until it has read from them that they are not.
+        `ends_by_notes`: or until it has read from them that they are not.
 
         Raises:
             LostRankError: a connection broke.
         """
         with self._lock:
-            around = self._local.announce(ranks, what, settled_by_notes=settled_by_notes)
+            around = self._local.announce(ranks, what, ends_by_notes=ends_by_notes)
             self._start()
         try:
             yield

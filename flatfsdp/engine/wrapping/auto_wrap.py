@@ -104,7 +104,7 @@ class PlannedUnit:
     path: str
     """Where it stands in the root, the first of its places."""
     module: nn.Module
-    homes: tuple[tuple[nn.Module, str], ...]
+    places: tuple[tuple[nn.Module, str], ...]
     """Every place that holds it, as (parent, attribute): a shared module is wrapped once and set everywhere."""
     kwargs: dict[str, Any]
     """The arguments of its wrapper."""
@@ -170,13 +170,13 @@ def plan_wrapping(
 
     _pass_over(root, chosen, closed, uncounted)
 
-    homes: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for attribute, child in parent._modules.items():
             if child is not None and child in chosen:
-                homes.setdefault(child, []).append((parent, attribute))
+                places.setdefault(child, []).append((parent, attribute))
     plan = tuple(
-        PlannedUnit(path, module, tuple(homes[module]), chosen[module], module in overridden)
+        PlannedUnit(path, module, tuple(places[module]), chosen[module], module in overridden)
         for path, module in _children_first(root, closed, {root})
         if module in chosen
     )
@@ -211,7 +211,7 @@ def apply_plan(
             wrapper = make(planned.module, **planned.kwargs)
             if unmake is not None:
                 undo.callback(unmake, wrapper)
-            for parent, attribute in planned.homes:
+            for parent, attribute in planned.places:
                 undo.callback(_set_child, parent, attribute, planned.module)
                 _set_child(parent, attribute, wrapper)
         return undo.pop_all()

@@ -222,7 +222,7 @@ def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None
 def _homes(
     module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter], front: Front
 ) -> tuple[list[ParamRef], list[ParamRef], dict[nn.Module, set[str]]]:
-    """(homes of what the unit will own, homes of what other units own, attributes that hold ignored parameters)."""
+    """(places of what the unit will own, places of what other units own, attributes that hold ignored parameters)."""
     param_refs: list[ParamRef] = []
     shared_refs: list[ParamRef] = []
     ignored: dict[nn.Module, set[str]] = {}

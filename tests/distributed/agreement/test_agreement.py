@@ -394,7 +394,7 @@ def accumulate(rank: int, world: int) -> list[int]:
     return notes
 
 
-def test_a_window_of_accumulation_becomes_a_habit(pool2: Run) -> None:
+def test_a_window_of_accumulation_is_predicted(pool2: Run) -> None:
     for notes in pool2(accumulate):
         assert notes[-1] == notes[-2] == notes[-3], notes
 

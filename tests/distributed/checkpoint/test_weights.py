@@ -261,7 +261,7 @@ def on_own_disks(rank: int, world: int, path: str, setting: Setting, nodes: int)
             checkpoint.save(where, extra=extra, **call)
     again = build(setting, scale=0.0)
     found = checkpoint.load(where, model=again)
-    assert found["step"] == 3 and found["large"]["of 0"].tolist() == [1.0] * 5  # lent by the node that has it
+    assert found["step"] == 3 and found["large"]["of 0"].tolist() == [1.0] * 5  # sent by the node that has it
     (listed,) = checkpoint.listing(f"{path}/node{node}")
     assert not listed.problem and listed.world == world
     require_equal(whole(again), whole(model))

@@ -138,7 +138,7 @@ def gathers(rank: int, world: int, setting: Setting, dtype: torch.dtype, compute
         (3, Setting("SHARD_GRAD_OP", doubled=True), torch.int8, None),
         (3, Setting(orig=False, offload=True), FP8, None),
         (4, Setting("HYBRID_SHARD", large=True), FP8, BF16),
-        (4, Setting(nearby=2, large=True), torch.int8, None),
+        (4, Setting(post_forward=2, large=True), torch.int8, None),
     ],
     ids=str,
 )

@@ -127,7 +127,7 @@ def test_what_is_not_sharded_is_reported_at_the_end_of_the_backward(pool2: Run) 
 
 
 def generating(rank: int, world: int) -> list[str]:
-    """Ranks run different numbers of forwards, and hear of their own only."""
+    """Ranks run different numbers of forwards, and get records of their own only."""
     model = wrapped(world, "FULL_SHARD")
     texts = []
     with flatfsdp.detect_nonfinite(model), flatfsdp.inference(model):

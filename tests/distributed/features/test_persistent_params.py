@@ -53,7 +53,7 @@ class Keeping(parity.FSDP):
             {"sharding_strategy": "NO_SHARD"},
         ),
     ],
-    ids=["three", "dtypes", "offload", "hybrid", "portions", "replicas"],
+    ids=["three", "dtypes", "offload", "hybrid", "post-forward", "replicas"],
 )
 def test_like_one_process(world: int, recipe: Recipe, options: dict[str, Any], on: str) -> None:
     parity.check(world, recipe, engine=Keeping(on=on), context=hostile_world, **options)

@@ -24,8 +24,8 @@ from tests.harness.reference import Recipe
 from tests.harness.thorough import some, spread
 
 PAIRS = (
-    Setting(orig=True, doubled=True, nearby=2),
-    Setting("SHARD_GRAD_OP", orig=False, offload=True, nearby=2, rows=True),
+    Setting(orig=True, doubled=True, post_forward=2),
+    Setting("SHARD_GRAD_OP", orig=False, offload=True, post_forward=2, rows=True),
 )
 
 
@@ -62,8 +62,8 @@ def test_corners(name: str, pool4: Run) -> None:
 
 @pytest.mark.parametrize(("ranks", "case"), spread([(4, 2), (6, 2), (6, 3)], ["tied", "dtypes", "nested"]))
 def test_models(case: str, ranks: tuple[int, int]) -> None:
-    world, nearby = ranks
-    parity.check(world, Recipe(case, steps=2), reshard_after_forward=nearby, use_orig_params=world == 6)
+    world, post_forward = ranks
+    parity.check(world, Recipe(case, steps=2), reshard_after_forward=post_forward, use_orig_params=world == 6)
 
 
 @pytest.mark.parametrize("accumulate", ["no_sync", "communicate"])
@@ -127,7 +127,7 @@ def test_ranks_that_choose_differently_get_an_error(early: bool, pool4: Run) -> 
 
 def dropping(rank: int, world: int) -> str:
     """One rank's optimizer steps between forward and backward: its backward would gather over all, the others' not."""
-    model = Setting(nearby=2).wrap(seeded(Net), (Feedforward,))
+    model = Setting(post_forward=2).wrap(seeded(Net), (Feedforward,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = loss_of(model(data(rank, 0)))
     if rank == 2:

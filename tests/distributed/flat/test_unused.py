@@ -115,7 +115,7 @@ def difference(
         mine.zero_grad(set_to_none), reference.zero_grad(set_to_none)
         for micro, takes in enumerate(microbatches):
             last = micro == len(microbatches) - 1
-            if prepare == "lingering":
+            if prepare == "deferred":
                 model.set_is_last_backward(last)
             elif prepare == "partial":
                 model.set_requires_all_reduce(last)
@@ -216,7 +216,7 @@ def test_partial_sums_over_replicas(pool4: Run) -> None:
 
 
 def test_reductions_that_outlast_the_backward(pool2: Run) -> None:
-    assert pool2(difference, WINDOWS, prepare="lingering") == ["", ""]
+    assert pool2(difference, WINDOWS, prepare="deferred") == ["", ""]
 
 
 WINDOWS = [[("l", "l"), ("r", "l")], [("l", "l"), ("l", "l")], [("ls", "l"), ("l", "l")], [("l", "l"), ("l", "r")]]

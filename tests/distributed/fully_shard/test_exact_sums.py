@@ -45,16 +45,16 @@ def exactly(model: Any, place: int, *, factor: float = 4.0) -> list[Any]:
             module.set_force_sum_reduction_for_comms(True)  # all that gloo has
             module.set_gradient_divide_factor(factor)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4, momentum=0.5, foreach=False)
-    told: list[Any] = []
+    got: list[Any] = []
     for step in range(STEPS):
         numbers = torch.Generator().manual_seed(10 * step + place)
         x = torch.randint(-2, 3, (4, WIDTH), generator=numbers).float()
         loss = model(x).sum()
         loss.backward()
-        told += [loss.detach().clone(), *(p.grad.to_local().clone() for p in model.parameters())]
+        got += [loss.detach().clone(), *(p.grad.to_local().clone() for p in model.parameters())]
         optimizer.step()
         optimizer.zero_grad()
-    return told
+    return got
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:
@@ -120,10 +120,10 @@ def inexactly(rank: int, world: int) -> list[str]:
         torch.manual_seed(0)
         model = sharded(Net(), package, named_mesh(world), case)
         stories.append((model, train(model, case, rank, 3)))
-    (one, told), (two, expected) = stories
+    (one, got), (two, expected) = stories
     found = [
         f"value {i}: {(a - b).abs().max()}"
-        for i, (a, b) in enumerate(zip(told, expected, strict=True))
+        for i, (a, b) in enumerate(zip(got, expected, strict=True))
         if not torch.allclose(a, b, rtol=0, atol=BOUND)
     ]
     for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):

@@ -178,7 +178,7 @@ def test_uneven_rows(world: int, run: Run) -> None:
     assert not [each for found in run(world, uneven) for each in found]
 
 
-def portions(rank: int, world: int) -> list[str]:
+def pieces_on_ranks(rank: int, world: int) -> list[str]:
     """What stays among fewer ranks after a forward is bytes, too."""
     case = Case(micro="ns")
     one, two = (sharded(net(AsBfloat16), flatfsdp, named_mesh(world), replace(case, reshard=n)) for n in (2, True))
@@ -186,7 +186,7 @@ def portions(rank: int, world: int) -> list[str]:
 
 
 def test_fewer_ranks_after_a_forward(pool4: Run) -> None:
-    assert not [each for found in pool4(portions) for each in found]
+    assert not [each for found in pool4(pieces_on_ranks) for each in found]
 
 
 def in_any_order(rank: int, world: int) -> list[str]:

@@ -135,8 +135,8 @@ def by_columns(rank: int, world: int) -> list[str]:
         net = mixture(package, divided=True, torchs_objects=package is theirs, split=Shard(1))
         optimizer = adamw(net)
         stories.append((net, [stepped(net, optimizer, step) for step in range(2)]))
-    (net, told), (torchs, expected) = stories
-    for step, (one, two) in enumerate(zip(told, expected, strict=True)):
+    (net, got), (torchs, expected) = stories
+    for step, (one, two) in enumerate(zip(got, expected, strict=True)):
         if not all(
             torch.allclose(torch.as_tensor(a), torch.as_tensor(b), atol=1e-5) for a, b in zip(one, two, strict=True)
         ):
@@ -274,19 +274,19 @@ def apart(rank: int, world: int, nested: bool, folder: str) -> list[str]:
             if isinstance(module, package.FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # all that gloo has
                 module.set_gradient_divide_factor(1.0)
-        optimizer, told = adamw(net), []
+        optimizer, got = adamw(net), []
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # that ranks begin with different values
             for step in range(2):
                 x = torch.arange(8.0).view(2, 4) * (rank + step - 1)
                 loss = net(x).square().mean()
                 loss.backward()
-                told.append([loss.item(), *(p.grad.to_local().clone() for p in net.parameters())])
+                got.append([loss.item(), *(p.grad.to_local().clone() for p in net.parameters())])
                 optimizer.step()
                 optimizer.zero_grad()
-        stories.append((net, told))
-    (net, told), (torchs, expected) = stories
-    for step, (one, two) in enumerate(zip(told, expected, strict=True)):
+        stories.append((net, got))
+    (net, got), (torchs, expected) = stories
+    for step, (one, two) in enumerate(zip(got, expected, strict=True)):
         if not all(torch.allclose(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, two, strict=True)):
             found.append(f"step {step}: {one}, expected {two}")
     for (name, a), b in zip(net.named_parameters(), torchs.parameters(), strict=True):

@@ -148,7 +148,7 @@ def named(value: Any) -> str | None:
 
 
 @pytest.mark.parametrize(("world", "name", "options", "optimizer", "microbatches", "stepping"), JOBS, ids=named)
-def test_a_rehearsal_foretells_what_ranks_hold_and_send(
+def test_a_dry_run_predicts_what_ranks_hold_and_send(
     run: Run, world: int, name: str, options: dict[str, Any], optimizer: str, microbatches: int, stepping: bool
 ) -> None:
     job = name, options, optimizer, microbatches, stepping

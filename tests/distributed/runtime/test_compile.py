@@ -126,14 +126,14 @@ def in_place(rank: int, world: int) -> list[str]:
             net.c.compile(backend=BACKEND)
         flatfsdp.fully_shard(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        told = []
+        got = []
         for step in range(2):
             loss = loss_of(net(data(rank, step)).float())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            told.append(loss.detach())
-        stories.append([*told, *(parameter.full_tensor() for parameter in net.parameters())])
+            got.append(loss.detach())
+        stories.append([*got, *(parameter.full_tensor() for parameter in net.parameters())])
         counts.append(counters["stats"]["unique_graphs"])
     torch._dynamo.reset()
     lines = [] if all(map(torch.equal, *stories)) else ["computes something else"]

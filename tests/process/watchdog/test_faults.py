@@ -146,10 +146,10 @@ def sleep_until(ready: Callable[[], Any]) -> None:
 
 def asleep(rank: int, world: int) -> None:
     texts: list[str] = []
-    speak = watch.print_immediately
+    print_now = watch.print_immediately
 
     def post_and_note(sentence: str) -> None:
-        speak(sentence)
+        print_now(sentence)
         texts.append(sentence)
 
     with patch.object(watch, "print_immediately", post_and_note):

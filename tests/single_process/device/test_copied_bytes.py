@@ -62,7 +62,7 @@ def test_a_cast_goes_into_the_own_slot_of_a_gather() -> None:
     assert counting.copied["own slot"] == SHARDS
 
 
-def test_what_stays_nearby_is_copied_out_once() -> None:
+def test_what_post_forward_ranks_keep_is_copied_out_once() -> None:
     counting = counts_of("FULL_SHARD", reshard_after_forward=2)
     assert dict(counting.copied) == {"forward": 4 * sum(padded(NUMELS, WORLD)) // 2, "backward": GRADIENTS}
 

@@ -62,7 +62,7 @@ STAGES = {
     "gradient",
     "reduce",
     "wait for reduction",
-    "settle",
+    "finalize gradients",
 }
 
 

@@ -62,7 +62,7 @@ class Gathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def portions(model: FullyShardedDataParallel) -> int:
+def kept_bytes(model: FullyShardedDataParallel) -> int:
     """Bytes that are held between forward and backward, besides the shards and what is unsharded."""
     return inspect.memory(model).live["post_forward_shard"]
 
@@ -82,7 +82,7 @@ def test_backward_gathers_among_neighbors(world: int, count: int, mixed: MixedPr
         with Gathers() as first:
             loss = forward(model)
         assert (first.counts, first.filled, first.read) == ({world: UNITS}, {world: whole}, {world: whole // world})
-        assert portions(model) == whole // count
+        assert kept_bytes(model) == whole // count
         with Gathers() as second:
             loss.backward()
         assert (second.counts, second.filled, second.read) == ({count: UNITS}, {count: whole}, {count: whole // count})
@@ -179,10 +179,10 @@ def test_the_events_of_a_step() -> None:
         )
         loss = forward(model)
         block, *_, own = padded(NUMELS, 4)
-        assert portions(model) == 4 * (3 * block + own) // 2
+        assert kept_bytes(model) == 4 * (3 * block + own) // 2
         held = []
         events = inspect.events(model)
-        with events.listening(lambda event: held.append(portions(model)) if event.kind == "gathered" else None):
+        with events.listening(lambda event: held.append(kept_bytes(model)) if event.kind == "gathered" else None):
             assert story(model, loss.backward, "gather", "reshard", "reduce") == (
                 "gather:root gather:c gather:b reshard:c reduce:c gather:a reshard:b reduce:b reshard:a reduce:a "
                 "reshard:root reduce:root"
@@ -199,7 +199,7 @@ def test_the_peak_of_a_step_is_a_sum_of_terms() -> None:
             forward(model).backward()
             model.zero_grad()
             peaks.append((memory.peak("post_forward_shard"), memory.peak("unsharded")))
-        # Each unit's portion is there before its unsharded parameters go.
+        # Each unit's post-forward shard is there before its unsharded parameters go.
         assert peaks == [(4 * (3 * block + own) // 2, 4 * (own + 2 * block))] * 3
 
 
@@ -224,7 +224,7 @@ def test_whatever_ends_an_iteration_frees_post_forward_shards(use_orig_params: b
 
         loss = forward(model)
         with FullyShardedDataParallel.summon_full_params(model):
-            assert portions(model) == 0
+            assert kept_bytes(model) == 0
         with Gathers() as seen:
             loss.backward()
         assert seen.counts == {8: UNITS}, "a backward after that gathers over all ranks"
@@ -281,7 +281,7 @@ def test_a_second_forward_gathers_over_all_ranks() -> None:
         with Gathers() as seen:
             losses.append(forward(model))
         assert seen.counts == {8: UNITS}
-        assert portions(model) == 4 * sum(padded(NUMELS, 8)) // 2
+        assert kept_bytes(model) == 4 * sum(padded(NUMELS, 8)) // 2
         with Gathers() as seen:
             torch.stack(losses).sum().backward()
         assert seen.counts == {2: UNITS}
@@ -314,7 +314,7 @@ def test_writes_between_forward_and_backward_are_refused() -> None:
             loss.backward()
 
 
-def test_what_was_kept_nearby_is_not_taken_for_what_the_shards_hold() -> None:
+def test_what_was_kept_by_post_forward_ranks_is_not_taken_for_what_the_shards_hold() -> None:
     with fake_world(4):
         net = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
         model = FullyShardedDataParallel(
@@ -340,7 +340,7 @@ def test_a_unit_that_backward_does_not_read_keeps_no_post_forward_shard() -> Non
         model.module.b.set_unshard_in_backward(False)
         block, *_, own = padded(NUMELS, 4)
         forward(model)
-        assert portions(model) == 4 * (2 * block + own) // 2
+        assert kept_bytes(model) == 4 * (2 * block + own) // 2
 
 
 def test_post_forward_shards_have_the_dtype_of_their_forward() -> None:
@@ -352,7 +352,7 @@ def test_post_forward_shards_have_the_dtype_of_their_forward() -> None:
         for training, size in ((True, 2), (False, 4)):
             model.train(training)
             loss = forward(model)
-            assert portions(model) == size * whole // 2
+            assert kept_bytes(model) == size * whole // 2
             model.train(not training)
             with Gathers() as seen:
                 loss.backward()

@@ -169,7 +169,7 @@ def test_copies_and_pickles_keep_the_layout() -> None:
             other(torch.tensor([1])).backward()
 
 
-def test_a_rehearsal_and_a_plan_count_the_padding() -> None:
+def test_a_dry_run_and_a_plan_count_the_padding() -> None:
     with flatfsdp.dry_run(64):
         model = FullyShardedDataParallel(nn.Linear(6, 5, device="meta"), use_orig_params=True, layout="rows")
         plan = flatfsdp.memory_plan(model)

@@ -61,7 +61,7 @@ def test_a_model_from_anywhere_trains_inside_and_counts(device: str) -> None:
 
 
 def lived(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of the third step of a model, on real tensors and rehearsed."""
+    """Of the third step of a model, on real tensors and simulated."""
     case = CASES[name]
     options: dict[str, Any] = {"auto_wrap_policy": set(case.units), "join_units_below": 0, "use_orig_params": True}
     with fake_world(4):

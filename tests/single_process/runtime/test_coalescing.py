@@ -288,12 +288,12 @@ def test_what_was_handed_over_is_given_back_if_its_reduction_is_not_issued() -> 
         model.zero_grad()
         ledger = inspect.memory(model)
         at_rest = dict(ledger.live)
-        hand_over = Gradients.start_reduction
+        start_reduction = Gradients.start_reduction
 
         def fails(self: Gradients, **kwargs: Any) -> Any:
             if self.handle.name == "blocks.3":
                 raise MemoryError("none left")
-            return hand_over(self, **kwargs)
+            return start_reduction(self, **kwargs)
 
         with patch.object(Gradients, "start_reduction", fails), pytest.raises(MemoryError, match="none left"):
             step(model)

@@ -13,109 +13,112 @@ ROOT, A, B, C, END, BACKWARD = range(6)
 TRAIN = 10
 
 
-def forward(habit: SequencePredictor, *units: int, end: int = END, opening: int = TRAIN) -> list[int | None]:
-    """Run a forward through `habit`; what it expected at each symbol."""
+def forward(predictor: SequencePredictor, *units: int, end: int = END, opening: int = TRAIN) -> list[int | None]:
+    """Run a forward through `predictor`; what it expected at each symbol."""
     expected = []
-    expected.append(habit.expected())
-    habit.learn(opening, unit=ROOT)
+    expected.append(predictor.expected())
+    predictor.learn(opening, unit=ROOT)
     for unit in units:
-        expected.append(habit.expected())
-        habit.learn(unit, unit=unit)
-    expected.append(habit.expected())
-    habit.learn(end, completes=end != END)
+        expected.append(predictor.expected())
+        predictor.learn(unit, unit=unit)
+    expected.append(predictor.expected())
+    predictor.learn(end, completes=end != END)
     return expected
 
 
-def backward(habit: SequencePredictor, symbol: int = BACKWARD) -> int | None:
-    expected = habit.expected()
-    habit.learn(symbol, completes=True)
+def backward(predictor: SequencePredictor, symbol: int = BACKWARD) -> int | None:
+    expected = predictor.expected()
+    predictor.learn(symbol, completes=True)
     return expected
 
 
 def test_nothing_is_expected_at_first_and_everything_after_one_iteration() -> None:
-    habit = SequencePredictor()
-    assert forward(habit, A, B) == [None] * 4
-    assert backward(habit) is None
+    predictor = SequencePredictor()
+    assert forward(predictor, A, B) == [None] * 4
+    assert backward(predictor) is None
     for _ in range(3):
-        assert forward(habit, A, B) == [TRAIN, A, B, END]
-        assert backward(habit) == BACKWARD
+        assert forward(predictor, A, B) == [TRAIN, A, B, END]
+        assert backward(predictor) == BACKWARD
 
 
 def test_a_unit_may_be_followed_by_another_at_each_visit() -> None:
-    habit = SequencePredictor()
-    forward(habit, A, B, A, C)
-    backward(habit)
-    assert forward(habit, A, B, A, C) == [TRAIN, A, B, A, C, END]
+    predictor = SequencePredictor()
+    forward(predictor, A, B, A, C)
+    backward(predictor)
+    assert forward(predictor, A, B, A, C) == [TRAIN, A, B, A, C, END]
 
 
 def test_a_changed_order_surprises_once_per_change() -> None:
-    habit = SequencePredictor()
+    predictor = SequencePredictor()
     for _ in range(2):
-        forward(habit, A, B, C)
-        backward(habit)
-    assert forward(habit, A, C) == [TRAIN, A, B, END]
-    backward(habit)
-    assert forward(habit, A, C) == [TRAIN, A, C, END]
+        forward(predictor, A, B, C)
+        backward(predictor)
+    assert forward(predictor, A, C) == [TRAIN, A, B, END]
+    backward(predictor)
+    assert forward(predictor, A, C) == [TRAIN, A, C, END]
 
 
 def test_evaluation_expects_the_units_of_training() -> None:
-    habit = SequencePredictor()
-    forward(habit, A, B)
-    backward(habit)
-    assert forward(habit, A, B, end=6, opening=11) == [TRAIN, A, B, END]
+    predictor = SequencePredictor()
+    forward(predictor, A, B)
+    backward(predictor)
+    assert forward(predictor, A, B, end=6, opening=11) == [TRAIN, A, B, END]
 
 
 def test_a_window_of_accumulation_becomes_expected() -> None:
-    habit = SequencePredictor()
+    predictor = SequencePredictor()
     surprises = []
     for _ in range(8):
         count = 0
         for micro in range(4):
             symbol = BACKWARD if micro == 3 else 7
-            count += sum(e != s for e, s in zip(forward(habit, A), [TRAIN, A, END], strict=True))
-            count += backward(habit, symbol) != symbol
+            count += sum(e != s for e, s in zip(forward(predictor, A), [TRAIN, A, END], strict=True))
+            count += backward(predictor, symbol) != symbol
         surprises.append(count)
     assert surprises[0] > 0 and surprises[-2:] == [0, 0], surprises
 
 
 def test_after_a_cut_nothing_is_expected() -> None:
-    habit = SequencePredictor()
-    forward(habit, A)
-    backward(habit)
-    habit.learn(TRAIN, unit=ROOT)
-    habit.forget_present()
-    assert habit.expected() is None
-    habit.learn(99)
-    assert forward(habit, A) == [None, A, END]
+    predictor = SequencePredictor()
+    forward(predictor, A)
+    backward(predictor)
+    predictor.learn(TRAIN, unit=ROOT)
+    predictor.forget_present()
+    assert predictor.expected() is None
+    predictor.learn(99)
+    assert forward(predictor, A) == [None, A, END]
 
 
-def iteration(habit: SequencePredictor, symbol: int = BACKWARD, *, opening: int = TRAIN, sharded: bool = True) -> int:
+def iteration(
+    predictor: SequencePredictor, symbol: int = BACKWARD, *, opening: int = TRAIN, sharded: bool = True
+) -> int:
     """A forward and a backward, or an evaluation, and how often something else was expected."""
     expected: list[int | None] = []
     came: list[int | None] = []
     if sharded:
         end = END if opening == TRAIN else 6
-        expected, came = forward(habit, A, B, opening=opening, end=end), [opening, A, B, end]
+        expected, came = forward(predictor, A, B, opening=opening, end=end), [opening, A, B, end]
     if opening == TRAIN:
-        expected, came = [*expected, backward(habit, symbol)], [*came, symbol]
+        expected, came = [*expected, backward(predictor, symbol)], [*came, symbol]
     return sum(found != symbol for found, symbol in zip(expected, came, strict=True))
 
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 16, 100])
 def test_players_in_turns_are_expected_from_the_second_period_on(length: int, sharded: bool) -> None:
-    habit = SequencePredictor()
+    predictor = SequencePredictor()
     surprises = [
-        sum(iteration(habit, 20 + (place == length), sharded=sharded) for place in range(length + 1)) for _ in range(4)
+        sum(iteration(predictor, 20 + (place == length), sharded=sharded) for place in range(length + 1))
+        for _ in range(4)
     ]
     assert surprises[0] > 0 and not any(surprises[1:]), surprises
 
 
 @pytest.mark.parametrize("length", [1, 7, 100])
 def test_evaluations_at_a_rhythm_become_expected(length: int) -> None:
-    habit = SequencePredictor()
+    predictor = SequencePredictor()
     surprises = [
-        sum(iteration(habit) for _ in range(length)) + sum(iteration(habit, opening=11) for _ in range(3))
+        sum(iteration(predictor) for _ in range(length)) + sum(iteration(predictor, opening=11) for _ in range(3))
         for _ in range(5)
     ]
     assert surprises[1] <= 1 and not any(surprises[2:]), surprises
@@ -123,27 +126,27 @@ def test_evaluations_at_a_rhythm_become_expected(length: int) -> None:
 
 def test_an_evaluation_out_of_turn_leaves_steps_expected() -> None:
     """What came after it once, early in a run of steps, is not expected again at each of the steps that follow."""
-    habit = SequencePredictor()
+    predictor = SequencePredictor()
     for _ in range(200):
-        iteration(habit)
-    iteration(habit, opening=11)
-    assert sum(iteration(habit) for _ in range(200)) <= 2
+        iteration(predictor)
+    iteration(predictor, opening=11)
+    assert sum(iteration(predictor) for _ in range(200)) <= 2
 
 
 def test_a_long_past_is_bounded() -> None:
-    habit = SequencePredictor()
+    predictor = SequencePredictor()
     for _ in range(2 * PAST):
-        iteration(habit)
-        assert len(habit._past) < PAST
-    assert sum(iteration(habit, 20 + place % 9) for place in range(90)) > 0
-    assert sum(iteration(habit, 20 + place % 9) for place in range(90)) == 0
+        iteration(predictor)
+        assert len(predictor._past) < PAST
+    assert sum(iteration(predictor, 20 + place % 9) for place in range(90)) > 0
+    assert sum(iteration(predictor, 20 + place % 9) for place in range(90)) == 0
 
 
 def test_what_never_repeats_does_not_pile_up() -> None:
-    habit = SequencePredictor()
+    predictor = SequencePredictor()
     for plan in range(100, 100 + 2 * SYMBOLS):
-        backward(habit, plan)
-    assert len(habit._symbols) == len(habit._letters) <= SYMBOLS
+        backward(predictor, plan)
+    assert len(predictor._symbols) == len(predictor._letters) <= SYMBOLS
 
 
 def test_numbers_are_the_same_on_every_machine() -> None:

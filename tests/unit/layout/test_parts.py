@@ -44,9 +44,9 @@ def test_sizes_of_which_placements_tell_another_split_are_found(count: int, fact
     for size in range(1, 31):
         wrong = []
         for place in itertools.product(range(count), range(factor)):
-            told = _compute_local_shape_and_global_offset((size,), (count, factor), list(place), placements)
+            got = _compute_local_shape_and_global_offset((size,), (count, factor), list(place), placements)
             held = chunk(chunk(((0, size),), factor, place[1]), count, place[0])
-            if told[0] != (sum(n for _, n in held),) or (held and told[1] != (held[0][0],)):
+            if got[0] != (sum(n for _, n in held),) or (held and got[1] != (held[0][0],)):
                 wrong.append(place)
         found = shown_elsewhere(size, ((count, factor), (factor, None)), 0)
         assert found == (wrong[0] if wrong else None), size

@@ -387,7 +387,7 @@ def test_a_word_for_a_precision_stands_in_its_fields() -> None:
         ({"callbacks": [3]}, "callbacks: got [3] (list). Accepted: names as wandb:project=mine"),
     ],
 )
-def test_habits_that_contradict(given: dict[str, Any], message: str) -> None:
+def test_settings_that_contradict(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigTypeError, ConfigValueError)) as raised:
         TrainingArguments(**given)
     assert message in str(raised.value)

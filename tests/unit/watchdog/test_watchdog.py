@@ -305,8 +305,8 @@ def test_ranks_that_all_wait_in_different_places_prove_a_deadlock(texts: list[st
     world = World(2)
     first, second = world.watches
     with (
-        first.waiting([0, 1], "waits for notes", settled_by_notes=True),
-        second.waiting([0, 1], "lists", settled_by_notes=True),
+        first.waiting([0, 1], "waits for notes", ends_by_notes=True),
+        second.waiting([0, 1], "lists", ends_by_notes=True),
     ):
         world.look_until(lambda: all(model.error for model in world.models))
     assert sum("Status of all ranks" in each for each in texts) == 2, "one report of each rank"
@@ -336,7 +336,7 @@ def test_no_deadlock_is_proved_where_a_rank(case: str, texts: list[str]) -> None
 
         def waits(rank: int, what: str) -> ExitStack:
             wait = ExitStack()
-            wait.enter_context(world.watches[rank].waiting(range(3), what, settled_by_notes=True))
+            wait.enter_context(world.watches[rank].waiting(range(3), what, ends_by_notes=True))
             stack.callback(wait.close)
             return wait
 

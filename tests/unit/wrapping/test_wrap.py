@@ -309,7 +309,7 @@ def test_a_shared_module_gets_one_wrapper_in_all_its_places(policy):
     root = Shared()
     plan = plan_wrapping(root, policy, kwargs={})
     assert [planned.path for planned in plan] == ["first"]
-    assert plan[0].homes == ((root, "first"), (root, "again"), (root.deeper, "1"))
+    assert plan[0].places == ((root, "first"), (root, "again"), (root.deeper, "1"))
     undo = apply_plan(plan, Recorder)
     assert len(Recorder.made) == 1
     assert root.first is root.again is root.deeper[1] is Recorder.made[0]
