@@ -252,9 +252,8 @@ def _what_trained() -> str:
     trained = f"What trained: {', '.join(found)}. " if found else ""
     return (
         "the program ended and has made no FullyShardedDataParallel, and given nothing to fully_shard(), so flatfsdp "
-        "had no part in it. "
-        f"{trained}Frameworks choose FSDP by settings of their own; what "
-        "Accelerate needs, on a CPU above all, is in docs/migration/frameworks.md"
+        f"had no part in it. {trained}Frameworks choose FSDP by settings of their own; what Accelerate needs, on a CPU "
+        "above all, is in docs/migration/frameworks.md"
     )
 
 

@@ -46,8 +46,7 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
     remedy = _REMEDY if all(op.words.startswith(IN_FORWARD) for op in ops.values()) else ""
     return (
         f"{reported}. All ranks must run the same units in the same order, as many forwards and backwards, and catch "
-        "an exception at the same point or not at all; rank-local data must not decide which units run"
-        f"{remedy}"
+        f"an exception at the same point or not at all; rank-local data must not decide which units run{remedy}"
     )
 
 

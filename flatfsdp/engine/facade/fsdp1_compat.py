@@ -18,7 +18,7 @@ from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..flat.states import IDLE, SUMMONED
 from ..runtime.model import model_of
 from ..runtime.module_tree import ignored_in
-from ..runtime.rest import check_outside, free_unit, initialize
+from ..runtime.rest import check_outside, free_unit, quiesce, reshard
 from ..runtime.unit import Unit
 from ..state.dcp_state_dict import register_wrappers
 from .schedule_api import check_prefetches_on_request
@@ -84,7 +84,7 @@ class FSDP1Handle:
         """Free what is kept of the unit unsharded, if `free_unsharded_flat_param`. Every rank calls it at the same
         point."""
         if free_unsharded_flat_param:
-            model_of(self._unit).reshard(self._unit)
+            reshard(self._unit)
 
 
 class FSDP1Names:
@@ -137,7 +137,7 @@ class FSDP1Names:
 
     def _lazy_init(self) -> None:
         """Do what the first forward does first: name and connect units, compare ranks. Collective."""
-        initialize(model_of(self._unit))
+        quiesce([self._unit], shards=False)
 
     @property
     def process_group(self) -> Any:

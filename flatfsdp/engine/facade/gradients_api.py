@@ -12,7 +12,7 @@ from torch import nn
 from ...errors import UsageError
 from ..features.clip import clip_grad_norm
 from ..runtime.model import check_outermost
-from ..runtime.rest import check_outside, initialize, reduce_left
+from ..runtime.rest import before_clipping, check_outside, quiesce
 from ..runtime.unit import Unit
 
 
@@ -42,9 +42,7 @@ class GradientControls:
             ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
         """
         model = check_outermost(self._unit, "clip_grad_norm_")
-        initialize(model)
-        if model.iteration.left_unreduced:
-            reduce_left(model)
+        before_clipping(model)
         parameters: Iterable[torch.Tensor] = cast(nn.Module, self).parameters()
         if self._unit.entries.in_place:  # modules may hold the unsharded parameters, which have no gradients
             parameters = chain(model.steppable, parameters)
@@ -67,6 +65,6 @@ class GradientControls:
         model = check_outermost(unit, call)
         if not model.backwards.sync:
             raise UsageError(f"{call} was called inside no_sync(), which reduces nothing; call it after that context")
-        initialize(model)
+        quiesce([unit], shards=False)
         with model.agreement.collective_call(call):
             model.backwards.reduce_accumulated()

@@ -17,7 +17,8 @@ from ..config.unit_options import PrefetchTargets
 from ..device.streams import Device
 from ..features.persistent_params import budget, can_stay, keep_frozen, persistent_params_of
 from ..flat.sources import ParamPersistence
-from ..flat.states import SUMMONED
+from ..flat.states import IDLE, SUMMONED
+from ..runtime import rest
 from ..runtime.model import model_of
 from ..runtime.module_tree import units_at, units_in
 from ..runtime.rest import check_outside
@@ -32,7 +33,11 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Wait until the parameters are whole. At no cost if they are, or have been freed meanwhile."""
-        model_of(self._unit).wait_for(self._unit)
+        with model_of(self._unit).agreement.waiting(f"unshard() of unit {self._unit.label}"):
+            for each in (*self._unit.owning_units, self._unit):
+                if each.is_unsharded and each.phase is IDLE:
+                    each.wait_unshard()
+                    each.track_writes(described_as_unsharded=True)
 
 
 class ScheduleControls(GradientControls):
@@ -68,7 +73,7 @@ class ScheduleControls(GradientControls):
         if unit.phase is SUMMONED or _torch.in_backward():
             where = "inside a backward" if _torch.in_backward() else "inside summon_full_params(), where it is whole"
             raise UsageError(f"unshard() of unit {unit.label} was called {where}; call it between iterations")
-        model_of(unit).unshard(unit)
+        rest.unshard(unit)
         handle = UnshardHandle()
         handle._unit = unit
         if async_op:
@@ -88,7 +93,7 @@ class ScheduleControls(GradientControls):
         """
         if _torch.in_backward():
             raise UsageError(f"reshard() of unit {self._unit.label} was called inside a backward; call it after that")
-        model_of(self._unit).reshard(self._unit)
+        rest.reshard(self._unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards reduce gradients, as `no_sync()` does for a whole model and a while.
@@ -341,7 +346,7 @@ class ScheduleControls(GradientControls):
         if async_op:
             for each in model.units:
                 check_prefetches_on_request(each, method)
-        model.set_unshard_async_op(async_op)
+        rest.set_unshard_async_op(model, async_op)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backwards of the whole model end with all of their reductions, as the last of several does.

@@ -7,7 +7,7 @@ from torch import nn
 from ...errors import AgreementError
 from ..runtime.model import outermost_model
 from ..runtime.replica_checks import differences, replicated_pieces
-from ..runtime.rest import check_outside, initialize
+from ..runtime.rest import check_outside, quiesce, take_over
 
 
 def check_replicas(model: nn.Module) -> None:
@@ -28,8 +28,8 @@ def check_replicas(model: nn.Module) -> None:
     """
     root = outermost_model(model, "check_replicas")
     check_outside(root.outermost, "check_replicas()")
-    initialize(root)
-    root.setup.write_back(root.units)
+    quiesce(root.units, shards=False)
+    take_over(root.units)
     with root.agreement.collective_call("check_replicas()", always=True):
         found = differences(root.agreement.peers, replicated_pieces(root.units))
     if found:

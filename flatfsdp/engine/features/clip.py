@@ -18,7 +18,7 @@ from ..comm.transport import Transport
 from ..runtime import param_registry as registry
 from ..runtime.model import Model, model_of
 from ..runtime.part_axes import part_axes
-from ..runtime.rest import initialize, reduce_left
+from ..runtime.rest import before_clipping
 from ..runtime.unit import Unit
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
@@ -131,10 +131,9 @@ def clip_grad_norm(
     check_bool("error_if_nonfinite", error_if_nonfinite)
     if stepping := optimizers_of(model).active:
         raise UsageError(
-            f"clip_grad_norm_: {type(stepping[0]).__name__} steps in backwards, so that gradients are "
-            "gone before their norm is known. Run the backward, the clipping and the optimizer's own step() inside "
-            "no_step() of what optimizer_in_backward() returned, or clip each gradient separately, in a "
-            "post-accumulate hook"
+            f"clip_grad_norm_: {type(stepping[0]).__name__} steps in backwards, so that gradients are gone before "
+            "their norm is known. Run the backward, the clipping and the optimizer's own step() inside no_step() of "
+            "what optimizer_in_backward() returned, or clip each gradient separately, in a post-accumulate hook"
         )
     if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool):
         raise ConfigTypeError(f"max_norm: got {max_norm!r}. Accepted: a number")
@@ -190,9 +189,7 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
                 "or wrap them as one model"
             )
         (model,) = found
-        initialize(model)
-        if model.iteration.left_unreduced:
-            reduce_left(model)
+        before_clipping(model)
         with model.agreement.collective_call("clip_grad_norm_()"):
             return clip_grad_norm(model, given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 

@@ -23,7 +23,7 @@ from ..flat.views import SHOWS_SHARD
 from ..runtime.model import Model, model_of
 from ..runtime.module_tree import units_in
 from ..runtime.persistence import evict, evict_all, fetch
-from ..runtime.rest import collective_call, free_unsharded, models_of, quiesce
+from ..runtime.rest import collective_call, free_at_once, free_unsharded, models_of, quiesce
 from ..runtime.unit import Unit
 from ..runtime.user_writes import is_compared
 
@@ -292,7 +292,7 @@ def _end(model: Model) -> None:
     persistent_params_of(model).unpin(model)
     for unit in model.units:
         unit.kept.end_choice()
-    model.resources.limiter.free_all()
+    free_at_once(model)
 
 
 def _chosen(units: list[Unit], max_bytes: int | None) -> list[HandleRef]:

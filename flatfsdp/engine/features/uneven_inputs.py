@@ -20,7 +20,7 @@ from ...api import check_bool
 from ...errors import AgreementError, ConfigValueError, UsageError, ranks_in_words, refuse_type
 from ..runtime.model import Model
 from ..runtime.module_tree import units_in
-from ..runtime.rest import check_outside, initialize, models_of
+from ..runtime.rest import check_outside, models_of, quiesce
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ class Joined:
             return
         model = self._model
         check_outside(model.outermost, _LOOP)
-        initialize(model)
+        quiesce(model.units, shards=False)
         self._looping = True
         iterator, kept = iter(batches), stand_in
         for step in itertools.count(1):

@@ -149,10 +149,9 @@ class GradAccumulators:
             face = handle.face
             if not face.holds_leaves and any(hasattr(p, _OPTIMIZERS) for p in (*face.holders, *handle.leaves)):
                 raise UsageError(
-                    f"unit {handle.label}: _apply_optimizer_in_backward() was called on parameters that "
-                    f"were flattened, or on {face.words.holder}, and would never step: autograd accumulates no "
-                    "gradient there. Step with flatfsdp.optimizer_in_backward(model, optimizer)"
-                    f"{face.words.or_remedy}"
+                    f"unit {handle.label}: _apply_optimizer_in_backward() was called on parameters that were "
+                    f"flattened, or on {face.words.holder}, and would never step: autograd accumulates no gradient "
+                    f"there. Step with flatfsdp.optimizer_in_backward(model, optimizer){face.words.or_remedy}"
                 )
             stepped = [leaf for leaf in handle.leaves if hasattr(leaf, _OPTIMIZERS)]
             if stepped:

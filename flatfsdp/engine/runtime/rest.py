@@ -20,19 +20,22 @@ from ...errors import UsageError
 from ..base import _torch
 from ..comm.error_feedback import Residuals
 from ..flat.states import IDLE, SUMMONED
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from . import param_registry as registry
+from .forward_driver import unshard_at_first_gradient
+from .iteration import RETAINED
 from .model import Model, model_of
 from .persistence import evict_all
 from .unit import Unit
+from .user_writes import begin_request, check_left_unsharded, follow_before_request, retire_request
 
 
 def check_outside(unit: Unit, method: str) -> None:
     """Refuse a change while a forward or a backward runs: what its ranks have agreed on would no longer hold."""
     if _torch.in_backward() or model_of(unit).iteration.in_forward:
         raise UsageError(
-            f"{method} of unit {unit.label} was called inside a "
-            f"{'backward' if _torch.in_backward() else 'forward'}; call it before the forward, or between forward and "
-            "backward"
+            f"{method} of unit {unit.label} was called inside a {'backward' if _torch.in_backward() else 'forward'}; "
+            "call it before the forward, or between forward and backward"
         )
 
 
@@ -51,13 +54,6 @@ def models_of(units: Iterable[Unit]) -> list[Model]:
     return list(dict.fromkeys(map(model_of, units)))
 
 
-def initialize(model: Model) -> None:
-    """Prepare a collective call: units are named and connected (collective the first time), and what a backward that
-    failed or may be differentiated again has left is finished. [Note: rest]"""
-    model.setup.lazy_init()
-    model.iteration.finish_interrupted()
-
-
 def quiesce(
     units: Sequence[Unit],
     *,
@@ -69,7 +65,7 @@ def quiesce(
     """Bring what the iterations of `units` have left to rest. [Note: rest]
 
     Args:
-        collective: the call communicates, so that models are initialized, which is collective the first time.
+        collective: the call communicates, so that units are named and connected, which is collective the first time.
         shards: parameters show their shards after it, with what users put in their place.
         frees: even what stays unsharded between iterations is freed.
         check: raises for a unit that the call refuses, once what a failed backward left is finished.
@@ -80,9 +76,8 @@ def quiesce(
     models = models_of(units)
     for model in models:
         if collective:
-            initialize(model)
-        else:
-            model.iteration.finish_interrupted()
+            model.setup.lazy_init()
+        model.iteration.finish_interrupted()
     if check is not None:
         for unit in units:
             check(unit)
@@ -90,8 +85,13 @@ def quiesce(
         for model in models:
             if frees or not all(unit.shows_shard for unit in units if model_of(unit) is model):
                 model.iteration.reset_to_idle()
-        for model in models:
-            model.setup.write_back([unit for unit in units if model_of(unit) is model])
+        take_over(units)
+
+
+def take_over(units: Collection[Unit]) -> None:
+    """Take over what users put in the place of parameters of `units`; refuse it where they do not show their shards."""
+    for model in models_of(units):
+        model.setup.write_back([unit for unit in units if model_of(unit) is model])
 
 
 def residuals_of(unit: Unit) -> list[Residuals]:
@@ -112,9 +112,20 @@ def free_unsharded(model: Model) -> None:
 def free_unit(unit: Unit) -> None:
     """The shards of `unit` hold what its parameters are, and nothing of it is unsharded. Precondition: its parameters
     show their shards."""
-    model_of(unit).setup.write_back([unit])
+    take_over([unit])
     unit.reset_to_idle()
     evict_all(unit)
+
+
+def free_at_once(model: Model) -> None:
+    """What is free of `model` goes back before the next iteration begins."""
+    model.resources.limiter.free_all()
+
+
+def wait_for_gradients(units: Iterable[Unit]) -> None:
+    """Gradients are there that the last backward over `units` left to be reduced."""
+    for model in models_of(units):
+        model.iteration.wait_for_gradients()
 
 
 def before_step(optimizer: torch.optim.Optimizer) -> None:
@@ -126,10 +137,18 @@ def before_step(optimizer: torch.optim.Optimizer) -> None:
             handles = (handle for unit in model.units for handle in unit.handles)
             if any(id(parameter) in stepped for handle in handles for parameter in handle.face.holders):
                 model.iteration.show_shards()
-                reduce_left(model)
+                _reduce_left(model)
 
 
-def reduce_left(model: Model) -> None:
+def before_clipping(model: Model) -> None:
+    """Gradients of `model` are there, and reduced. Collective."""
+    model.setup.lazy_init()
+    model.iteration.finish_interrupted()
+    if model.iteration.left_unreduced:
+        _reduce_left(model)
+
+
+def _reduce_left(model: Model) -> None:
     """Reduce what microbatches without synchronization left, if the backward that was to did not. Collective then.
     [Note: left unreduced]"""
     iteration = model.iteration
@@ -157,3 +176,66 @@ def collective_call(units: Collection[Unit], call: str, *, always: bool = False,
             indices = [unit.place.index for unit in units if model_of(unit) is model]
             calls.enter_context(model.agreement.collective_call(call, indices, always=always))
         yield
+
+
+# -- what users ask for ------------------------------------------------------------------------------------------------
+
+
+def set_unshard_async_op(model: Model, async_op: bool) -> None:
+    """Issue gathers on the caller's stream, and ahead only where a user sets that; or on a stream of their own."""
+    if model.setup.ready:
+        free_unsharded(model)  # memory of the one stream does not go back to the other
+        for unit in model.units:
+            evict_all(unit)
+    for unit in model.units:
+        model.setup.set_schedule(unit, unshard_async_op=async_op)
+    model.setup.choose_unshard_stream()
+
+
+def unshard(unit: Unit) -> None:
+    """Start to gather `unit` because a user asks for it, in a forward or between iterations. Collective."""
+    model = model_of(unit)
+    iteration = model.iteration
+    if not iteration.in_forward:
+        quiesce([unit], shards=False)
+        if torch.is_grad_enabled():
+            model.accumulators.look_before_forward(model.units)
+    model.agreement.check_request(unit.place.index, "unshard")
+    if not iteration.in_forward:
+        model.resources.streams.unshard.follow_compute()
+    for each in (*unit.owning_units, unit):
+        at_rest = iteration.is_at_rest and each.phase is IDLE
+        if at_rest:
+            retire_request(each, written=False)  # an earlier one
+        model.setup.write_back([each])
+        follow_before_request(each, model.agreement, at_rest=at_rest)
+        begin_request(each, at_rest=at_rest)
+        gathered = model.coalescer.launch_unshard((each,), ahead=True)
+        if iteration.backward is not None:
+            iteration.backward.gathered += [unit.place.index for unit in gathered]
+        iteration.ahead[each] = None
+        if torch.is_grad_enabled():
+            iteration.requested[each] = None
+            unshard_at_first_gradient(each, model.backwards.of_unit[each])
+
+
+def reshard(unit: Unit) -> None:
+    """Free the unsharded parameters of `unit` because a user asks for it."""
+    model = model_of(unit)
+    iteration = model.iteration
+    is_read = iteration.stage is RETAINED
+    if not is_read:
+        quiesce([unit], shards=False)
+    if is_read or unit.backward.keep_unsharded or unit.phase is not IDLE:
+        raise UsageError(
+            f"reshard() of unit {unit.label}: its parameters are still read, by its own forward or by a backward that "
+            "needs them as they are. Call it after that"
+        )
+    model.agreement.check_request(unit.place.index, "reshard")
+    if iteration.is_at_rest:
+        retire_request(unit, written=True)
+    check_left_unsharded(unit)
+    awaits_backward = not iteration.record.consumed and unit in iteration.record.entered
+    unit.reshard(SHOWS_NOTHING if awaits_backward else SHOWS_SHARD, unreached=iteration.backward is not None)
+    unit.drop_post_forward_shards()
+    unit.kept.end_choice()

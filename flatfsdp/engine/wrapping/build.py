@@ -52,6 +52,7 @@ from ..runtime.optimizer_hooks import guard_optimizers
 from ..runtime.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
 from ..runtime.reparametrizations import refuse_reparametrizations
 from ..runtime.resources import ModelSettings, Resources
+from ..runtime.rest import wait_for_gradients
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
 from ..state.model.submodules import watch
@@ -335,6 +336,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     """A model of `unit`, whose handles count in `tracker`, and the units nested in it."""
     resources = Resources(Device(settings.device), tracker, limit_all_gathers=settings.limit_all_gathers)
     model = Model(unit, resources, settings)
+    wait_for_gradients(nested)
     model.adopt(nested)
     own(unit)
     models.add(model)

@@ -15,7 +15,7 @@ from ..base.fqns import WRAPPED
 from ..flat.param_refs import enlist, places_of, unlist
 from ..runtime.model import Model, check_outermost, model_of
 from ..runtime.module_tree import faced_refs
-from ..runtime.rest import free_unit, initialize
+from ..runtime.rest import free_unit, quiesce
 from ..runtime.unit import Unit
 
 
@@ -38,9 +38,12 @@ def owner_of(wrapper: nn.Module, name: str, value: object) -> nn.Module | None:
 def no_sync(unit: Unit) -> Iterator[None]:
     """Accumulate without communication; only on the root."""
     model = check_outermost(unit, "no_sync()")
-    initialize(model)
-    with model.no_sync():
+    quiesce([unit], shards=False)
+    before, model.backwards.sync = model.backwards.sync, False
+    try:
         yield
+    finally:
+        model.backwards.sync = before
 
 
 def apply_to_tensors(

@@ -32,7 +32,7 @@ from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...runtime.model import model_of
 from ...runtime.module_tree import units_in
-from ...runtime.rest import check_idle, collective_call, initialize, quiesce
+from ...runtime.rest import check_idle, collective_call, quiesce
 from ...runtime.unit import Unit
 from ..consolidate import scatter_from_first, store
 from ..from_rank0 import FromRank0, spread
@@ -235,7 +235,7 @@ def begin(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
     begin_unit(unit, state_dict)
     own = _take_own(wrapper, state_dict, prefix)
     if only_rank0(unit.options.state_dict):
-        initialize(model_of(unit))
+        quiesce([unit], shards=False)
         spread(unit, state_dict, prefix)
     for key, interval in own.items():
         state_dict.setdefault(key, interval)

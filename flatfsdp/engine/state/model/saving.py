@@ -27,9 +27,8 @@ from ...flat.param_refs import flat_name
 from ...flat.placeholder import Placeholder, PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...layout.layout import ParamSpec
-from ...runtime.model import model_of
 from ...runtime.module_tree import units_in
-from ...runtime.rest import check_idle, collective_call, quiesce
+from ...runtime.rest import check_idle, collective_call, quiesce, take_over
 from ...runtime.unit import Unit
 from ..consolidate import consolidated, is_first
 from ..from_rank0 import take_buffers
@@ -121,9 +120,7 @@ def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> State
     collective = job.communicates
     quiesce(units, collective=collective, shards=collective, check=lambda each: check_idle(each, "state_dict()"))
     if not collective:
-        for each in units:
-            if each.shows_shard:
-                model_of(each).setup.write_back([each])
+        take_over([each for each in units if each.shows_shard])
     return job
 
 

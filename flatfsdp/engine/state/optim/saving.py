@@ -23,7 +23,7 @@ from ...comm.transport import Transport
 from ...flat.flat_param import FlatParamHandle
 from ...flat.layout_views import dense
 from ...runtime.module_tree import units_in
-from ...runtime.rest import collective_call, initialize, models_of
+from ...runtime.rest import collective_call, quiesce
 from ...runtime.unit import Unit
 from ..consolidate import consolidated
 from ..model.distributed_values import carried
@@ -82,8 +82,7 @@ def initialized_axes(model: nn.Module) -> list[Transport]:
     """The axes over which units of `model` are spread, and those of parts, each once. Collective if nothing collective
     came before."""
     units = units_in(model)
-    for root in models_of(units):
-        initialize(root)
+    quiesce(units, shards=False)
     return every_axis(units)
 
 
