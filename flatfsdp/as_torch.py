@@ -34,7 +34,7 @@ import torch.distributed.fsdp.api as torchs_api
 import torch.distributed.fsdp.fully_sharded_data_parallel as torchs_wrapper
 import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
 import torch.distributed.fsdp.wrap as torchs_wrap
-import torch.distributed.pipelining.stage as torchs_stage
+import torch.distributed.pipelining.stage
 from torch import nn
 from torch.nn.utils import clip_grad
 
@@ -94,8 +94,6 @@ def install() -> None:
     fsdp1_mode.active = True
     by_id: dict[int, Any] = {}
     by_id[id(clip_grad.clip_grad_norm_)] = clips_over_ranks(clip_grad.clip_grad_norm_)
-    inputs_first = torchs_stage.stage_backward_input
-    by_id[id(inputs_first)] = _refuses_units(inputs_first)
     by_id[id(torchs_runtime._lazy_init)] = _of_either(torchs_runtime._lazy_init)
     for module in _PUBLIC:
         for name, ours in _OURS.items():
@@ -168,25 +166,6 @@ def _offer(module: ModuleType) -> None:
     names = {name: _Offered(ours) for name, ours in _OURS.items() if name in vars(module)}
     module.__class__ = type(kind.__name__, (kind,), names)
     _offering.append((module, kind))
-
-
-def _refuses_units(inputs_first: Any) -> Any:
-    """`inputs_first`, which computes gradients of a stage's inputs before those of its `weights`, refuses stages with
-    units: it hands the latter's to nobody who reduces them. torch's FSDP2 loses them without an error where it frees
-    parameters after a forward."""
-
-    @functools.wraps(inputs_first)
-    def refuses(outputs: Any, output_grads: Any, inputs: Any, weights: Any) -> Any:
-        weights = [*weights]
-        if any(registry.owner_of(weight) is not None for weight in weights):
-            raise UsageError(
-                "this pipeline schedule computes gradients of a stage's inputs first and those of its parameters later "
-                "(zero bubble, DualPipeV), apart from any backward, so that a stage that is sharded cannot reduce "
-                "them. Use ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
-            )
-        return inputs_first(outputs, output_grads, inputs, iter(weights))
-
-    return refuses
 
 
 def _of_either(lazy_init: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Schedules of torch.distributed.pipelining over stages of `fully_shard`, under `as_torch`: like one process."""
+"""Schedules of torch.distributed.pipelining over stages of `fully_shard`, with and without `as_torch`: like one
+process."""
 
 from __future__ import annotations
 
@@ -13,10 +14,15 @@ import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed import pipelining
 
+import flatfsdp
 from flatfsdp import FSDPModule, as_torch
 from tests.conftest import Run
 
-STAGES = {"ScheduleGPipe": 2, "Schedule1F1B": 2, "ScheduleInterleaved1F1B": 4, "ScheduleLoopedBFS": 4}
+STAGES = {
+    "ScheduleGPipe": 2, "Schedule1F1B": 2, "ScheduleInterleaved1F1B": 4, "ScheduleLoopedBFS": 4,
+    "ScheduleInterleavedZeroBubble": 4, "ScheduleZBVZeroBubble": 4, "ScheduleDualPipeV": 4,
+}  # fmt: skip
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # a rank's second stage is as far from the last as its first
 BLOCKS, ROWS, LR = 4, 8, 0.01
 
 
@@ -34,32 +40,34 @@ def batch(step: int, replica: int) -> list[torch.Tensor]:
     return [torch.randn(ROWS, 6, generator=generator) for _ in range(2)]
 
 
-def staged(mesh: Any, made: list[nn.Module], stages: int) -> dict[int, nn.Module]:
-    """The stages of this rank by their numbers, each sharded over its replicas."""
-    found = {}
+def staged(mesh: Any, made: list[nn.Module], name: str, front: Any, **options: Any) -> dict[int, nn.Module]:
+    """The stages of this rank by their numbers, each sharded over its replicas by `front`."""
+    found, stages, rank = {}, STAGES[name], mesh["pp"].get_local_rank()
     each = BLOCKS // stages
-    for number in range(mesh["pp"].get_local_rank(), stages, 2):
+    for number in (rank, stages - 1 - rank) if name in V_SHAPED else range(rank, stages, 2):
         module = nn.Sequential(*made[number * each : (number + 1) * each])
         for block in module:
-            fsdp.fully_shard(block, mesh=mesh["dp"])
-        found[number] = fsdp.fully_shard(module, mesh=mesh["dp"])
+            front.fully_shard(block, mesh=mesh["dp"], **options)
+        found[number] = front.fully_shard(module, mesh=mesh["dp"], **options)
     return found
 
 
-def piped(rank: int, world: int, name: str) -> list[str]:
+def piped(rank: int, world: int, name: str, *, installed: bool, **options: Any) -> list[str]:
     warnings.simplefilter("ignore")
+    if not installed:
+        return _piped(name, flatfsdp, **options)
     as_torch.install()
     try:
-        return _piped(name)
+        return _piped(name, fsdp, **options)
     finally:
         as_torch.uninstall()
 
 
-def _piped(name: str) -> list[str]:
+def _piped(name: str, front: Any, **options: Any) -> list[str]:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     made, lines = blocks(), []
     alone, stages = nn.Sequential(*copy.deepcopy(made)), STAGES[name]
-    modules = staged(mesh, made, stages)
+    modules = staged(mesh, made, name, front, **options)
     if not all(isinstance(module, FSDPModule) for module in modules.values()):
         lines.append("these are torch's")
     parts: Any = [
@@ -75,10 +83,7 @@ def _piped(name: str) -> list[str]:
         for optimizer in optimizers:
             optimizer.zero_grad()
         inputs, target = batch(step, replica)
-        if mesh["pp"].get_local_rank() == 0:
-            schedule.step(inputs)
-        else:
-            schedule.step(target=target)
+        schedule.step(*[inputs] * (0 in modules), **{"target": target} if stages - 1 in modules else {})
         for other in range(2):
             inputs, target = batch(step, other)
             (loss_of(alone(inputs), target) / 2).backward()
@@ -98,6 +103,13 @@ def _cut(model: nn.Sequential, stages: int) -> list[nn.Module]:
     return [nn.Sequential(*model[number * each : (number + 1) * each]) for number in range(stages)]
 
 
+@pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize("name", STAGES)
-def test_like_one_process(name: str, pool4: Run) -> None:
-    assert pool4(piped, name, timeout=60) == [[]] * 4
+def test_like_one_process(name: str, installed: bool, pool4: Run) -> None:
+    assert pool4(piped, name, installed=installed, timeout=60) == [[]] * 4
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_split_backwards_like_one_process_whatever_is_kept(reshard: bool, pool4: Run) -> None:
+    found = pool4(piped, "ScheduleZBVZeroBubble", installed=True, reshard_after_forward=reshard, timeout=60)
+    assert found == [[]] * 4

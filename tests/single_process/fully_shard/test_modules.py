@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatfsdp
-from flatfsdp import FSDPModule, FullyShardedDataParallel, as_torch, fully_shard
+from flatfsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
 from tests.harness import inspect
 from tests.harness.gather_hooks import AsInt8
@@ -424,17 +424,20 @@ def test_what_is_gathered_ahead_is_listed_before_the_root_is_known() -> None:
 # -- pipelines ---------------------------------------------------------------------------------------------------------
 
 
-def test_schedules_that_compute_gradients_of_inputs_first_are_refused() -> None:
-    sharded, alone, x = model_of(), plain(), torch.ones(2, 4, requires_grad=True)
-    as_torch.install()
-    try:
-        with pytest.raises(UsageError, match=r"zero bubble.*Use ScheduleGPipe, Schedule1F1B"):
-            stage.stage_backward_input([sharded(x).sum()], None, [x], sharded.parameters())
-        (found,), _ = stage.stage_backward_input([alone(x).sum()], None, [x], alone.parameters())
-    finally:
-        as_torch.uninstall()
-    (expected,) = torch.autograd.grad(plain()(x).sum(), x)
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
+def test_a_stage_with_units_computes_all_gradients_when_those_of_inputs_are_asked_for(front: str) -> None:
+    sharded = model_of() if front == "fully_shard" else flatfsdp.FullyShardedDataParallel(plain())
+    alone, x, other = plain(), torch.ones(2, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
+    loss = sharded(x).sum()  # the first forward
+    (found,), rest = stage.stage_backward_input([loss], None, [x], sharded.parameters())
+    stage.stage_backward_weight(sharded.parameters(), rest)
+    assert x.grad is None  # it goes to the stage before
+    (expected,), rest = stage.stage_backward_input([alone(other).sum()], None, [other], alone.parameters())
+    stage.stage_backward_weight(alone.parameters(), rest)
+    assert torch.equal(found, expected) and rest  # not so where there are no units
+    grads: list[Any] = [each.grad for each in sharded.parameters()]
+    whole = [each.full_tensor().ravel() if front == "fully_shard" else each.ravel() for each in grads]
+    assert torch.equal(torch.cat(whole), torch.cat([p.grad.ravel() for p in alone.parameters() if p.grad is not None]))
 
 
 def test_a_move_between_forward_and_backward_leaves_modules_what_they_compute_with() -> None:
