@@ -1,11 +1,11 @@
 """The clock of one backward: when, counted down from the end of the forward, units are due; pure. [Note: one clock]
 
-[Note: spans] A *span* is the part of the clock in which a unit is whole. It is gathered once in it, when the first of
-its uses is due, and freed when the clock has passed the last: the begin of its first call, or of what a checkpoint may
-run again with that. Ranks reach different uses, so a rank frees a unit earlier only where it cannot come to it again.
-A unit that has a graph, or is inside of a checkpoint without reentrance, has one span around all of its uses, and its
-gather a turn. One that reentrant checkpoints alone will make graphs of has a span for each of these: no rank can leave
-such a checkpoint out, so all ranks gather when it runs.
+[Note: lifetimes] A *lifetime* is the part of the clock in which a unit is unsharded. It is gathered once in it, when the
+first of its uses is due, and freed when the clock has passed the last: the begin of its first call, or of what a
+checkpoint may run again with that. Ranks reach different uses, so a rank frees a unit earlier only where it cannot come
+to it again. A unit that has a graph, or is inside of a checkpoint without reentrance, has one lifetime around all of its
+uses, and its gather a turn. One that reentrant checkpoints alone will make graphs of has a lifetime for each of these:
+no rank can leave such a checkpoint out, so all ranks gather when it runs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NEVER = math.inf  # when a unit ended that did not run in a pass, and when it be
 
 
 @dataclass(eq=False)
-class Span(Generic[U]):
-    """From when on `unit` is whole, and until when.
+class Lifetime(Generic[U]):
+    """From when on `unit` is unsharded, and until when.
 
     Attributes:
         due: when it is gathered; over: when it is freed at last.
@@ -63,9 +63,9 @@ class BackwardClock(Generic[U]):
         called_again: all that gradients come to more than once.
         reached_once: those that ran once, so that one part of this backward is all.
         recomputes: whether units ran without a graph, which reentrant checkpoints may still make.
-        spans: of units that this backward may come to more than once, not those that are over; the next to be over
+        lifetimes: of units that this backward may come to more than once, not those that are over; the next to be over
             last.
-        to_come: spans of reentrant checkpoints that have not been gathered, the next last.
+        to_come: lifetimes of reentrant checkpoints that have not been gathered, the next last.
     """
 
     def __init__(self, record: ForwardRecord[U], will_recompute: Callable[[object], bool] = lambda each: True) -> None:
@@ -89,9 +89,9 @@ class BackwardClock(Generic[U]):
         self.recomputes = record.may_recompute or bool(recomputed)
         self.reached_once = self.planned - self.several - record.begun_again - self.recomputed
         self.begun = [unit for unit in self.began if unit in self.planned or unit in self.recomputed]
-        self.to_come: list[Span[U]] = []
-        self._span_of: dict[U, Span[U]] = {}
-        self.spans: list[Span[U]] = []
+        self.to_come: list[Lifetime[U]] = []
+        self._lifetime_of: dict[U, Lifetime[U]] = {}
+        self.lifetimes: list[Lifetime[U]] = []
         if self._inside or self.called_again:
             self._find_spans(Counter(each[0] for each in recomputed))
         self._passed = 0  # how many of the gathers were due later than what was reduced last began
@@ -133,35 +133,35 @@ class BackwardClock(Generic[U]):
             if unit not in self.planned and all(each.checkpoint is not None for each in outermost):
                 shared = unit in self.called_again
                 self.to_come += [
-                    Span(unit, each.ended, each.began, each, shared, makes_graph=True) for each in outermost
+                    Lifetime(unit, each.ended, each.began, each, shared, makes_graph=True) for each in outermost
                 ]
                 continue
             due[unit] = max([due.get(unit, 0), *(each.ended for each in outermost)])
             over = min(each.began for each in outermost) if outermost else began[unit]
             own = began.get(unit, over)
-            span = Span(unit, due[unit], min(own, over))
+            lifetime = Lifetime(unit, due[unit], min(own, over))
             if unit in self.called_again and (unit in recomputed or unit in self.tied_owners):
-                span.shared = unit in recomputed or span.over < own
+                lifetime.shared = unit in recomputed or lifetime.over < own
             elif unit in recomputed or unit not in self.planned:
-                span.makes_graph = True
-            elif span.over < own:
-                span.reruns = sum(1 for each in inside for _ in each.outwards())
+                lifetime.makes_graph = True
+            elif lifetime.over < own:
+                lifetime.reruns = sum(1 for each in inside for _ in each.outwards())
             elif unit not in self.called_again:
                 continue  # the checkpoint is around it alone
-            self._span_of[unit] = span
+            self._lifetime_of[unit] = lifetime
         if self._inside:
             self.due = due
-            turns = dict.fromkeys((*self.sequence, *self._span_of))
+            turns = dict.fromkeys((*self.sequence, *self._lifetime_of))
             self.gathers = tuple(sorted(turns, key=lambda unit: -due.get(unit, NEVER)))
         self.to_come.sort(key=attrgetter("due"))
-        self.spans = sorted([*self._span_of.values(), *self.to_come], key=attrgetter("over"))
+        self.lifetimes = sorted([*self._lifetime_of.values(), *self.to_come], key=attrgetter("over"))
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
-    def span_of(self, unit: U) -> Span[U] | None:
-        """The span of `unit` that has begun or has a turn, and is not over; None for a unit that has one use, and none
-        that a checkpoint runs again."""
-        return self._span_of.get(unit)
+    def lifetime_of(self, unit: U) -> Lifetime[U] | None:
+        """The lifetime of `unit` that has begun or has a turn, and is not over; None for a unit that has one use, and
+        none that a checkpoint runs again."""
+        return self._lifetime_of.get(unit)
 
     def is_around(self, unit: U, others: Sequence[U]) -> bool:
         """Whether one of `others` began inside of `unit`, or after it."""
@@ -183,16 +183,16 @@ class BackwardClock(Generic[U]):
         """What is recomputed by the reentrant checkpoint that `is_running`, or inside of its backward."""
         return next((each for each in reversed(self._regions) if is_running(each.checkpoint)), None)
 
-    def begin_span(self, unit: U, running: CheckpointRegion | None) -> Span[U] | None:
-        """`unit` is recomputed: its span, if it has one."""
-        for span in reversed(self.to_come) if running is not None else ():
-            if span.unit == unit and span.region is running:
-                self._span_of[unit] = span
-                return span
-        return self._span_of.get(unit)
+    def begin_lifetime(self, unit: U, running: CheckpointRegion | None) -> Lifetime[U] | None:
+        """`unit` is recomputed: its lifetime, if it has one."""
+        for lifetime in reversed(self.to_come) if running is not None else ():
+            if lifetime.unit == unit and lifetime.region is running:
+                self._lifetime_of[unit] = lifetime
+                return lifetime
+        return self._lifetime_of.get(unit)
 
-    def end_span(self, span: Span[U]) -> None:
-        """`span`, the last of the spans, is over."""
-        self.spans.pop()
-        if self._span_of.get(span.unit) is span:
-            del self._span_of[span.unit]
+    def end_lifetime(self, lifetime: Lifetime[U]) -> None:
+        """`lifetime`, the last of the lifetimes, is over."""
+        self.lifetimes.pop()
+        if self._lifetime_of.get(lifetime.unit) is lifetime:
+            del self._lifetime_of[lifetime.unit]

@@ -12,9 +12,9 @@ and never back. Three rules couple them:
    past one that has no turn, and never that of reductions. Ranks may reach units in another order, or gather less
    ahead: in which order they gather is settled before the backward.
 
-What a unit's parameters are whole for, and when it is freed, is in [Note: spans]. Both cursors rest while nothing is
-known of what this rank will bring: in a graph task inside of this one's, where all is whole that is used, and where no
-gradient of a parameter comes at all. Those ranks find out at the end.
+For how long a unit is unsharded is in [Note: lifetimes]. Both cursors rest while nothing is known of what this rank
+will bring: in a graph task inside of this one's, where all that is used is unsharded, and where no gradient of a
+parameter comes at all. Those ranks find out at the end.
 
 A unit that is called again, or whose parameters others use, is reduced when its first call is over, once: parts of it
 that are recomputed reentrantly bring gradients of which nothing is known before, and on some ranks only.
@@ -30,7 +30,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Generic, TypeVar
 
-from .backward_clock import NEVER, BackwardClock, Span
+from .backward_clock import NEVER, BackwardClock, Lifetime
 from .backward_driver import Driver, UnitFacts, UnitRules
 from .forward_record import ForwardRecord
 from .issue_order import Cut, GatherOrder, ReduceOrder
@@ -78,9 +78,9 @@ class BackwardSchedule(Generic[U]):
         self.recomputes_trained = bool(trained)
         self._awaited = clock.planned.union(trained) if trained else clock.planned
         if clock.to_come:
-            ticks = [span.due for span in clock.to_come]
-            for span, behind in zip(clock.to_come, self.gathers.due_after(clock.due, ticks), strict=True):
-                span.behind = behind
+            ticks = [lifetime.due for lifetime in clock.to_come]
+            for lifetime, behind in zip(clock.to_come, self.gathers.due_after(clock.due, ticks), strict=True):
+                lifetime.behind = behind
             self._limit()
 
     def _limit(self) -> None:
@@ -98,10 +98,10 @@ class BackwardSchedule(Generic[U]):
     def reaches_again(self, unit: U) -> bool:
         """Whether this backward may come to `unit` again, which other ranks' do not: it cannot be gathered for that."""
         clock = self.clock
-        if clock.spans and (span := clock.span_of(unit)) is not None:
-            if span.shared or (span.makes_graph and not self._is_through(unit)):
+        if clock.lifetimes and (lifetime := clock.lifetime_of(unit)) is not None:
+            if lifetime.shared or (lifetime.makes_graph and not self._is_through(unit)):
                 return True
-            if self._reruns.get(unit, 0) < span.reruns:
+            if self._reruns.get(unit, 0) < lifetime.reruns:
                 return True
         return (unit in clock.several and not self._facts.is_over(unit)) or (
             bool(clock.tied_owners) and self.tied_owners.may_be_used(unit)
@@ -186,7 +186,7 @@ class BackwardSchedule(Generic[U]):
     def recomputed(self, unit: U, *, again: bool) -> None:
         """The forward of `unit` runs in this backward, and may `again`: gather it, after all that comes before."""
         clock, needed = self.clock, (*self._rules[unit].owners, unit)
-        if clock.spans:
+        if clock.lifetimes:
             self._reruns[unit] = self._reruns.get(unit, 0) + 1
         if again:
             self._rerun.add(unit)
@@ -196,19 +196,19 @@ class BackwardSchedule(Generic[U]):
                     self.gather_in_turn(each)
             return
         running = clock.running(self._driver.is_running)
-        spans = {each: clock.begin_span(each, running) for each in needed}
-        due = [clock.due.get(each, NEVER) if span is None else span.due for each, span in spans.items()]
+        lifetimes = {each: clock.begin_lifetime(each, running) for each in needed}
+        due = [clock.due.get(each, NEVER) if lifetime is None else lifetime.due for each, lifetime in lifetimes.items()]
         if running is not None:
             due.append(running.ended)
         # No rank leaves out a reentrant checkpoint: others wait for its gathers, having reduced what comes before.
         self._pass(min(due), rests=running is None and unit in clock.planned)
-        for each, span in spans.items():
-            if span is None or span.region is None:
+        for each, lifetime in lifetimes.items():
+            if lifetime is None or lifetime.region is None:
                 self.gather_in_turn(each)
-            elif span in clock.to_come:
-                self._gather_without_turn(span)
-        if (span := spans[unit]) is not None and span.region is not None:
-            self._prefetch_after(unit, behind=span.behind)
+            elif lifetime in clock.to_come:
+                self._gather_without_turn(lifetime)
+        if (lifetime := lifetimes[unit]) is not None and lifetime.region is not None:
+            self._prefetch_after(unit, behind=lifetime.behind)
             self._reduce_due()
 
     def has_graph(self, unit: U) -> None:
@@ -257,11 +257,11 @@ class BackwardSchedule(Generic[U]):
             if reading:
                 self._driver.gather(reading, ahead=ahead)
 
-    def _gather_without_turn(self, span: Span[U]) -> None:
-        """The reentrant checkpoint runs that `span` is of."""
-        self._gather(self.gathers.first(span.behind), ahead=True)
-        self._gather([(span.unit,)])
-        self.clock.to_come.remove(span)
+    def _gather_without_turn(self, lifetime: Lifetime[U]) -> None:
+        """The reentrant checkpoint runs that `lifetime` is of."""
+        self._gather(self.gathers.first(lifetime.behind), ahead=True)
+        self._gather([(lifetime.unit,)])
+        self.clock.to_come.remove(lifetime)
         self._limit()
 
     def _prefetch_after(self, unit: U, *, behind: int = 0) -> None:
@@ -322,19 +322,19 @@ class BackwardSchedule(Generic[U]):
         self._driver.complete(unit)
         if unit not in self.clock.called_again:
             self._reduce_in_turn(unit)
-        if not (self.keeps_unsharded(unit) or self.clock.span_of(unit) is not None):
+        if not (self.keeps_unsharded(unit) or self.clock.lifetime_of(unit) is not None):
             self._driver.reshard(unit)
 
     def _pass(self, tick: float, *, rests: bool = True, awaits: bool = True) -> None:
-        """This backward is through with what began after `tick`: with gradients of units, and with spans. `rests`: not
-        with the former where no gradient is known to come; `awaits`: nor with what gradients are on their way to."""
+        """This backward is through with what began after `tick`: with gradients of units, and with lifetimes. `rests`:
+        not with the former where no gradient is known to come; `awaits`: nor with what gradients are on their way to."""
         clock, completed = self.clock, self._facts.completed
-        begun, began, spans = clock.begun, clock.began, clock.spans
+        begun, began, lifetimes = clock.begun, clock.began, clock.lifetimes
         resting = False
         while True:
             last = began[begun[-1]] if begun and not resting else -1
-            if spans and spans[-1].over > max(last, tick):
-                self._end_span(spans[-1], reads=not resting)
+            if lifetimes and lifetimes[-1].over > max(last, tick):
+                self._end_lifetime(lifetimes[-1], reads=not resting)
                 continue
             if last <= tick:
                 return
@@ -356,24 +356,24 @@ class BackwardSchedule(Generic[U]):
 
     def _complete_last(self) -> None:
         """No call of what began last is left."""
-        spans, over = self.clock.spans, self.clock.begun.pop()
+        lifetimes, over = self.clock.lifetimes, self.clock.begun.pop()
         if self._is_awaited(over):
             self._complete(over)
         if over in self.clock.called_again:
-            if spans and spans[-1].unit == over and spans[-1].over == self.clock.began[over]:
-                self._end_span(spans[-1], reads=True)  # a reduction takes memory
+            if lifetimes and lifetimes[-1].unit == over and lifetimes[-1].over == self.clock.began[over]:
+                self._end_lifetime(lifetimes[-1], reads=True)  # a reduction takes memory
             if self._facts.completed(over):
                 self._reduce_in_turn(over)
 
-    def _end_span(self, span: Span[U], *, reads: bool) -> None:
+    def _end_lifetime(self, lifetime: Lifetime[U], *, reads: bool) -> None:
         """Nothing reads the parameters any more: free them, after they were gathered as on ranks that read them."""
         clock = self.clock
-        clock.end_span(span)
-        if span.region is None and reads:
-            self._gather(self.gathers.through((span.unit,)))
-        elif span in clock.to_come:  # it was not recomputed
-            clock.to_come.remove(span)
+        clock.end_lifetime(lifetime)
+        if lifetime.region is None and reads:
+            self._gather(self.gathers.through((lifetime.unit,)))
+        elif lifetime in clock.to_come:  # it was not recomputed
+            clock.to_come.remove(lifetime)
             self._limit()
             self._reduce_due()
-        if not self.keeps_unsharded(span.unit):
-            self._driver.reshard(span.unit)
+        if not self.keeps_unsharded(lifetime.unit):
+            self._driver.reshard(lifetime.unit)

@@ -248,8 +248,8 @@ class RecomputesWithoutGathers(Schedule):
     """What ended later is not gathered before what a reentrant checkpoint runs again."""
 
     def _limit(self) -> None:
-        for span in self.clock.to_come:
-            span.behind = 0
+        for lifetime in self.clock.to_come:
+            lifetime.behind = 0
 
 
 class FreesOwners(Schedule):
@@ -304,10 +304,10 @@ class GathersAsUnitsBegan(Schedule):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        for span in self.clock.spans:
-            span.over = self.clock.began[span.unit]
-            span.shared, span.reruns = span.shared and span.unit in self.clock.recomputed, 0
-        self.clock.spans.sort(key=lambda span: span.over)
+        for lifetime in self.clock.lifetimes:
+            lifetime.over = self.clock.began[lifetime.unit]
+            lifetime.shared, lifetime.reruns = lifetime.shared and lifetime.unit in self.clock.recomputed, 0
+        self.clock.lifetimes.sort(key=lambda lifetime: lifetime.over)
 
 
 WRONG: Sequence[type[Schedule]] = (

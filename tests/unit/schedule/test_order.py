@@ -120,8 +120,8 @@ def test_what_a_reentrant_checkpoint_recomputes_is_over_with_the_last_of_it() ->
     for unit, checkpoint in (("a", 1), ("b", 1), ("c", 2), ("d", None), ("e", None)):
         record.enter_without_graph(unit, checkpoint=checkpoint)
         record.leave_without_graph(unit)
-    spans = [(span.unit, span.due, span.over) for span in BackwardClock(record).to_come]
-    assert spans == [("a", 4, 1), ("b", 4, 1), ("c", 6, 5)]
+    lifetimes = [(lifetime.unit, lifetime.due, lifetime.over) for lifetime in BackwardClock(record).to_come]
+    assert lifetimes == [("a", 4, 1), ("b", 4, 1), ("c", 6, 5)]
 
 
 @pytest.mark.parametrize("shared", [False, True])
