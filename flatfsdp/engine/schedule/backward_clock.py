@@ -1,11 +1,11 @@
 """The clock of one backward: when, counted down from the end of the forward, units are due; pure. [Note: one clock]
 
-[Note: lifetimes] A *lifetime* is the part of the clock in which a unit is unsharded. It is gathered once in it, when the
-first of its uses is due, and freed when the clock has passed the last: the begin of its first call, or of what a
-checkpoint may run again with that. Ranks reach different uses, so a rank frees a unit earlier only where it cannot come
-to it again. A unit that has a graph, or is inside of a checkpoint without reentrance, has one lifetime around all of its
-uses, and its gather a turn. One that reentrant checkpoints alone will make graphs of has a lifetime for each of these:
-no rank can leave such a checkpoint out, so all ranks gather when it runs.
+[Note: lifetimes] A *lifetime* is the part of the clock in which a unit is unsharded. It is gathered once in it, when
+the first of its uses is due, and freed when the clock has passed the last: the begin of its first call, or of what a
+checkpoint may run again with that. Ranks reach different uses, so a rank frees a unit earlier only where it cannot
+come to it again. A unit that has a graph, or is inside of a checkpoint without reentrance, has one lifetime around all
+of its uses, and its gather a turn. One that reentrant checkpoints alone will make graphs of has a lifetime for each of
+these: no rank can leave such a checkpoint out, so all ranks gather when it runs.
 """
 
 from __future__ import annotations

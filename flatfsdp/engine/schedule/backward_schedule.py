@@ -327,7 +327,8 @@ class BackwardSchedule(Generic[U]):
 
     def _pass(self, tick: float, *, rests: bool = True, awaits: bool = True) -> None:
         """This backward is through with what began after `tick`: with gradients of units, and with lifetimes. `rests`:
-        not with the former where no gradient is known to come; `awaits`: nor with what gradients are on their way to."""
+        not with the former where no gradient is known to come; `awaits`: nor with what gradients are on their way to.
+        """
         clock, completed = self.clock, self._facts.completed
         begun, began, lifetimes = clock.begun, clock.began, clock.lifetimes
         resting = False
