@@ -277,14 +277,21 @@ class Cell:
         rows = self.placement == "rows" or (self.placement == "meshes" and self.strategy != "2x2")
         if rows and self.accumulation != "within replicas" and not apart:
             return 0.0
+        return self._rounding
+
+    @property
+    def _rounding(self) -> float:
         return 1e-5 if self.precision == "full" and self.model != "dtypes" else 2e-2
 
     @property
     def bound_to_torchs(self) -> float:
         """0: on two ranks every bit is torch's. A kernel adds up the products of columns in another order than those
-        of rows; torch's divides numbers after it has cast them to fp16, of which the smallest lose bits; and it adds
-        microbatches up in 16 bits where there is one replica, which are added up in `.grad` here."""
-        narrow = self.precision in ("bf16", "fp16 reduce")
+        of rows; torch's divides numbers after it has cast them to fp16, of which the smallest lose bits; it adds
+        microbatches up in 16 bits where there is one replica, which are added up in `.grad` here; and adds up in parts
+        what has accumulated in a list whose modules are recomputed reentrantly, where here is what one process has."""
+        if self.units == "lists" and self.accumulation == "no sync" and self.checkpointing == "reentrant checkpoints":
+            return self._rounding
+        narrow = self.precision in ("bf16", "bf16 cast by the root", "fp16 reduce")
         alone = self.accumulation == "within replicas" and self.strategy == "one replica" and narrow
         if self.placement == "columns" or alone:
             return self.bound
