@@ -176,7 +176,10 @@ def nothing_like(local: torch.Tensor) -> torch.Tensor:
     if known is not None:
         return known
     with torch.inference_mode(False):
-        made = local.new_empty(0)
+        if type(local) is torch.Tensor or isinstance(local, _torch.fake_tensors().FakeTensor):
+            made = local.new_empty(0)
+        else:  # what gather hooks made, whose class may know few operations: torchao's float8 refuses this one
+            made = torch.empty(0, dtype=local.dtype, device=local.device)
     if type(made) is torch.Tensor:  # not of a dry run
         _nothing[made.dtype, made.device] = made
     return made

@@ -53,3 +53,17 @@ def test_what_gloo_gathers_of_an_accelerator_goes_by_the_host(
 def test_flatfsdp_does_not_import_dtensors() -> None:
     program = "import sys, flatfsdp; sys.exit('torch.distributed.tensor' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+class FewOperations(torch.Tensor):
+    """As torchao's float8: an operation that it does not know is an error."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_of_tensors_that_know_few_operations_none_is_asked_for() -> None:
+    local = torch.Tensor._make_wrapper_subclass(FewOperations, (2,), dtype=torch.float64)
+    found = _dtensor.nothing_like(local)
+    assert type(found) is torch.Tensor and found.dtype == torch.float64 and not found.numel()
