@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from .replica_checks import ReplicaChecks
 from .resources import ModelSettings, Resources
 from .setup import Setup
 from .unit import Unit, refuse_without_model
+from .unit_state import UnitPlace
 
 
 class Model:
@@ -83,7 +83,7 @@ class Model:
     def _take(self, unit: Unit) -> None:
         _models[unit] = weakref.ref(self)
         unit.resources = self.resources
-        unit.place = replace(unit.place, is_outermost=unit is self.outermost)
+        unit.place = UnitPlace(unit.place.index, unit.place.first_parameter, unit is self.outermost)
         for handle, _, grads in unit.kinds:
             handle.move_to_tracker(self.resources.tracker)
             if grads.residuals is not None:

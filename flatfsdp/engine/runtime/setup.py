@@ -120,7 +120,7 @@ class Setup:
         self.ready = True
         for plan in {id(plan): plan for unit in units for plan in unit.axes.all if plan.replicate is not None}.values():
             logger.info("%s over %s: %s", plan.strategy.name, extent_of(plan), groups_in_words(plan))
-        logger.debug("initialised %d units: %s", len(units), ", ".join(unit.label for unit in units))
+        logger.debug("initialised %d units: %s", len(units), ", ".join([unit.label for unit in units]))
 
     def _take_over(self, units: list[Unit]) -> None:
         """What was loaded in the place of parameters, on the meta device or not, and tied after that."""

@@ -29,14 +29,7 @@ from ..flat.param_refs import ParamRef, flat_name
 from ..flat.reduction import Reduction, ReductionInput
 from ..flat.sources import DEVICE, UnshardSource
 from ..flat.states import GATHERING, IDLE, PHASE_STEPS, PRE_BACKWARD, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
-from ..flat.views import (
-    SHOWS_NOTHING,
-    SHOWS_SHARD,
-    SHOWS_UNSHARDED,
-    ParamViews,
-    ViewMode,
-    check_exposed,
-)
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ParamViews, ViewMode, check_exposed
 from .entries import Entries
 from .resources import Resources
 from .unit_axes import UnitAxes

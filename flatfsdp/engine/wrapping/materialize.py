@@ -179,7 +179,7 @@ def _initialize_by(initialize: Callable[[nn.Module], Any], module: nn.Module, pa
         with _MetaDeviceMode(tensors, device=device) as reported:
             initialize(module)
         untouched = reported.untouched()
-        replaced = any(getattr(module, name) is not tensor for name, tensor in zip(names, tensors, strict=True))
+        replaced = any([getattr(module, name) is not tensor for name, tensor in zip(names, tensors, strict=True)])
         if replaced or len(untouched) < len(tensors) or not any(tensor.numel() for tensor in tensors):
             return
     raise UsageError(

@@ -21,13 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from flatfsdp import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-    fully_shard_by_policy,
-)
+from flatfsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard_by_policy
 from flatfsdp.errors import UsageError, refuse_value
 from flatfsdp.trainer.arguments import STRATEGIES, FSDPArguments
 from flatfsdp.trainer.model.fronts import inside, sharded_inside
