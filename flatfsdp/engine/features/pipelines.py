@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class PipelineStages(Observer):
     """Lets torch's stages know units, at the first step of a model."""
 
     def __init__(self, model: Model) -> None:
-        self._observers = model.observers
+        self._observers = weakref.proxy(model.observers)  # which hold it: a circle keeps models alive
 
     def step_begins(self, unit: Any) -> bool:
         """Replaces what splits backwards, if it is loaded."""
