@@ -1,6 +1,7 @@
 """Runs the programs of tests/process/programs/frameworks, each on torch's FSDP1 or FSDP2 and under
-`flatfsdp.as_torch`, and writes a dated table of how they compare: tools/bench_results/programs.json and .md. Rows of
-programs that do not run this time stay. `tools/programs` calls it in the right environment."""
+`flatfsdp.as_torch`, and the tests that need torchao. Writes a dated table of how programs compare, and whether these
+tests pass: tools/bench_results/programs.json and .md. Rows of what does not run this time stay. `tools/programs` calls
+it in the right environment."""
 
 from __future__ import annotations
 
@@ -9,20 +10,51 @@ import datetime
 import importlib.metadata
 import json
 import math
+import os
 import platform
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from tests.harness.programs import Case, ProgramError, run
+from tests.harness.programs import ROOT, WORDS, Case, ProgramError, run
 from tests.process.programs.frameworks.cases import CASES
 
 RESULTS = Path(__file__).resolve().parent / "bench_results" / "programs"
 PACKAGES = (
     "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "lightning", "torchao",
 )  # fmt: skip
+# Tests that are skipped where this package is not installed, by what their row is called.
+TESTS = {"torchao: tests of float8": "tests/distributed/fully_shard/test_torchao.py"}
+
+
+def row_of_tests(name: str, limit: float) -> dict[str, Any]:
+    """Whether the tests of that name pass, none skipped, within three times `limit` seconds."""
+    row: dict[str, Any] = {"name": name, "ranks": 4, "arguments": [TESTS[name]], "bound": 0.0}
+    command = [sys.executable, "-m", "pytest", "-q", "--processes", "1", TESTS[name]]
+    with tempfile.TemporaryFile("w+") as printed:
+        begun = time.monotonic()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code: int | None = process.wait(3 * limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        seconds = time.monotonic() - begun
+        printed.seek(0)
+        words = printed.read()
+    passed = re.search(r"(\d+) passed", words)
+    if code != 0 or passed is None or re.search(r"\d+ (skipped|failed|error)", words):
+        ended = f"still ran after {3 * limit:g} s" if code is None else f"ended with {code}"
+        return row | {"outcome": "failed", "error": f"{TESTS[name]} {ended}:\n{words[-WORDS:]}"}
+    return row | {"outcome": f"{passed[1]} passed", "seconds": [0.0, seconds]}
 
 
 def row_of(case: Case, limit: float) -> dict[str, Any]:
@@ -59,9 +91,10 @@ def kept(path: Path) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
 
 
-def chosen(case: Case, name: str) -> bool:
-    """Whether `name` is that of `case`, or a part of it and no other's name."""
-    return case.name == name or (name in case.name and all(each.name != name for each in CASES))
+def chosen(program: str, name: str) -> bool:
+    """Whether `name` is that of a `program`, or a part of it and no other's name."""
+    known = [*(case.name for case in CASES), *TESTS]
+    return program == name or (name in program and name not in known)
 
 
 def table(found: dict[str, Any]) -> str:
@@ -78,7 +111,8 @@ def table(found: dict[str, Any]) -> str:
         "where its name has that) and once under `python -m flatfsdp.as_torch`. "
         "Compared are the losses and gradient norms of every step and, on every rank, each parameter's shard, mesh, "
         "placements and shape at the end; FSDP1's flat parameters as whole ones. Where torch's cannot, its program "
-        "does without: gathers in float8 on gloo, and offload, for which it pins memory, without an accelerator.",
+        "does without: gathers in float8 on gloo, and offload, for which it pins memory, without an accelerator. "
+        "Rows of tests are those of the suite that need the package; none may be skipped.",
         "",
         "| program | ranks | outcome | largest difference | numbers compared | date | commit |",
         "|---|---|---|---|---|---|---|",
@@ -97,22 +131,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="the table's path, without .json or .md")
     parser.add_argument("--list", action="store_true", help="print the programs")
     arguments = parser.parse_args()
-    cases = [case for case in CASES if not arguments.names or any(chosen(case, each) for each in arguments.names)]
+    cases = [case for case in CASES if not arguments.names or any(chosen(case.name, each) for each in arguments.names)]
+    tests = [each for each in TESTS if not arguments.names or any(chosen(each, name) for name in arguments.names)]
     if arguments.list:
-        sys.stdout.write("".join(f"{case.name}\n" for case in cases))
+        sys.stdout.write("".join(f"{each}\n" for each in (*(case.name for case in cases), *tests)))
         return 0
     data, written = (arguments.out.with_suffix(each) for each in (".json", ".md"))
     rows = kept(data)
-    failed = False
-    for case in cases:
-        row = row_of(case, arguments.limit) | {"date": today(), "commit": commit()}
-        rows[case.name] = row
-        sys.stdout.write(f"{row['outcome']:16}  {case.name}\n")
+    failed, order = False, [*(case.name for case in CASES), *TESTS]
+    for each in (*cases, *tests):
+        made = row_of(each, arguments.limit) if isinstance(each, Case) else row_of_tests(each, arguments.limit)
+        row = made | {"date": today(), "commit": commit()}
+        rows[row["name"]] = row
+        sys.stdout.write(f"{row['outcome']:16}  {row['name']}\n")
         if row["outcome"] in ("failed", "differs"):
             failed = True
             sys.stdout.write(f"{row.get('error') or row['problems'] or (row['largest'], row['where'])}\n")
         sys.stdout.flush()
-        found = {"versions": versions(), "rows": [rows[each.name] for each in CASES if each.name in rows]}
+        found = {"versions": versions(), "rows": [rows[name] for name in order if name in rows]}
         data.parent.mkdir(parents=True, exist_ok=True)
         data.write_text(json.dumps(found, indent=1) + "\n")
         written.write_text(table(found))

@@ -28,6 +28,7 @@ CASES = [
     titan("HSDP 2x2", "hsdp", ranks=4),
     titan("FSDP + TP 2x2, sequence parallel", "tp", ranks=4),
     titan("FSDP + TP 2x2, activation checkpointing, bf16", "tp", "ac", "bf16", "no-sp", ranks=4),
+    titan("HSDP + TP 2x2x2, sequence parallel", "hsdp-tp", ranks=8),
     titan(
         "FSDP + TP 2x2, each from the other's checkpoint", "tp", "from={other}/checkpoint", ranks=4,
         runs=(("tp", "save"),),
@@ -106,6 +107,8 @@ CASES = [
     Case("torchao: float8", "with_torchao.py", ("clip",), ("torchao",)),
     # torch's gathers nothing in float8 on gloo: its yardstick gathers in full precision, and rounds after that.
     Case("torchao: float8, gathered in float8", "with_torchao.py", ("gather",), ("torchao",), theirs=()),
+    Case("torchao: float8 gathered by torchao, FSDP + TP 2x2", "with_torchao.py", ("gather", "tp"), ("torchao",), 4,
+         theirs=("tp",)),
     *(
         Case(f"Lightning: ModelParallelStrategy, {name}", "with_lightning.py", options, LIGHTNING, ranks, parts=RESUMED)
         for name, ranks, options in (

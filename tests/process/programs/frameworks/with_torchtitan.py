@@ -1,7 +1,7 @@
 """torchtitan's Llama 3, or its Qwen 3 with experts, as its trainer builds, shards, initializes, trains and clips it.
 
 with_torchtitan.py FOLDER STRATEGY [OPTION...]
-STRATEGY: fsdp | hsdp | tp (with FSDP) | pp (with FSDP) |
+STRATEGY: fsdp | hsdp | tp (with FSDP) | hsdp-tp | pp (with FSDP) |
 etp (experts, with FSDP and TP)
 OPTION: experts | full-dtensor | float8 | lora | ac | bf16 | tied | accumulate | no-sp | always | schedule=NAME |
 from=CHECKPOINT | save
@@ -38,7 +38,7 @@ folder, strategy, *options = sys.argv[1:]
 LAYERS, WORDS, LENGTH, BATCH, STEPS = 2, 2048, 16, 2, 3
 SIZES = {
     "fsdp": (1, 2, 1, 1, 1), "hsdp": (2, 2, 1, 1, 1), "tp": (1, 2, 2, 1, 1), "pp": (1, 2, 1, 2, 1),
-    "etp": (1, 2, 2, 1, 2),
+    "hsdp-tp": (2, 2, 2, 1, 1), "etp": (1, 2, 2, 1, 2),
 }  # fmt: skip
 
 dist.init_process_group("gloo")
