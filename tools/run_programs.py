@@ -10,10 +10,8 @@ import datetime
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.harness.programs import ROOT, WORDS, Case, ProgramError, run
+from tests.harness.programs import ROOT, WORDS, Case, ProgramError, exit_code_of, run
 from tests.process.programs.frameworks.cases import CASES
 
 RESULTS = Path(__file__).resolve().parent / "bench_results" / "programs"
@@ -38,15 +36,7 @@ def row_of_tests(name: str, limit: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-q", "--processes", "1", TESTS[name]]
     with tempfile.TemporaryFile("w+") as printed:
         begun = time.monotonic()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code: int | None = process.wait(3 * limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        code = exit_code_of(command, printed, 3 * limit, cwd=ROOT)
         seconds = time.monotonic() - begun
         printed.seek(0)
         words = printed.read()

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -66,6 +67,20 @@ class Result:
     where: str = ""
 
 
+def exit_code_of(command: Sequence[str], printed: IO[str], limit: float, **how: Any) -> int | None:
+    """Run `command`, which prints to `printed`; None where it still ran after `limit` seconds, and all that it started
+    has been killed. `how`: as of `subprocess.Popen`."""
+    process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True, **how)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def launch(case: Case, arguments: tuple[str, ...], folder: Path, *, ours: bool, limit: float) -> None:
     """Run the program of `case` on its ranks, at most `limit` seconds.
 
@@ -83,17 +98,7 @@ def launch(case: Case, arguments: tuple[str, ...], folder: Path, *, ours: bool, 
     command += [str(PROGRAMS / case.program), str(folder), *arguments]
     log = folder / "printed.txt"
     with log.open("a") as printed:
-        process = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        code = exit_code_of(command, printed, limit, env=environment, cwd=folder)
     if code != 0:
         ended = f"still ran after {limit:g} s" if code is None else f"ended with {code}"
         side = "under flatfsdp.as_torch" if ours else "on torch's FSDP"

@@ -363,7 +363,7 @@ class SimulatedForwards(ForwardSchedule[str]):
         self._rank.reshard(unit)
 
     def leave_unsharded(self, unit: str) -> None:
-        if unit not in self._rank.program.frees and unit not in self._rank._unsharded:
+        if unit not in self._rank.program.frees and not self._rank.is_unsharded(unit):
             raise Problem(f"{unit} is to be left unsharded, and is not gathered")
 
 

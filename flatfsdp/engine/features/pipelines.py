@@ -4,41 +4,62 @@
 parameters come later, by `autograd.grad` for what `stage.parameters()` shows then: of units these are shards, which no
 graph knows, so that nothing was trained, without an error. Here a stage with units computes all of them when those of
 its inputs are asked for, by a backward as others are, and nothing is left for later. As in `get_state_dict` ([Note:
-get_state_dict]), torch's function is replaced where it is called, when a model first runs: whoever has a stage has
-imported it by then.
+get_state_dict]), torch's function is replaced where it is called: when the first model is made, or, since to import it
+takes a second, when the program imports it after that.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..base.events import Observer
 from ..flat.write_tracker import FlatParameter
-from ..runtime.model import Model
 from ..runtime.param_registry import owner_of
 
 MODULE, NAME = "torch.distributed.pipelining.stage", "stage_backward_input"
 
 
-class PipelineStages(Observer):
-    """Lets torch's stages know units, at the first step of a model."""
+def serve_stages() -> None:
+    """Let stages know units, also of models that are there before torch's module is. Idempotent."""
+    if (module := sys.modules.get(MODULE)) is not None:
+        _serve(module)
+    elif _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
-    def __init__(self, model: Model) -> None:
-        self._observers = weakref.proxy(model.observers)  # which hold it: a circle keeps models alive
 
-    def step_begins(self, unit: Any) -> bool:
-        """Replaces what splits backwards, if it is loaded."""
-        names: dict[str, Any] = vars(sys.modules[MODULE]) if MODULE in sys.modules else {}
-        if NAME in names and not hasattr(names[NAME], "knows_units"):
-            names[NAME] = _whole_with_units(names[NAME], names["stage_backward"])
-        self._observers.remove(self)
-        return False
+class _WhenImported(MetaPathFinder):
+    """Finds torch's module as it would be found without this, and changes it once it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Of that module only."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == MODULE else None
+        if spec is not None and (loader := spec.loader) is not None:
+            execute = loader.exec_module
+
+            def execute_and_serve(module: ModuleType) -> None:
+                execute(module)
+                _serve(module)
+
+            loader.exec_module = execute_and_serve  # type: ignore[method-assign]
+        return spec
+
+
+_FINDER = _WhenImported()
+
+
+def _serve(module: ModuleType) -> None:
+    names = vars(module)
+    if NAME in names and not hasattr(names[NAME], "knows_units"):
+        names[NAME] = _whole_with_units(names[NAME], names["stage_backward"])
 
 
 def _whole_with_units(split: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:

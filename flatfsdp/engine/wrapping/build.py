@@ -32,7 +32,7 @@ from ..dtensor.tensor_parallel import TensorParallel
 from ..features.conditional_units import ConditionalUnits
 from ..features.local_clipping import LocalClipping
 from ..features.persistent_params import PersistentParams
-from ..features.pipelines import PipelineStages
+from ..features.pipelines import serve_stages
 from ..features.post_forward import PostForwardShards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import UnsteppedCheck
@@ -350,9 +350,9 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
         ConditionalUnits(),
         UnsteppedCheck(model),
         LocalClipping(model),
-        PipelineStages(model),
     )
     stamp_state_dicts()
+    serve_stages()
     return model
 
 
