@@ -23,9 +23,11 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection, popen_forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -49,8 +51,23 @@ _FORKSERVER.set_forkserver_preload(
 )
 
 
+class _Popen(popen_forkserver.Popen):
+    """Its exit status can be read once, and every process that starts on any thread looks at all others: of two threads
+    that read at once one got the status and the other one the end of the pipe, for which CPython says 255."""
+
+    _reading = threading.Lock()
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if self.returncode is None and flag != os.WNOHANG:
+            connection.wait([self.sentinel])  # as long as it takes, and so without the lock
+        with self._reading:
+            return super().poll(os.WNOHANG)
+
+
 class _Rank(ForkServerProcess):
     """A forked process that ends as a started one does: atexit callbacks run, and the interpreter is finalised."""
+
+    _Popen = staticmethod(_Popen)
 
     def _bootstrap(self, *args: Any) -> NoReturn:
         gc.freeze()  # the collector need not go through all of torch's objects, at the end in particular

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
+import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +23,7 @@ from tests.harness import fresh, pool
 from tests.harness.fake import fake_world
 from tests.harness.memory import Recording, Usage, peak_bytes
 from tests.harness.pool import MANY_GROUPS, JobFailed
+from tests.harness.processes import Ranks
 
 
 def identify(rank: int, world: int, *words: str, **more: int) -> tuple[object, ...]:
@@ -183,6 +190,29 @@ def fail_or_hang(rank: int, world: int) -> None:
         raise ValueError("no from rank 0")
     while True:
         time.sleep(0.1)
+
+
+def leave(rank: int, world: int, pipe: Connection) -> None:
+    sys.exit(3)
+
+
+def test_two_threads_that_look_at_once_find_how_a_rank_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that starts a rank while another one waits for the end of its own."""
+    ranks = Ranks(1, leave)
+    (process,) = ranks.processes
+    connection.wait([process.sentinel], 60)
+    looked, wait = threading.Barrier(2), connection.wait
+
+    def together(*args: Any) -> list[Any]:
+        found = wait(*args)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            looked.wait(0.5)
+        return found
+
+    monkeypatch.setattr(connection, "wait", together)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda each: each.exitcode, [process, process])) == [3, 3]
+    ranks.kill()
 
 
 def test_fake_world_has_any_size() -> None:
