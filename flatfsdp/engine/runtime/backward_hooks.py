@@ -269,7 +269,7 @@ class BackwardHooks:
         if task == own.task:
             if own.arrived_in_inner_tasks:
                 own.arrived_in_inner_tasks.discard((kind, index))
-        elif not (again or own.completed):
+        elif not own.completed and (not again or index in grads.missing):  # which is this task's part, and comes yet
             own.arrived_in_inner_tasks.add((kind, index))
         if task != own.task:
             late_gradients.came(unit, self.of_unit[unit].custom_ran)

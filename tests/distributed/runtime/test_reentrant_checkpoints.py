@@ -177,6 +177,17 @@ def _plain_and_in_parts(net: Any, x: Tensor, use: bool) -> Tensor:
     return x @ net.behind
 
 
+def _parts_around_a_gradient(net: Any, x: Tensor, use: bool) -> Tensor:
+    """The same, and between the parts the other parameter's gradient comes."""
+
+    def part(x: Tensor) -> Tensor:
+        return x + (x @ net.weight).tanh()
+
+    x = reentrant(part, part(x)) @ net.behind
+    y: Tensor = reentrant(part, x) if use else part(x)
+    return y
+
+
 def _nothing_but_parts(net: Net, x: Tensor, use: bool) -> Tensor:
     """All gradients of a rank come in parts of units, behind a unit that it passes over."""
     return net.b(net.a(net.first(x).detach().requires_grad_(), parted=True), use)
@@ -224,7 +235,8 @@ def test_ranks_that_use_other_units_beside_it_are_not_waited_for(
 
 
 # Model 930010 under `fully_shard`: the unit, of which nothing shows that its backward is over, was freed before. Model
-# 5305: it was not, and it was reduced before, and once more.
+# 5305: it was not, and it was reduced before, and once more. Model 33261: a part's gradient was taken for the one that
+# comes when all parts are through.
 @pytest.mark.parametrize(
     ("step", "made"),
     [
@@ -232,6 +244,8 @@ def test_ranks_that_use_other_units_beside_it_are_not_waited_for(
         (_part_beside_a_unit, Parted),
         (_used_again_behind, Parted),
         (_used_again_behind, Alone),
+        (_parts_around_a_gradient, Parted),
+        (_parts_around_a_gradient, Alone),
     ],
 )
 def test_a_unit_is_whole_until_its_parts_have_been_recomputed(
