@@ -15,8 +15,7 @@ from ..base import _torch
 from ..config.schedule_options import reshard_choices
 from ..config.unit_options import PrefetchTargets
 from ..device.streams import Device
-from ..features.persistent_params import budget, can_stay, keep_frozen, persistent_params_of
-from ..flat.sources import ParamPersistence
+from ..features.persistent_params import keep_frozen
 from ..flat.states import IDLE, SUMMONED
 from ..runtime import rest
 from ..runtime.model import model_of
@@ -303,19 +302,7 @@ class ScheduleControls(GradientControls):
             ConfigTypeError, ConfigValueError: no such number, or another place.
             UsageError: inside a forward or a backward, or inside `inference()`.
         """
-        method = "keep_frozen_unsharded"
-        left = budget(method, max_bytes)
-        places = [residence.value for residence in ParamPersistence]
-        if on not in places:
-            refuse_value(f"{method}: on", on, " or ".join(map(repr, places)))
-        units = self._meant(method, True)
-        if any(persistent_params_of(model_of(unit)).pinned is not None for unit in units):
-            raise UsageError(f"{method} of unit {self._unit.label} was called inside inference(); call it outside")
-        for unit in units:
-            size = sum(handle.unsharded_bytes for handle in unit.handles if can_stay(handle))
-            fits = 0 < size <= left
-            keep_frozen(unit, on if fits else None)
-            left -= size if fits else 0
+        keep_frozen(self._unit, units_in(cast(nn.Module, self)), max_bytes, on)
 
     def set_unshard_async_op(self, async_op: bool) -> None:
         """Whether gathers are issued on the stream of the computation, for the whole model.

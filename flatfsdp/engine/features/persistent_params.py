@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -13,18 +13,17 @@ import torch
 from torch import nn
 
 from ...api import check_number
-from ...errors import UsageError
+from ...errors import UsageError, refuse_value
 from ..base import _torch
 from ..base.events import Observer
 from ..flat.flat_param import FlatParamHandle
-from ..flat.sources import DEVICE, HOST, ParamPersistence
-from ..flat.states import SUMMONED, UNSHARDED
+from ..flat.sources import DEVICE, HOST, HostCache, ParamPersistence
+from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_SHARD
 from ..runtime.model import Model, model_of
 from ..runtime.module_tree import units_in
-from ..runtime.persistence import evict, evict_all, fetch
-from ..runtime.rest import collective_call, free_at_once, free_unsharded, models_of, quiesce
-from ..runtime.unit import Unit
+from ..runtime.rest import check_outside, collective_call, free_at_once, free_unsharded, models_of, quiesce
+from ..runtime.unit import Unit, evict
 from ..runtime.user_writes import is_compared
 
 
@@ -46,6 +45,29 @@ class HandleRef(NamedTuple):
         if handle.persistence is HOST:
             return handle.kept_source is not None and handle.kept_source.serves(dtype)
         return handle.state is UNSHARDED
+
+    def fetch(self) -> None:
+        """Gather it to where it stays. Collective over the shard axis.
+
+        Precondition: its leaves show the shard.
+        """
+        unit, handle, resources = self.unit, self.handle, self.unit.resources
+        if handle.state is SHARDED:  # it is not where a user has asked for the unit, or it stayed after a backward
+            source = unit.source_of(handle)
+            if resources.limiter.held:
+                resources.limiter.make_room(handle.buffer(source.dtype), ahead=False)
+            handle.launch_unshard(source, resources.streams.unshard)
+            if source.is_local:
+                resources.limiter.record_upload()
+        if handle.state is GATHERING:
+            handle.wait_unshard()
+        unit.record_event("keep")
+        if handle.persistence is HOST:
+            handle.drop_kept_source()
+            cache = HostCache(handle.unsharded, tracker=handle.tracker)
+            handle.keep(cache)
+            resources.free(handle)
+            cache.versions = handle.writes.all
 
 
 class NoTraining(Observer):
@@ -144,7 +166,7 @@ class PersistentParams(Observer):
         for ref in maybe_stale:
             ref.unit.kept.maybe_stale = False
         for ref in due:
-            fetch(ref.unit, ref.kind)
+            ref.fetch()
 
     def pin(self, model: Model, refs: Iterable[HandleRef]) -> None:
         """Let `refs` stay unsharded on the device until `unpin`. Collective over the shard axes.
@@ -157,17 +179,17 @@ class PersistentParams(Observer):
             for ref in self.pinned:
                 evict(ref.unit, ref.kind)
         for ref in self.pinned:
-            handle, ref.unit.kept.pinned = ref.handle, True
+            handle, ref.unit.kept.trusted = ref.handle, True
             handle.persistence = DEVICE
             if not ref.is_fetched:
-                fetch(ref.unit, ref.kind)
+                ref.fetch()
 
     def unpin(self, model: Model) -> None:
         """End of `pin`: parameters rest as they did before. Precondition: at rest."""
         pinned, self.pinned = self.pinned or [], None
         model.observers.remove(self._no_training)
         for ref in pinned:
-            handle, ref.unit.kept.pinned = ref.handle, False
+            handle, ref.unit.kept.trusted = ref.handle, False
             handle.persistence = persistence_of(ref.unit, handle)
             if handle.persistence is not DEVICE and handle.state is UNSHARDED:
                 model.resources.free(handle)
@@ -180,13 +202,13 @@ def persistent_params_of(model: Model) -> PersistentParams:
     return found
 
 
-def budget(method: str, max_bytes: object) -> float:
+def _budget(method: str, max_bytes: object) -> float:
     """How many bytes may be kept, by what `method` was given; None for all."""
     accepted = "0 or more bytes, or None for all"
     return math.inf if max_bytes is None else check_number(f"{method}: max_bytes", max_bytes, accepted, 0)
 
 
-def can_stay(handle: FlatParamHandle) -> bool:
+def _can_stay(handle: FlatParamHandle) -> bool:
     """Whether `handle` is frozen and worth keeping; a shard that is the whole is there anyway."""
     return handle.is_frozen and not handle.is_shard_in(handle.precision.compute)
 
@@ -194,15 +216,27 @@ def can_stay(handle: FlatParamHandle) -> bool:
 def persistence_of(unit: Unit, handle: FlatParamHandle) -> ParamPersistence | None:
     """Where `handle` stays by what was chosen for its `unit`."""
     where = unit.options.schedule.keep_frozen
-    return ParamPersistence(where) if where is not None and can_stay(handle) else None
+    return ParamPersistence(where) if where is not None and _can_stay(handle) else None
 
 
-def keep_frozen(unit: Unit, where: str | None) -> None:
-    """Let frozen parameters of `unit` stay there from now on, or nowhere; what stayed elsewhere is freed."""
-    evict_all(unit)
-    model_of(unit).setup.set_schedule(unit, keep_frozen=where)
-    for handle in unit.handles:
-        handle.persistence = persistence_of(unit, handle)
+def keep_frozen(outer: Unit, units: Sequence[Unit], max_bytes: object, on: str) -> None:
+    """`keep_frozen_unsharded` of a module whose own unit is `outer`, with these `units` inside."""
+    method = "keep_frozen_unsharded"
+    left = _budget(method, max_bytes)
+    places = [residence.value for residence in ParamPersistence]
+    if on not in places:
+        refuse_value(f"{method}: on", on, " or ".join(map(repr, places)))
+    check_outside(outer, method)
+    if any(persistent_params_of(model_of(unit)).pinned is not None for unit in units):
+        raise UsageError(f"{method} of unit {outer.label} was called inside inference(); call it outside")
+    for unit in units:
+        size = sum(handle.unsharded_bytes for handle in unit.handles if _can_stay(handle))
+        fits = 0 < size <= left
+        evict(unit)
+        model_of(unit).setup.set_schedule(unit, keep_frozen=on if fits else None)
+        for handle in unit.handles:
+            handle.persistence = persistence_of(unit, handle)
+        left -= size if fits else 0
 
 
 # --- inference() ------------------------------------------------------------------------------------------------------
@@ -236,7 +270,7 @@ def inference(model: nn.Module, max_bytes: int | None = None) -> Iterator[None]:
         ...     model(torch.ones(3, 2)).shape
         torch.Size([3, 1])
     """
-    budget("inference", max_bytes)
+    _budget("inference", max_bytes)
     units = units_in(model)
     if not units:
         raise UsageError(
@@ -297,7 +331,7 @@ def _end(model: Model) -> None:
 
 def _chosen(units: list[Unit], max_bytes: int | None) -> list[HandleRef]:
     """What is kept, within the budget."""
-    left = budget("inference", max_bytes)
+    left = _budget("inference", max_bytes)
     chosen = []
     for unit in units:
         for kind, handle in enumerate(unit.handles):

@@ -25,8 +25,7 @@ from . import param_registry as registry
 from .forward_driver import unshard_at_first_gradient
 from .iteration import RETAINED
 from .model import Model, model_of
-from .persistence import evict_all
-from .unit import Unit
+from .unit import Unit, evict
 from .user_writes import begin_request, check_left_unsharded, follow_before_request, retire_request
 
 
@@ -114,7 +113,7 @@ def free_unit(unit: Unit) -> None:
     show their shards."""
     take_over([unit])
     unit.reset_to_idle()
-    evict_all(unit)
+    evict(unit)
 
 
 def free_at_once(model: Model) -> None:
@@ -186,7 +185,7 @@ def set_unshard_async_op(model: Model, async_op: bool) -> None:
     if model.setup.ready:
         free_unsharded(model)  # memory of the one stream does not go back to the other
         for unit in model.units:
-            evict_all(unit)
+            evict(unit)
     for unit in model.units:
         model.setup.set_schedule(unit, unshard_async_op=async_op)
     model.setup.choose_unshard_stream()

@@ -400,6 +400,20 @@ def follow_requires_grad(units: Iterable[Unit]) -> None:
                 handle.face.follow_requires_grad()
 
 
+def evict(unit: Unit, *kinds: int) -> None:
+    """Free what stays of these handles of `unit` between uses, or of all, at once unless a backward is to read it: then
+    it does not stay any more. The next forward gathers it."""
+    for kind in kinds or range(len(unit.handles)):
+        handle, views, _ = unit.kinds[kind]
+        if handle.kept_source is not None and not handle.kept_source.as_of_forward:
+            handle.drop_kept_source()
+        if handle.persistence is DEVICE and handle.state is UNSHARDED:
+            if views.mode is SHOWS_SHARD:
+                unit.resources.free(handle)
+            else:
+                handle.persistence = None
+
+
 def refuse_without_model(unit: Unit) -> NoReturn:
     """Refuse to use `unit`, whose model is gone."""
     raise UsageError(

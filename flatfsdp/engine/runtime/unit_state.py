@@ -79,14 +79,14 @@ class KeptUnsharded:
 
     Attributes:
         by_choice: because of what a user chose for it.
-        pinned: for the time of an `inference()`.
+        trusted: nobody writes to its shards meanwhile, so that what is kept is not compared with them.
         maybe_stale: some ranks may have written to their shards since, and others not.
         versions: of the shards of its handles, when a user asked for the unit; shards: copies of them, of DTensors.
         post_forward: the transports of handles over their post-forward axes. [Note: post-forward shards]
     """
 
     by_choice: bool = False
-    pinned: bool = False
+    trusted: bool = False
     maybe_stale: bool = False
     versions: list[tuple[int, ...]] = field(default_factory=list)
     shards: list[torch.Tensor] = field(default_factory=list)

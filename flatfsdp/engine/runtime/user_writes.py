@@ -8,10 +8,10 @@ what is written through their `.data`. So what is kept unsharded of such paramet
 value, before it is computed with: this reads twice the shard, where a gather would move all of the parameter. For what
 is still on its way then there is a copy of the shard. Values may change on some ranks only, so ranks exchange a flag
 wherever something was compared, before any of them gathers: at the first gather of a forward, of what was kept by
-choice and of what stays because it is frozen, and when a user asks for such a unit. A comparison waits for the device:
-on accelerators it is made only of what a schedule keeps, of which ranks exchange it in any case, and nowhere inside
-`inference()`. Of what travels in few bits, or by hooks of a class of its own, the values are others than the shard's:
-versions have to do.
+choice and of what stays on the device, and when a user asks for such a unit. A comparison waits for the device: on
+accelerators it is made only of what a schedule keeps, of which ranks exchange it in any case, and nowhere of a unit
+that is `trusted`. Of what travels in few bits, or by hooks of a class of its own, the values are others than the
+shard's: versions have to do.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from ..flat.placeholder import Placeholder
 from ..flat.sources import DEVICE
 from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_requested
-from .persistence import evict_all
-from .unit import Unit
+from .unit import Unit, evict
 
 
 def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
@@ -118,7 +117,7 @@ def is_compared(unit: Unit, handle: FlatParamHandle) -> bool:
     """Whether values are compared of what is kept unsharded of `handle`: the same on all ranks."""
     if not handle.face.is_distributed or handle.precision.gather is not None or handle.options.gathers:
         return False
-    if unit.kept.pinned or is_memoryless():
+    if unit.kept.trusted or is_memoryless():
         return False
     keeps = unit.options.schedule.keeps_by_choice and handle.persistence is None
     return keeps or not unit.resources.device.has_streams
@@ -170,7 +169,7 @@ def follow_other_ranks(units: Iterable[Unit], agreement: Agreement) -> None:
 
 
 def follow_before_request(unit: Unit, agreement: Agreement, *, at_rest: bool) -> None:
-    """A user asks for `unit`: the same, of what was kept of it by choice and of what stays because it is frozen."""
+    """A user asks for `unit`: the same, of what was kept of it by choice and of what stays."""
     stays = [handle for handle in unit.handles if handle.persistence is DEVICE]
     if stays and not unit.kept.maybe_stale and not any([is_compared(unit, handle) for handle in stays]):
         stays = []
@@ -180,7 +179,7 @@ def follow_before_request(unit: Unit, agreement: Agreement, *, at_rest: bool) ->
     with agreement.waiting(f"unshard() of unit {unit.label}"):
         follow_other_ranks((unit,), agreement)
         if stays and agreement.any_rank(any([handle.state is SHARDED for handle in stays])):
-            evict_all(unit)
+            evict(unit)
 
 
 def begin_request(unit: Unit, *, at_rest: bool) -> None:
