@@ -31,7 +31,6 @@ except ModuleNotFoundError as error:
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import METRICS, Callback, LossPlot, MetricsLog, Summary
 from flatfsdp.trainer.demo.options import DEFAULTS, DemoOptions
-from flatfsdp.trainer.fields import Data, Module
 from flatfsdp.trainer.hub.by_name import changed_flag, with_options
 from flatfsdp.trainer.hub.pretrained import ModelOptions
 from flatfsdp.trainer.hub.text_data import DataOptions
@@ -40,7 +39,8 @@ from flatfsdp.trainer.launch import Placement, RankContext, run, under_launcher
 from flatfsdp.trainer.memory_estimate import forecast, on_meta
 from flatfsdp.trainer.preemption import in_words
 from flatfsdp.trainer.process_group import TrainerRanks
-from flatfsdp.trainer.settings import Count, FilePath, Name, Parser
+from flatfsdp.trainer.settings.command_line import Parser
+from flatfsdp.trainer.settings.types import Count, Data, FilePath, Module, Name
 from flatfsdp.trainer.terminal import print_line, sizes_in_words
 from flatfsdp.trainer.trainer import Trainer
 from flatfsdp.trainer.watching.configuration import Configuration
@@ -66,7 +66,7 @@ class Command(Settings):
     world_size: Count | None = setting(None, "of so many ranks, for --dry-run; none for those that would start")
     measure: bool = setting(False, "with --dry-run: run one real step, too, and print what it keeps of activations")
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         for name in ("world_size", "measure"):
             if getattr(self, name) and not self.dry_run:
                 self.refuse(name, f"it belongs to {self.called('dry_run')}")
@@ -90,7 +90,7 @@ class OwnTask(Task):
         None, "the dataset to train on, or a function that makes it; or text:PATH, jsonl:FILE, hf:DATASET"
     )
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         if (self.model is None) != (self.train_data is None):
             given, missing = ("model", "train_data") if self.train_data is None else ("train_data", "model")
             self.refuse(given, f"{self.called(missing)} is not given")

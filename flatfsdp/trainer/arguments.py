@@ -15,38 +15,33 @@ from typing import Annotated, Any
 import torch
 
 from flatfsdp import ShardingStrategy
-from flatfsdp.trainer.fields import (
+from flatfsdp.trainer.settings import Field, Settings, dataclass, setting
+from flatfsdp.trainer.settings.types import (
     Bits,
     CheckpointPolicy,
+    Count,
     Data,
     DataMode,
     DType,
     Extremum,
+    FilePath,
     Front,
     Layout,
     Module,
+    Name,
     Named,
+    NotNegative,
+    Options,
     PackedDType,
+    PlainValidator,
+    Positive,
     Prefetch,
     Resume,
     SaveFormat,
     Steps,
-    Units,
-)
-from flatfsdp.trainer.settings import (
-    Count,
-    Field,
-    FilePath,
-    Name,
-    NotNegative,
-    Options,
-    PlainValidator,
-    Positive,
-    Settings,
     Text,
+    Units,
     Whole,
-    dataclass,
-    setting,
 )
 
 __all__ = ["STRATEGIES", "FSDPArguments", "Task", "TrainingArguments", "check_run"]
@@ -162,7 +157,7 @@ class FSDPArguments(Settings):
         """Whether gradients are fp16 somewhere, and small ones would be lost."""
         return torch.float16 in (self.param_dtype, self.reduce_dtype)
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         self._set_precision()
         for name in ("checkpoint_every", "checkpoint_policy"):
             if getattr(self, name) not in (1, None) and not self.activation_checkpointing:
@@ -299,7 +294,7 @@ class TrainingArguments(Settings):
         """Whether no limit is given."""
         return self.steps is None and self.epochs is None and self.minutes is None
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         if self.global_batch is not None and self.accumulate != 1:
             self.refuse("accumulate", f"{self.called('global_batch')} {self.global_batch} decides how many are needed")
         if self.clip is not None and self.optimizer_in_backward:

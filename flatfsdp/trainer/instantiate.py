@@ -1,4 +1,4 @@
-"""From names to things: "package.module:name" to the object, and functions that take what options they know."""
+"""From what a task's fields are, or name, to the things themselves: functions get the options that they take."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import nn
 
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import Task
-from flatfsdp.trainer.call_options import check_all_taken, takes
 from flatfsdp.trainer.hub.pretrained import PREFIX, Pretrained
 from flatfsdp.trainer.hub.text_data import SOURCES, TextData
-from flatfsdp.trainer.references import resolve
+from flatfsdp.trainer.settings.references import check_all_taken, resolve, takes
 
 _MADE = ("model", "train_data", "eval_data", "objective", "tokenizer")
 
@@ -28,25 +27,22 @@ def make(task: Task, name: str) -> Any:
         ConfigValueError: as `resolve`; a model that is none. What the function raises comes as it is.
     """
     found = named(task, name)
-    if name == "tokenizer" and found is None:
-        model = named(task, "model")
-        return model.tokenizer if isinstance(model, Pretrained) else None
+    if name == "tokenizer" and found is None and isinstance(model := named(task, "model"), Pretrained):
+        return model.tokenizer
     if isinstance(found, Pretrained):
         return found.make()
     if isinstance(found, TextData):
         return found.make(make(task, "tokenizer"))
     if _is_function(found):
         found = found(**{option: value for option, value in task.options.items() if takes(found, option)})
-    if name == "model":
-        _refuse_other(found, task)
-    return found
+    return _checked(found, task) if name == "model" else found
 
 
-def _refuse_other(found: Any, task: Task) -> None:
-    """Refuse as a model what is none."""
-    if not isinstance(found, nn.Module):
-        accepted = "a torch.nn.Module, or a function that makes one"
-        raise ConfigValueError(f"model: {task.model} came to a {type(found).__name__}. Accepted: {accepted}")
+def _checked(model: Any, task: Task) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    accepted = "a torch.nn.Module, or a function that makes one"
+    raise ConfigValueError(f"model: {task.model} came to a {type(model).__name__}. Accepted: {accepted}")
 
 
 def collate_for(task: Task) -> Any:
@@ -64,22 +60,21 @@ def check_options(task: Task) -> None:
         ConfigValueError: with the first of them.
     """
     found = {name: named(task, name) for name in _MADE}
+    functions = {name: each for name, each in found.items() if _is_function(each)}
     if isinstance(model := found["model"], Pretrained):
         _ = model.folder  # looked for, and downloaded, before anything is started
-    elif not _is_function(model):
-        _refuse_other(model, task)
-    functions = {name: each for name, each in found.items() if _is_function(each)}
+    elif "model" not in functions:
+        _checked(model, task)
     check_all_taken(task.options, functions, argument="options")
 
 
 def named(task: Task, name: str) -> Any:
     """What the field `name` of `task` is or names: the thing itself, what makes it, or what it is called elsewhere."""
     value = getattr(task, name)
-    if isinstance(value, str):
-        if name == "model" and value.startswith(PREFIX):
-            return Pretrained(value.removeprefix(PREFIX))
-        if name.endswith("_data") and value.partition(":")[0] in SOURCES:
-            return TextData(value)
+    if isinstance(value, str) and name == "model" and value.startswith(PREFIX):
+        return Pretrained(value.removeprefix(PREFIX))
+    if isinstance(value, str) and name.endswith("_data") and value.partition(":")[0] in SOURCES:
+        return TextData(value)
     return resolve(value, argument=name)
 
 

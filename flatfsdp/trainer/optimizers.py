@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import flatfsdp
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, few, shown, warn
 from flatfsdp.trainer.arguments import OPTIMIZERS, SCHEDULERS, TrainingArguments, stay_then_decay
-from flatfsdp.trainer.call_options import check_all_taken, takes
-from flatfsdp.trainer.references import resolve
+from flatfsdp.trainer.settings.references import check_all_taken, resolve, takes
 
 
 def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:

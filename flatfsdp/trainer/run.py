@@ -27,7 +27,7 @@ from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.objectives import Objective
 from flatfsdp.trainer.preemption import REQUESTED, StopRequest
 from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
-from flatfsdp.trainer.references import resolve
+from flatfsdp.trainer.settings.references import resolve
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component
 from flatfsdp.trainer.terminal import sizes_in_words

@@ -22,7 +22,8 @@ from flatfsdp.trainer.data_loading import TokenWindows
 from flatfsdp.trainer.demo.model import ByteTransformer
 from flatfsdp.trainer.hub.records import files_below
 from flatfsdp.trainer.objectives import CausalLM
-from flatfsdp.trainer.settings import Count, Field, FilePath, Settings, Text, Whole, dataclass, setting
+from flatfsdp.trainer.settings import Field, Settings, dataclass, setting
+from flatfsdp.trainer.settings.types import Count, FilePath, Text, Whole
 
 # Other people's packages, and what is full of data: tests, which are a third of the bytes, and tables.
 SKIPPED_FOLDERS = frozenset(
@@ -58,7 +59,7 @@ class DemoOptions(Settings):
     sample: Whole = setting(300, "bytes of text to generate at the end")
     prompt: Text = setting("def ", "beginning of that text")
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
             # Rotary positions turn pairs of features, so every head needs an even number of them.
             self.refuse("heads", f"{self.called('width')} {self.width} must be a multiple of twice {self.heads}")

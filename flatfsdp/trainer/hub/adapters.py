@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,22 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError, few
-from flatfsdp.trainer.call_options import check_all_taken
 from flatfsdp.trainer.hub.cache import library
 from flatfsdp.trainer.model.fronts import inside, whole_parameters
 from flatfsdp.trainer.process_group import TrainerRanks
-from flatfsdp.trainer.settings import PlainValidator, of_several, options
+from flatfsdp.trainer.settings.references import check_all_taken
+from flatfsdp.trainer.settings.types import PlainValidator, options, separate
 
 ADAPTER = "adapter_config.json"
 
 _SHORT = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
 
 
-@of_several("KEY=VALUE")
 def lora_options(value: Any) -> dict[str, Any]:
     """A table of LoRA's options: of a mapping, of `key=value` texts, or of one text with commas between them."""
     texts = value if isinstance(value, list) else [value]
-    split = [part for each in texts for part in (re.split(r",(?=\w+=)", each) if isinstance(each, str) else [each])]
+    split = [part for each in texts for part in (separate(each) if isinstance(each, str) else [each])]
     found = options(split)
     targets = found.get("targets")
     if isinstance(targets, str) and targets != "all-linear":

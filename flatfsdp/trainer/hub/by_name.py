@@ -9,7 +9,8 @@ from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import Task
 from flatfsdp.trainer.hub.pretrained import PREFIX, ModelOptions, Pretrained
 from flatfsdp.trainer.hub.text_data import SOURCES, DataOptions, TextData
-from flatfsdp.trainer.settings import Settings, flag_of
+from flatfsdp.trainer.settings import Settings
+from flatfsdp.trainer.settings.command_line import flag_of
 
 
 def with_options(task: Task, model: ModelOptions, data: DataOptions) -> Task:

@@ -14,7 +14,8 @@ from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.hub.adapters import LoraOptions, add_lora, name_in_base
 from flatfsdp.trainer.hub.cache import folder_of, library
 from flatfsdp.trainer.model.hugging_face import build_pretrained
-from flatfsdp.trainer.settings import Count, Name, PlainValidator, Settings, dataclass, setting
+from flatfsdp.trainer.settings import Settings, dataclass, setting
+from flatfsdp.trainer.settings.types import Count, Name, PlainValidator
 
 PREFIX = "hf:"
 _FOUR_BITS = ("nf4", "fp4")
@@ -35,7 +36,7 @@ class ModelOptions(Settings):
         None, "hold the frozen weights under adapters in 4 bits, by bitsandbytes"
     )
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         if self.quantize is not None and self.lora is None:
             self.refuse("quantize", f"weights in 4 bits cannot be trained; it belongs to {self.called('lora')}")
         if self.quantize is not None and self.from_scratch:

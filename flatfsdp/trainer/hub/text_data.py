@@ -19,7 +19,8 @@ from flatfsdp.trainer.data_loading.datasets import PadCollate
 from flatfsdp.trainer.hub.chat import IGNORED, Encoded, encode_chat
 from flatfsdp.trainer.hub.packing import packed_on_disk
 from flatfsdp.trainer.hub.records import SOURCES, Records, records_of
-from flatfsdp.trainer.settings import Count, Settings, Text, dataclass, setting
+from flatfsdp.trainer.settings import Settings, dataclass, setting
+from flatfsdp.trainer.settings.types import Count, Text
 
 __all__ = ["SOURCES", "DataOptions", "TextData"]
 

@@ -28,7 +28,7 @@ from flatfsdp.trainer.model.fronts import inside, sharded_inside
 from flatfsdp.trainer.model.hugging_face import initializer_of
 from flatfsdp.trainer.model.units import policy_for
 from flatfsdp.trainer.process_group import warn_for_all
-from flatfsdp.trainer.references import resolve
+from flatfsdp.trainer.settings.references import resolve
 
 
 def shard(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from enum import Enum
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from flatfsdp.trainer.callbacks import Callback, keep_earlier
 from flatfsdp.trainer.run import Run
 from flatfsdp.trainer.settings import Settings
+from flatfsdp.trainer.settings.types import as_text
 
 CONFIGURATION = "config.json"
 
@@ -53,12 +50,6 @@ def _plain(value: Any) -> Any:
     """`value` as the settings read it from a file; None is written "none"."""
     if value is None:
         return "none"
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, Path):
-        return str(value)
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else as_text(value)

@@ -8,11 +8,10 @@ from typing import Any
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
 from flatfsdp.trainer.arguments import TrainingArguments
-from flatfsdp.trainer.call_options import check_all_taken
 from flatfsdp.trainer.callbacks import Callback, EarlyStop, LossPlot
 from flatfsdp.trainer.hub.cache import library
-from flatfsdp.trainer.references import resolve
 from flatfsdp.trainer.settings import nearest
+from flatfsdp.trainer.settings.references import check_all_taken, resolve
 from flatfsdp.trainer.watching.profile import Profile
 from flatfsdp.trainer.watching.trackers import TensorBoard, WeightsAndBiases
 

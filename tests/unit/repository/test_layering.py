@@ -406,7 +406,6 @@ def test_the_reader_sees_through_aliases() -> None:
 # Its parts (a folder is one), each importing from earlier rows and its own.
 TRAINER_ROWS = (
     "process_group settings preemption terminal randomness rendezvous",
-    "call_options references fields",
     "arguments launch",
     "optimizers model data_loading utilization",
     "hub",

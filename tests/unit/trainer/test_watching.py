@@ -19,7 +19,7 @@ from flatfsdp.trainer.callbacks import EarlyStop, LossPlot
 from flatfsdp.trainer.hub.by_name import with_options
 from flatfsdp.trainer.hub.pretrained import ModelOptions
 from flatfsdp.trainer.hub.text_data import DataOptions
-from flatfsdp.trainer.settings import Parser
+from flatfsdp.trainer.settings.command_line import Parser
 from flatfsdp.trainer.utilization import flops_per_token, peak_tflops
 from flatfsdp.trainer.watching.configuration import CONFIGURATION, Configuration
 from flatfsdp.trainer.watching.named import callbacks_of, check_callbacks
@@ -83,10 +83,12 @@ def test_the_settings_of_a_run_start_it_again(tmp_path: Path) -> None:
     assert Parser("p", groups=empty).read(["--config", str(path)]) == groups | {"training": kept}
 
 
-def test_adapters_and_text_on_the_command_line() -> None:
+def test_adapters_and_text_on_the_command_line(tmp_path: Path) -> None:
     groups = {"model": ModelOptions(), "data": DataOptions()}
     given = Parser("p", groups=groups).read(["--lora", "rank=4,targets=q_proj,v_proj", "alpha=8", "--column", "body"])
     assert given["model"].lora == {"rank": 4, "targets": ["q_proj", "v_proj"], "alpha": 8}
+    (file := tmp_path / "run.json").write_text('{"model": {"lora": ["rank=4", "alpha=2"]}}')
+    assert Parser("p", groups=groups).read(["--config", str(file), "--lora", "alpha=8"])["model"].lora["alpha"] == 8
     task = Task(model="hf:some/name", train_data="jsonl:a", eval_data="hf:b:c")
     made = with_options(task, given["model"], given["data"])
     assert (made.model.name, made.model.options) == ("some/name", given["model"])

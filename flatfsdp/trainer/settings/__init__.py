@@ -1,0 +1,119 @@
+"""Settings: frozen dataclasses that pydantic checks, with errors of one line that name a setting as it was given, from
+Python, from a file or on a command line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, NoReturn
+
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, did_you_mean, shown
+
+try:
+    from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+    from pydantic.dataclasses import dataclass as dataclass
+
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"the trainer needs {error.name}, which its extra installs: pip install 'flatfsdp[train]'", name=error.name
+    ) from error
+
+# What stands before the name of a field in messages, and the name: `FSDPArguments.` `replicas` in a program,
+# `train.toml: ` `fsdp.replicas` from a file, `argument ` `--replicas` on a command line. Who reads these sets it.
+spelling: ContextVar[Callable[[type, str], tuple[str, str]]]
+spelling = ContextVar("spelling", default=lambda owner, name: (f"{owner.__name__}.", name))
+_CONFIG = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field of a class of settings: its default (`...` where it must be given), and its meaning in a phrase."""
+    return Field(default, description=help)
+
+
+class Word(str):
+    """A value from a command line, to be read as the type of its field has it."""
+
+
+class _OneLineErrors(type):
+    def __call__(cls, *given: Any, **named: Any) -> Any:
+        try:
+            return super().__call__(*given, **named)
+        except ValidationError as error:
+            raise _complaint(cls, error) from None
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Settings(metaclass=_OneLineErrors):
+    """Base of dataclasses of settings: fields are checked, and put into their normal form, as one is made.
+
+    None may be written "none". Values that contradict each other a derived class refuses in its `__post_init__`.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: at construction, naming the field, what was found and what is accepted.
+    """
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _read(cls, value: Any, check: Callable[[Any], Any], field: Any) -> Any:
+        parts = fields_of(cls)[field.field_name]
+        if isinstance(value, str) and value.lower() == "none" and type(None) in parts:
+            return None
+        if isinstance(value, Word):
+            return TypeAdapter(parts[0], config=_CONFIG).validate_strings(str(value))
+        return check(value)
+
+    def called(self, name: str) -> str:
+        """The name of the field `name` where it was given, for the middle of a sentence."""
+        return spelling.get()(type(self), name)[1]
+
+    def refuse(self, name: str, because: str) -> NoReturn:
+        """Raise `ConfigValueError` on the field `name`, with its value and the reason."""
+        place = "".join(spelling.get()(type(self), name))
+        raise ConfigValueError(f"{place}: got {getattr(self, name)!r}, but {because}")
+
+
+@cache
+def fields_of(cls: type) -> dict[str, tuple[Any, ...]]:
+    """The fields of a class of settings, each with the parts of its type: the whole, the members of unions, and the
+    functions that check it."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: tuple(_parts(hints[name])) for name in getattr(cls, "__dataclass_fields__", ())}
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    yield getattr(annotation, "func", annotation)
+    for each in filter(None, (typing.get_origin(annotation), *typing.get_args(annotation))):
+        yield from _parts(each)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The sentence with the nearest of the known names, or with all of them where none is near."""
+    return did_you_mean(name, known) or f"Accepted: {', '.join(known) or 'none'}."
+
+
+def _complaint(cls: type, error: ValidationError) -> FlatFSDPError:
+    """The first complaint of pydantic about a field."""
+    found = error.errors()
+    first, reason = found[0], found[0].get("ctx", {}).get("error")
+    if isinstance(reason, FlatFSDPError) and not first["loc"]:  # of a `__post_init__`
+        return reason
+    place = first["loc"][:1]
+    if first["type"] == "unexpected_positional_argument":
+        return ConfigTypeError(f"{cls.__name__}: got {shown(first['input'])} without a name. Give settings by name.")
+    name = place[0] if isinstance(place[0], str) else list(fields_of(cls))[place[0]]
+    called = "".join(spelling.get()(cls, name))
+    if first["type"].startswith("unexpected"):
+        return ConfigTypeError(f"{cls.__name__}: unknown setting {name!r}. {nearest(name, fields_of(cls))}")
+    if first["type"].startswith("missing"):
+        return ConfigValueError(f"{called}: not given, and it has no default")
+    errors = [each for each in found if each["loc"][:1] == place]  # of a union one for each of its members
+    reasons = [each.get("ctx", {}).get("error", f"{each['msg']}.") for each in errors]
+    why = " Or: ".join(dict.fromkeys(map(str, reasons)))
+    if first["type"].endswith("_type") or any(isinstance(each, ConfigTypeError) for each in reasons):
+        return ConfigTypeError(f"{called}: got {shown(first['input'])}. {why}")
+    return ConfigValueError(f"{called}: got {first['input']!r}. {why}")

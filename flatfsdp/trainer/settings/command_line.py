@@ -1,0 +1,134 @@
+"""Settings from a command line and a file: flags count over the file, the file over the defaults."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean, shown
+from flatfsdp.trainer.settings import Settings, Word, fields_of, nearest, spelling, toml
+from flatfsdp.trainer.settings.types import Name
+
+# What the help calls a value of a type. Of the first two a flag takes several, after those of the file.
+_WORDS = {tuple: "NAME", dict: "KEY=VALUE", int: "N", float: "X", Path: "PATH", str: "TEXT"}
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads `--config FILE` and a flag for every field of its groups; complaints are one line.
+
+    Args:
+        prog: the program, such as "python -m flatfsdp.train".
+        groups: settings whose values are the defaults, by the name of their table in a file, which heads their part
+            of the help. No two have fields of one name.
+        description: what the program does.
+    """
+
+    def __init__(self, prog: str, *, groups: Mapping[str, Settings], description: str = "") -> None:
+        super().__init__(prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False)
+        self.groups = groups
+        tables = ", ".join(f"[{name}]" for name in groups)
+        self.add_argument("--config", metavar="FILE", help=f"TOML or JSON with {tables}; flags count over it")
+        for group, given in groups.items():
+            flags = self.add_argument_group(group, (given.__doc__ or "").partition("\n")[0])
+            for name, parts in fields_of(type(given)).items():
+                flags.add_argument(flag_of(name), help=_help(given, name, parts), **_form(parts))
+
+    def error(self, message: str) -> NoReturn:
+        """Print `message` as one line on stderr and exit with code 2."""
+        name, line = self.prog.removeprefix("python -m "), " ".join(message.split())
+        self.exit(2, f"{name}: {line} (--help lists the options)\n")
+
+    def read(self, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+        """The groups from `arguments` (None: the program's own).
+
+        What is wrong, also in the file, ends the program by one line on stderr and exit code 2.
+        """
+        found, rest = self.parse_known_args(arguments)
+        if rest:
+            name = rest[0].partition("=")[0]
+            known = re.findall(r"--[\w-]+", self.format_help())
+            longer = [flag for flag in known if name.startswith("--") and flag.startswith(name)]
+            self.error(f"unknown argument {name!r}. {did_you_mean(name, longer[:1] or known)}")
+        flags = {name: value for name, value in vars(found).items() if value is not None}
+        path = flags.pop("config", "")
+        try:
+            tables = read_file(path) if path else {}
+            self._check_names(tables, self.groups, f"{path}: unknown table")
+            return {group: self._made(group, path, tables.get(group, {}), flags) for group in self.groups}
+        except (ConfigTypeError, ConfigValueError) as error:
+            self.error(str(error))
+
+    def _check_names(self, names: Mapping[str, Any], known: Mapping[str, Any], place: str) -> None:
+        for name in (each for each in names if each not in known):
+            home = next((group for group, given in self.groups.items() if name in fields_of(type(given))), None)
+            hint = f"It belongs into [{home}]." if home else nearest(name, known)
+            raise ConfigValueError(f"{place} {name!r}. {hint}")
+
+    def _made(self, group: str, path: str, table: Any, flags: Mapping[str, Any]) -> Any:
+        if not isinstance(table, Mapping):
+            raise ConfigTypeError(f"{path}: {group}: got {shown(table)}. Accepted: a table of settings.")
+        cls, values = type(self.groups[group]), {**vars(self.groups[group]), **table}
+        self._check_names(table, fields_of(cls), f"{path}: {group}: unknown setting")
+        for name in fields_of(cls).keys() & flags:
+            before, given = values[name] or (), flags[name]
+            before = before if isinstance(before, (list, tuple)) else [before]
+            both = [*before, *given] if isinstance(given, list) else [given]
+            values[name] = both if both[1:] else both[0]
+
+        def spelled(_: type, name: str) -> tuple[str, str]:
+            from_file = name in table and name not in flags
+            return (f"{path}: ", f"{group}.{name}") if from_file else ("argument ", flag_of(name))
+
+        context = copy_context()
+        context.run(spelling.set, spelled)
+        return context.run(cls, **values)
+
+
+def flag_of(name: str) -> str:
+    """The option that a field is on a command line."""
+    return "--" + name.replace("_", "-")
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The tables of a TOML or JSON file, which its suffix distinguishes.
+
+    Raises:
+        ConfigValueError: there is no such file, it cannot be read, or is none of the two; names the file.
+    """
+    kind = Path(path).suffix.lower()
+    if kind not in (".toml", ".json"):
+        raise ConfigValueError(f"{path}: its name ends with {kind!r}. Accepted: .toml or .json.")
+    try:
+        found = (toml if kind == ".toml" else json).loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # of both parsers, and of bytes that are no text
+        raise ConfigValueError(f"{path}: no valid {kind[1:].upper()}: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigValueError(f"{path}: got a {type(found).__name__}. Accepted: an object with one table per group.")
+    return found
+
+
+def _form(parts: Sequence[Any]) -> dict[str, Any]:
+    """How argparse reads a field of such types."""
+    if bool in parts and int not in parts:
+        return {"action": argparse.BooleanOptionalAction}
+    kind = next((kind for kind in _WORDS if kind in parts), object)
+    several = {"action": "extend", "nargs": "+"} if kind in (dict, tuple) else {"type": Word}
+    return {"metavar": _WORDS.get(kind, "VALUE"), **several}
+
+
+def _help(given: Any, name: str, parts: Sequence[Any]) -> str:
+    """The meaning of a field with its names, and its default where that is worth showing: false and none are not."""
+    default, meaning = getattr(given, name), given.__pydantic_fields__[name].description or ""
+    names = [each for part in parts if isinstance(part, Name) for each in part.names]
+    if not all(each in meaning for each in names):
+        meaning += f": {', '.join(names)}"
+    if default not in (None, False, {}, ()):
+        meaning += " (the default)" if default is True else f" (default: {default})"
+    return meaning.replace("%", "%%")
