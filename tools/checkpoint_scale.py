@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flatfsdp.checkpoint import metadata
 from flatfsdp.checkpoint.manifest import Manifest, SavedFile
 from flatfsdp.checkpoint.plan import PlannedInterval, assign, digest
-from flatfsdp.checkpoint.proof import prove
-from flatfsdp.checkpoint.raw import LARGEST, cut
 from flatfsdp.checkpoint.saving import tensors_of_files
+from flatfsdp.checkpoint.tensor_bytes import LARGEST, cut
+from flatfsdp.checkpoint.validation import prove
 from flatfsdp.checkpoint.writing import ArchivedChunk, Rows
 from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span
 

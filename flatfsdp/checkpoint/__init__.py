@@ -10,9 +10,9 @@ from __future__ import annotations
 from .api import async_save, load, save
 from .background import Saving
 from .hugging_face import export_safetensors, load_safetensors
-from .keeping import Keeping, keep
 from .listing import Listed, listing
 from .lock import locked
+from .retention import Keeping, keep
 
 __all__ = [
     "Keeping",

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import FlatFSDPError
-from .converting import FORMATS, convert, holds_safetensors
+from .conversion import FORMATS, convert, holds_safetensors
 from .folders import CheckpointFolder
 from .hugging_face import entries_of
 from .listing import Listed, listing
 from .loading import find
 from .manifest import Manifest
 from .ranks import CheckpointRanks
-from .raw import name_of
+from .tensor_bytes import name_of
 
 
 def show(path: Path, *, tensors: bool) -> None:

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from ..engine.state.optim.load_plan import TensorSpec
 from . import background
 from .background import Saving
+from .dcp_reader import DcpFolder
 from .folders import CheckpointFolder
-from .foreign import DcpFolder
-from .keeping import Keeping
 from .loading import compare, find, is_foreign
-from .nested import flatten, plain
-from .parts import Section, parts_of
+from .nested_state import flatten, plain
 from .ranks import CheckpointRanks
+from .retention import Keeping
 from .saving import Contents, SaveRequest, save_contents
+from .sections import Section, parts_of
 
 __all__ = ["async_save", "load", "save"]
 

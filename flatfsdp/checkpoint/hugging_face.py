@@ -29,8 +29,8 @@ from .disk import Files, disk
 from .folders import CheckpointFolder, refuse_link
 from .loading import compare
 from .ranks import CheckpointRanks
-from .raw import intervals_of
 from .replacement import Replacement, written_by
+from .tensor_bytes import intervals_of
 from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, read_header, read_into
 from .weights import INDEX, BlockChecksums, Described, WeightFiles, checksums_of, verify_checksums
 

@@ -14,9 +14,9 @@ from ..errors import CheckpointError, few, ranks_in_words
 from .folders import CheckpointFolder, candidates, is_own, manifests
 from .loading import is_foreign
 from .manifest import place_of
-from .proof import prove
 from .ranks import CheckpointRanks
 from .reading import verify
+from .validation import prove
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from . import metadata
 from .disk import Files
 from .folders import CheckpointFolder, candidates, choose
 from .manifest import NAME, Manifest, SavedTensor, id_in
-from .nested import decode, plain, unflatten
-from .proof import prove
+from .nested_state import decode, plain, unflatten
 from .ranks import BRIEF, CheckpointRanks
-from .raw import dtype_named
 from .reading import TensorReader, verify
+from .tensor_bytes import dtype_named
+from .validation import prove
 
 Wanted = Callable[[tuple[str | int, ...]], bool]  # by the keys that lead to a value
 

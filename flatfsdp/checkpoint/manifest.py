@@ -35,8 +35,8 @@ from ..engine.layout.layout import ParamSpec
 from ..errors import CheckpointError
 from . import form
 from .disk import disk
-from .nested import Path, Step, shown
-from .raw import dtype_named
+from .nested_state import Path, Step, shown
+from .tensor_bytes import dtype_named
 
 NAME = "flatfsdp.json"
 _VERSION = 1

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from ..engine.base import _torch
 from ..engine.layout.boxes import boxes_of
 from ..engine.layout.layout import Span
-from .nested import Path
+from .nested_state import Path
 from .plan import PlannedInterval
-from .raw import dtype_named
+from .tensor_bytes import dtype_named
 from .writing import Rows
 
 NAME = ".metadata"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..engine.layout.layout import ParamSpec
 from ..errors import CheckpointError, ranks_in_words
-from .nested import Path
+from .nested_state import Path
 
 
 class PlannedInterval(NamedTuple):

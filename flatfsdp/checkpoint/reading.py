@@ -20,7 +20,7 @@ from ..engine.state.owned_interval import OwnedInterval, block_of
 from ..errors import CheckpointError
 from .disk import Files, disk
 from .manifest import Manifest, SavedChunk, SavedFile, SavedTensor
-from .raw import LARGEST, bytes_of, dtype_named, filling
+from .tensor_bytes import LARGEST, bytes_of, dtype_named, filling
 
 
 class TensorReader:

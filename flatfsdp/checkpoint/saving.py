@@ -26,13 +26,13 @@ from ..errors import CheckpointError, ConfigTypeError, few, one_rank_warns, refu
 from . import metadata
 from .disk import disk
 from .folders import CheckpointFolder, candidates, last_sequence, refuse_link
-from .keeping import Keeping
 from .manifest import Manifest, SavedFile, SavedTensor
-from .nested import Path, decode, encode, flatten, shown
+from .nested_state import Path, decode, encode, flatten, shown
 from .plan import PlannedInterval, assign, digest
 from .ranks import CheckpointRanks
-from .raw import dtype_named
 from .replacement import Replacement, written_by
+from .retention import Keeping
+from .tensor_bytes import dtype_named
 from .weights import BlockChecksums, WeightFiles, is_weight, is_whole_everywhere
 from .writing import Rows, held_by, pieces_of, write
 

@@ -18,7 +18,7 @@ from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigTypeError
 from . import form
 from .disk import File, disk
-from .raw import LARGEST, bytes_of, cut, filling
+from .tensor_bytes import LARGEST, bytes_of, cut, filling
 
 SUFFIX = ".safetensors"
 SINGLE = f"model{SUFFIX}"

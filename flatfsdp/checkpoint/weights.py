@@ -24,8 +24,8 @@ from . import form
 from .disk import Files, disk
 from .manifest import SavedFile, SavedTensor
 from .plan import PlannedInterval
-from .raw import LARGEST, cut, name_of
 from .reading import checksum
+from .tensor_bytes import LARGEST, cut, name_of
 from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, header_of, write_interval
 
 INDEX = f"{SINGLE}.index.json"

@@ -21,9 +21,9 @@ import torch
 from ..engine.state.owned_interval import OwnedInterval
 from .disk import File, disk
 from .manifest import SavedFile
-from .nested import Path
+from .nested_state import Path
 from .plan import PlannedInterval
-from .raw import LARGEST, cut, dtype_named, intervals_of, name_of
+from .tensor_bytes import LARGEST, cut, dtype_named, intervals_of, name_of
 
 
 class ArchivedChunk(NamedTuple):

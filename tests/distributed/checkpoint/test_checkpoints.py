@@ -20,8 +20,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as FSDP1Policy
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint.disk import Disk, through
-from flatfsdp.checkpoint.nested import flatten
-from flatfsdp.checkpoint.parts import parts_of
+from flatfsdp.checkpoint.nested_state import flatten
+from flatfsdp.checkpoint.sections import parts_of
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError
 from tests.distributed.state.optim.test_optim_state import Corners, different
 from tests.harness import inspect, pool

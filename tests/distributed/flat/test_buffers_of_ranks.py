@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, checkpoint
-from flatfsdp.checkpoint.converting import read_state
+from flatfsdp.checkpoint.conversion import read_state
 from flatfsdp.errors import FlatFSDPWarning
 from tests.conftest import Run
 from tests.harness.corners import Setting, joined

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flatfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
-from flatfsdp.checkpoint.nested import decode, encode, flatten, unflatten
+from flatfsdp.checkpoint.nested_state import decode, encode, flatten, unflatten
 from flatfsdp.checkpoint.plan import PlannedInterval, assign
-from flatfsdp.checkpoint.raw import bytes_of, cut, filling
+from flatfsdp.checkpoint.tensor_bytes import bytes_of, cut, filling
 from flatfsdp.checkpoint.writing import archive
 from flatfsdp.engine.layout.layout import ParamSpec, Span
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError

@@ -16,9 +16,9 @@ import torch
 
 from ..errors import CheckpointError, ConfigValueError
 from . import manifest
+from .dcp_reader import DcpFolder
 from .disk import disk
 from .folders import CheckpointFolder
-from .foreign import DcpFolder
 from .hugging_face import read_whole, write_whole
 from .loading import find, is_foreign
 from .ranks import CheckpointRanks

@@ -30,7 +30,7 @@ from ..engine.state.optim.load_plan import TensorSpec
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigValueError, UsageError, ranks_in_words, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
-from .nested import flatten
+from .nested_state import flatten
 
 
 class Section:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ..engine.state.optim.load_plan import TensorSpec
 from ..errors import CheckpointError, by_ranks
-from .nested import Path, unflatten
+from .nested_state import Path, unflatten
 from .ranks import CheckpointRanks
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import ConfigTypeError, ConfigValueError
-from .raw import dtype_named
+from .tensor_bytes import dtype_named
 
 # The key of a mapping as it is, the place in a list as (place,).
 Step: TypeAlias = "str | int | tuple[int]"

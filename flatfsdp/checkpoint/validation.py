@@ -12,8 +12,8 @@ from itertools import pairwise, repeat
 
 from ..errors import CheckpointError, FlatFSDPError
 from .manifest import Manifest, SavedTensor
-from .nested import decode, shown, unflatten
-from .raw import dtype_named
+from .nested_state import decode, shown, unflatten
+from .tensor_bytes import dtype_named
 
 
 def prove(manifest: Manifest, where: str) -> None:
