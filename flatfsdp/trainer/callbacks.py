@@ -434,7 +434,7 @@ class Summary(Callback):
         facts = {
             "ranks": f"{world.size} on {world.device.type}, {trainer.fsdp.strategy}"
             + (f", computing in {str(dtype).removeprefix('torch.')}" if isinstance(dtype, torch.dtype) else ""),
-            "parameters": f"{trainer.parameters:,} in total{held}",
+            "parameters": f"{trainer.size.parameters:,} in total{held}",
             "units": f"{flatfsdp.stats(trainer.model).units:,}",
         }
         if result.taken:  # what a step shows

@@ -169,7 +169,7 @@ class Loop:
         self._losses = [*self._losses[:1], loss]
         if number % trainer.training.log_every == 0:
             speed = self._speed()
-            tflops = speed * trainer.flops_per_token / trainer.world.size / 1e12
+            tflops = speed * trainer.size.flops_per_token / trainer.world.size / 1e12
             report = StepReport(
                 step=number,
                 loss=loss,

@@ -8,7 +8,7 @@ engine reports it to them (`flatfsdp.fail_together`), and those that nothing wak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from flatfsdp import ShardedGradScaler, Stats
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
-from flatfsdp.trainer.data_loading import Loader, evaluation
+from flatfsdp.trainer.data_loading import Loader, Microbatch, evaluation
 from flatfsdp.trainer.data_loading.sample_reader import Collate
 from flatfsdp.trainer.gradients import evaluate
 from flatfsdp.trainer.launch import RankContext
@@ -28,8 +28,7 @@ from flatfsdp.trainer.objectives import Objective
 from flatfsdp.trainer.preemption import REQUESTED, StopRequest
 from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
 from flatfsdp.trainer.settings.references import resolve
-from flatfsdp.trainer.state.checkpoints import CheckpointManager
-from flatfsdp.trainer.state.components import Component
+from flatfsdp.trainer.state.run_checkpoints import RunCheckpoints
 from flatfsdp.trainer.terminal import sizes_in_words
 
 
@@ -164,6 +163,45 @@ class TrainingResult:
         return 128 + self.stopped_by if self.stopped_by > REQUESTED else 0
 
 
+@dataclass(frozen=True)
+class ModelSize:
+    """A model as it was before it was sharded.
+
+    Attributes:
+        parameters: their elements.
+        flops_per_token: what it computes with them (`utilization`).
+    """
+
+    parameters: int
+    flops_per_token: int
+
+
+@dataclass(eq=False)
+class Evaluation:
+    """What a run is evaluated on, and what came of it.
+
+    Attributes:
+        data: None for nothing.
+        collate: what makes microbatches, None for torch's.
+        metrics: of the last evaluation.
+    """
+
+    data: Any
+    collate: Collate | None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def batches(self, training: TrainingArguments) -> Iterator[Microbatch]:
+        """Those of one evaluation."""
+        return evaluation(
+            self.data,
+            batch=training.batch,
+            collate=self.collate,
+            limit=training.eval_batches,
+            mode=training.data_mode,
+            workers=training.workers,
+        )
+
+
 @dataclass(eq=False)
 class Run:
     """A run. Its methods are collective, but for `ask_to_stop`, `attempt` and `attempt_callbacks`.
@@ -172,18 +210,12 @@ class Run:
         task, training, fsdp: what is trained, how, and how it is sharded.
         callbacks: in the order in which they are called.
         world: where this rank stands.
-        output: the run's folder: checkpoints `step-...`, and what callbacks write.
-        parameters: elements of the model's parameters, as it was before it was sharded; flops_per_token: what it
-            computes with them (`utilization`).
+        size: of the model.
         model: sharded: the wrapper, or the model itself after `fully_shard`; optimizer: on its parameters; scheduler:
             of its learning rates.
         scaler: of losses, where gradients are fp16; objective: whose loss is trained on; loader: of the samples.
-        eval_data, collate: what is evaluated on, None for nothing; what makes microbatches, None for torch's.
-        manager: of the checkpoints; components: what they hold besides model and optimizer; files: writes small files
-            beside the weights, None for none.
+        evaluation: what is evaluated on; checkpoints: what is saved, and which is the last.
         progress: how far the run is.
-        metrics: of the last evaluation; checkpoint: saved last, or the one that the run goes on from.
-        saved_at: the step of a checkpoint that has all that is known after it; -1 for none.
         aside: where what this run has set aside is: a branch later checkpoints, and any run the logs of others (known
             to the rank that leads).
         written: what callbacks have written besides, by a name for people; of the rank that leads.
@@ -196,24 +228,16 @@ class Run:
     fsdp: FSDPArguments
     callbacks: Sequence[Any]
     world: RankContext
-    output: Path
-    parameters: int
-    flops_per_token: int
+    size: ModelSize
     model: Any
     objective: Objective
     optimizer: Optimizer
     scaler: ShardedGradScaler
     scheduler: LRScheduler
     loader: Loader
-    eval_data: Any
-    collate: Collate | None
-    manager: CheckpointManager
-    components: Sequence[Component]
-    files: Callable[[Path], None] | None
+    evaluation: Evaluation
+    checkpoints: RunCheckpoints
     progress: Progress
-    metrics: dict[str, float] = field(default_factory=dict)
-    checkpoint: Path | None = None
-    saved_at: int = -1
     aside: Path | None = None
     written: dict[str, Path] = field(default_factory=dict)
     stop: StopRequest = field(default_factory=StopRequest)
@@ -221,9 +245,24 @@ class Run:
     ranks: TrainerRanks = field(default_factory=TrainerRanks)
 
     @property
+    def output(self) -> Path:
+        """The run's folder: checkpoints `step-...`, and what callbacks write."""
+        return self.training.output
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Saved last, or the one that the run goes on from."""
+        return self.checkpoints.last
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last evaluation."""
+        return self.evaluation.metrics
+
+    @property
     def begins(self) -> bool:
         """Whether this run is the first of its folder, and goes on from no checkpoint there."""
-        return self.checkpoint is None or self.checkpoint.absolute().parent != self.manager.folder
+        return not self.checkpoints.goes_on
 
     @property
     def time_over(self) -> float:
@@ -236,7 +275,7 @@ class Run:
 
     def shown(self, path: Path) -> str:
         """`path`, in the words of the settings where it is in the run's folder."""
-        return str(self.output / path.name if path.parent == self.manager.folder else path)
+        return str(self.output / path.name if path.parent == self.checkpoints.manager.folder else path)
 
     def ask_to_stop(self) -> None:
         """End the run within three steps, on all ranks, as a signal would; any rank may call it."""
@@ -252,48 +291,33 @@ class Run:
         return self._evaluate()[1] if self.progress.evaluated < self.progress.step else 0
 
     def _evaluate(self) -> tuple[dict[str, float], int]:
-        if self.eval_data is None:
+        if self.evaluation.data is None:
             return {}, 0
-        training = self.training
-        batches = evaluation(
-            self.eval_data,
-            batch=training.batch,
-            collate=self.collate,
-            limit=training.eval_batches,
-            mode=training.data_mode,
-            workers=training.workers,
-        )
         metrics, stopped_by = evaluate(
             self.model,
-            batches,
+            self.evaluation.batches(self.training),
             self.objective,
             world=self.world,
             stop=self.stop,
             metrics=resolve(self.task.metrics, argument="metrics"),
         )
         if metrics:
-            self.metrics, self.progress.evaluated = metrics, self.progress.step
-            self.saved_at = -1  # a checkpoint of this step is without the metrics
+            self.evaluation.metrics, self.progress.evaluated = metrics, self.progress.step
+            self.checkpoints.complete_at = -1  # a checkpoint of this step is without the metrics
             self.call("on_evaluation", metrics)
         return metrics, stopped_by
 
     def save(self) -> Path:
         """Save a checkpoint of this step into the run's folder, and remove those that need not stay."""
-        saved = self.manager.save(
-            self.progress.step,
-            model=self.model,
-            optimizer=self.optimizer,
-            components=self.components,
-            metrics=self.metrics if self.progress.evaluated == self.progress.step else {},
-            files=self.files,
-        )
-        self.checkpoint, self.saved_at = saved.path, self.progress.step
+        step = self.progress.step
+        metrics = self.metrics if self.progress.evaluated == step else {}
+        saved = self.checkpoints.save(step, model=self.model, optimizer=self.optimizer, metrics=metrics)
         self.call("on_save", saved.path, saved.stall_seconds)
         return saved.path
 
     def save_once(self) -> None:
         """Save where there is no checkpoint of all that is known after the last step."""
-        if self.saved_at < self.progress.step:
+        if self.checkpoints.complete_at < self.progress.step:
             self.save()
 
     def call(self, event: str, *values: Any) -> None:

@@ -36,9 +36,10 @@ from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.objectives import objective_for
 from flatfsdp.trainer.optimizers import WarmupDecayLR, make_optimizer, make_scheduler, options_kept, warn_of_other_rates
 from flatfsdp.trainer.randomness import seed_all
-from flatfsdp.trainer.run import Progress, Run, TrainingResult, planned_steps
+from flatfsdp.trainer.run import Evaluation, ModelSize, Progress, Run, TrainingResult, planned_steps
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component, rng_component, stateful_component
+from flatfsdp.trainer.state.run_checkpoints import RunCheckpoints
 from flatfsdp.trainer.terminal import print_line
 from flatfsdp.trainer.utilization import flops_per_token
 from flatfsdp.trainer.watching.named import callbacks_of
@@ -82,8 +83,8 @@ class Trainer(Run):
             check_options(task)
             seed_all(training.seed)  # the same weights on all ranks, whatever draws them
             plain = make(task, "model")
-            parameters = sum(parameter.numel() for parameter in plain.parameters())
-            flops = flops_per_token(plain.parameters())
+            elements = sum(parameter.numel() for parameter in plain.parameters())
+            size = ModelSize(elements, flops_per_token(plain.parameters()))
             files = files_of(plain, make(task, "tokenizer"))
             # A model that was made elsewhere has whatever values each rank drew for it.
             synced = dataclasses.replace(fsdp, sync_module_states=fsdp.sync_module_states or plain is task.model)
@@ -102,10 +103,10 @@ class Trainer(Run):
             components = [stateful_component(name, each) for name, each in states.items()]
             components += _optional_components(scaler, callbacks, training.seed)
             super().__init__(
-                task=task, training=training, fsdp=fsdp, callbacks=callbacks, world=world, output=training.output,
-                parameters=parameters, flops_per_token=flops, model=model, objective=objective, optimizer=optimizer,
-                scaler=scaler, scheduler=scheduler, loader=loader, eval_data=eval_data, collate=collate,
-                manager=_manager(training), components=components, files=files, progress=progress,
+                task=task, training=training, fsdp=fsdp, callbacks=callbacks, world=world, size=size, model=model,
+                objective=objective, optimizer=optimizer, scaler=scaler, scheduler=scheduler, loader=loader,
+                evaluation=Evaluation(eval_data, collate), progress=progress,
+                checkpoints=RunCheckpoints(_manager(training), components, files),
             )  # fmt: skip
             if isinstance(pretrained, Pretrained) and not self._finds_checkpoint():
                 pretrained.load_into(model)
@@ -132,7 +133,7 @@ class Trainer(Run):
                 self.resume()
                 self._print_from_where()
                 if self.checkpoint is not None and self.training.resume != "latest":
-                    self.aside = self.manager.set_aside(self.checkpoint)
+                    self.aside = self.checkpoints.manager.set_aside(self.checkpoint)
                 self._check_schedule()
                 self.call("on_begin")
                 loop = Loop(self)
@@ -141,7 +142,7 @@ class Trainer(Run):
                     loop.stopped_by = self.evaluate_once()
                 if self.training.save_at_end or loop.stopped_by:
                     self.save_once()
-                self.manager.finish()
+                self.checkpoints.manager.finish()
             self.loader.close()
             result = loop.result()
             self.call("on_end", result)
@@ -162,22 +163,22 @@ class Trainer(Run):
         given = self.training.resume
         if given is None:
             return
-        path = self.manager.find(given)
+        path = self.checkpoints.manager.find(given)
         if path is None and given == "latest":
             return
         if path is None:
             raise ConfigValueError(f"resume: got 'best', but {self.output} has no checkpoint yet")
         kept = options_kept(self.optimizer, self.training)
         with kept, warn_of_other_rates(self.scheduler, leads=self.world.leads):
-            self.manager.load(path, model=self.model, optimizer=self.optimizer, components=self.components)
+            self.checkpoints.load(path, model=self.model, optimizer=self.optimizer)
         if isinstance(self.scheduler, WarmupDecayLR):
             # The loader's global batch is the checkpoint's now, and this run may be longer than the one that saved it.
             self.scheduler.follow(steps=self.planned_steps(), done=self.time_over)
-        self.checkpoint, self.saved_at = path, self.progress.step
+        self.checkpoints.complete_at = self.progress.step
 
     def _finds_checkpoint(self) -> bool:
         given = self.training.resume
-        return given is not None and (given != "latest" or self.manager.find(given) is not None)
+        return given is not None and (given != "latest" or self.checkpoints.manager.find(given) is not None)
 
     def _print_from_where(self) -> None:
         if not self.world.leads or self.training.resume is None:
@@ -210,20 +211,19 @@ class Trainer(Run):
             CheckpointError: on every rank: it could not be written; there is something, and without `overwrite`, or it
                 is no export.
         """
+        files = self.checkpoints.files
         if is_adapted(self.model):
-            export_adapter(
-                self.model, Path(folder), files=self.files, ranks=self.ranks, dtype=dtype, overwrite=overwrite
-            )
+            export_adapter(self.model, Path(folder), files=files, ranks=self.ranks, dtype=dtype, overwrite=overwrite)
             return
-        checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite, files=self.files)
+        checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite, files=files)
 
     def _check_folder(self) -> None:
         """Refuse to begin a run among the checkpoints of another: a path that leads elsewhere begins one, too, and a
         job that its scheduler starts again would come back to it each time."""
-        given = self.training.resume
-        if given in ("latest", "best") or (given is not None and Path(given).absolute().parent == self.manager.folder):
+        given, manager = self.training.resume, self.checkpoints.manager
+        if given in ("latest", "best") or (given is not None and Path(given).absolute().parent == manager.folder):
             return
-        there = self.manager.find("latest")
+        there = manager.find("latest")
         if there is not None:
             begin = "start over" if given is None else f"begin with {given}"
             raise ConfigValueError(
