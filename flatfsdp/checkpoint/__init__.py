@@ -1,8 +1,8 @@
 """Checkpoints that any number of ranks can read.
 
-`save`, `load` and `async_save` are collective; a folder is a complete checkpoint or what it was before, whatever moment
-a process ends at. Folders are read without executing anything, and by torch.distributed.checkpoint (DCP) as its own
-(all but the model, where that is safetensors).
+`save`, `load` and `async_save` are collective. At whatever moment a process ends, a folder is either a complete
+checkpoint or as it was before the save. Folders are read without executing anything. torch.distributed.checkpoint (DCP)
+reads them like its own, except for a model saved as safetensors.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .tensor_bytes import name_of
 
 
 def show(path: Path, *, tensors: bool) -> None:
-    """Print what is in a checkpoint, or in safetensors, or which checkpoints are in a folder."""
+    """Print the contents of a checkpoint or of safetensors files, or the list of checkpoints in a folder."""
     if not holds_safetensors(path):
         ranks = CheckpointRanks()
         if not CheckpointFolder(path).complete() and (inside := listing(path)):
@@ -51,12 +51,12 @@ def _saved(manifest: Manifest) -> str:
 
 
 def in_mib(size: int) -> str:
-    """A size for people: MiB, or bytes where that would be next to nothing."""
+    """A human-readable size: in MiB, or in bytes where MiB would round to almost nothing."""
     return f"{size / 2**20:,.2f} MiB" if size >= 2**20 / 10 else f"{size:,} bytes"
 
 
 def described(manifest: Manifest, *, tensors: bool) -> list[str]:
-    """A checkpoint in lines."""
+    """A checkpoint as lines of text."""
     parts: dict[str, list[int]] = {}
     for saved in manifest.tensors.values():
         sums = parts.setdefault(str(saved.path[0]), [0, 0, 0])
@@ -95,7 +95,7 @@ def verify(path: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flatfsdp.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    shown = commands.add_parser("show", help="what is in a checkpoint, or which ones are in a folder")
+    shown = commands.add_parser("show", help="the contents of a checkpoint, or the checkpoints in a folder")
     shown.add_argument("path", type=Path)
     shown.add_argument("--tensors", action="store_true", help="every tensor and every plain value")
     verified = commands.add_parser("verify", help="whether all files are as they were written")
@@ -110,12 +110,12 @@ def _parser() -> argparse.ArgumentParser:
         "--part", default="model", help='for safetensors: which part of the source (default "model")'
     )
     converted.add_argument("--overwrite", action="store_true")
-    converted.add_argument("--trust", action="store_true", help="read pickles, which run whatever code they name")
+    converted.add_argument("--trust", action="store_true", help="read pickles, which run any code that they name")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, or 1 with the problem in words on standard error."""
+    """The exit status: 0, or 1 with the problem described on standard error."""
     given = _parser().parse_args(arguments)
     try:
         if given.command == "show":

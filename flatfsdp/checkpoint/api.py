@@ -1,4 +1,4 @@
-"""`save`, `load` and `async_save`: checkpoints of a model, its optimizer and whatever else a program needs back."""
+"""`save`, `load` and `async_save`: checkpoints of a model, its optimizer and other state of a program."""
 
 from __future__ import annotations
 
@@ -46,37 +46,37 @@ def save(
     keeping: Keeping | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save to the folder `path`, which is a checkpoint when this returns and what it was before until then.
+    """Save to the folder `path`, which becomes a checkpoint when this returns and stays unchanged until then.
 
     Collective over `process_group`.
 
     Args:
-        path: a folder that is not there, is empty, or, with `overwrite`, holds a checkpoint. All ranks share it.
-        model: of which every rank saves what it owns; no parameter is made whole. Of buffers that differ between ranks
-            (running statistics) the first rank's are saved (`per_node`: of each node), with one warning. What quantized
-            gradients have lost (`reduce_error_feedback`) is saved as each rank has it.
-        optimizer: that of `model`. Its state is saved by the names of parameters.
+        path: a folder that does not exist, is empty, or, with `overwrite`, holds a checkpoint. All ranks share it.
+        model: each rank saves the intervals that it owns; no parameter is gathered. Of buffers that differ between
+            ranks (running statistics), the first rank's are saved (`per_node`: of each node), with one warning. The
+            residuals of quantized gradients (`reduce_error_feedback`) are saved for each rank.
+        optimizer: the optimizer of `model`. Its state is saved by the names of parameters.
         extra: nested mappings and lists of tensors and plain values (None, bool, int, float, str, bytes, tuples, ...),
-            the same on all ranks where the keys are the same. What differs between ranks (states of random numbers)
-            has keys that differ.
-        overwrite: replace a checkpoint; it is there until the new one is complete.
-        per_node: for nodes that share no file system: each has a folder with what its own ranks hold.
-        metrics: numbers by which `keep` finds the best.
-        model_format: "flatfsdp", or "safetensors": the model is in ``model.safetensors`` then, or in numbered files
-            with an index, as `export_safetensors` has it, and only there. `load` reads it like any other, and so does
-            everybody who reads safetensors; torch.distributed.checkpoint sees all but the model. With `per_node` it is
-            so where the ranks of each node hold the whole model, elsewhere it is not, with a warning.
-        files: puts small files (a config, a tokenizer) into the folder that it is given, before that takes its place;
-            called once, on the first rank (`per_node`: of each node). They are checked and removed with the others.
+            equal on all ranks where the keys are equal. Values that differ between ranks (states of random number
+            generators) need keys that differ.
+        overwrite: replace a checkpoint; it stays until the new one is complete.
+        per_node: for nodes that share no file system: each gets a folder with the state of its own ranks.
+        metrics: numbers by which `keep` ranks checkpoints.
+        model_format: "flatfsdp", or "safetensors": then the model is saved only in ``model.safetensors``, or in
+            numbered files with an index, as by `export_safetensors`. `load` reads such a checkpoint like any other,
+            and so does any reader of safetensors; torch.distributed.checkpoint sees everything but the model. With
+            `per_node`, the ranks of each node have to hold the whole model; else it warns, and uses "flatfsdp".
+        files: writes small files (a config, a tokenizer) into the new folder, which is its argument, before that takes
+            its place; called once, on the first rank (`per_node`: of each node). The checkpoint's checksums cover them.
         keeping: remove other checkpoints from the folder around `path` when this one is complete.
         process_group: the ranks that save; None for all.
 
-    State dicts, of whole tensors or as `StateDictType.SHARDED_STATE_DICT` has them, will do for model and optimizer.
+    `model` and `optimizer` may also be state dicts, of whole tensors or of type `StateDictType.SHARDED_STATE_DICT`.
 
     Raises:
-        CheckpointError: on every rank: some rank could not do its part, does not see the folder, or holds something
-            that contradicts another's.
-        AgreementError: on every rank: some do something else with `model`.
+        CheckpointError: on every rank: some rank could not do its part, does not see the folder, or holds values that
+            contradict another rank's.
+        AgreementError: on every rank: some ranks make another call on `model`.
     """
     ranks = CheckpointRanks(process_group, "checkpoint.save()")
     request = SaveRequest(path, overwrite, per_node, metrics or {}, model_format, files, keeping)
@@ -99,15 +99,15 @@ def async_save(
     keeping: Keeping | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
-    """As `save`, but only the copying to host memory is awaited; a thread saves the copies, and calls `files`.
+    """As `save`, but only the copy to host memory is awaited; a thread then saves the copies, and calls `files`.
 
-    Collective over `process_group`, whose first call makes a second group (on gloo) for the thread's messages. A save
-    that has not ended is awaited by the next one, and by the end of the interpreter; await it yourself before you
-    destroy the process group.
+    Collective over `process_group`; the first call for a group creates a second group (on gloo) for the thread's
+    messages. The next save, and the end of the interpreter, wait for a save that has not ended; wait for it yourself
+    before you destroy the process group.
 
     Returns:
-        What is under way: `result(timeout=None)` waits and raises what `save` would; `done()` looks. An error that
-        nobody asked for is raised by the next save.
+        A handle: `result(timeout=None)` waits and raises the errors of `save`; `done()` polls. An error that no
+        `result()` has raised is raised by the next save.
     """
     ranks = CheckpointRanks(process_group, "checkpoint.async_save()")
     request = SaveRequest(path, overwrite, per_node, metrics or {}, model_format, files, keeping)
@@ -119,7 +119,7 @@ def async_save(
 def _taking(
     ranks: CheckpointRanks, request: SaveRequest, parts: list[Section], extra: State | None, *, copied: bool
 ) -> Callable[[], Contents]:
-    """Find what is to be saved, in memory that nobody else writes to if `copied`. Collective."""
+    """Collect the state to save, in memory that nothing else writes to if `copied`. Collective."""
     doing = f"saving {CheckpointFolder.at(request.path).path}"
     ranks.agree(doing, f"a save of {_listed(parts)}{', the model as safetensors' * request.safetensors}")
     for part in parts:
@@ -147,31 +147,31 @@ def load(
 ) -> Any:
     """Load the checkpoint at `path`.
 
-    Collective over `process_group`. Ranks may be more or fewer than those that saved, and wrap the model differently.
+    Collective over `process_group`. The number of ranks and the wrapping of the model may differ from the save's.
 
     Args:
-        path: where it was saved.
-        model, optimizer: what is to have the saved state, of each rank what it owns; either may be left out. Of
-            state dicts tensors are filled in place, and other values replaced. What quantized gradients have lost
-            fits only the same ranks and the same wrapping; elsewhere it begins at zero, with a warning.
-        strict: refuse what is missing, and what is there and not wanted.
-        verify: compare all files with their checksums first; each file is read once for that, by one of the ranks.
-            Without it only their sizes are compared.
-        trust: read what torch.distributed.checkpoint saved (FSDP1, FSDP2, ...), too. Its table of contents is a pickle,
-            and reading a pickle runs whatever code it names.
-        extra: which of the extra values to read, and return, by the keys that lead to each; None for all. May differ
-            between ranks. Not for what torch.distributed.checkpoint saved.
+        path: the folder of the checkpoint.
+        model, optimizer: the destinations of the saved state; each rank loads what it owns; either may be left out. In
+            state dicts, tensors are filled in place, and other values replaced. Residuals of quantized gradients fit
+            only the same ranks and the same wrapping; otherwise they begin at zero, with a warning.
+        strict: raise where entries are missing or unexpected.
+        verify: compare all files with their checksums first; one of the ranks reads each file for this. Without it,
+            only sizes are compared.
+        trust: also read checkpoints of torch.distributed.checkpoint (FSDP1, FSDP2, ...). Their table of contents is a
+            pickle, and reading a pickle runs any code that it names.
+        extra: selects the extra values to read and return, by the keys that lead to each; None for all. May differ
+            between ranks. Not supported for checkpoints of torch.distributed.checkpoint.
         process_group: the ranks that load; None for all.
 
     Returns:
-        What was saved as ``extra``. What lies in files that no rank sees (after a save with ``per_node``) is an error;
-        `extra` can leave it out.
-        Of what torch.distributed.checkpoint saved all that is neither under "model" nor "optimizer".
+        The value saved as ``extra``. An entry in files that no rank sees (after a save with ``per_node``) is an error;
+        `extra` can exclude it.
+        For a checkpoint of torch.distributed.checkpoint, everything that is under neither "model" nor "optimizer".
 
     Raises:
         CheckpointError: on every rank: there is no complete checkpoint, it is damaged, or it does not fit. Nothing has
             been loaded then, unless files could not be read.
-        AgreementError: on every rank: some do something else with `model`.
+        AgreementError: on every rank: some ranks make another call on `model`.
     """
     ranks = CheckpointRanks(process_group, "checkpoint.load()")
     doing = f"loading {CheckpointFolder.at(path).path}"
@@ -202,10 +202,10 @@ def _listed(parts: list[Section]) -> str:
 def _targets(
     parts: list[Section], there: Mapping[str, TensorSpec], values: Iterable[Keys] | None = None, *, strict: bool
 ) -> dict[str, torch.Tensor]:
-    """The tensors to fill, by key. `values`: the keys that lead to each plain value that is there, if that is known.
+    """The tensors to fill, by key. `values`: the keys that lead to each saved plain value, if they are known.
 
     Raises:
-        CheckpointError: they, or the plain entries of a model, are not what is there.
+        CheckpointError: these tensors, or the plain entries of a model, do not match the checkpoint.
     """
     for part in parts:
         part.expect(there)
@@ -219,10 +219,10 @@ def _targets(
 
 
 def _entries(parts: list[Section], there: Iterable[str], values: Iterable[Keys]) -> tuple[list[str], list[str]]:
-    """The entries of the model's state dict that are no tensors (extra states of modules), here and there.
+    """The entries of the model's state dict that are not tensors (extra states of modules): own ones, and saved ones.
 
-    One that holds both tensors and plain values counts where it has either. Of an optimizer these are hyperparameters,
-    which differ between versions of torch.
+    An entry with both tensors and plain values counts for a side that has either. An optimizer's entries of this kind
+    are hyperparameters, which differ between versions of torch.
     """
     state = next((part.state for part in parts if part.name == "model"), None)
     if state is None:

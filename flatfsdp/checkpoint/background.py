@@ -1,4 +1,4 @@
-"""Saving beside the training: the state is copied to the host, then a thread writes it."""
+"""Saving while training goes on: the state is copied to the host, then a thread writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .saving import Contents, SaveRequest, save_contents
 
 
 class Saving:
-    """A save under way; `flatfsdp.checkpoint.async_save` returns it."""
+    """A save in progress; `flatfsdp.checkpoint.async_save` returns it."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         executor = ThreadPoolExecutor(1, "flatfsdp checkpoint")
@@ -51,7 +51,7 @@ _last: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()
 
 
 def finish_before(ranks: CheckpointRanks, take: Callable[[], Contents]) -> Callable[[], Contents]:
-    """Wait for the last save in the background; `take`, which fails where that one has and nobody called `result`."""
+    """Wait for the last background save. Returned: `take`, which raises that save's error if no `result` did."""
     last = _last.pop(ranks.key, None)
     if last is None:
         return take
@@ -65,7 +65,7 @@ def finish_before(ranks: CheckpointRanks, take: Callable[[], Contents]) -> Calla
 
 
 def start(ranks: CheckpointRanks, request: SaveRequest, take: Callable[[], Contents]) -> Saving:
-    """Save in a thread what `take`, called now, copies to the host. Collective."""
+    """Call `take` now, which copies the state to the host, and save the copies in a thread. Collective."""
     beside = ranks.beside()
     taken = _outcome(finish_before(ranks, take))
     saving = _last[ranks.key] = Saving(lambda: save_contents(beside, request, taken))
@@ -73,7 +73,7 @@ def start(ranks: CheckpointRanks, request: SaveRequest, take: Callable[[], Conte
 
 
 def _outcome(work: Callable[[], Contents]) -> Callable[[], Contents]:
-    """What `work` returned or raised, when called: the other ranks learn of it in the thread, at the first exchange."""
+    """Call `work` now. Returned: a function with its outcome, for the thread, whose first exchange reports errors."""
     outcome: Future[Contents] = Future()
     try:
         outcome.set_result(work())

@@ -1,7 +1,7 @@
-"""Checkpoints and weights from one format to another, in one process that holds them whole.
+"""Checkpoints and weights from one format to another, in one process that holds them unsharded.
 
-What comes in: a checkpoint of flatfsdp's, a folder of torch.distributed.checkpoint's (DCP; FSDP1, FSDP2, ...),
-safetensors, or a file of torch.save's. What goes out: a checkpoint (which DCP reads, too), a file of torch.save's, or
+Sources: a checkpoint of flatfsdp, a folder of torch.distributed.checkpoint (DCP; FSDP1, FSDP2, ...), safetensors, or a
+file written by torch.save. Targets: a checkpoint (which DCP reads, too), a file as torch.save writes it, or
 safetensors.
 """
 
@@ -32,14 +32,14 @@ def convert(source: Path, target: Path, *, to: str, part: str, overwrite: bool, 
     """Write `source` to `target` in another format.
 
     Args:
-        source, target: a file or folder as above, and what is to become of it.
+        source, target: files or folders as above.
         to: "dcp" for a checkpoint, "torch" for one file, "safetensors" for a folder of weights.
-        part: for safetensors, the part of the source to write; a state without parts is written whole.
-        overwrite: replace what is there.
+        part: for safetensors, the part of the source to write; of a state without parts, everything is written.
+        overwrite: replace an existing target.
         trust: read pickles that may run code.
 
     Raises:
-        CheckpointError, ConfigValueError, OSError: in words for users.
+        CheckpointError, ConfigValueError, OSError: with messages for users.
     """
     if to not in FORMATS:
         raise ConfigValueError(f"to: got {to!r}. Accepted: {', '.join(FORMATS)}.")
@@ -59,10 +59,10 @@ def convert(source: Path, target: Path, *, to: str, part: str, overwrite: bool, 
 
 
 def read_state(source: Path, *, trust: bool) -> dict[Any, Any]:
-    """All that is at `source`, nested, on the CPU.
+    """The whole state at `source`, nested, on the CPU.
 
     Raises:
-        CheckpointError: there is nothing to read, or it needs trust.
+        CheckpointError: there is nothing to read, or `trust` is required.
     """
     if source.is_file() and source.suffix != SUFFIX:
         return _torch_file(source, trust=trust)
@@ -81,17 +81,17 @@ def read_state(source: Path, *, trust: bool) -> dict[Any, Any]:
 
 
 def holds_safetensors(path: Path) -> bool:
-    """Whether `path` is a safetensors file, or a folder of them that is no checkpoint ([Note: weights])."""
+    """Whether `path` is a safetensors file, or a folder of them that is not a checkpoint ([Note: weights])."""
     if path.is_file():
         return path.suffix == SUFFIX
-    part_of_one = os.path.lexists(path / manifest.NAME) or any(path.glob("*.distcp"))  # which may have lost the others
+    part_of_one = os.path.lexists(path / manifest.NAME) or any(path.glob("*.distcp"))  # other files of it may be lost
     return not part_of_one and any(path.glob(f"*{SUFFIX}")) and not CheckpointFolder.at(path).complete()
 
 
 def _torch_file(source: Path, *, trust: bool) -> dict[Any, Any]:
     try:
         state = torch.load(source, map_location="cpu", weights_only=not trust)
-    except Exception as error:  # whatever a damaged or a foreign pickle raises
+    except Exception as error:  # a damaged or foreign pickle raises any class of error
         hint = "" if trust else ". A file that holds more than tensors and plain values is read with --trust only"
         raise CheckpointError(f"{source} cannot be read: {str(error).splitlines()[0]}{hint}") from error
     if not isinstance(state, Mapping):

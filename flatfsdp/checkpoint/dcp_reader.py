@@ -1,7 +1,7 @@
-"""Folders that torch.distributed.checkpoint (DCP) wrote for FSDP1, FSDP2 or anybody: read by DCP itself.
+"""Folders that torch.distributed.checkpoint (DCP) wrote for FSDP1, FSDP2 or other code, read with DCP.
 
-Their table of contents and their plain values are pickles: reading them runs whatever code they name. So only with
-`trust=True`.
+Their table of contents and their plain values are pickles: reading them runs any code that they name. So they are read
+only with `trust=True`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .ranks import CheckpointRanks
 
 
 class DcpFolder:
-    """A folder of DCP's, trusted.
+    """A trusted folder of DCP.
 
     Where it holds a model's parameters under their bare names, "model" is put in front of them.
     """
@@ -54,8 +54,8 @@ class DcpFolder:
     def read(
         self, ranks: CheckpointRanks, targets: Mapping[str, torch.Tensor], parts: Collection[str]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fill `targets`; those, with the plain values under the first names `parts`, and all that is under other
-        names, both nested. Collective."""
+        """Fill `targets`. Returned, both nested: the targets with the plain values whose first names are in `parts`,
+        and everything under other first names. Collective."""
         saved = self._metadata.state_dict_metadata
         wanted: dict[str, Any] = {name: target for name, target in targets.items() if name in self._names}
         values: dict[str, Any] = {}
@@ -79,5 +79,5 @@ class DcpFolder:
         return self._nested(filled[0]), self._nested(filled[1])
 
     def _nested(self, leaves: Mapping[str, Any]) -> dict[Any, Any]:
-        """Leaves by key as the nested state that they were."""
+        """The nested state of leaves given by key."""
         return unflatten(leaves, {name: self.path_of(name) for name in leaves})

@@ -1,8 +1,8 @@
-"""The one way from checkpoints to the disk.
+"""All file operations of checkpoints.
 
-Everything that a checkpoint does to files goes through `Disk`, one method for each kind of operation, so that tests
-can count operations, end the process at any one of them, or let the disk run full. Files are written by position and
-unbuffered: what has been written before a process is killed is in the file.
+Everything that a checkpoint does to files goes through `Disk`, with one method for each kind of operation, so that
+tests can count operations, end the process at any of them, or simulate a full disk. Writes name positions and are
+unbuffered: bytes written before a process is killed are in the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..engine.base.overrides import Override
 
 
 class File:
-    """An open file. `write` and `read` name positions; `close` it, or use it as a context."""
+    """An open file. `write` and `read` name positions; `close` it, or use it as a context manager."""
 
     def __init__(self, disk: Disk, path: Path, descriptor: int) -> None:
         self.path = path
@@ -33,7 +33,7 @@ class File:
         """Write all of `data` at `offset` bytes.
 
         Raises:
-            OSError: the disk refused.
+            OSError: the system reported an error.
         """
         rest = memoryview(data).cast("B")
         while rest:
@@ -42,7 +42,7 @@ class File:
             rest, offset = rest[done:], offset + done
 
     def read(self, into: memoryview, offset: int) -> int:
-        """Fill `into` from `offset` on; the number of bytes found, which is less only where the file ends."""
+        """Read into `into` from `offset` on. Returned: the number of bytes read, less only at the end of the file."""
         rest = into.cast("B")
         self._disk.before("read", self.path, len(rest))
         while rest:
@@ -58,13 +58,13 @@ class File:
         os.ftruncate(self._descriptor, size)
 
     def sync(self) -> None:
-        """Wait until what was written will outlive a loss of power."""
+        """Wait until written data would survive a loss of power."""
         self._disk.before("sync", self.path, 0)
         os.fsync(self._descriptor)
 
 
 class Files:
-    """Open files of a folder by name, each opened once; a context that closes them."""
+    """Open files of a folder by name, each opened once; a context manager that closes them."""
 
     def __init__(self, folder: Path = Path(), *, write: bool = False) -> None:
         self._folder = folder
@@ -84,19 +84,19 @@ class Files:
         return self._open[name]
 
     def sync(self) -> None:
-        """Wait for the disk."""
+        """Wait until all of them are on the disk."""
         for file in self._open.values():
             file.sync()
 
 
 class Disk:
-    """The file system, as checkpoints use it. Every method raises OSError where the system refuses."""
+    """The file system, as checkpoints use it. Every method raises OSError where the system reports an error."""
 
     def before(self, operation: str, path: Path, size: int) -> None:
-        """Called ahead of each operation below; `size` in bytes for reads and writes. Doubles count or raise here."""
+        """Called before each operation below; `size` in bytes for reads and writes. Tests count or raise here."""
 
     def create(self, path: Path, *, exclusive: bool = False) -> File:
-        """A new file to write; an old one of that name loses its contents, or, if `exclusive`, is an error."""
+        """A new file to write; an existing file is truncated, or, if `exclusive`, an error."""
         self.before("create", path, 0)
         return File(
             self, path, os.open(path, os.O_CREAT | (os.O_EXCL if exclusive else os.O_TRUNC) | os.O_WRONLY, 0o666)
@@ -105,8 +105,8 @@ class Disk:
     def open(self, path: Path, *, write: bool = False) -> File:
         """A regular file that exists, to read or to write. Another kind (a pipe, a device) is refused."""
         self.before("open", path, 0)
-        _require_regular(path, os.stat(path))  # before it is opened: to open a device may do something
-        descriptor = os.open(path, (os.O_WRONLY if write else os.O_RDONLY) | os.O_NONBLOCK)  # a pipe would wait
+        _require_regular(path, os.stat(path))  # before it is opened: opening a device can have effects
+        descriptor = os.open(path, (os.O_WRONLY if write else os.O_RDONLY) | os.O_NONBLOCK)  # a pipe would block
         try:
             _require_regular(path, os.fstat(descriptor))
         except OSError:
@@ -115,19 +115,19 @@ class Disk:
         return File(self, path, descriptor)
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """A new file with these contents, safe from a loss of power."""
+        """Write a new file with these contents, and sync it."""
         with self.create(path) as file:
             file.write(data, 0)
             file.sync()
 
     def publish(self, path: Path, data: bytes) -> None:
-        """A new file with these contents, which is there whole or not at all."""
+        """Write a new file with these contents atomically: it exists complete or not at all."""
         part = path.with_name(f"{path.name}.part")
         self.write_file(part, data)
         self.rename(part, path)
 
     def read_file(self, path: Path, most: int | None = None) -> bytes:
-        """The contents of a file; of a longer one the first `most` bytes."""
+        """The contents of a file; at most the first `most` bytes."""
         with self.open(path) as file:
             size = os.stat(path).st_size
             data = bytearray(size if most is None else min(size, most))
@@ -135,12 +135,12 @@ class Disk:
         return bytes(data[:found])
 
     def make_folder(self, path: Path) -> None:
-        """A folder, with those around it; nothing where it exists."""
+        """Make a folder and its parents, if they do not exist."""
         self.before("make_folder", path, 0)
         path.mkdir(parents=True, exist_ok=True)
 
     def sync_folder(self, path: Path) -> None:
-        """Wait until the names in a folder will outlive a loss of power."""
+        """Wait until the names in a folder would survive a loss of power."""
         self.before("sync", path, 0)
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -149,12 +149,12 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or folder another name, at once or not at all. A file or empty folder there is replaced."""
+        """Rename a file or folder atomically. A file or empty folder at the new name is replaced."""
         self.before("rename", old, 0)
         os.rename(old, new)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder with all in it; nothing where there is none."""
+        """Remove a file, or a folder with its contents, if it exists."""
         if path.is_dir() and not path.is_symlink():
             for inside in sorted(path.iterdir()):
                 self.remove(inside)
@@ -171,7 +171,7 @@ def _require_regular(path: Path, found: os.stat_result) -> None:
 
 
 _current = Override(Disk())
-through = _current.being  # inside, this process's checkpoints go through another disk
+through = _current.being  # a context in which this process's checkpoints use another disk
 
 
 def disk() -> Disk:

@@ -1,11 +1,11 @@
-"""Where a checkpoint lies while it is being replaced, so that a complete one is there at every moment.
+"""The folders of a checkpoint while it is replaced: at every moment one of them is complete.
 
-[Note: siblings] A folder cannot be renamed onto one that has files. A save to `path` therefore writes beside it, into
+[Note: siblings] A folder cannot be renamed onto a folder with files. A save to `path` therefore writes to the sibling
 `.<name>.new`, whose manifest comes last; then `path` becomes `.<name>.old`, `.<name>.new` becomes `path`, and the old
-one goes. Whatever moment a process is killed at, one of the three is complete: `candidates` lists them, the newest
-first, and the next save clears up. One that is not complete holds `flatfsdp.json.part` from its first moment to its
-last; a folder of such a name without that, and a link, are nobody's leftovers and stay. Ranks without a shared file
-system do these steps at the same time, so that one save is complete on all of them at every moment.
+folder is removed. At whatever moment a process is killed, one of the three is complete: `candidates` lists them, the
+newest first, and the next save cleans up. An incomplete folder holds `flatfsdp.json.part` from its first moment to its
+last; folders of such names without that file, and links, were not left by a save, and stay. Ranks without a shared
+file system do these steps at the same time, so that one save is complete on all of them at every moment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .ranks import CheckpointRanks
 from .reading import is_inside
 from .tensor_file import CHECKSUMS, SUFFIX
 
-# Seconds after which a file that another rank has written is taken for invisible: network file systems are slow.
+# Seconds after which a file written by another rank counts as invisible: network file systems are slow.
 PATIENCE = 5.0
 PART = ".part"
 # The names of files that saves and exports write.
@@ -41,7 +41,7 @@ class CheckpointFolder:
     """The three folders of [Note: siblings].
 
     Attributes:
-        path: the one that users know.
+        path: the folder that users name.
         marker: the file that is written last.
     """
 
@@ -50,7 +50,7 @@ class CheckpointFolder:
 
     @classmethod
     def at(cls, path: str | os.PathLike[str], marker: str = manifest.NAME) -> CheckpointFolder:
-        """Of a path as users give it; where links lead, because a link itself must stay one."""
+        """From a path given by users. Links are resolved, because a link must stay a link."""
         real = Path(os.path.realpath(path))
         if not real.name:
             refuse_value("path", os.fspath(path), "a folder inside another one")
@@ -58,28 +58,28 @@ class CheckpointFolder:
 
     @property
     def new(self) -> Path:
-        """Where a save writes."""
+        """The folder that a save writes to."""
         return self.path.with_name(f".{self.path.name}.new")
 
     @property
     def old(self) -> Path:
-        """What a save replaces, for a moment."""
+        """The replaced checkpoint, during the swap."""
         return self.path.with_name(f".{self.path.name}.old")
 
     def is_complete(self, folder: Path) -> bool:
-        """Whether a save to `folder` came to its end."""
+        """Whether a save to `folder` has completed."""
         return (folder / self.marker).is_file()
 
     def complete(self) -> list[Path]:
-        """The folders that are complete, the newest first: one, but while a save swaps them or after it was killed."""
+        """The folders that are complete, the newest first: only one, except during a swap or after a killed one."""
         return [folder for folder in (self.new, self.path, self.old) if self.is_complete(folder)]
 
     def prepare(self, keep: Path | None, *, overwrite: bool) -> None:
-        """Clear up what a killed save left, so that `keep` is at `path`, and make the folder to write to.
+        """Clean up after a killed save, so that `keep` is at `path`, and make the folder to write to.
 
         Raises:
-            CheckpointError: there is something complete and `overwrite` is False, or there are other files, or a newer
-                flatfsdp's checkpoint.
+            CheckpointError: there is a complete checkpoint and `overwrite` is False, or there are other files, or a
+                checkpoint of a newer flatfsdp.
         """
         refuse_newer(CheckpointFolder(self.path))
         self.clear_up(keep)
@@ -88,15 +88,15 @@ class CheckpointFolder:
         disk().write_file(self._part(self.new), b"")
 
     def clear_up(self, keep: Path | None) -> None:
-        """Clear up what a killed save left, so that `keep`, one of the three, is at `path`, and the others are gone.
+        """Clean up after a killed save: move `keep`, one of the three folders, to `path`, and remove the others.
 
         Raises:
-            CheckpointError: a folder that would go is no save's; nothing has been done then.
+            CheckpointError: a folder to remove was not made by a save; nothing has been done then.
         """
         for folder in (self.new, self.old, *([self.path] if keep in (self.new, self.old) else [])):
             self._require_own(folder)
         if keep == self.old:
-            if self.path.exists():  # incomplete, or of a save that did not get everywhere
+            if self.path.exists():  # incomplete, or not complete on all ranks
                 self.discard(self.new)
                 disk().rename(self.path, self.new)
             disk().rename(self.old, self.path)
@@ -137,7 +137,7 @@ class CheckpointFolder:
             )
 
     def _beside(self) -> list[str]:
-        """The small files that an export has put beside its weights."""
+        """The small files that an export wrote along with its weights."""
         if self.marker == manifest.NAME or not self.is_complete(self.path):
             return []
         try:
@@ -146,7 +146,7 @@ class CheckpointFolder:
             return []
 
     def swap(self) -> None:
-        """Let the new one, complete by now, take the old one's place."""
+        """Replace the old folder with the new, complete one."""
         disk().sync_folder(self.new)
         if self.path.exists():
             disk().rename(self.path, self.old)
@@ -154,17 +154,17 @@ class CheckpointFolder:
         disk().sync_folder(self.path.parent)
 
     def discard(self, folder: Path) -> None:
-        """Remove a folder of these three.
+        """Remove one of the three folders.
 
         Raises:
-            CheckpointError: it is no save's, or a link.
+            CheckpointError: it was not made by a save, or is a link.
         """
         if not os.path.lexists(folder):
             return
         self._require_own(folder)
         mark = self._part(folder)
         if self.is_complete(folder):
-            disk().rename(folder / self.marker, mark)  # first, so that half a folder never looks complete
+            disk().rename(folder / self.marker, mark)  # first, so that a partly removed folder never looks complete
         for inside in sorted(folder.iterdir()):
             if inside != mark:
                 disk().remove(inside)
@@ -182,17 +182,17 @@ class CheckpointFolder:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a save or an export made a folder, complete or not. A link is none, nor is what DCP saved."""
+    """Whether a save or an export made a folder, complete or not. False for links and for folders of DCP."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = {each.name for each in folder.iterdir()}
-    if names & _MARKS or all(map(OWN.fullmatch, names)):  # the latter: versions that left no mark
+    if names & _MARKS or all(map(OWN.fullmatch, names)):  # the latter: from versions without markers
         return True
-    return folder.suffix == ".new" and any(name.endswith(".distcp") for name in names)  # and those with a user's files
+    return folder.suffix == ".new" and any(name.endswith(".distcp") for name in names)  # the same, with users' files
 
 
 def refuse_link(path: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Refuse to replace what a symbolic link leads to: who made the link may want both.
+    """Refuse to replace the target of a symbolic link: the target may still be wanted.
 
     Raises:
         CheckpointError: `path` is a link, and `overwrite` is True.
@@ -206,12 +206,12 @@ def refuse_link(path: str | os.PathLike[str], *, overwrite: bool) -> None:
 
 
 def last_sequence(folder: Path) -> int:
-    """The largest sequence ([Note: order]) of all that saves have written in `folder`, whole or not; 0 without any."""
+    """The largest sequence ([Note: order]) of all saves in `folder`, complete or not; 0 without any."""
     return max((manifest.sequence_in(inside) for inside in folder.iterdir() if not inside.is_symlink()), default=0)
 
 
 def manifests(place: CheckpointFolder) -> list[tuple[Path, Manifest | CheckpointError]]:
-    """Of each complete folder at a place the manifest, or why it cannot be read."""
+    """The manifest of each complete folder at a place, or the error that reading it raised."""
     found: list[tuple[Path, Manifest | CheckpointError]] = []
     for folder in place.complete():
         where = folder / manifest.NAME
@@ -227,7 +227,7 @@ def manifests(place: CheckpointFolder) -> list[tuple[Path, Manifest | Checkpoint
 
 
 def candidates(place: CheckpointFolder, *, damaged: bool = False) -> list[tuple[Path, Manifest]]:
-    """The complete checkpoints of ours at a place, the newest first.
+    """The complete checkpoints of flatfsdp at a place, the newest first.
 
     Raises:
         CheckpointError: a manifest is damaged; with `damaged` it is left out instead.
@@ -242,7 +242,7 @@ def candidates(place: CheckpointFolder, *, damaged: bool = False) -> list[tuple[
 
 
 def refuse_newer(place: CheckpointFolder) -> None:
-    """Require that there is no checkpoint of a newer flatfsdp at a place, which this one must not replace.
+    """Require that there is no checkpoint of a newer flatfsdp at a place: this version must not replace it.
 
     Raises:
         CheckpointError: there is one.
@@ -253,7 +253,7 @@ def refuse_newer(place: CheckpointFolder) -> None:
 
 
 def choose(seen: Sequence[Sequence[str]], path: Path) -> str:
-    """The first of the saves that every rank sees, given the ids that each sees, the newest first.
+    """The newest save that every rank sees, given for each rank the ids that it sees, the newest first.
 
     Raises:
         CheckpointError: there is none.
@@ -273,7 +273,7 @@ def choose(seen: Sequence[Sequence[str]], path: Path) -> str:
 
 
 def leader_of(place: CheckpointFolder, ranks: CheckpointRanks, doing: str, *, per_node: bool) -> int:
-    """The rank that acts for this one on folders, found by a file that it leaves beside them. Collective.
+    """The rank that acts on folders for this one, found by a file that it writes next to them. Collective.
 
     Raises:
         CheckpointError: on every rank, naming those that do not see what rank 0 writes (without `per_node`).
@@ -306,7 +306,7 @@ def _sees(token: Path) -> bool:
     while not token.exists():
         if time.monotonic() > deadline:
             return False
-        with suppress(OSError):  # looking makes some network file systems look again
+        with suppress(OSError):  # listing refreshes the cache of some network file systems
             os.scandir(token.parent).close()
         time.sleep(0.05)
     return True

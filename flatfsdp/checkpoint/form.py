@@ -1,4 +1,4 @@
-"""Values of JSON that somebody else has written, required to be what they are to be: ValueError in words elsewhere."""
+"""Validation of JSON values from files: each function returns the checked value or raises a ValueError."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LARGEST = 2**62
 
 
 def parse(data: bytes | bytearray) -> Any:
-    """The value that `data` stands for."""
+    """The JSON value in `data`."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -28,33 +28,33 @@ def _of_kind(kind: type[T], name: str, value: Any, what: str) -> T:
     return value
 
 
-# Each takes the value, and what it is.
+# Arguments of each: the value, and a name of it for errors.
 mapping: Callable[[Any, str], dict[str, Any]] = partial(_of_kind, dict, "object")
 items: Callable[[Any, str], list[Any]] = partial(_of_kind, list, "list")
 text: Callable[[Any, str], str] = partial(_of_kind, str, "string")
 
 
 def whole(value: Any, what: str, *, least: int = 0) -> int:
-    """An integer from `least` on, such as a file or a tensor can have."""
+    """An integer from `least` on, in the range of sizes of files and tensors."""
     if type(value) is not int or not least <= value < _LARGEST:
         raise ValueError(f"{what} is {_shown(value)}, no integer of at least {least}")
     return value
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that a float can be, NaN and infinities included."""
+    """Whether a float can represent the number, NaN and infinities included."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)
 
 
 def moment(value: Any, what: str) -> float:
-    """A time in seconds since 1970 that a calendar has."""
+    """A time in seconds since 1970, in the range of calendars."""
     if not is_number(value) or not 0 <= value < 1e11:
         raise ValueError(f"{what} is {_shown(value)}, no time")
     return float(value)
 
 
 def dims(value: Any, what: str) -> tuple[int, ...]:
-    """A shape of which a tensor can be made."""
+    """A shape that a tensor can have."""
     shape = tuple(whole(size, what) for size in items(value, what))
     if math.prod(max(size, 1) for size in shape) >= _LARGEST:
         raise ValueError(f"{what} is {_shown(value)}, larger than any tensor")

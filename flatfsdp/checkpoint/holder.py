@@ -1,8 +1,8 @@
-"""Which process made a file, and whether it still runs: what locks and tokens beside checkpoints hold.
+"""The process that made a file, and whether it still runs: the contents of locks and tokens next to checkpoints.
 
-[Note: processes] A number of a process means nothing without the system that counts: the boot of the machine, and the
-namespace of the container, of which several may have one host name. Where both are this process's own, the time at
-which the process began distinguishes it from a later one of the same number. Elsewhere nothing is known from here.
+[Note: processes] A process id means nothing without the system that assigns it: the boot of the machine, and the
+namespace of the container; several of these may share a host name. Where both are this process's own, the start time
+of the process distinguishes it from a later one with the same id. For other systems, nothing can be known from here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 
 @dataclass(frozen=True)
 class LockHolder:
-    """A process, and one thing that it does.
+    """A process, and one operation of it.
 
     Attributes:
         host: the name of its machine.
-        boot: a hash of the boot and the process namespace of its machine; empty where they are not known.
-        pid: its number.
-        start: when it began, in the machine's own count; empty where that is not known.
-        job: words for people.
-        token: names the one thing.
+        boot: a hash of the boot and the process namespace of its machine; empty where unknown.
+        pid: its process id.
+        start: its start time, in the machine's own count; empty where unknown.
+        job: a description for messages.
+        token: identifies the operation.
     """
 
     host: str
@@ -45,12 +45,12 @@ class LockHolder:
         return f"process {self.pid} on {self.host}{f' ({self.job})' if self.job else ''}"
 
     def to_bytes(self) -> bytes:
-        """One line."""
+        """Serialize to one line."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LockHolder | None:
-        """From what begins with such a line; None where it does not."""
+        """Read from data that begins with such a line; None where it does not."""
         try:
             line = json.loads(data.partition(b"\n")[0])
             read = {field.name: line[field.name] for field in fields(cls)}
@@ -67,18 +67,18 @@ class LockHolder:
 
     @property
     def name(self) -> str:
-        """What `is_gone` needs, as a part of a file's name."""
+        """The fields that `is_gone` needs, as a part of a file's name."""
         return f"{self.boot}-{self.pid}-{self.start}-{self.token}"
 
     @classmethod
     def from_name(cls, name: str) -> LockHolder | None:
-        """From such a name; None where it is none."""
+        """Read from such a name; None for any other."""
         found = re.fullmatch(r"([0-9a-f]*)-([1-9]\d*)-(\d*)-([0-9a-f]+)", name)
         return None if found is None else cls("", found[1], int(found[2]), found[3], "", found[4])
 
 
 class Machine:
-    """What this process knows of its machine. Tests stand in for another one.
+    """The machine as this process sees it. Tests simulate another one.
 
     Attributes:
         host, boot, pid: as of `LockHolder`.
@@ -90,41 +90,41 @@ class Machine:
         self.pid = os.getpid()
 
     def now(self) -> float:
-        """Seconds of a clock that nobody sets."""
+        """Seconds of a monotonic clock."""
         return time.monotonic()
 
     def wait(self, seconds: float) -> None:
-        """Let this time go by."""
+        """Sleep."""
         time.sleep(seconds)
 
     def start_of(self, pid: int) -> str | None:
-        """When a process of this machine began; empty where that is not to be known, None where there is none."""
+        """The start time of a process of this machine; empty where unknown, None where there is no such process."""
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
             return None
-        except (OSError, OverflowError):  # somebody else's
+        except (OSError, OverflowError):  # another user's
             pass
         try:
-            # Behind the name, which may hold anything: the state, 19 fields later the start in ticks since the boot.
+            # After the name, which is arbitrary: the state and, 19 fields later, the start in ticks since the boot.
             state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             return None if state in ("Z", "X") else numbers[18]
-        except (OSError, ValueError, IndexError):  # no such files here, or others' are not shown
+        except (OSError, ValueError, IndexError):  # no such files here, or other users' are hidden
             return ""
 
     def holder(self) -> LockHolder:
-        """This process, with a token of its own."""
+        """This process, with a new token."""
         jobs = [f"{name} {os.environ[name]}" for name in _JOBS if name in os.environ]
         program = os.path.basename(sys.argv[0]) if sys.argv else ""
         words = "".join(filter(str.isprintable, ", ".join(filter(None, (program, *jobs)))))
         return LockHolder(self.host, self.boot, self.pid, self.start_of(self.pid) or "", words[:100], uuid.uuid4().hex)
 
     def is_gone(self, holder: LockHolder, busy: frozenset[str] | set[str]) -> bool | None:
-        """Whether a process has ended, or, where it is this one, is not at its token any more; None: not to be known.
+        """Whether a process has ended, or, where it is this one, the operation of its token; None where unknown.
 
         Args:
             holder: the process.
-            busy: the tokens that this process is at.
+            busy: the tokens of operations that this process has in progress.
         """
         if not self.boot or self.boot != holder.boot:
             return None
@@ -143,7 +143,7 @@ def _boot() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         known = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        # Without /proc, and so without namespaces, a machine goes by its network card; a random number has bit 40 set.
+        # Without /proc, and so without namespaces, the network card identifies a machine; a random id has bit 40 set.
         node = 1 << 40 if sys.platform == "linux" else uuid.getnode()
         known = "" if node >> 40 & 1 else str(node)
     return known and hashlib.sha256(known.encode()).hexdigest()[:16]

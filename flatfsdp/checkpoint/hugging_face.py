@@ -1,9 +1,9 @@
-"""Weights as Hugging Face keeps them: `model.safetensors`, or numbered files with an index. No tensor is gathered.
+"""Weights in the format of Hugging Face: `model.safetensors`, or numbered files with an index. No tensor is gathered.
 
-[Note: exports] Every rank writes what it owns to its places in files of their final size, and reads what it owns into
-its shards, so that neither one rank nor one unit ever holds more than its own. A file that was not written to its end
-looks complete to the format and holds zeros; so an export ends with `model.safetensors.checksums.json`, the CRC-32 of
-each `BLOCK` bytes of each file, and the folder takes its place only then ([Note: siblings]).
+[Note: exports] Every rank writes the elements that it owns to their places in files of final size, and reads them into
+its shards, so that no rank ever holds more than its own elements. A file that was not written completely looks complete
+to the format and holds zeros. So an export ends with `model.safetensors.checksums.json`, the CRC-32 of each `BLOCK`
+bytes of each file, and the folder takes its place only then ([Note: siblings]).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def export_safetensors(
     files: Callable[[Path], None] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the parameters and buffers of `model` as safetensors files, as ``transformers`` loads them.
+    """Write the parameters and buffers of `model` as safetensors files, in the format that ``transformers`` loads.
 
     Collective over `process_group`. Nothing is gathered: each rank writes its own elements to their places, and rank 0
     its buffers. Parameters with several names (tied ones) are written once, under the first.
@@ -55,18 +55,18 @@ def export_safetensors(
     Args:
         model: the model, wrapped or not.
         folder: becomes the folder with ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and their index,
-            when all is written; all ranks share it. It is not there, empty, or, with `overwrite`, an export.
+            when all is written; all ranks share it. It must not exist, be empty, or, with `overwrite`, be an export.
         max_shard_size: largest file, in bytes or as "5GB", "500MiB"; larger where one tensor is.
-        dtype: in which floating-point tensors are written; None for their own.
-        overwrite: replace an export, with the `files` that came with it; it is there until the new one is complete. A
-            checkpoint, and a folder that holds anything else, are refused.
-        files: puts small files beside the weights, a configuration or a tokenizer, into the folder that it is called
-            with, on the rank that leads.
-        process_group: the ranks over which the model is spread; None for all.
+        dtype: the dtype of written floating-point tensors; None for their own.
+        overwrite: replace an export, with the `files` that came with it; it stays until the new one is complete. A
+            checkpoint, and a folder with any other contents, are refused.
+        files: writes small files (a configuration, a tokenizer) next to the weights, into the folder that is its
+            argument; called on the rank that leads.
+        process_group: the ranks over which the model is sharded; None for all.
 
     Raises:
         CheckpointError: on every rank: some rank could not do its part, or has another model.
-        AgreementError: on every rank: some do something else with `model`.
+        AgreementError: on every rank: some ranks make another call on `model`.
     """
     largest = bytes_in(max_shard_size)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -79,7 +79,7 @@ def export_safetensors(
 
 
 def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path, *, overwrite: bool) -> None:
-    """`export_safetensors` of whole tensors, in one process. Those that are the same memory are written once."""
+    """`export_safetensors` of whole tensors, in one process. Tensors that share memory are written once."""
     same: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
@@ -149,24 +149,24 @@ def load_safetensors(
     names: Callable[[str], str | None] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load safetensors files into `model`: each rank reads what it owns, straight into its shards.
+    """Load safetensors files into `model`: each rank reads the elements that it owns directly into its shards.
 
     Collective over `process_group`. The model may have been built on the meta device; dtypes may differ.
 
     Args:
         model: the model, wrapped or not.
-        source: one file, or a folder of them, with an index or without. Every rank sees it, though not the same one.
-        strict: refuse names that are missing in the files, and names there that the model has not. Tied parameters may
-            be there under any of their names.
+        source: one file, or a folder of them, with an index or without. Every rank sees one; nodes may have copies.
+        strict: refuse names that are missing in the files, and names in the files that the model lacks. The files may
+            have tied parameters under any of their names.
         verify: compare the files with the checksums that `export_safetensors` left, if there are any.
-        names: what a parameter or buffer of the model, by its name there, is called in the files; None for what is
-            left as it is. The same on all ranks; by default both names are the same.
-        process_group: the ranks over which the model is spread; None for all.
+        names: maps the name of a parameter or buffer of the model to its name in the files; None: leave that one
+            unchanged. Equal on all ranks; by default both names are equal.
+        process_group: the ranks over which the model is sharded; None for all.
 
     Raises:
-        CheckpointError: on every rank, with everything that is missing, unknown and of another shape; or files are
+        CheckpointError: on every rank, with everything that is missing, unexpected or of another shape; or files are
             damaged. Nothing has been loaded then.
-        AgreementError: on every rank: some do something else with `model`.
+        AgreementError: on every rank: some ranks make another call on `model`.
     """
     ranks = CheckpointRanks(process_group, "load_safetensors()")
     doing = f"loading {os.fspath(source)}"
@@ -187,7 +187,7 @@ def load_safetensors(
             for each in params:
                 if (name := _name_in(each, there)) in there:
                     read_into(files[there[name].file], there[name], each.in_place())
-        # Behind autograd's back: what was made of the shards is out of date.
+        # Autograd has not seen the writes: tensors derived from the shards are out of date.
         torch.autograd.graph.increment_version([handle.shard for unit in units_in(model) for handle in unit.handles])
 
     with ranks.calling(model):
@@ -198,7 +198,7 @@ def load_safetensors(
 
 
 def _params_at_rest(model: nn.Module, what: str) -> list[NamedParam]:
-    """Parameters, then buffers, in the order of `model.modules()`, ready to be asked for `NamedParam.in_place`. No
+    """Parameters, then buffers, in the order of `model.modules()`, ready for `NamedParam.in_place`. No
     communication.
 
     Raises:
@@ -210,7 +210,7 @@ def _params_at_rest(model: nn.Module, what: str) -> list[NamedParam]:
 
 
 def _renamed(param: NamedParam, names: Callable[[str], str | None]) -> NamedParam | None:
-    """`param` under the names that files have for it; None where they have none."""
+    """`param` under its names in the files; None where it has none there."""
     found = tuple(other for name in param.names if (other := names(name)) is not None)
     return replace(param, name=found[0], names=found) if found else None
 
@@ -242,7 +242,7 @@ def _require_same(plans: Sequence[Any], doing: str) -> None:
 
 
 def read_whole(source: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file or a folder, on the CPU, whole."""
+    """All tensors of a file or a folder, on the CPU, unsharded."""
     found = {}
     with Files() as files:
         for name, entry in _entries_at(source).items():
@@ -252,10 +252,10 @@ def read_whole(source: Path) -> dict[str, torch.Tensor]:
 
 
 def entries_of(source: Path, *, check: bool) -> list[Entry]:
-    """What is in a file or a folder; with `check` compared with its checksums, if it has some.
+    """The tensors of a file or a folder; with `check`, compared with their checksums, if there are any.
 
     Raises:
-        CheckpointError: it is damaged, or no such thing.
+        CheckpointError: it is damaged, or not safetensors.
     """
     entries = list(_entries_at(source).values())
     if check:

@@ -1,4 +1,4 @@
-"""Which checkpoints there are in a folder, and which of them are whole: the same answer on all ranks."""
+"""The checkpoints in a folder, and which of them are complete: the same answer on all ranks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Listed:
     """A checkpoint of a folder.
 
     Attributes:
-        path: where it is, as `load` takes it.
-        id: names the save.
-        saved: when, in seconds since 1970; 0 where that cannot be read.
-        sequence: by which they are ordered: each save's is one more than the largest in the folder. 0 where it cannot
-            be read, or a version saved it that wrote none.
-        world: how many ranks saved it; 0 where that cannot be read.
+        path: its folder, as an argument of `load`.
+        id: identifies the save.
+        saved: the time of the save, in seconds since 1970; 0 where it cannot be read.
+        sequence: orders the saves: each save's is one more than the largest in the folder. 0 where it cannot be read,
+            or for a version that wrote none.
+        world: how many ranks saved it; 0 where it cannot be read.
         metrics: those given to `save`.
-        problem: what is wrong with it; empty where its files are there in the sizes that were written. Only `load`
-            compares checksums.
-        unfinished: whether it is what a save has left that did not come to its end.
+        problem: what is wrong with it; empty where all its files are present in the sizes that were written. Only
+            `load` compares checksums.
+        unfinished: whether it is left over from a save that did not end.
     """
 
     path: Path
@@ -49,19 +49,19 @@ class Listed:
 def listing(
     folder: str | os.PathLike[str], *, named: str = "*", process_group: dist.ProcessGroup | None = None
 ) -> list[Listed]:
-    """The checkpoints of flatfsdp's in `folder`, and what is left of saves that did not end. Collective.
+    """The checkpoints of flatfsdp in `folder`, and the leftovers of saves that did not end. Collective.
 
     Args:
         folder: holds one folder for each checkpoint; need not exist.
         named: a pattern (`fnmatch`) of names; others are left out.
-        process_group: the ranks that call; None for all. Each rank looks for itself; nodes need not share the folder.
+        process_group: the ranks that call; None for all. Each rank lists the folder; nodes need not share it.
 
     Returns:
-        The same on all ranks, but for the folder where they give different ones; in the order of saving, before them
-        what cannot be read, by name. A link to one of them is no other.
+        The same list on all ranks, except for the folder where they give different ones; in the order of saving, with
+        unreadable ones before them, by name. Links to other checkpoints of the folder are left out.
 
     Raises:
-        CheckpointError: on every rank: a rank cannot look.
+        CheckpointError: on every rank: a rank cannot list the folder.
     """
     ranks = CheckpointRanks(process_group, "checkpoint.listing()")
     where = Path(os.path.abspath(folder))
@@ -76,7 +76,7 @@ def listing(
 
 
 def _seen_in(folder: Path, named: str) -> dict[str, tuple[Listed, list[str]]]:
-    """What this rank sees, by name: with the names of files that are not here."""
+    """The checkpoints that this rank sees, by name, each with the names of its missing files."""
     if not folder.is_dir():
         return {}
     found = {}
@@ -88,7 +88,7 @@ def _seen_in(folder: Path, named: str) -> dict[str, tuple[Listed, list[str]]]:
         try:
             if _is_save(inside, hidden, named):
                 found[name] = _look(CheckpointFolder(folder / name))
-        except OSError as error:  # nobody else's folder is less readable for that
+        except OSError as error:  # the other folders may still be readable
             found[name] = Listed(folder / name, problem=f"it cannot be read: {error}"), []
     return found
 
@@ -98,7 +98,7 @@ def _is_save(inside: Path, hidden: bool, named: str) -> bool:
         return False
     real = Path(os.path.realpath(inside))
     if inside.is_symlink() and real.parent == Path(os.path.realpath(inside.parent)) and fnmatchcase(real.name, named):
-        return False  # a link to another one of the folder
+        return False  # a link to another checkpoint of the folder
     return (
         hidden
         or CheckpointFolder(inside).is_complete(inside)
@@ -128,7 +128,7 @@ def _look(place: CheckpointFolder) -> tuple[Listed, list[str]]:
 
 
 def _united(path: Path, seen: Sequence[tuple[Listed, list[str]] | None]) -> Listed:
-    """What ranks see together. A file that some node has is there."""
+    """The combined view of all ranks: a file that any node has is present."""
     blind = [rank for rank, each in enumerate(seen) if each is None]
     if blind:
         return Listed(path, problem=f"{ranks_in_words(blind)} of {len(seen)} do not see it")

@@ -1,4 +1,4 @@
-"""Loading into a nested state that is there already: which checkpoint, whether it is whole, what of it goes where."""
+"""Loading into an existing nested state: choosing a checkpoint, checking it, and reading its tensors and values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FoundCheckpoint:
     Attributes:
         folder: the one that it is in, which is not always the path that was given ([Note: siblings]).
         manifest: its table of contents.
-        here: of each rank the names of the files that it sees.
+        here: for each rank, the names of the files that it sees.
     """
 
     folder: FilePath
@@ -50,14 +50,14 @@ class FoundCheckpoint:
         """Require that some rank sees each file.
 
         Raises:
-            CheckpointError: naming those that none does.
+            CheckpointError: naming the files that no rank sees.
         """
         if self.missing:
             raise CheckpointError(self._lacks())
 
     def require_seen(self, keys: Iterable[str]) -> None:
-        """Require that all elements of these tensors lie in files that some rank sees; other files that none does are
-        warned about.
+        """Require that all elements of these tensors lie in files that some rank sees; warn about the other files that
+        no rank sees.
 
         Raises:
             CheckpointError: naming files and tensors.
@@ -86,7 +86,7 @@ class FoundCheckpoint:
         return {key: _empty(saved) for key, saved in self.manifest.tensors.items() if wanted(plain(saved.path))}
 
     def nested(self, tensors: Mapping[str, torch.Tensor], wanted: Wanted = lambda path: True) -> dict[Any, Any]:
-        """What was saved, nested as it was: the plain values that are `wanted`, and `tensors` by their keys."""
+        """The saved state, nested: the plain values that are `wanted`, and `tensors` by their keys."""
         paths = {key: path for key, (path, _) in self.manifest.values.items() if wanted(plain(path))}
         values = {key: decode(self.manifest.values[key][1]) for key in paths}
         paths |= {key: self.manifest.tensors[key].path for key in tensors}
@@ -100,8 +100,8 @@ class FoundCheckpoint:
         parts: Collection[str],
         wanted: Wanted,
     ) -> tuple[dict[Any, Any], Any]:
-        """Fill `targets`; those, with the plain values under the first names `parts`, nested, and what is `wanted` of
-        the extra values. Collective."""
+        """Fill `targets`. Returned: the targets with the plain values whose first names are in `parts`, nested; and the
+        `wanted` extra values. Collective."""
         inside = {key: target for key, target in targets.items() if key in self.manifest.tensors}
 
         def prepare() -> dict[str, torch.Tensor]:
@@ -115,13 +115,13 @@ class FoundCheckpoint:
         return read, self.nested(extra, lambda path: path[0] == "extra" and wanted(path[1:])).get("extra")
 
     def read_tensors(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Read tensors by key, in place: intervals and whole ones."""
+        """Read tensors by key, in place: intervals and whole tensors."""
         try:
             with torch.no_grad(), Files(self.folder) as files:
                 reader = TensorReader(self.folder, self.manifest, files)
                 for key, target in targets.items():
                     reader.read(key, target)
-        finally:  # files of the one that was there before may be gone, or have other contents of the same size
+        finally:  # files of a replaced checkpoint may be gone, or have other contents of the same size
             if targets and id_in(self.folder) != self.manifest.id:
                 raise CheckpointError(f"{self.folder} was replaced by another save while it was read; load it again")
 
@@ -132,8 +132,8 @@ class FoundCheckpoint:
         own: Mapping[str, torch.Tensor],
         shared: Mapping[str, torch.Tensor],
     ) -> None:
-        """Read tensors by key, in place: `own` from files that this rank sees, and `shared`, whole ones, from any
-        rank's. Collective."""
+        """Read tensors by key, in place: `own` from files that this rank sees, and `shared`, whole tensors, from files
+        that any rank sees. Collective."""
         mine = {key: each for key, each in shared.items() if ranks.rank in self._readers(key)}
         ranks.exchange(doing, lambda: self.read_tensors({**own, **mine}))
         if all(here == self.here[0] for here in self.here):
@@ -154,7 +154,7 @@ class FoundCheckpoint:
         """The ranks that see the files with the tensor `key`.
 
         Raises:
-            CheckpointError: none sees all of them.
+            CheckpointError: no rank sees all of them.
         """
         readers = [rank for rank, here in enumerate(self.here) if self.sees(here, key)]
         if not readers:
@@ -176,9 +176,9 @@ def is_foreign(path: str | os.PathLike[str]) -> bool:
 
 
 def find(ranks: CheckpointRanks, path: str | os.PathLike[str], *, check: bool) -> FoundCheckpoint:
-    """The newest checkpoint that all ranks see at `path`, whole. Collective.
+    """The newest checkpoint at `path` that all ranks see, required to be complete. Collective.
 
-    All sizes are compared; with `check` also the checksums, each file's by one of the ranks that see it.
+    All sizes are compared; with `check`, also the checksums, each file's on one of the ranks that see it.
 
     Raises:
         CheckpointError: on every rank.
@@ -204,7 +204,7 @@ def find(ranks: CheckpointRanks, path: str | os.PathLike[str], *, check: bool) -
 
     def check_mine() -> None:
         prove(found.manifest, str(found.folder / NAME))
-        # Nodes without a shared file system have some of the files each; of what nobody has see
+        # Nodes without a shared file system have some of the files each; files that no rank has: see
         # `FoundCheckpoint.missing`.
         mine = [file for file in files if file.name in here[ranks.rank]]
         verify(found.folder, mine, contents=False)
@@ -226,13 +226,13 @@ def compare(
     strict: bool,
     entries: tuple[Collection[str], Collection[str]] | None = None,
 ) -> None:
-    """Compare what is to be loaded with the shapes that are there.
+    """Compare the tensors to load with the saved shapes.
 
-    `entries`: the keys of what is no tensor, here and there.
+    `entries`: the keys of entries that are not tensors, own ones and saved ones.
 
     Raises:
-        CheckpointError: with everything that has another shape there, and, where `strict`, that is missing there, or is
-            there under the first names `parts` (None: under any) and is not wanted.
+        CheckpointError: with everything that has another shape in the checkpoint, and, where `strict`, that is missing
+            there, or is there under the first names `parts` (None: under any) without a target.
     """
     problems = []
     missing = [key for key in targets if key not in there]

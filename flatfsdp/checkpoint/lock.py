@@ -1,13 +1,13 @@
 """One save at a time to a path.
 
-[Note: lock] Whoever writes to the folders of a place ([Note: siblings]) has `.<name>.lock` beside them, which the
-system makes for one only (O_CREAT | O_EXCL; `flock` is not to be had on every network file system). It names the
-process ([Note: processes]), which counts up a number in it while it has it. A lock is *stale* where its process is
-gone, as seen on its own machine, and elsewhere where the number has stood still for `PATIENCE` seconds of the one who
-looks: clocks of two machines are never compared. A stale lock is given another name first, and only what has that name
-then is removed: of two who find it stale at once, one may have made its own by the time that the other acts, and gets
-that back. Whoever has a lock looks for it again before what cannot be undone: it may have stood still for so long that
-it was stale.
+[Note: lock] A process that writes to the folders of a place ([Note: siblings]) holds `.<name>.lock` next to them. The
+system creates that file for one process only (O_CREAT | O_EXCL; not every network file system has `flock`). The file
+names its process ([Note: processes]), which increments a counter in it while it holds the lock. A lock is *stale* where
+its process has ended, as seen on its own machine, or, on other machines, where the counter has not changed for
+`PATIENCE` seconds on the clock of the reader: clocks of two machines are never compared. A stale lock is renamed first,
+and removed only if the renamed file is still that lock: of two processes that find it stale, the slower one may have
+renamed the lock of the faster one, and restores it. The holder checks its lock again before irreversible steps: it may
+have been paused for so long that the lock became stale.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .holder import LockHolder, Machine
 
 LOCK = ".lock"
 TOKEN = ".token"
-BEAT = 3.0  # seconds between two numbers
-PATIENCE = 60.0  # network file systems show what others have written after as much as that
-EMPTY = 5.0  # the same for a lock in which nothing stands yet: its maker was killed before its first write
+BEAT = 3.0  # seconds between two increments
+PATIENCE = 60.0  # seconds: network file systems may show writes of other machines as late as this
+EMPTY = 5.0  # seconds, for an empty lock: its process was killed before its first write
 POLL = 0.5
-_MOST = 4096  # bytes of a lock
+_MOST = 4096  # size limit of a lock, in bytes
 
 # The tokens of this process's locks, and of the files by which its ranks find each other.
 _busy: set[str] = set()
-_putting_away = threading.RLock()  # again by the same thread: in a signal handler
-# When this process saw a lock first as it is: kept from one look to the next.
+_putting_away = threading.RLock()  # reentrant for signal handlers
+# By lock: its contents, and when this process first read these contents.
 _seen: dict[Path, tuple[bytes, float]] = {}
 
 
@@ -56,11 +56,11 @@ class Lock:
     # --- take and give back -------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Have the lock, however long a stale one takes to be known as such (at most `PATIENCE` seconds).
+        """Acquire the lock; waits as long as a stale one takes to be recognized (at most `PATIENCE` seconds).
 
         Raises:
-            CheckpointError: another one has it.
-            OSError: the disk refused.
+            CheckpointError: another process has it.
+            OSError: the disk reported an error.
         """
         other = self._other(patient=True)
         if other is not None:
@@ -70,15 +70,15 @@ class Lock:
             )
 
     def take_now(self) -> bool:
-        """Have the lock unless somebody else does, or may do; whether it is had.
+        """Try to acquire the lock without waiting; False where another process has it, or may have it.
 
         Raises:
-            OSError: the disk refused.
+            OSError: the disk reported an error.
         """
         return self._other(patient=False) is None
 
     def release(self) -> None:
-        """Give the lock back; errors of the disk are ignored, for nobody waits for this process then."""
+        """Release the lock. Errors of the disk are ignored: no other process waits for this one."""
         mine, beat, self._mine, self._beat = self._mine, self._beat, None, None
         if mine is None:
             return
@@ -89,14 +89,14 @@ class Lock:
                 found = self._read()
                 if found is not None and LockHolder.from_bytes(found) == mine:
                     self._put_away(found)
-        finally:  # and not before: what this process is not at any more, its other threads may put away
+        finally:  # not earlier: other threads of this process may remove locks whose tokens are not busy
             _busy.discard(mine.token)
 
     def check(self) -> None:
-        """Require that the lock is still this one's.
+        """Require that this object still holds the lock.
 
         Raises:
-            CheckpointError: it is not; another save may have begun.
+            CheckpointError: it does not; another save may have begun.
         """
         if self._mine is None or not self._is(self._mine):
             raise CheckpointError(
@@ -104,17 +104,17 @@ class Lock:
                 "that another job took it, or somebody removed it. Nothing has been replaced; save again"
             )
 
-    # --- who has it ---------------------------------------------------------------------------------------------------
+    # --- its holder ---------------------------------------------------------------------------------------------------
 
     def _other(self, *, patient: bool) -> str | None:
-        """Take the lock; who has it, in words, where that is another one."""
+        """Try to acquire the lock. Returned: None, or a description of the process that holds it."""
         watched: bytes | None = None
         vanished = 0
         while not self._create():
             found = self._read()
-            if found is None:  # given back meanwhile
+            if found is None:  # released in the meantime
                 vanished += 1
-                if vanished > 100:  # a link that leads nowhere is there and is not
+                if vanished > 100:  # a dangling link: it exists, and cannot be read
                     raise CheckpointError(f"{self.file} is no lock of a save's. Remove it")
                 continue
             holder = LockHolder.from_bytes(found)
@@ -148,7 +148,7 @@ class Lock:
             _busy.discard(mine.token)
             self._mine = None
             with suppress(OSError):
-                disk().remove(self.file)  # where the disk is full: an empty lock would be nobody's
+                disk().remove(self.file)  # where the disk is full: an empty lock names no process
             raise
         self._beat = _Heartbeat(file, len(mine.to_bytes()))
         return True
@@ -164,7 +164,7 @@ class Lock:
         return found is not None and LockHolder.from_bytes(found) == mine
 
     def _stands_still(self, found: bytes) -> bool | None:
-        """True: for so long that it is stale; None: not yet."""
+        """True where the counter has not changed for so long that the lock is stale; None: not yet."""
         now = self._machine.now()
         before, since = _seen.get(self.file, (None, now))
         if before != found:
@@ -173,9 +173,9 @@ class Lock:
         return True if now - since >= (PATIENCE if found else EMPTY) else None
 
     def _put_away(self, known: bytes) -> None:
-        """Remove the lock if it is the one that is `known`, and nobody else's by now."""
+        """Remove the lock if its contents are still `known`."""
         away = self.file.with_name(f".{self.path.name}.{self._machine.holder().name}{TOKEN}")
-        # Threads of this process take turns: none gives a lock another name between the look and the rename of one.
+        # Threads of this process take turns: no other thread renames a lock between this read and this rename.
         with _putting_away:
             if self._read() != known:
                 return
@@ -184,14 +184,14 @@ class Lock:
             except FileNotFoundError:
                 return
             if self._read(away) != known:  # another process was faster
-                with suppress(OSError):  # there is a third one's; who had this finds it lost (`check`)
+                with suppress(OSError):  # a third process has one; this holder finds its own lost (`check`)
                     os.link(away, self.file)
             disk().remove(away)
 
 
 class _Heartbeat:
-    """Counts up in a lock, in a thread, until `end`. It writes to the file that it was given, whatever is made of its
-    name."""
+    """Increments the counter of a lock, in a thread, until `end`. It writes to the file that it was given, even after a
+    rename."""
 
     def __init__(self, file: File, place: int) -> None:
         self._file, self._place = file, place
@@ -210,16 +210,16 @@ class _Heartbeat:
 
     def end(self) -> None:
         self._ended.set()
-        self._thread.join(5.0)  # a disk that does not answer holds up nobody
+        self._thread.join(5.0)  # a disk that does not answer must not block
 
 
 @contextmanager
 def locked(*paths: Path) -> Iterator[None]:
-    """Inside, no save writes to these paths, and no other process removes what is there. Not collective.
+    """Inside, no save writes to these paths, and no other process removes their contents. Not collective.
 
     Raises:
-        CheckpointError: a save to one of them is under way.
-        OSError: the disk refused.
+        CheckpointError: a save to one of them is in progress.
+        OSError: the disk reported an error.
     """
     with ExitStack() as stack:
         for path in sorted(paths):
@@ -231,7 +231,7 @@ def locked(*paths: Path) -> Iterator[None]:
 
 @contextmanager
 def locked_now(path: Path) -> Iterator[bool]:
-    """As `locked`, but without waiting: False is given where somebody saves there, or may."""
+    """As `locked`, but without waiting: yields False where another process saves there, or may."""
     lock = Lock(path)
     try:
         yield lock.take_now()
@@ -243,7 +243,7 @@ def locked_now(path: Path) -> Iterator[bool]:
 
 
 def leave_token(path: Path) -> Path:
-    """A file beside the folder `path` by which the ranks of a save find each other, to be given to `drop_token`."""
+    """Write a file next to the folder `path` by which the ranks of a save find each other; `drop_token` removes it."""
     mine = Machine().holder()
     token = path.with_name(f".{path.name}.{mine.name}{TOKEN}")
     _busy.add(mine.token)
@@ -257,7 +257,7 @@ def leave_token(path: Path) -> Path:
 
 
 def drop_token(token: Path) -> None:
-    """Remove such a file, if the disk lets."""
+    """Remove such a file, if possible."""
     holder = _holder_of(token)
     _busy.discard("" if holder is None else holder.token)
     with suppress(OSError):
@@ -265,10 +265,10 @@ def drop_token(token: Path) -> None:
 
 
 def sweep_tokens(path: Path) -> None:
-    """Remove what killed saves to `path` have left of such files, and of stale locks on their way out.
+    """Remove leftovers of killed saves to `path`: such files, and stale locks that were renamed for removal.
 
-    Those of processes of which nothing is known from here go when they are old by the file system's own clock: that
-    of the lock of `path`, which the caller has.
+    Those of processes of which nothing can be known from here are removed when they are old by the file system's own
+    clock, that is, compared with the lock of `path`, which the caller holds.
     """
     machine = Machine()
     for left in path.parent.glob(f".{glob.escape(path.name)}.*{TOKEN}"):
@@ -284,7 +284,7 @@ def sweep_tokens(path: Path) -> None:
 
 
 def path_of_token(token: Path) -> Path:
-    """Of which folder a file is a token."""
+    """The folder that a token belongs to."""
     return token.with_name(token.name[1 : -len(TOKEN)].rpartition(".")[0])
 
 

@@ -1,18 +1,18 @@
-"""A checkpoint's table of contents: a JSON file beside its data, written last, so that a folder with one is complete.
+"""A checkpoint's table of contents: a JSON file, written after the data, so that a folder with one is complete.
 
-[Note: manifest] `flatfsdp.json` is one object: `{"crc32": "...", "manifest": {...}}`, the checksum being of the bytes
-of the inner object. That has of every file the size and the CRC-32, of every tensor the dtype, the shape and where its
-elements lie, of every other value the value. Elements lie in *chunks*: boxes ([Note: boxes]) given as intervals in
-memory order, each in one piece of a file; where nodes share no file system, in one file of each node. A tensor's
-"chunks" are rows of integers: file, first element, and then for each of the chunks that follow each other its number of
-elements and its offset in bytes.
+[Note: manifest] `flatfsdp.json` is one object: `{"crc32": "...", "manifest": {...}}`. The checksum covers the bytes of
+the inner object. That has the size and the CRC-32 of every file, the dtype, the shape and the places of the elements
+of every tensor, and all other values. Elements lie in *chunks*: boxes ([Note: boxes]) given as intervals in memory
+order, each in one contiguous piece of a file; where nodes share no file system, in one file of each node. A tensor's
+"chunks" are rows of integers: file, first element, and then, for each of the chunks that follow each other, its number
+of elements and its offset in bytes.
 
-[Note: order] Which of several checkpoints is the newest must not hang on clocks, which are set, nor on steps, which a
-run may take again. Every save therefore writes as "sequence" one more than the largest of the folder around it.
-Checkpoints of versions that wrote none come before all others, by the step in their names.
+[Note: order] The order of checkpoints must not depend on clocks, which can be set, nor on steps, which runs may repeat.
+Every save therefore writes as "sequence" one more than the largest of the folder that contains it. Checkpoints of
+versions that wrote none come before all others, by the step in their names.
 
-CRC-32, because it is to find what disks and copies damage, not forgeries: every flipped byte and every lost end is
-found, and it is computed as fast as a disk delivers.
+CRC-32, because it detects damage by disks and copies, not forgeries: it finds every flipped byte and every truncation,
+and is computed as fast as a disk delivers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAME = "flatfsdp.json"
 _VERSION = 1
 _SEQUENCE = re.compile(rb'"sequence": ?(\d{1,15}),')
 _ID = re.compile(rb'"id": ?"([^"]*)"')
-_PREFIX = 512  # bytes, in which both stand, before anything whose length is a user's
+_PREFIX = 512  # bytes that contain both, before any part of user-defined length
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _HEAD_LENGTH = len(_HEAD % 0)
 
@@ -57,7 +57,7 @@ class SavedFile:
 
     @classmethod
     def of(cls, name: str, data: bytes) -> SavedFile:
-        """Of a file with these contents."""
+        """The entry of a file with these contents."""
         return cls(name, len(data), zlib.crc32(data))
 
 
@@ -73,7 +73,7 @@ class SavedChunk:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of the checkpoint. `stride` gives the order of its elements where that is not row-major.
+    """A tensor of the checkpoint. `stride` gives its memory order where that is not row-major.
 
     `rows` are its chunks as in [Note: manifest].
     """
@@ -86,7 +86,7 @@ class SavedTensor:
 
     @property
     def spec(self) -> ParamSpec:
-        """The whole tensor."""
+        """The spec of the whole tensor."""
         return ParamSpec(shown(self.path), self.shape, self.stride)
 
     @property
@@ -102,16 +102,16 @@ class SavedTensor:
                 start += numel
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the manifest."""
+        """The form in the manifest."""
         stride = {} if self.stride is None else {"stride": self.stride}
         return {"path": self.path, "dtype": self.dtype, "shape": self.shape, **stride, "chunks": self.rows}
 
     @classmethod
     def from_json(cls, read: Mapping[str, Any]) -> SavedTensor:
-        """From what stands there.
+        """Read the form of the manifest.
 
         Raises:
-            ValueError: it is no such thing.
+            ValueError: it is invalid.
         """
         stride = None
         if "stride" in read:
@@ -132,9 +132,9 @@ class Manifest:
         world: how many ranks saved it.
         files, tensors: of tensors by key ([Note: keys]).
         values: plain values by key, as `nested.encode` makes them, with their paths.
-        id: names this save.
-        saved: when, in seconds since 1970.
-        metrics: what `keep_best` compares.
+        id: identifies this save.
+        saved: the time of the save, in seconds since 1970.
+        metrics: the metrics given to `save`, which `keep` compares.
         sequence: [Note: order]; 0 where it was saved by a version that wrote none.
     """
 
@@ -149,7 +149,7 @@ class Manifest:
     sequence: int = 0
 
     def place(self, name: str) -> tuple[int, int, float]:
-        """By this checkpoints sort in the order of saving ([Note: order]), given the name of the folder."""
+        """The key that sorts checkpoints in the order of saving ([Note: order]), given the name of the folder."""
         return place_of(name, self.sequence, self.saved)
 
     def to_bytes(self) -> bytes:
@@ -175,7 +175,7 @@ class Manifest:
         """Read `to_bytes`; `where` names the file in errors.
 
         Raises:
-            CheckpointError: the file is damaged, or a later version's (`NewerFormatError`).
+            CheckpointError: the file is damaged, or of a later version (`NewerFormatError`).
         """
         body = data[_HEAD_LENGTH:-2]
         if data != _HEAD % zlib.crc32(body) + body + b"}\n":
@@ -215,7 +215,7 @@ class Manifest:
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint that a later flatfsdp has saved: nothing that this one could read, and nothing to replace."""
+    """A checkpoint of a later flatfsdp: this version cannot read it, and must not replace it."""
 
 
 def _refuse_later(read: Mapping[str, Any], where: str) -> None:
@@ -230,7 +230,7 @@ def _refuse_later(read: Mapping[str, Any], where: str) -> None:
 
 
 def _refuse_newer(data: bytes, where: str) -> None:
-    """Refuse what is damaged as a file of this version, but is whole, and names a later one."""
+    """Raise for a complete file of a later version, which looks like a damaged file of this version."""
     if data[: len(b'{"crc32": "')] == b'{"crc32": "':
         return
     with suppress(ValueError):
@@ -260,12 +260,12 @@ def place_of(name: str, sequence: int, saved: float) -> tuple[int, int, float]:
 
 
 def sequence_in(folder: FilePath) -> int:
-    """The sequence that the manifest in `folder` gives, of which only the beginning is read; 0 where there is none."""
+    """The sequence in the manifest of `folder`, of which only the beginning is read; 0 where there is none."""
     return int(_in_beginning(folder, _SEQUENCE) or 0)
 
 
 def id_in(folder: FilePath) -> str:
-    """The id that the manifest in `folder` gives, of which only the beginning is read; empty where there is none."""
+    """The id in the manifest of `folder`, of which only the beginning is read; empty where there is none."""
     return _in_beginning(folder, _ID)
 
 
@@ -293,7 +293,7 @@ def _step(step: Any) -> Step:
 
 
 def _lines(entries: Mapping[str, Any]) -> bytes:
-    """JSON, with a line for each entry of the outer two levels, for people who look into it."""
+    """JSON with a line for each entry of the outer two levels, for human readers."""
     parts = []
     for name, value in entries.items():
         if isinstance(value, dict) and value:
@@ -309,6 +309,6 @@ def _compact(value: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
-    import flatfsdp  # complete by the time that anything is saved
+    import flatfsdp  # imported completely by the time of a save
 
     return {"flatfsdp": flatfsdp.__version__, "torch": torch.__version__, "python": platform.python_version()}

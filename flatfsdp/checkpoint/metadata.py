@@ -1,9 +1,9 @@
-"""`.metadata`: what torch.distributed.checkpoint (DCP) reads of a folder, for others to read. We never do.
+"""`.metadata`: the table of contents for torch.distributed.checkpoint (DCP). flatfsdp never reads it.
 
-It has what is in files of ranks ([Note: archives]); a model that is safetensors ([Note: weights]) is not among it.
+It lists the contents of ranks' files ([Note: archives]); not a model saved as safetensors ([Note: weights]).
 
-It is a pickle, of three objects for every chunk: of 748,173 chunks for a 70B model with Adam at 1024 ranks. Object by
-object that is slow and large; this pickle calls their classes along lists of numbers (see tools/checkpoint_scale.py).
+It is a pickle of three objects for every chunk: 748,173 chunks for a 70B model with Adam at 1024 ranks. Pickling each
+object is slow and large; this pickle maps their classes over lists of numbers (see tools/checkpoint_scale.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME = ".metadata"
 
 
 class _Call:
-    """Unpickled, the result of `function(*arguments)`."""
+    """An object that is unpickled as the result of `function(*arguments)`."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._call = function, arguments
@@ -43,8 +43,8 @@ def metadata_of(
     """The contents of `.metadata`.
 
     Args:
-        tensors: any interval of each.
-        files: name, tensors and values of each.
+        tensors: for each tensor, any interval of it.
+        files: for each file, its name, tensors and values.
         values: the paths of values.
     """
     specs = {key: interval.spec for key, interval in tensors.items()}
@@ -83,5 +83,5 @@ def _tensor(interval: PlannedInterval, chunks: Mapping[tuple[int, ...], tuple[in
 
 
 def _for_dcp(path: Path) -> tuple[str | int, ...]:
-    # DCP knows strings for keys of mappings and integers for places in lists.
+    # DCP has strings for keys of mappings and integers for places in lists.
     return tuple(step[0] if isinstance(step, tuple) else str(step) for step in path)

@@ -1,8 +1,8 @@
-"""Nested state as a flat dict of tensors and plain values, and plain values as JSON that gives the same values back.
+"""Nested state as a flat dict of tensors and plain values, and a lossless JSON form of plain values.
 
-[Note: keys] A state is cut open as torch.distributed.checkpoint (DCP) cuts it, so that either reads what the other
-wrote: mappings always, lists where they hold mappings or tensors; and tuples that hold tensors. A leaf's key is its
-path joined by dots, and as names of parameters hold dots themselves, the path is kept beside it.
+[Note: keys] A state is flattened as torch.distributed.checkpoint (DCP) does it, so that either can read the other's
+files: mappings always, lists where they hold mappings or tensors; and tuples that hold tensors. A leaf's key is its
+path joined by dots. As names of parameters hold dots themselves, the path is stored, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from ..errors import ConfigTypeError, ConfigValueError
 from .tensor_bytes import dtype_named
 
-# The key of a mapping as it is, the place in a list as (place,).
+# A key of a mapping, or a place in a list as (place,).
 Step: TypeAlias = "str | int | tuple[int]"
 Path: TypeAlias = tuple[Step, ...]
 
@@ -78,16 +78,16 @@ def shown(path: Path) -> str:
 
 
 def plain(path: Path) -> tuple[str | int, ...]:
-    """The keys and places of a path, as users know them."""
+    """The keys and places of a path, as users write them."""
     return tuple(map(_plain, path))
 
 
 class _List(dict[int, Any]):
-    """A list whose elements come in any order."""
+    """A list whose elements are added in any order."""
 
 
 def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
-    """The nested state of `leaves`; what was a tuple with tensors inside is a list."""
+    """The nested state of `leaves`; tuples that held tensors become lists."""
     root: dict[Any, Any] = {}
     for key, leaf in leaves.items():
         path, holder = paths[key], root
@@ -108,13 +108,13 @@ def _with_lists(value: Any) -> Any:
     return {key: _with_lists(inner) for key, inner in value.items()} if type(value) is dict else value
 
 
-# JSON has no tuples, no keys but strings, no bytes: such values are an object with one key, which names their kind.
+# JSON has no tuples, no bytes, and only strings as keys: such values become an object with one key, their kind.
 _DICT, _TUPLE, _BYTES, _COMPLEX, _DTYPE = "dict", "tuple", "bytes", "complex", "dtype"
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {_DICT: dict, "OrderedDict": OrderedDict, "Counter": Counter}
 
 
 def encode(value: Any, where: str) -> Any:
-    """`value` as what JSON holds; `where` names it in errors.
+    """`value` in a form that JSON can hold; `where` names it in errors.
 
     Raises:
         ConfigTypeError: a value that only a pickle could hold.
@@ -137,7 +137,7 @@ def encode(value: Any, where: str) -> Any:
             return {name: pairs}
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "shape", None) == ():
-        return encode(item(), where)  # a scalar of numpy's
+        return encode(item(), where)  # a numpy scalar
     raise ConfigTypeError(
         f"{where}: got a value of type {type(value).__name__}. Accepted: tensors, None, bool, int, float, complex, "
         "str, bytes, torch.dtype, and lists, tuples and dicts of them. A checkpoint holds nothing that must be "
@@ -146,10 +146,10 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given.
+    """Invert `encode`.
 
     Raises:
-        ValueError, TypeError: it made no such thing.
+        ValueError, TypeError: `value` is not a result of `encode`.
     """
     if isinstance(value, list):
         return [decode(inner) for inner in value]

@@ -1,7 +1,7 @@
-"""Who writes what: pure data, the same on every rank.
+"""The assignment of intervals to the ranks that write them: pure data, the same on every rank.
 
-A rank's *plan* is what it holds: intervals of tensors (`PlannedInterval`). From all plans together follows for each
-tensor which rank writes which interval, each once, and that every element is written.
+A rank's *plan* lists the intervals of tensors that it holds (`PlannedInterval`). All plans together determine, for each
+tensor, which rank writes which interval, each once, and that every element is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .nested_state import Path
 class PlannedInterval(NamedTuple):
     """An interval of a tensor, which one or more ranks hold.
 
-    `[start, stop)` are elements in memory order, which `stride` gives where it is not row-major. `size` in bytes.
+    `[start, stop)` are elements in memory order (given by `stride` where not row-major). `size` in bytes.
     """
 
     key: str
@@ -33,22 +33,22 @@ class PlannedInterval(NamedTuple):
 
     @property
     def spec(self) -> ParamSpec:
-        """The whole tensor."""
+        """The spec of the whole tensor."""
         return ParamSpec(self.key, self.shape, self.stride)
 
 
 def digest(plan: Sequence[PlannedInterval]) -> str:
-    """Equal where plans are."""
+    """A hash that is equal for equal plans."""
     return hashlib.sha256(repr(tuple(plan)).encode()).hexdigest()
 
 
 def assign(
     plans: Sequence[Sequence[PlannedInterval]], nodes: Sequence[int], firsts: Collection[str] = ()
 ) -> list[list[PlannedInterval]]:
-    """What each rank writes, given what each holds. Of several holders the one that writes least so far does; of
-    tensors with keys in `firsts`, whose values ranks may not share, the first one.
+    """The intervals that each rank writes, given those that each holds. Of several holders, the one with the least to
+    write so far writes; of tensors with keys in `firsts`, whose values ranks may not share, the first holder.
 
-    `nodes` are equal for ranks that share a file system: on each, everything is written that its ranks hold.
+    `nodes` are equal for ranks that share a file system: on each node, everything that its ranks hold is written.
 
     Raises:
         CheckpointError: ranks describe a tensor differently, or its intervals overlap or do not cover it.

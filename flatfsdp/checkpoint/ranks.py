@@ -1,4 +1,4 @@
-"""The ranks that save or load together: each step's outcome is known to all before anybody goes on."""
+"""The ranks that save or load together: all know each step's outcome before any rank goes on."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..messages import meet_and_gather
 
 T = TypeVar("T")
 
-BRIEF = "in_brief"  # attribute of an error with many names: what it comes to
+BRIEF = "in_brief"  # attribute of an error with many names: its summary
 
-# Of each group that saved in the background once: what a thread exchanges must not meet what the training exchanges.
+# A second group for each that has saved in the background: messages of the thread and of training must not mix.
 _beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class CheckpointRanks:
-    """The ranks of a process group, or this process alone where there is none. They meet in one `call`. [Note: calls]
+    """The ranks of a process group, or this process alone where there is none. They make one `call`. [Note: calls]
 
     Attributes:
-        call: what follows "called" in the message of a rank that waits for the others.
+        call: the text after "called" in the message of a rank that waits for the others.
         group: the process group; None where there is none.
         rank, world: this rank's number in the group, and how many there are.
     """
@@ -57,11 +57,11 @@ class CheckpointRanks:
 
     @property
     def key(self) -> Any:
-        """What things of these ranks can be kept by: the process group, or the class of this where there is none."""
+        """A key for state of these ranks: the process group, or this class where there is none."""
         return CheckpointRanks if self.group is None else self.group
 
     def beside(self) -> CheckpointRanks:
-        """The same ranks over a group of their own, for a thread. Collective at a group's first call."""
+        """The same ranks over a second group, for a thread. Collective at a group's first call."""
         if self.group is None:
             return self
         if self.group not in _beside:
@@ -72,12 +72,12 @@ class CheckpointRanks:
         return CheckpointRanks(_beside[self.group], self.call)
 
     def calling(self, model: object) -> AbstractContextManager[None]:
-        """All ranks make this call over `model`: none may wait in it for others that train.
+        """Require that all ranks make this call over `model`: no rank may wait in it for others that train.
 
-        A model that has not run yet, or is spread over other ranks than these, does not take part.
+        A model that has not run yet, or is sharded over ranks outside of these, does not take part.
 
         Raises:
-            AgreementError: on every rank: some do something else with the model.
+            AgreementError: on every rank: some ranks make another call on the model.
         """
         units = [unit for unit in units_in(model) if model_of(unit).setup.ready] if isinstance(model, nn.Module) else []
         axes = axes_of(units)
@@ -86,10 +86,10 @@ class CheckpointRanks:
         return collective_call(units if covered else [], self.call, always=True)
 
     def agree(self, doing: str, call: str) -> None:
-        """Let every rank make this `call`. Collective.
+        """Require that every rank makes this `call`. Collective.
 
         Raises:
-            CheckpointError: on every rank: some make another one.
+            CheckpointError: on every rank: some ranks make another one.
         """
         calls = dict(enumerate(self.exchange(doing, lambda: call)))
         if len(set(calls.values())) > 1:
@@ -98,11 +98,11 @@ class CheckpointRanks:
             )
 
     def exchange(self, doing: str, work: Callable[[], T]) -> list[T]:
-        """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
+        """Run `work` on every rank. Returned: the results in the order of ranks. Collective.
 
         Raises:
             CheckpointError: on every rank, where a rank failed or ended; `doing` names the step in the message.
-            AgreementError: on every rank: some make another call.
+            AgreementError: on every rank: some ranks make another call.
         """
 
         def problem(failed: Mapping[int, str], own: Exception | None) -> CheckpointError:
@@ -112,14 +112,14 @@ class CheckpointRanks:
         return [*on_all_ranks(work, exchange, raises=problem, describe=_described).values()]
 
     def together(self, doing: str, work: Callable[[], T]) -> T:
-        """Let every rank do its `work`, and go on with what its own returned, whatever that is. As `exchange`."""
+        """Run `work` on every rank, as `exchange`, and return this rank's own result, of any type."""
         results: list[T] = []
         self.exchange(doing, lambda: results.append(work()))
         return results[0]
 
     def _in_words(self, failed: Mapping[int, str], failure: Exception | None) -> str:
-        """What failed on which ranks. What failed alike on all ranks the first reports in full, and the others in brief
-        where it has many names: under a launcher all tracebacks come to one screen."""
+        """A message about the failures by rank. If all ranks failed alike, the first reports in full, and the others in
+        brief where there are many names: under a launcher, all tracebacks appear on one screen."""
         words, *others = set(failed.values())
         if others or len(failed) < self.world:
             return by_ranks(failed, ": ")
@@ -135,12 +135,12 @@ class CheckpointRanks:
         waiting = f"waits for the others while {doing}"
         try:
             return meet_and_gather(content, self.group, call=f"called {self.call}", waiting=waiting)
-        except RuntimeError as error:  # a rank has ended, or kept the others waiting for too long
+        except RuntimeError as error:  # a rank has ended, or did not arrive in time
             if type(error) is AgreementError:
                 raise
             raise CheckpointError(f"{doing}: {error}") from error
 
 
 def _described(error: Exception) -> str:
-    # Messages of ours are complete; of others' errors the class is the best description.
+    # Messages of flatfsdp are complete; other errors are best described by their class.
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""Reading elements of a checkpoint into memory: only those asked for, straight to where they belong.
+"""Reading elements of a checkpoint into memory: only the requested ones, directly to their destination.
 
-Where a tensor's memory order is that of the file, and its memory is the CPU's, bytes go from the file into the tensor;
-elsewhere through a buffer of at most `raw.LARGEST` bytes, or one chunk.
+Where a tensor's memory order is that of the file, and it is on the CPU, bytes go from the file directly into the
+tensor; otherwise through a buffer of at most `raw.LARGEST` bytes, or one chunk.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class TensorReader:
         """Fill `target` (an interval, or a whole tensor; of any dtype) from the tensor `key`, of the same shape.
 
         Raises:
-            CheckpointError: a file is too short, or elements are nowhere.
-            OSError: the disk refused.
+            CheckpointError: a file is too short, or has no place for some elements.
+            OSError: the disk reported an error.
         """
         with filling(key, target) as intervals:
             found = self._chunks(self._manifest.tensors[key]) if intervals else []
@@ -64,7 +64,7 @@ class TensorReader:
                     target.copy_(block_of(elements, _inside(box, offsets), sizes))
 
     def _chunks(self, saved: SavedTensor) -> list[SavedChunk]:
-        """In order; of those that several nodes have the one that is here."""
+        """The chunks in order; of copies for several nodes, the one that this rank sees."""
         chosen: dict[int, SavedChunk] = {}
         for chunk in saved.chunks():
             if chunk.start not in chosen or self._path(chunk.file).is_file():
@@ -92,7 +92,7 @@ class TensorReader:
             raise CheckpointError(f"{interval.spec.name!r}: element {done} is in no file of {self._folder}")
 
     def _read(self, chunk: SavedChunk, span: Span, into: torch.Tensor) -> None:
-        """Elements `span` of `chunk` into a tensor on the CPU of the saved dtype."""
+        """Read the elements `span` of `chunk` into a CPU tensor of the saved dtype."""
         path = self._path(chunk.file)
         try:
             file = self._files[path]
@@ -105,7 +105,7 @@ class TensorReader:
 
 
 def _overlap(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(offsets, sizes) of what two boxes of a tensor share."""
+    """(offsets, sizes) of the intersection of two boxes of a tensor; None where it is empty."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     stops = [min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)]
     sizes = tuple(stop - start for start, stop in zip(offsets, stops, strict=True))
@@ -151,7 +151,7 @@ def _problem(path: Path, inside: str, file: SavedFile, contents: bool) -> str | 
 
 
 def is_inside(path: Path, folder: str) -> bool:
-    """Whether a path leads, through whatever links, to a place below `folder`, itself a path without links."""
+    """Whether a path, with all links resolved, lies below `folder`, itself a path without links."""
     return os.path.realpath(path).startswith(os.path.join(folder, ""))
 
 

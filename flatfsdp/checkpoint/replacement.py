@@ -1,6 +1,6 @@
-"""A new folder in the place of an old one, step by step; after each step all ranks know that all have done it.
+"""Replacing a folder with a new one, in steps; after each step, all ranks know that all have done it.
 
-A program's own small files may be in it: a function of its own writes them, and they are listed with the others.
+It may contain small files of the user's program, written by a user-defined function and listed with the others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Replacement:
     """One save or export. [Note: siblings]
 
     Attributes:
-        ranks: those that write.
-        place: where.
-        doing: what they do, for messages.
-        lock: of the place, which the rank takes that acts on folders. [Note: lock]
+        ranks: the ranks that write.
+        place: the folders.
+        doing: a description of the operation, for messages.
+        lock: the lock of the place, which the rank that acts on folders takes. [Note: lock]
         leader: the rank that acts on folders for this one; known in `run`.
     """
 
@@ -48,19 +48,19 @@ class Replacement:
         return self.leader == self.ranks.rank
 
     def all(self, work: Callable[[], T]) -> list[T]:
-        """Let every rank do its `work`. Collective."""
+        """Run `work` on every rank. Collective."""
         return self.ranks.exchange(self.doing, work)
 
     def lead(self, work: Callable[[], T]) -> list[T | None]:
-        """Let those that lead do this. Collective."""
+        """Run `work` on the ranks that lead. Collective."""
         return self.all(lambda: work() if self.leads else None)
 
     def run(self, prepare: Callable[[], object], fill: Callable[[], T], *, per_node: bool = False) -> T:
-        """Let what `fill` writes into `place.new`, which `prepare` makes, take its place; what `fill` returned.
-        Collective, as those are.
+        """Replace the folder with `place.new`, which `prepare` makes and `fill` writes. Returned: the result of `fill`.
+        Collective, as both are.
 
         Raises:
-            CheckpointError: on every rank; there is what was there before.
+            CheckpointError: on every rank; the old folder is still in place.
         """
         self.leader = leader_of(self.place, self.ranks, self.doing, per_node=per_node)
         try:
@@ -69,12 +69,12 @@ class Replacement:
                 filled = fill()
             except CheckpointError:
                 if self.leads:
-                    with contextlib.suppress(OSError, CheckpointError):  # a full disk gets back what was written
+                    with contextlib.suppress(OSError, CheckpointError):  # frees space on a full disk
                         self.lock.check()
                         self.place.discard(self.place.new)
                 raise
             self.lead(self._swap)
-            self.lead(lambda: self.place.discard(self.place.old))  # what was replaced
+            self.lead(lambda: self.place.discard(self.place.old))  # the replaced folder
             return filled
         finally:
             self.lock.release()
@@ -90,10 +90,10 @@ class Replacement:
 
 
 def written_by(write: Callable[[Path], None], folder: Path) -> list[SavedFile]:
-    """Let `write` put files into `folder`; those, safe from a loss of power.
+    """Call `write` to put files into `folder`. Returned: these files, synced to the disk.
 
     Raises:
-        CheckpointError: it raised, or wrote over what is the checkpoint's own.
+        CheckpointError: it raised, or wrote over files of the checkpoint.
     """
     before = _stamps(folder)
     try:
@@ -120,6 +120,6 @@ def written_by(write: Callable[[Path], None], folder: Path) -> list[SavedFile]:
 
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Of all files inside, by name, what changes when they are written to."""
+    """By name, for all files inside, the metadata that changes when they are written to."""
     files = {path.relative_to(folder).as_posix(): path.stat() for path in folder.rglob("*") if path.is_file()}
     return {name: (each.st_ino, each.st_size, each.st_mtime_ns) for name, each in files.items()}

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder stay: the last ones, and the best ones."""
+"""Retention of the checkpoints in a folder: the last ones, and the best ones."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .ranks import CheckpointRanks
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """Which checkpoints of a folder stay: the `last` ones, and the `best` ones.
+    """A retention rule for the checkpoints in a folder: the `last` ones and the `best` ones stay.
 
     Attributes:
-        last: how many of those saved last stay, at least 1. Clocks and names do not count.
-        best: how many of those stay whose metric `by` (see ``metrics`` of `save`) is best; those without it are none.
+        last: how many of the most recent saves stay, at least 1. Clocks and names do not matter.
+        best: how many of those with the best metric `by` (see ``metrics`` of `save`) stay; those without it never do.
         by: the name of the metric; for `best`.
         mode: "min" if smaller is better, "max" if larger is.
         named: a pattern (`fnmatch`) of names; checkpoints of other names are left alone, and not counted.
-        unfinished: remove what saves to such names have left that did not end, too. Those that are under way are left
+        unfinished: also remove the leftovers of saves to such names that did not end. Saves in progress are left
             alone.
 
     Raises:
@@ -55,12 +55,12 @@ class Keeping:
             refuse_value("mode", self.mode, "'min' or 'max'")
 
     def remove(self, folder: Path, completed: Path | None = None) -> list[Path]:
-        """Remove the others in `folder`, in the order in which they were saved; those that have been removed. Not
+        """Remove the others in `folder`, in the order in which they were saved, and return them. Not
         collective.
 
         Args:
             folder: as for `keep`.
-            completed: a checkpoint that stays in any case, for a save has just completed it.
+            completed: a checkpoint that a save has just completed; it always stays.
         """
         self._clear_up(folder)
         there = _saved_in(folder, self.named)
@@ -71,7 +71,7 @@ class Keeping:
         return [path for path, each in there if path not in staying and _remove(path, each.id)]
 
     def _clear_up(self, folder: Path) -> None:
-        """Remove what was left by processes that were killed: locks, tokens, and what `unfinished` names."""
+        """Remove leftovers of killed processes: locks, tokens and, if `unfinished`, folders of unfinished saves."""
         names = []
         for left in folder.glob(".*"):
             if left.suffix == TOKEN:
@@ -81,24 +81,24 @@ class Keeping:
         for name in sorted(set(names)):
             if name and fnmatchcase(name, self.named):
                 place = CheckpointFolder(folder / name)
-                with suppress(CheckpointError), locked_now(place.path) as free:  # another folder in its place stays
+                with suppress(CheckpointError), locked_now(place.path) as free:  # a folder that no save made stays
                     if not free:
                         continue
                     sweep_tokens(place.path)
                     refuse_newer(place)
                     if self.unfinished and place.is_complete(place.new):
-                        place.clear_up(place.new)  # all but in its place: one of those to choose from
+                        place.clear_up(place.new)  # complete, only not in its place: it counts as a checkpoint
                     elif self.unfinished:
                         place.discard(place.new)
 
 
 def _remove(path: Path, id: str) -> bool:
-    """Remove the checkpoint of this id from `path`; False where a save is under way there, or another one is there."""
+    """Remove the checkpoint with this id at `path`; False during a save, or where another one is there."""
     place = CheckpointFolder(path)
     with locked_now(path) as free:
         if not free or id_in(path) != id or os.path.lexists(place.old):
             return False
-        disk().rename(path, place.old)  # at once: half a checkpoint never has a checkpoint's name
+        disk().rename(path, place.old)  # atomic: a partly removed checkpoint never has a checkpoint's name
         place.discard(place.old)
         return True
 
@@ -106,7 +106,7 @@ def _remove(path: Path, id: str) -> bool:
 def _best_of(there: Sequence[tuple[Path, Mapping[str, float]]], *, by: str, mode: str) -> list[Path]:
     """The checkpoints that have the metric `by`, the best first, given all with their metrics in the order of saving.
 
-    Of equal ones the later comes first.
+    Of equal ones, the later comes first.
     """
     measured = [(path, metrics[by]) for path, metrics in reversed(there) if not math.isnan(metrics.get(by, math.nan))]
     measured.sort(key=lambda each: -each[1] if mode == "max" else each[1])
@@ -122,20 +122,20 @@ def keep(
     mode: str = "min",
     process_group: dist.ProcessGroup | None = None,
 ) -> list[Path]:
-    """Remove checkpoints of flatfsdp's in `folder`, but the `last` ones and the `best` ones. Collective.
+    """Remove the checkpoints of flatfsdp in `folder`, except for the `last` and the `best` ones. Collective.
 
     Args:
-        folder: holds one folder for each checkpoint; whatever else it holds is left alone, symbolic links included.
+        folder: holds one folder for each checkpoint; other contents are left alone, symbolic links included.
         last, best, by, mode: see `Keeping`.
         process_group: the ranks that call; None for all. The first one removes.
 
     Returns:
-        The checkpoints that have been removed, in the order in which they were saved. One that another job replaces at
-        this moment stays.
+        The checkpoints that have been removed, in the order in which they were saved. One that another job is replacing
+        stays.
 
     Raises:
         ConfigValueError: numbers that keep nothing, or `best` without `by`.
-        CheckpointError: on every rank: the disk refused.
+        CheckpointError: on every rank: the disk reported an error.
     """
     keeping = Keeping(last=last, best=best, by=by, mode=mode)
     ranks = CheckpointRanks(process_group, "checkpoint.keep()")
@@ -145,7 +145,7 @@ def keep(
 
 
 def _saved_in(folder: Path, named: str) -> list[tuple[Path, Manifest]]:
-    """The checkpoints inside, the oldest first, without links; what a killed removal has left is cleared up."""
+    """The checkpoints inside, the oldest first, without links. Removals that were killed are finished."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder. Give the one that checkpoints are in")
     found = []
@@ -160,7 +160,7 @@ def _saved_in(folder: Path, named: str) -> list[tuple[Path, Manifest]]:
 
 
 def _finish_removal(place: CheckpointFolder) -> None:
-    """A save that replaces one has a complete new one when the old one stands alone; a removal has none."""
+    """Finish a killed removal. An old folder alone is one's leftover: a save would have a complete new folder, too."""
     with locked_now(place.path) as free:
         if free and is_own(place.old) and not place.path.exists() and not place.is_complete(place.new):
             with suppress(CheckpointError):

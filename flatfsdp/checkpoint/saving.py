@@ -1,8 +1,8 @@
-"""Saving a nested state, step by step; after each step all ranks know that all have done it.
+"""Saving a nested state, in steps; after each step, all ranks know that all have done it.
 
-[Note: cached plan] Who writes what is found once: every rank sends all others what it holds, and all work out the
-same. At the next save ranks send hashes of what they hold; where nothing has changed, plan and DCP's `.metadata` are
-those of the save before.
+[Note: cached plan] The assignment of intervals to writers is computed once: every rank sends the intervals that it
+holds to all others, and all compute the same plan. At the next save, ranks send hashes of these intervals; where
+nothing has changed, they use the plan and DCP's `.metadata` of the previous save.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank has to save: tensors, values as JSON and the paths of both, by key ([Note: keys]).
+    """The state that one rank saves: tensors, values as JSON and the paths of both, by key ([Note: keys]).
 
-    `ties` are the keys of further names of a tensor, with the key of its first; `buffers` those of tensors of which
-    each rank may have another one.
+    `ties` are the keys of further names of a tensor, with the key of its first; `buffers` the keys of tensors whose
+    values may differ between ranks.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -57,7 +57,7 @@ class Contents:
     def of(
         cls, state: Mapping[str, Any], ties: Mapping[str, str] | None = None, buffers: frozenset[str] = frozenset()
     ) -> Contents:
-        """Of a nested state.
+        """The contents of a nested state.
 
         Raises:
             ConfigTypeError: a value that neither tensors nor JSON can hold.
@@ -75,12 +75,12 @@ class Contents:
         return cls(tensors, values, paths, ties or {}, buffers)
 
     def staged(self) -> Contents:
-        """The same with copies of the tensors, on the CPU: what becomes of the originals changes nothing."""
-        copies = {id(tensor): _copied(tensor) for tensor in self.tensors.values()}  # one of each that has ties
+        """The same with copies of the tensors, on the CPU, which later changes of the originals do not affect."""
+        copies = {id(tensor): _copied(tensor) for tensor in self.tensors.values()}  # one copy for all tied names
         return replace(self, tensors={key: copies[id(tensor)] for key, tensor in self.tensors.items()})
 
     def without_ties(self) -> Contents:
-        """The same with each tensor under its first name only."""
+        """The same, with each tensor under its first name only."""
         return replace(self, tensors={key: each for key, each in self.tensors.items() if key not in self.ties})
 
 
@@ -117,7 +117,7 @@ class SaveRequest:
 
 
 class _Hashes(NamedTuple):
-    """Hashes of what a rank holds. `known` is the name of the plan that a rank has from a save before."""
+    """Hashes of the contents that a rank holds. `known` is the name of the rank's plan from an earlier save."""
 
     owned: str
     whole: str
@@ -129,16 +129,16 @@ class _Hashes(NamedTuple):
 
 @dataclass
 class _WritePlan:
-    """Who writes what ([Note: cached plan]), as one rank keeps it.
+    """The plan of a save ([Note: cached plan]), as one rank keeps it.
 
     Attributes:
-        name: a hash of what all ranks hold.
-        writes: what this rank writes into its file.
-        weighty: what it writes into `weights`.
+        name: a hash of the contents that all ranks hold.
+        writes: the intervals that this rank writes into its file.
+        weighty: the intervals that it writes into `weights`.
         tensors: any interval of each tensor that is in ranks' files.
         weights: the safetensors of the checkpoint, if it has some.
         digest: of the tensors in this rank's file at the last save.
-        files: of all ranks' files at the last save, (tensors, values); empty where another rank acts on folders.
+        files: (tensors, values) of all ranks' files at the last save; empty where another rank acts on folders.
         metadata: a hash of `files`, and the `.metadata` that belongs to them.
     """
 
@@ -157,7 +157,7 @@ _plans: weakref.WeakKeyDictionary[Any, _WritePlan] = weakref.WeakKeyDictionary()
 
 
 def save_contents(ranks: CheckpointRanks, request: SaveRequest, take: Callable[[], Contents]) -> None:
-    """Save what `take` returns. Collective: a fixed number of exchanges, of hashes where the plan is cached.
+    """Save the contents that `take` returns. Collective: a fixed number of exchanges, of hashes if the plan is cached.
 
     Raises:
         CheckpointError: on every rank.
@@ -166,7 +166,7 @@ def save_contents(ranks: CheckpointRanks, request: SaveRequest, take: Callable[[
 
 
 class _Save(Replacement):
-    """One save under way; `contents` once they are taken, `leaders` are the leaders of all ranks."""
+    """One save in progress. `contents` is set by `take`; `leaders` are the leaders of all ranks."""
 
     contents: Contents
     leaders: list[int]
@@ -242,7 +242,7 @@ class _Save(Replacement):
         name = _hash(repr([(each.owned, each.whole, each.leader) for each in by_rank] + [self.request.safetensors]))
         if cached is not None and all(each.known == name for each in by_rank):
             return cached, values
-        # The first rank that holds just that sends what all ranks hold whole. Of buffers the first rank's are written.
+        # Of ranks with equal whole tensors, the first sends the list. Of buffers, the first rank's are written.
         first = {each.whole: rank for rank, each in reversed(list(enumerate(by_rank)))}
         sends = first[mine.whole] == self.ranks.rank
         sent = self.all(lambda: (owned, whole if sends else [], [*buffers] if sends else []))
@@ -259,14 +259,14 @@ class _Save(Replacement):
     def weights(
         self, tensors: Mapping[str, PlannedInterval], writes: Sequence[Sequence[PlannedInterval]]
     ) -> WeightFiles | None:
-        """How the model lies in safetensors; None where there is none, or no node has all of it."""
+        """The safetensors files of the model; None where it has no tensors, or no node has all of it."""
         own = [each for each in tensors.values() if is_weight(each)]
         if not own:
             return None
         if is_whole_everywhere(own, writes, self.leaders):
             try:
                 return WeightFiles.of((str(each.path[1]), dtype_named(each.dtype), each.shape) for each in own)
-            except ConfigTypeError as error:  # on all ranks, who see the same
+            except ConfigTypeError as error:  # on all ranks: they see the same
                 raise CheckpointError(f"{self.doing}: {error} Others are saved with model_format='flatfsdp'") from error
         self.warn_once(
             "weights per node",
@@ -277,19 +277,19 @@ class _Save(Replacement):
         return None
 
     def warn_once(self, key: Hashable, message: str) -> None:
-        """Warn of what all ranks know: on the first of them."""
+        """Warn, on the first rank, of a fact that all ranks know."""
         with one_rank_warns(this_rank=self.ranks.rank == 0):
             warn_once(key, f"{self.doing}: {message}")
 
     def checksums(self, weights: WeightFiles) -> list[BlockChecksums]:
-        """Of the blocks of all safetensors files, read by the ranks of this node, each its share."""
+        """The checksums of the blocks of all safetensors files; each rank of this node reads its share."""
         mine = [rank for rank, leader in enumerate(self.leaders) if leader == self.leader]
         share = mine.index(self.ranks.rank)
         found = self.all(lambda: weights.checksums(self.place.new, share, len(mine)))
         return [found[rank] for rank in mine]
 
     def write(self, plan: _WritePlan, values: Mapping[str, tuple[Path, Any]]) -> list[tuple[SavedFile, str]]:
-        """Write all files, and know where in them everything lies; the files, and hashes of what lies where."""
+        """Write all files, and record the places in them. Returned: the files, each with a hash of these places."""
 
         def write_mine() -> tuple[SavedFile, str, Rows | None, Rows]:
             plain = {key: decode(value) for key, (_, value) in values.items()} if self.ranks.rank == 0 else {}
@@ -318,7 +318,7 @@ class _Save(Replacement):
         when: float,
         sequence: int,
     ) -> None:
-        """Write what makes the new folder complete, the manifest last."""
+        """Write the files that complete the new folder, the manifest last."""
         saved = [file for file, _ in files]
         tensors = tensors_of_files(plan.tensors, plan.files)
         if plan.weights is not None:
@@ -354,7 +354,7 @@ class _Save(Replacement):
 def tensors_of_files(
     tensors: Mapping[str, PlannedInterval], files: Sequence[tuple[Rows, Rows]]
 ) -> dict[str, SavedTensor]:
-    """Where each tensor lies, given any interval of each, and of each file where in it what lies (tensors, values)."""
+    """The places of each tensor, given any interval of each, and for each file the places of (tensors, values)."""
     rows: dict[str, list[list[int]]] = {key: [] for key in tensors}
     for number, (inside, _) in enumerate(files):
         for key, first, pieces in inside:

@@ -1,5 +1,5 @@
-"""The parts of a checkpoint: what this rank owns of a model, of its optimizer and of what quantized gradients have
-lost, and how they take it back.
+"""The parts of a checkpoint: this rank's intervals of a model, of its optimizer and of the residuals of quantized
+gradients, and how they are loaded.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .nested_state import flatten
 
 
 class Section:
-    """One part, under its name in the checkpoint; as it is here, a state dict that the user has made, and will load.
+    """One part, under its name in the checkpoint. This class is for state dicts, which the user makes and loads.
 
     Attributes:
         state: nested mappings.
-        ties: names in `state` of a parameter or buffer that has several, with the first of them.
-        buffers: names in `state` of buffers, of which each rank may have another one.
-        is_optional: a checkpoint may be without it, or have another one: what is there is not compared with `state`.
+        ties: names in `state` of a parameter or buffer with several names, each with the first of them.
+        buffers: names in `state` of buffers, whose values may differ between ranks.
+        is_optional: the part may be missing in a checkpoint, or differ: it is not compared with `state`.
     """
 
     ties: Mapping[str, str] = MappingProxyType({})
@@ -51,18 +51,18 @@ class Section:
         self.name, self.state = name, state
 
     def take(self, *, in_use: bool) -> None:
-        """Find `state`, whose tensors may be `in_use`; otherwise they are there to be filled. Collective."""
+        """Collect `state`, whose tensors may share the model's memory if `in_use`, or else are filled. Collective."""
 
     def expect(self, there: Mapping[str, TensorSpec]) -> None:
-        """Make `state` what is to be loaded from a checkpoint that has these tensors, by key ([Note: keys])."""
+        """Set `state` to the entries to load from a checkpoint with these tensors, by key ([Note: keys])."""
 
     def load(self, read: Mapping[str, Any]) -> None:
-        """Take back `read`, which is `state` with the values of the checkpoint. Collective."""
+        """Load `read`, which is `state` with the values of the checkpoint. Collective."""
         _replace_values(self.state, read)
 
 
 def _replace_values(state: Any, read: Any) -> None:
-    """Put what was read in the place of plain values of `state`; its tensors have been filled."""
+    """Replace plain values of `state` with those of `read`; its tensors have been filled."""
     if isinstance(state, list) and isinstance(read, list) and len(state) == len(read):
         places: Iterable[Any] = range(len(state))
     elif isinstance(state, MutableMapping) and isinstance(read, Mapping):
@@ -93,19 +93,19 @@ class _ModelSection(Section):
         buffers = [each.names for each in named_buffers(self._model)]
         named += buffers
         known = {name for names in named for name in names}
-        # What modules add beside parameters and buffers: it may be in use, and copies of it are filled.
+        # Tensors that modules add to parameters and buffers. They may be in use, so copies of them are filled.
         self._added = {} if in_use else {key: each for key, each in self._own.items() if _is_added(key, each, known)}
         self._own.update((key, each.clone()) for key, each in self._added.items())
-        # Around the outermost wrapper modules of torch.compile show their prefix.
+        # torch.compile around the outermost wrapper adds its prefix to names.
         self.state = {clean(key): each if _is_tensor(each) else value_of(each) for key, each in self._own.items()}
         self.buffers = {name for names in buffers for name in names}
         self.ties = {name: names[0] for names in named for name in names[1:] if {name, names[0]} <= self.state.keys()}
 
     def _take_held(self, *, in_use: bool) -> dict[str, NamedParam]:
-        """Replace what modules hold of their units themselves, DTensors, which know neither the layout of shards nor
-        which of several ranks saves what, by what this rank owns of it; the parameters, by key."""
+        """Replace DTensors that modules hold in place of their units' parameters with this rank's intervals: DTensors
+        have neither the layout of shards nor the rank that saves each. Returned: the parameters, by key."""
         units = [unit for unit in units_in(self._model) if unit.entries.in_place]
-        # Shards have then what users put in the place of parameters.
+        # Shards then have the values that users assigned to parameters.
         quiesce(units, collective=False, check=lambda unit: check_idle(unit, "state_dict()"))
         params = named_state(self._model) if units else []
         named = {name: each for each in params if each.unit and each.unit.entries.in_place for name in each.names}
@@ -141,12 +141,12 @@ class _ModelSection(Section):
             )
 
     def _held_by_no_unit(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Parameters and buffers outside of units themselves, with what was read, to be assigned by key: optimizers may
-        hold them. Those on the meta device are made on `device`."""
+        """Parameters and buffers that no unit holds, with the loaded values, to be assigned by key: optimizers may hold
+        them, so they keep their identity. Those on the meta device are made on `device`."""
         outside = (each for each in [*named_state(self._model), *named_buffers(self._model)] if each.unit is None)
         leaves = {name: each.leaf for each in outside for name in each.names}
         given: dict[str, torch.Tensor] = {}
-        made: dict[int, torch.Tensor] = {}  # one that has several names stays one
+        made: dict[int, torch.Tensor] = {}  # tied names share one
         for key, value in self._own.items():
             leaf = leaves.get(clean(key))
             if leaf is None or not _is_tensor(value):
@@ -158,7 +158,7 @@ class _ModelSection(Section):
 
 
 def _as_held(named: NamedParam, owned: OwnedInterval) -> torch.Tensor:
-    """`owned`, what this rank owns of a parameter, as modules hold it, for `load_state_dict()`."""
+    """This rank's interval `owned` of a parameter in the form that modules hold, for `load_state_dict()`."""
     handle = named.handle
     home = handle.shard.device
     if home.type == "meta":
@@ -167,7 +167,7 @@ def _as_held(named: NamedParam, owned: OwnedInterval) -> torch.Tensor:
 
 
 def _refuse_apart(model: nn.Module) -> None:
-    """Refuse parameters of which ranks have several under one name. [Note: parameters apart]"""
+    """Refuse different parameters of ranks under one name. [Note: parameters apart]"""
     units = units_in(model)
     found = [(unit, each) for one in models_of(units) for unit, each in apart(one.units) if unit in units]
     if found:
@@ -182,7 +182,7 @@ def _refuse_apart(model: nn.Module) -> None:
 
 
 def _filled(leaf: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`leaf` with that value; on the meta device, what takes its place on `device`."""
+    """`leaf` with that value; for the meta device, its replacement on `device`."""
     if leaf.is_meta:
         placed = value.to(device)
         return nn.Parameter(placed, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else placed
@@ -207,8 +207,8 @@ class _OptimizerSection(Section):
             self.state = FullyShardedDataParallel.optim_state_dict(self._model, self._optimizer)
 
     def expect(self, there: Mapping[str, TensorSpec]) -> None:
-        # The checkpoint decides which parameters have state: whose gradients were None there and here may differ.
-        # This optimizer decides which state they have: of another one it must not take any.
+        # The checkpoint decides which parameters have state: gradients may have been None at the save and not here.
+        # This optimizer decides the entries of that state: state of another kind of optimizer is not loaded.
         prefix = f"{self.name}.state."
         if not any(key.startswith(prefix) for key in there):
             return
@@ -242,14 +242,14 @@ def _tensors_in(values: Mapping[str, Any]) -> set[str]:
 
 
 def _longest(names: Collection[str], key: str) -> str | None:
-    """Which of `names` the `key` begins with; the longest one, for names may begin with others."""
+    """The longest of `names` that the `key` begins with: names may begin with other names."""
     parts = key.split(".")
     candidates = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
     return next((name for name in candidates if name in names), None)
 
 
 def _target(named: NamedParam, described: TensorSpec) -> torch.Tensor:
-    """Memory for what this rank owns of a state of a parameter; for all of a state of another shape."""
+    """Memory for this rank's interval of a state of its parameter's shape, or for all of a state of another shape."""
     if named.unit is None or not described.shape or described.shape != named.spec.whole.shape:
         return torch.empty(described.shape, dtype=described.dtype)
     return named.interval(torch.empty(named.span_in_param.numel, dtype=described.dtype))
@@ -260,7 +260,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _sharded(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, state dicts hold what this rank owns, in memory of its own on the CPU outside of `sharing_memory()`."""
+    """Inside, state dicts hold this rank's intervals: copies on the CPU, except inside `sharing_memory()`."""
     return FullyShardedDataParallel.state_dict_type(
         model,
         "SHARDED",
@@ -271,13 +271,13 @@ def _sharded(model: nn.Module) -> AbstractContextManager[None]:
 
 # --- residuals --------------------------------------------------------------------------------------------------------
 
-# [Note: saved residuals] What quantized gradients have lost ([Note: error feedback]) is each rank's own, and lies in
-# flat parameters, so it fits only ranks and wrapping as they were. The keys of its tensors begin with a digest of these
-# and the rank's number: whoever finds no such keys begins at zero.
+# [Note: saved residuals] The residuals of quantized gradients ([Note: error feedback]) differ between ranks and lie in
+# flat parameters, so they fit only the same ranks and the same wrapping. The keys of their tensors begin with a digest
+# of both and the rank's number: a rank that finds no such keys begins at zero.
 
 
 class _Kind(NamedTuple):
-    """One flat parameter: its key, its residuals, and of which dtype and how many these are, by axis."""
+    """One flat parameter: its key, its residuals, and their dtype and number by axis."""
 
     key: str
     residuals: Residuals
@@ -296,7 +296,7 @@ class _ResidualSection(Section):
         self._has_others = False
 
     def take(self, *, in_use: bool) -> None:
-        # Otherwise the checkpoint decides which there are (`expect`).
+        # Otherwise the checkpoint decides which exist (`expect`).
         kinds = self._kinds() if in_use else ()
         self.state = {f"{kind.key}.{axis}": each.cpu() for kind in kinds for axis, each in kind.residuals.held.items()}
 
@@ -327,7 +327,7 @@ class _ResidualSection(Section):
 
 
 def _facts(unit: Unit) -> Iterator[object]:
-    """What the residuals of `unit` fit."""
+    """The facts about `unit` that saved residuals must match."""
     for groups in unit.axes.all:
         for axis in (groups.shard, groups.replicate):
             yield axis and axis.ranks
@@ -342,12 +342,12 @@ def _units(model: nn.Module) -> Iterator[tuple[str, Unit]]:
 
 
 def _has_residuals(model: nn.Module) -> bool:
-    """Whether gradients of `model` travel with error feedback."""
+    """Whether gradients of `model` are reduced with error feedback."""
     return any(grads.residuals is not None for _, unit in _units(model) for grads in unit.grads)
 
 
 def parts_of(model: Any, optimizer: Any) -> list[Section]:
-    """The parts, for arguments as users give them.
+    """The parts for the arguments that users give.
 
     Raises:
         ConfigTypeError, ConfigValueError: arguments of a wrong type, or an optimizer without its model.

@@ -12,7 +12,7 @@ from ..engine.layout.boxes import Box, boxes_of
 from ..engine.layout.layout import ParamSpec, Span
 from ..engine.state.owned_interval import OwnedInterval
 
-# Elements that are in host memory beside the tensors themselves, at most, in bytes.
+# The largest buffer in host memory in addition to the tensors themselves, in bytes.
 LARGEST = 2**24
 
 
@@ -30,7 +30,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that `name_of` named."""
+    """The dtype with this name: the inverse of `name_of`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch {torch.__version__}")
@@ -38,7 +38,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def as_interval(name: str, value: torch.Tensor) -> OwnedInterval:
-    """`value`, or for a whole tensor the interval that is all of it, row-major; of a copy where it is not so itself."""
+    """`value`, or for a whole tensor the interval of all its elements, row-major (of a copy, where needed)."""
     if isinstance(value, OwnedInterval):
         return value.with_local(value.local.detach())
     flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
@@ -52,7 +52,7 @@ def intervals_of(name: str, value: torch.Tensor) -> list[OwnedInterval]:
 
 @contextmanager
 def filling(name: str, target: torch.Tensor) -> Iterator[list[OwnedInterval]]:
-    """`target` as intervals to be filled. A whole tensor that is not row-major is copied into at the end."""
+    """`target` as intervals to be filled. A whole tensor that is not row-major is filled from a copy at the end."""
     if isinstance(target, OwnedInterval):
         yield target.of_whole()
     elif target.is_contiguous() and not (target.is_conj() or target.is_neg()):

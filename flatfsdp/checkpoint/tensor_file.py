@@ -42,7 +42,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LARGEST_HEADER = 100_000_000  # what the library reads
+_LARGEST_HEADER = 100_000_000  # the limit of the safetensors library
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Entry:
 
 
 def header_of(file: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
-    """The beginning of a file of these tensors, and where each of them goes.
+    """The header of a file of these tensors, and the place of each.
 
     Raises:
         ConfigTypeError: a dtype that the format does not know.
@@ -85,10 +85,10 @@ def header_of(file: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int, .
 
 
 def read_header(path: Path) -> list[Entry]:
-    """The tensors of a file. Nothing of it is executed.
+    """The tensors of a file. No content is executed.
 
     Raises:
-        CheckpointError: it is no such file, has lost its end, or cannot be read.
+        CheckpointError: it is not a safetensors file, is truncated, or cannot be read.
     """
     try:
         with disk().open(path) as file:
@@ -157,8 +157,8 @@ def read_into(file: File, entry: Entry, target: torch.Tensor) -> None:
 
 
 def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Span]]:
-    """The pieces of a box that lie together where the tensor is row-major: (first element there, elements of the box,
-    itself row-major)."""
+    """The contiguous pieces of a box in a row-major tensor: (first element of the tensor, elements of the box, itself
+    row-major)."""
     dim = len(shape) - 1
     while dim > 0 and box.sizes[dim] == shape[dim]:
         dim -= 1

@@ -1,6 +1,6 @@
-"""Whether a manifest can be true: its tensors and values are checked before anything is read by it.
+"""Consistency checks of a manifest: its tensors and values are checked before anything is read.
 
-A checksum finds damage; this finds what a program, or somebody, has written wrongly, which else would be read as other
+A checksum finds damage; these checks find wrong contents by other programs, which would otherwise be read as other
 numbers, or end in an error that names neither file nor tensor.
 """
 
@@ -18,7 +18,7 @@ from .tensor_bytes import dtype_named
 
 def prove(manifest: Manifest, where: str) -> None:
     """Require of a manifest that every element of each tensor lies once (in a copy for each node) within a file that it
-    lists, that no two tensors share bytes unless they are one (tied parameters), and that all values can be made.
+    lists, that no two tensors share bytes unless they are tied, and that all values can be decoded.
 
     Raises:
         CheckpointError: naming `where`, and the tensor or the value.
@@ -29,7 +29,7 @@ def prove(manifest: Manifest, where: str) -> None:
             if key != shown(saved.path):
                 raise ValueError(f"its path is {shown(saved.path)!r}")
             _occupy(occupied, manifest, key, dtype_named(saved.dtype).itemsize)
-            _require_cover(saved.rows, saved.spec.numel)  # which proves its strides, too
+            _require_cover(saved.rows, saved.spec.numel)  # checks its strides, too
         except (ValueError, FlatFSDPError) as error:
             raise CheckpointError(f"{where}: tensor {key!r}: {error}") from error
     for number, file in enumerate(manifest.files):
@@ -51,7 +51,7 @@ def prove(manifest: Manifest, where: str) -> None:
 
 
 def _occupy(occupied: list[list[tuple[int, int, str]]], manifest: Manifest, key: str, size: int) -> None:
-    """Add to the intervals of files, (first byte, end, tensor), those of a tensor with elements of `size` bytes."""
+    """Add the intervals (first byte, end, tensor) of a tensor, with elements of `size` bytes, to those of files."""
     for row in manifest.tensors[key].rows:
         if len(row) < 2 or len(row) % 2:
             raise ValueError(f"a row of its chunks has {len(row)} numbers")
@@ -67,7 +67,7 @@ def _occupy(occupied: list[list[tuple[int, int, str]]], manifest: Manifest, key:
 
 
 def _require_cover(rows: Iterable[Sequence[int]], numel: int) -> None:
-    """Every element once; where nodes share no files, once in each of theirs."""
+    """Require that rows have every element once; where nodes share no files, once for each node."""
     start = end = 0
     files: set[int] = set()
     for first, stop, file in sorted((row[1], row[1] + sum(row[2::2]), row[0]) for row in rows):
@@ -85,7 +85,7 @@ def _require_cover(rows: Iterable[Sequence[int]], numel: int) -> None:
 
 
 def _require_apart(spans: list[tuple[int, int, str]], manifest: Manifest, where: str) -> None:
-    """No two intervals of a file, (first byte, end, tensor), overlap, but those of tensors that are one."""
+    """Require that no two intervals (first byte, end, tensor) of a file overlap, except those of tied tensors."""
     spans.sort()
     for (_, end, one), (start, _, other) in pairwise(spans):
         if start < end and (one == other or not _are_one(manifest.tensors[one], manifest.tensors[other])):

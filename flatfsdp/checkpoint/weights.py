@@ -1,9 +1,9 @@
-"""The model's part of a checkpoint as safetensors, so that its folder is one of Hugging Face's, too.
+"""The model's part of a checkpoint as safetensors, so that its folder is also one for Hugging Face.
 
-[Note: weights] The tensors of a model then lie in `model.safetensors` (or numbered files with an index) inside the
-checkpoint and nowhere else. They are planned, written and checked as the others are ([Note: cached plan]), each element
-by one of the ranks that own it, and the manifest has their places in those files, as of all; a parameter
-with several names (a tied one) is there once, and the manifest has it under each of them.
+[Note: weights] The tensors of a model then lie only in `model.safetensors` (or numbered files with an index) inside the
+checkpoint. They are planned, written and checked like the others ([Note: cached plan]), each element by one of the
+ranks that own it, and the manifest has their places in those files, as for all tensors. A parameter
+with several names (a tied one) is stored once, and the manifest has it under each of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .tensor_bytes import LARGEST, cut, name_of
 from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, header_of, write_interval
 
 INDEX = f"{SINGLE}.index.json"
-BLOCK = 2**26  # bytes of a file that have a checksum of their own
+BLOCK = 2**26  # bytes of a file for each checksum
 _LARGEST_FILE = 5 * 10**9
 
 Described = tuple[str, torch.dtype, tuple[int, ...]]  # a tensor's name, dtype and shape
@@ -37,14 +37,14 @@ BlockChecksums = Mapping[tuple[str, int], int]  # by name of the file and number
 
 
 def is_weight(interval: PlannedInterval) -> bool:
-    """Whether it is a tensor of the model's state dict. What modules nest in their extra state is none."""
+    """Whether it is a tensor of the model's state dict. Tensors nested in extra states of modules are not."""
     return interval.path[0] == "model" and len(interval.path) == 2
 
 
 def is_whole_everywhere(
     tensors: Iterable[PlannedInterval], writes: Sequence[Sequence[PlannedInterval]], nodes: Sequence[int]
 ) -> bool:
-    """Whether on each node the ranks write all of `tensors` between them: `writes` and `nodes` by rank."""
+    """Whether the ranks of each node together write all of `tensors`: `writes` and `nodes` are by rank."""
     for node in set(nodes):
         found = {interval.key: 0 for interval in tensors}
         for rank, mine in enumerate(writes):
@@ -58,11 +58,11 @@ def is_whole_everywhere(
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """How a model lies in safetensors files: the same on all ranks.
+    """The layout of a model in safetensors files: the same on all ranks.
 
     Attributes:
-        headers: how each file begins, by its name.
-        entries: where each tensor lies, by its name; the files are names inside a folder.
+        headers: the header of each file, by its name.
+        entries: the place of each tensor, by its name; the files are names inside a folder.
     """
 
     headers: Mapping[str, bytes]
@@ -70,7 +70,7 @@ class WeightFiles:
 
     @classmethod
     def of(cls, tensors: Iterable[Described], largest: int | None = None) -> WeightFiles:
-        """Of these tensors in files of at most `largest` bytes, or of one tensor that is larger.
+        """The layout of these tensors in files of at most `largest` bytes, or of one larger tensor.
 
         Raises:
             ConfigTypeError: a dtype that the format does not know.
@@ -106,11 +106,11 @@ class WeightFiles:
             files.sync()
 
     def checksums(self, folder: Path, share: int, shares: int) -> BlockChecksums:
-        """Those of number `share` of `shares` of the blocks of all files."""
+        """The checksums of share number `share` of `shares` of the blocks of all files."""
         return block_checksums([folder / name for name in self.headers], share, shares)
 
     def index(self) -> bytes | None:
-        """Which tensor is in which file, as readers want it; None of one file."""
+        """The index (tensors to files) in the format that readers expect; None for a single file."""
         if len(self.headers) == 1:
             return None
         places = {entry.name: entry.file.name for entry in self.entries.values()}
@@ -118,8 +118,8 @@ class WeightFiles:
         return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
 
     def conclude(self, folder: Path, checksums: Sequence[BlockChecksums]) -> list[SavedFile]:
-        """Write what goes with the files of a checkpoint, given the checksums of their blocks; all files, for the
-        manifest.
+        """Write the files that accompany the weights of a checkpoint, given the checksums of their blocks. Returned:
+        all files, for the manifest.
 
         The weights themselves come first, in the order of `headers`.
         """
@@ -137,11 +137,11 @@ class WeightFiles:
         return saved
 
     def saved(self, first: int) -> list[SavedTensor]:
-        """Where each tensor of a model lies, for the manifest, in whose list the files begin at number `first`."""
+        """The place of each tensor of a model, for the manifest, in whose list the files begin at number `first`."""
         numbers = {name: first + place for place, name in enumerate(self.headers)}
         found = []
         for entry in self.entries.values():
-            # In pieces, each of them a box, for what is to be read into another order of memory.
+            # In pieces, each of them a box, so that they can be read into another memory order.
             most = LARGEST // entry.dtype.itemsize
             pieces = [box.span for box in cut(ParamSpec(entry.name, entry.shape), Span(0, prod(entry.shape)), most)]
             row = [numbers[entry.file.name], 0]
@@ -158,7 +158,7 @@ class WeightFiles:
 
 
 def block_checksums(files: Sequence[Path], share: int, shares: int) -> BlockChecksums:
-    """Of the blocks that fall to number `share` of `shares`, by name of the file and number of the block."""
+    """The checksums of share number `share` of `shares` of the blocks, by name of the file and number of the block."""
     blocks = [(path, block) for path in files for block in range(-(-path.stat().st_size // BLOCK))]
     found = {}
     for path, block in blocks[share::shares]:
@@ -167,7 +167,7 @@ def block_checksums(files: Sequence[Path], share: int, shares: int) -> BlockChec
 
 
 def checksums_of(found: Sequence[BlockChecksums], *, beside: Sequence[str] = ()) -> bytes:
-    """What is left with weights: the checksums of their blocks, and which other files were written with them."""
+    """The checksum file of weights: the checksums of their blocks, and the other files written with them."""
     files: dict[str, list[str]] = {}
     for name, block in sorted(key for each in found for key in each):
         files.setdefault(name, []).append(f"{next(each[name, block] for each in found if (name, block) in each):08x}")
@@ -176,7 +176,7 @@ def checksums_of(found: Sequence[BlockChecksums], *, beside: Sequence[str] = ())
 
 
 def verify_checksums(files: Sequence[Path], share: int, shares: int) -> None:
-    """Compare number `share` of `shares` of the blocks of files of one folder with the checksums left there, if any.
+    """Compare share number `share` of `shares` of the blocks of a folder's files with their checksums, if any.
 
     Raises:
         CheckpointError: naming the blocks that differ.
@@ -199,16 +199,16 @@ def verify_checksums(files: Sequence[Path], share: int, shares: int) -> None:
         raise CheckpointError(f"{files[0].parent}: damaged, or changed since it was exported: {', '.join(damaged)}")
 
 
-# [Note: CRC-32] A CRC is the remainder of the data, read as a polynomial over the integers modulo 2, so that of two
-# parts put together is that of the first, times x^(bits of the second), plus that of the second. Polynomials are
-# integers of 32 bits here, the highest bit being x^0, as zlib has them.
+# [Note: CRC-32] A CRC is the remainder of the data, read as a polynomial over the integers modulo 2. So the CRC of two
+# concatenated parts is that of the first, times x^(bits of the second), plus that of the second. Polynomials are
+# 32-bit integers here, the highest bit being x^0, as in zlib.
 _MODULUS = 0xEDB88320  # without its x^32
 _ONE = 1 << 31
 _X = 1 << 30
 
 
 def joined(parts: Iterable[tuple[int, int]]) -> int:
-    """The CRC-32 of parts, each given as (CRC-32, bytes), one after the other: several ranks read one file for it."""
+    """The CRC-32 of concatenated parts, each given as (CRC-32, bytes): several ranks share the reading of one file."""
     whole = 0
     for crc32, size in parts:
         whole = _times(_shift(size), whole) ^ crc32

@@ -1,7 +1,7 @@
 """One rank's file of a checkpoint: its intervals, and for the first rank the plain values, one archive after the other.
 
-[Note: archives] Each chunk of a tensor is what torch.save makes of it, because torch.distributed.checkpoint (DCP)
-reads such. flatfsdp itself reads the elements inside, whose place it writes down, and unpickles nothing.
+[Note: archives] Each chunk of a tensor is an archive in the format of torch.save, because torch.distributed.checkpoint
+(DCP) reads that. flatfsdp itself reads only the elements inside, whose place it records, and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .tensor_bytes import LARGEST, cut, dtype_named, intervals_of, name_of
 
 
 class ArchivedChunk(NamedTuple):
-    """One archive of a file: `numel` elements that begin at `inside` bytes of `length` bytes at `offset`."""
+    """One archive of a file: `length` bytes at `offset` of the file; its `numel` elements begin at byte `inside`."""
 
     numel: int
     offset: int
@@ -35,12 +35,12 @@ class ArchivedChunk(NamedTuple):
     length: int
 
 
-# (key, first element, archives that follow each other); of a plain value (key, 0, its archive).
+# (key, first element, consecutive archives); for a plain value (key, 0, its archive).
 Rows = list[tuple[str, int, list[ArchivedChunk]]]
 
 
 class WrittenFile(NamedTuple):
-    """A file as it was written. `digest` is equal where `tensors` are."""
+    """A written file. `digest` is equal for equal `tensors`."""
 
     file: SavedFile
     tensors: Rows
@@ -49,7 +49,7 @@ class WrittenFile(NamedTuple):
 
 
 def held_by(key: str, path: Path, value: torch.Tensor) -> list[PlannedInterval]:
-    """What a rank that has `value` holds of the tensor `key`: nothing, one interval, or several of a part of it."""
+    """The intervals of the tensor `key` that a rank with `value` holds: none, one, or several for a part of it."""
     dtype = name_of(value.dtype)
     if not isinstance(value, OwnedInterval):
         size = value.numel() * value.element_size()
@@ -79,7 +79,7 @@ def write(
     At most `raw.LARGEST` bytes or one row of a tensor, whichever is more, are held in memory twice.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk reported an error.
     """
     with disk().create(path) as file:
         out = _SequentialFile(file)
@@ -92,17 +92,17 @@ def write(
 
 
 def archive(value: Any) -> tuple[bytes, int]:
-    """What torch.save makes of `value`, which torch.load reads wherever in a file it stands, and where in it the
-    elements begin of a tensor, which has its memory to itself, on the CPU; 0 for other values."""
+    """The bytes of torch.save for `value`, which torch.load reads at any place of a file; and for a tensor, on the CPU
+    with its own storage, the offset of its elements in these bytes (0 for other values)."""
     file = io.BytesIO()
     torch.save(value, file)
-    # Not getbuffer(): where an exception keeps the view for the garbage collector, Python 3.12 crashes.
+    # Not getbuffer(): where an exception keeps the view until garbage collection, Python 3.12 crashes.
     data = file.getvalue()
     if not isinstance(value, torch.Tensor):
         return data, 0
     with zipfile.ZipFile(file) as entries:
         (entry,) = [entry for entry in entries.infolist() if entry.filename.endswith("data/0")]
-    # Behind the local header come the name and the padding that aligns the elements, of lengths that it gives.
+    # After the local header come the name and the padding that aligns the elements; the header has their lengths.
     lengths = data[entry.header_offset + 26 : entry.header_offset + 30]
     name, padding = (int.from_bytes(each, "little") for each in (lengths[:2], lengths[2:]))
     return data, entry.header_offset + 30 + name + padding
@@ -116,7 +116,7 @@ def _cut(planned: PlannedInterval, interval: OwnedInterval) -> Iterator[torch.Te
 
 
 class _SequentialFile:
-    """A file that grows, and its checksum."""
+    """A file that grows, with its checksum."""
 
     def __init__(self, file: File) -> None:
         self.offset = 0

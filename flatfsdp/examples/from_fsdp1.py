@@ -1,4 +1,4 @@
-"""A program written for torch's FSDP1. `diff from_fsdp1.before.txt from_fsdp1.py` shows what its move changed.
+"""A program written for torch's FSDP1. `diff from_fsdp1.before.txt from_fsdp1.py` shows the changes of the migration.
 
 Run either with `torchrun --nproc-per-node=2`.
 """

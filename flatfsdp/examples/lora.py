@@ -1,7 +1,7 @@
 """A frozen base with trainable low-rank additions: `torchrun --nproc-per-node=2 -m flatfsdp.examples.lora`.
 
 Frozen and trainable parameters share a unit. Frozen ones are sharded and gathered like the others; they have no
-gradients, no optimizer state, and nothing of them is reduced.
+gradients and no optimizer state, and are not reduced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LoRA(nn.Module):
 
 
 def main() -> None:
-    """Teach a frozen network another function."""
+    """Train a frozen network for another function."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     pretrained = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))

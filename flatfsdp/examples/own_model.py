@@ -1,4 +1,4 @@
-"""A model and data of one's own for the trainer: sequences of numbers, each the sum of the two before it, mod 10.
+"""A user-defined model and data for the trainer: sequences of numbers, each the sum of the two before it, mod 10.
 
     python -m flatfsdp.train --model flatfsdp.examples.own_model:make_model \
         --train-data flatfsdp.examples.own_model:make_data --eval-data flatfsdp.examples.own_model:make_eval_data \
@@ -40,7 +40,7 @@ def make_model() -> nn.Module:
 
 
 def make_data(count: int = 4000, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Samples for a `CausalLM`; what comes next is what is to be predicted."""
+    """Samples for a `CausalLM`, which predicts the next number."""
     numbers = torch.randint(MODULUS, (count, 2), generator=torch.Generator().manual_seed(seed))
     while numbers.shape[1] < LENGTH:
         numbers = torch.cat((numbers, (numbers[:, -2:].sum(1, keepdim=True)) % MODULUS), dim=1)

@@ -1,7 +1,7 @@
 """Save, resume and export. Run it twice, with any number of processes each time:
 `torchrun --nproc-per-node=2 -m flatfsdp.examples.resume`, then `--nproc-per-node=3`.
 
-The second run goes on where the first ended. Folders are made where it is started.
+The second run continues where the first ended. Folders are made in the working directory.
 """
 
 from __future__ import annotations

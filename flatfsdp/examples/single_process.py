@@ -1,6 +1,6 @@
 """One process without a launcher: `python -m flatfsdp.examples.single_process`.
 
-For debugging, notebooks and tests: the program is the one that runs on many ranks, only the process group is of one.
+For debugging, notebooks and tests: the program is the same as on many ranks, with a process group of one.
 """
 
 from __future__ import annotations
