@@ -1,4 +1,4 @@
-"""Axes of ranks, along which a unit's tensors travel, and the axes of one unit."""
+"""Axes of ranks over which the collectives of a unit run, and the axes of one unit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...api import ShardingStrategy
 from ..base.overrides import Override
 
 _backend: Override[str | None] = Override(None)
-served_as = _backend.being  # inside, groups are served as those of a backend are, whatever theirs is: for dry runs
+served_as = _backend.being  # a context in which this backend is assumed for all groups: for dry runs
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Axis:
 
     Attributes:
         process_group: None for an axis of size 1 that needs no communication.
-        ranks: global ranks of the members in group order; known when the process group has been destroyed, too.
-        rank: this rank's place among them.
+        ranks: global ranks of the members in group order; still known after the process group was destroyed.
+        rank: this rank's index in `ranks`.
         backend: the name of the backend that serves this device type.
     """
 
@@ -49,12 +49,12 @@ class Axis:
 
     @property
     def served_as(self) -> str:
-        """The name of the backend as whose this axis is served."""
+        """The name of the backend that is assumed for this axis: its own, except in dry runs."""
         return _backend.value or self.backend
 
     @cached_property
     def size(self) -> int:
-        """Ranks on the axis."""
+        """The number of ranks on the axis."""
         return len(self.ranks)
 
 
@@ -66,9 +66,9 @@ class ProcessGroups:
         shard: ranks that hold the pieces of one copy; parameters are gathered over it.
         scatter: the same ranks on a communicator of its own, for reductions ([Note: backward order]).
         replicate: ranks that hold the same piece of different copies; None where there is one copy.
-        strategy: what the axes were made for.
-        given: the process group the user knows, or the pair (shard group, replicate group).
-        device: where the tensors that travel are.
+        strategy: the sharding strategy that the axes were made for.
+        given: the process group that the user passed (or the default), or the pair (shard group, replicate group).
+        device: the device of the tensors that are communicated.
     """
 
     shard: Axis
@@ -90,12 +90,12 @@ class ProcessGroups:
 
     @property
     def process_groups(self) -> set[Any]:
-        """All of the axes', the user's own, and the default one."""
+        """The groups of all axes, those that the user passed, and the default group."""
         given = self.given if isinstance(self.given, tuple) else (self.given,)
         axes = (axis.process_group for axis in (self.shard, self.scatter, self.replicate) if axis is not None)
         return {group for group in (*given, *axes, dist.group.WORLD) if group is not None}
 
     @cached_property
     def world(self) -> int:
-        """Ranks whose gradients are averaged."""
+        """The number of ranks whose gradients are averaged."""
         return self.shard.size * (self.replicate.size if self.replicate is not None else 1)

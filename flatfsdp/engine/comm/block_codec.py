@@ -1,15 +1,15 @@
-"""Numbers as few bits, and back: blocks that share a scale, packed into rows of bytes.
+"""Block-wise quantization to few bits, and its inverse: blocks that share a scale, packed into rows of bytes.
 
-[Note: blocks] A row has the scales of all blocks first, in float32, then their codes. A block is `BLOCK` numbers that
-follow each other, the last one what is left. Its scale is its largest absolute value over the largest code, so that a
-number is off by half a scale at most (with fp8 codes by a sixteenth of itself, at `e4m3fn`). A block in which something
-is infinite or not a number has NaN for its scale, and so is NaN as a whole when it is decoded. All is computed in
-float32, beyond whose range numbers count as infinite. Work is done in chunks, which stay in a CPU's cache and bound the
-scratch.
+[Note: blocks] A row starts with the scales of all blocks, in float32, followed by their codes. A block is `BLOCK`
+consecutive numbers; the last block has the rest. Its scale is its largest absolute value divided by the largest code,
+so the error of a number is at most half a scale (with fp8 codes of `e4m3fn`: a sixteenth of the number). A block that
+contains an infinity or a NaN has NaN as its scale, and all of its numbers are decoded as NaN. Everything is computed in
+float32; numbers beyond its range count as infinite. The work is done in chunks, which stay in a CPU's cache and bound
+the scratch memory.
 
-[Note: lost] Encoding may be given what earlier encodings of the same numbers have lost, which it adds, and in whose
-place it leaves what it loses itself. Two kinds of numbers lose nothing, and what they are owed waits: a zero, which may
-stand for a gradient that is not there and is encoded as zero, and one in a block that is NaN.
+[Note: lost] Encoding can take the errors of earlier encodings of the same numbers: it adds them, and replaces them by
+the errors of this encoding. For two kinds of numbers the stored error stays unchanged: for a zero, which may stand for
+a missing gradient and is encoded as zero, and for a number in a block that is NaN.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ...api import MixedPrecision
 BLOCK = 256
 _SCALE = 4  # bytes
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # zeros need one, and smaller ones would lose precision
-_LESS = 1 + 2**-22  # a largest code times its scale is no more than what it stands for, or float32 might not have it
+_LESS = 1 + 2**-22  # keeps the largest code times its scale below the encoded number: decoding cannot overflow
 _CHUNK_ON_CPU, _CHUNK = 2**16, 2**22  # numbers
 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """How numbers become codes.
+    """The encoding of numbers as codes of a few bits.
 
     Attributes:
         bits: of a code; 4 or 8.
         largest: the largest code; codes are symmetric.
-        dtype: of a code; those of 4 bits lie in pairs in a byte.
+        dtype: of a code; two codes of 4 bits share a byte.
     """
 
     bits: int
@@ -49,16 +49,16 @@ class BlockCodec:
 
     @staticmethod
     def of_bits(bits: int) -> BlockCodec:
-        """Integers of `bits`, 4 or 8."""
+        """Integer codes of `bits`, 4 or 8."""
         return BlockCodec(bits, float(2 ** (bits - 1) - 1), torch.int8)
 
     def row_bytes(self, numel: int) -> int:
-        """Bytes of the row of `numel` numbers; a multiple of 4, so that rows may follow each other."""
+        """Bytes of a row of `numel` numbers; a multiple of 4, so that rows can be stored back to back."""
         codes = -(-numel * self.bits // 8)
         return -(-numel // BLOCK) * _SCALE + -(-codes // _SCALE) * _SCALE
 
     def scratch_bytes(self, numel: int, device: torch.device, *, with_lost: bool = False) -> int:
-        """Bytes that encoding and decoding take at most beside their rows, for as long as they run."""
+        """The most scratch memory, in bytes, that encoding or decoding uses in addition to the rows."""
         return min(numel, _chunk(device)) * (16 if with_lost else 8)
 
     def encode(self, values: torch.Tensor, rows: torch.Tensor, lost: torch.Tensor | None = None) -> None:
@@ -83,13 +83,13 @@ class BlockCodec:
             if lost is None:
                 del blocks
             self._write(numbers, self._codes(rows, numel, start, stop))
-            if lost is not None:  # in arithmetic of floats, several times as fast as with masks
+            if lost is not None:  # float arithmetic is several times as fast as masks
                 error = blocks.addcmul_(numbers, scale.unsqueeze(2), value=-1)  # rounding has left codes in `numbers`
                 given.mul_(scale.isfinite().to(torch.float32).unsqueeze(2))
                 place.copy_(torch.lerp(owed, error.nan_to_num_(0, 0, 0), given))
 
     def decode(self, rows: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """What `rows` have, each `numel` numbers: slices of them, with their values, shape (R, length), float32."""
+        """Decode `rows` of `numel` numbers each: yields slices of the numbers, with values (R, length), float32."""
         if not numel:
             return
         scales = self._scales(rows, numel)
@@ -104,8 +104,8 @@ class BlockCodec:
             outputs[:, part] = values
 
     def add_up(self, output: torch.Tensor, rows: torch.Tensor, own: torch.Tensor, place: int) -> None:
-        """Sum all `rows` and `own`, which belongs at `place` among them, one after the other in float32; `output` may
-        be `own`. Shapes (R, ...) and (n,)."""
+        """Sum all `rows` and `own`, which is term number `place`, into `output`, which may be `own`: one term after the
+        other, in float32. Shapes (R, ...) and (n,)."""
         for part, values in self.decode(rows, own.numel()):
             terms: Sequence[torch.Tensor] = values.unbind()
             terms = [*terms[:place], own[part].to(torch.float32), *terms[place:]]
@@ -115,7 +115,7 @@ class BlockCodec:
             output[part] = total
 
     def _parts(self, rows: torch.Tensor, numel: int) -> Iterator[tuple[int, int]]:
-        """Chunks of whole blocks, and the rest."""
+        """Chunks of complete blocks, then the remaining numbers."""
         whole = numel - numel % BLOCK
         step = max(_chunk(rows.device) // BLOCK // max(rows.shape[0], 1), 1) * BLOCK
         for start in range(0, whole, step):
@@ -140,7 +140,7 @@ class BlockCodec:
         if self.bits == 8:
             codes.copy_(numbers)
             return
-        # The halves of a block, not neighbors, share bytes: both are read in one go.
+        # A byte has one code of each half of the block, so that both halves are read contiguously.
         integers, half = numbers.to(torch.int8), codes.shape[2]
         low, high = integers[..., :half], integers[..., half:]
         torch.bitwise_and(low, 15, out=codes)
@@ -152,13 +152,13 @@ class BlockCodec:
             return codes.to(torch.float32, copy=True)
         half = codes.shape[2]
         numbers = torch.empty(*codes.shape[:2], width, dtype=torch.float32, device=codes.device)
-        numbers[..., :half] = (codes << 4) >> 4  # the sign goes along
+        numbers[..., :half] = (codes << 4) >> 4  # extends the sign
         numbers[..., half:] = (codes >> 4)[..., : width - half]
         return numbers
 
 
 def codecs(mixed: MixedPrecision) -> tuple[BlockCodec | None, BlockCodec | None]:
-    """Those of parameters and of gradients; None for what travels as it is."""
+    """The codec of parameters and that of gradients; None where they are communicated unquantized."""
     return (
         BlockCodec.of_dtype(mixed.gather_dtype) if mixed.gather_dtype is not None else None,
         BlockCodec.of_bits(mixed.reduce_bits) if mixed.reduce_bits is not None else None,

@@ -1,17 +1,17 @@
-"""Users' communication hooks in the place of reductions.
+"""User-defined communication hooks that replace reductions.
 
-[Note: communication hooks] A hook does the reduction over the ranks of its unit's process group, its scaling included.
-Where they hold pieces it stands in the place of the reduce-scatter: `hook(state, grad, shard)`; where each holds
-all of it, in that of the all-reduce: `hook(state, grad)`. Of hybrids, the mean over replicas of what it leaves is the
-engine's again.
+[Note: communication hooks] A hook does the reduction over the ranks of its unit's process group, including the scaling.
+If these ranks hold shards, it replaces the reduce-scatter: `hook(state, grad, shard)`. If each rank holds the complete
+gradient, it replaces the all-reduce: `hook(state, grad)`. For hybrid strategies, the engine then takes the mean of the
+hook's results over the replicas.
 
-What a hook is handed it may keep, or give other `.data`, of any dtype (torch's compress hooks do; what is left there is
-cast to the reduce dtype): tensors of its own, over memory that nobody resizes. So gradients of units with a hook lie in
-no parameter's place. A gradient of several segments is handed over as one of one segment: in a copy, in which a rank's
-piece is what the rank will have of all segments, one behind the other (`CommStats.staged` counts it).
+A hook may keep the tensors that it is given, and may set their `.data` to a tensor of any dtype (torch's compress hooks
+do; the result is cast to the reduce dtype). So these tensors are the hook's own, over memory that is never resized, and
+gradients of units with a hook never reuse a parameter's memory. A gradient of several segments is passed to the hook as
+one segment: a copy that has each rank's pieces of all segments back to back (`CommStats.staged` counts the copy).
 
-A hook talks over the user's groups, in the order of reductions, which has no common interleaving with that of gathers
-([Note: backward order]): a model with a hook gathers over the communicators that are for reductions elsewhere.
+A hook communicates over the user's groups, in the order of reductions, which interleaves with gathers differently on
+different ranks ([Note: backward order]). So a model with a hook gathers over the communicators made for reductions.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .transport import Reducer, Transport
 
 
 class HookReducer:
-    """A hook in the place of a transport's reductions. [Note: communication hooks]"""
+    """Reductions by a hook instead of by a transport. [Note: communication hooks]"""
 
     def __init__(self, hook: CommHook, inner: Transport, *, replicas: int) -> None:
-        """`inner`: whose device and traffic it uses. The mean over `replicas` will be taken of what the hook leaves."""
+        """`inner`: the transport that provides device and statistics. Results are later averaged over `replicas`."""
         self._hook = hook
         self._device: Device = inner.device
         self._comm_stats, self._tracker = inner.comm_stats, inner.tracker
@@ -42,14 +42,14 @@ class HookReducer:
         self._replicas = replicas
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
-        """Let the hook fill `output`, this rank's piece, from `full`. Collective over what the hook uses."""
+        """Let the hook fill `output`, this rank's shard, from `full`. Collective over the groups that the hook uses."""
         return self._run(stream, full, output)
 
     def reduce_scatter_coalesced(
         self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        """Let the hook fill `output`, this rank's pieces of `fulls` one behind the other, from a copy in which every
-        rank's pieces lie so. Collective over what the hook uses."""
+        """Let the hook fill `output`, this rank's pieces of `fulls` back to back, from a copy of `fulls` in which the
+        pieces of every rank are contiguous. Collective over the groups that the hook uses."""
         if len(fulls) == 1:
             return self._run(stream, fulls[0], output)
         with stream.running():
@@ -64,7 +64,7 @@ class HookReducer:
             raise
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
-        """Let the hook change all of `tensor`. Collective over what the hook uses."""
+        """Let the hook reduce `tensor` in place. Collective over the groups that the hook uses."""
         return self._run(stream, tensor)
 
     def _run(self, stream: Stream, *tensors: torch.Tensor) -> PendingWork:
@@ -85,7 +85,7 @@ class HookReducer:
             if before != 1.0:
                 result.mul_(before)
 
-        # Before the call: a rank that waits inside of its hook has issued more than one whose hook fails.
+        # Counted before the call: a rank that waits inside its hook has issued more than one whose hook failed.
         self._comm_stats.log("comm_hook", tensors[0].nbytes)
         with torch.no_grad(), stream.running():
             try:
@@ -103,10 +103,10 @@ class HookReducer:
 
 
 def to_wait_for(returned: Any, what: str, *, result: torch.Tensor) -> Any:
-    """The work to wait for until `result` is there, by what a user's hook returned; None for nothing.
+    """The work to wait for before `result` is complete, given a hook's return value; None if there is none.
 
     Raises:
-        UsageError: it returned something else than a work, None, or `result`, as operations in place do.
+        UsageError: the hook returned something other than a work, None, or `result` (as in-place operations do).
     """
     if returned is None or returned is result:
         return None
@@ -115,19 +115,19 @@ def to_wait_for(returned: Any, what: str, *, result: torch.Tensor) -> Any:
     fail(
         UsageError(
             f"{what} returned {shown(returned)}. It must write its result into the last tensor that it is given, and "
-            "return None, or what has a wait() after which the result is there"
+            "return None, or an object with a wait() after which the result is complete"
         )
     )
 
 
 def left_to_average(groups: ProcessGroups) -> int:
-    """How many replicas the engine averages after a hook has reduced."""
+    """The number of replicas over which the engine averages after the hook's reduction."""
     return groups.replicate.size if groups.shard.size > 1 and groups.replicate is not None else 1
 
 
 def reducers(
     hook: CommHook, groups: ProcessGroups, scatter: Transport, replicate: Transport | None
 ) -> tuple[Reducer, Reducer | None]:
-    """What reduces along the shard axis and along the replicate axis, with `hook` in the place of one of them."""
+    """The reducers along the shard axis and along the replicate axis, one of which is replaced by `hook`."""
     hooked = HookReducer(hook, scatter, replicas=left_to_average(groups))
     return (scatter, hooked) if groups.shard.size == 1 else (hooked, replicate)

@@ -1,4 +1,4 @@
-"""What was communicated, in collectives, bytes and messages."""
+"""Statistics of the communication: collectives, bytes and messages."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 
 @dataclass
 class CommStats:
-    """Collectives by kind: how many were issued and the bytes of their unsharded side (input of a reduction, output of
-    a gather); the messages, sent and received, of those that are carried out pairwise; and the bytes that went through
-    staging buffers."""
+    """Counts of collectives by kind and the bytes of their unsharded side (input of a reduction, output of a gather);
+    the number of messages, sent and received, of pairwise exchanges; and the bytes that were copied through staging
+    buffers."""
 
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     messages: int = 0
     staged: int = 0
-    issued: int = 0  # what other ranks wait for: collectives of all kinds, and second halves of some; never reset
+    issued: int = 0  # collectives of all kinds, and the second halves of some, for comparison over ranks; never reset
 
     def log(self, kind: str, count: int) -> None:
-        """One collective of `kind` that moves `count` bytes."""
+        """Count one collective of `kind` that moves `count` bytes."""
         self.issued += 1
         self.counts[kind] += 1
         self.bytes[kind] += count
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Set all counts but `issued` to zero."""
         self.counts.clear()
         self.bytes.clear()
         self.messages = 0

@@ -1,35 +1,35 @@
-"""Exchanges on gloo: what every rank sends to every other, and sums in rank order.
+"""Exchanges on gloo: all-to-all exchanges of pieces, and reductions that sum in rank order.
 
-gloo's own gather and reductions take a second buffer of full size, and its reductions sum in an order of their own.
-`PairwiseExchange` exchanges by messages between two ranks each, in place, where much is to be exchanged among a few
-ranks on one host; `GlooAllToAll` is a collective of gloo's, for all others.
+gloo's own gather and reductions allocate a second buffer of full size, and its reductions sum in an order of their own.
+`PairwiseExchange` exchanges large tensors among a few ranks on one host by point-to-point messages, in place;
+`GlooAllToAll` uses gloo's all-to-all collective in all other cases.
 
-[Note: messages] What gloo needs of messages, and what it costs not to heed it:
+[Note: messages] Requirements of gloo's point-to-point messages, and the consequences of violating them:
 
-- *All are posted before the first is waited for*, or ranks wait for each other. A rank's wait then depends on what the
-  others have issued, never on what they wait for. (Where there is no room to receive all, a thread goes on as there is:
-  [Note: ordered sums].)
-- *Sends are posted before receives.* A receive lets the peer's data come at once, and gloo's thread that wants to read
-  them spins while the main thread posts more to the same connection. Where other work takes the processor from the main
-  thread at that moment, it spins for milliseconds: small exchanges (below `SMALLEST`) are better left to gloo's own.
-- *Tags* are matched in the order of posting, and a process group's small ones are `monitored_barrier`'s and the user's:
-  ours count from `FIRST_TAG`, one per exchange, however many messages to a peer that has. Every rank of a group takes
-  them in the same order.
-- *Sizes must agree*: gloo ends the process when more arrives than was asked for, as in its collectives. Layouts are
-  compared before the first exchange.
-- *A tensor must stay until its message is through*, sent ones too, or gloo ends the process. Waiting waits for both
-  ways, once each (a second wait for a message never returns); what nobody waits for, because an exception came first,
-  is kept for as long as the process group.
-- *A peer that dies* in the middle of a message does not wake who waits for it, only who waits for a message that has
-  not begun. So an empty one, the *end*, follows those to each peer, and is waited for first.
-- No waits with a time limit (one that runs out takes the whole group down), no `is_completed` (false until waited for).
+- *All are posted before the first is waited for*, or ranks deadlock. A rank's wait then depends only on the operations
+  that the others have issued, never on their waits. (If there is no room to receive all of them, a thread posts the
+  rest as room becomes available: [Note: ordered sums].)
+- *Sends are posted before receives.* A receive lets the peer's data come at once, and gloo's thread that reads them
+  spins while the main thread posts more to the same connection. If the main thread is preempted at that moment, it
+  spins for milliseconds: small exchanges (below `SMALLEST`) are better left to gloo's own collectives.
+- *Tags* are matched in the order of posting, and `monitored_barrier` and users use small ones: ours count from
+  `FIRST_TAG`, one per exchange, however many messages the exchange has for a peer. Every rank of a group takes them in
+  the same order.
+- *Sizes must agree*: gloo aborts the process if more bytes arrive than were requested, as in its collectives. Layouts
+  are compared before the first exchange.
+- *A tensor must live until its message has completed*, also on the sending side, or gloo aborts the process. A wait
+  covers sends and receives, once each (a second wait for a message never returns). Messages that are never waited for,
+  because of an exception, are kept alive for as long as the process group.
+- *A peer that dies* in the middle of a message does not interrupt a wait for that message, only a wait for a message
+  that has not begun. So an empty message, the *end*, follows those to each peer, and is waited for first.
+- No waits with a time limit (a timeout breaks the whole group), no `is_completed` (false until waited for).
 
-[Note: at exit] A worker thread of gloo lets go of an operation's tensors a moment after the operation was waited for.
-If Python has let go of them before, they end there, which takes the interpreter's lock; and a native thread that wants
-for that lock once the interpreter is ending is unwound through C++ that cannot be unwound: "terminate called without
-an active exception", SIGABRT, when all work was done. (`destroy_process_group()` joins the workers only if nothing
-holds the group; torch's own modules do, those imported after it was made.) So the interpreter's end waits until no
-worker is at work.
+[Note: at exit] A worker thread of gloo releases an operation's tensors a moment after the operation was waited for. If
+Python has released them before, the worker frees them, which takes the interpreter's lock. A native thread that
+requests that lock while the interpreter exits is unwound through C++ frames that cannot be unwound: "terminate called
+without an active exception", SIGABRT, after all work was done. (`destroy_process_group()` joins the workers only if the
+group has no other references; those of torch's modules that were imported after it was made hold one.) So the
+interpreter's exit waits until no worker is running.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from .ordered_sum import OrderedSum, SumWorker
 from .pieces import Row, add, copy_apart
 
 FIRST_TAG, TAGS = 2**30, 2**20  # more than can be in flight
-PARCEL_TAG = FIRST_TAG + TAGS  # of messages that are waited for at once, and so need no other
-MOST_RANKS = 8  # as far as was measured; at some point W-1 messages each way cost more than a ring
-MOST_ROOM = 2  # pieces that a sum holds beside its output; more cost time, too, from 16 MiB on (measured with 8 ranks)
+PARCEL_TAG = FIRST_TAG + TAGS  # of all blocking messages: one at a time, so one tag suffices
+MOST_RANKS = 8  # the most that was measured; for some larger number, W-1 messages each way cost more than a ring
+MOST_ROOM = 2  # scratch pieces of a sum, in addition to its output; more are slower from 16 MiB on (with 8 ranks)
 SMALLEST = 2 * 1024 * 1024  # unsharded bytes; measured on two busy cores (on idle ones messages always cost less)
-WORKER = "pt_gloo_runloop"  # what torch names its threads for gloo, as Linux cuts names
-SECONDS = 2.0  # that the interpreter's end waits at most; a worker in an operation that never ends sleeps
+WORKER = "pt_gloo_runloop"  # torch's name of its gloo threads, truncated by Linux
+SECONDS = 2.0  # limit of the wait at exit; a worker in an operation that never completes sleeps, so is not waited for
 
 
 class PeerMessages:
-    """Messages that are waited for together, under way. [Note: messages]"""
+    """Messages in flight that are waited for together. [Note: messages]"""
 
     def __init__(self, works: list[Work], line: PeerConnection) -> None:
         self._works = works  # the last one is waited for first
@@ -75,7 +75,7 @@ class PeerMessages:
         line.under_way.add(self)
 
     def wait(self) -> None:
-        """Block until everything has arrived and everything sent may be let go.
+        """Block until all messages have arrived and the tensors of all sent ones may be released.
 
         Raises:
             RuntimeError: a connection broke.
@@ -87,10 +87,10 @@ class PeerMessages:
 
 
 class PeerConnection:
-    """What the exchanges over one process group share.
+    """State shared by all pairwise exchanges over one process group.
 
     Attributes:
-        peers: all other ranks, in an order in which not all send to the same one first.
+        peers: all other ranks, in an order that differs by rank, so that not all send to the same one first.
         under_way: exchanges that have not been waited for.
         sum_worker: runs the sums that receive in turns.
     """
@@ -108,12 +108,12 @@ class PeerConnection:
         return next(self._tags)
 
     def send(self, peer: int, tag: int, row: Row) -> list[Work]:
-        """Send contiguous pieces, and an end. Empty ones are not sent."""
+        """Send contiguous pieces, and an end. Empty pieces are not sent."""
         group: Any = self._group()
         return [group.send([part], peer, tag) for part in _with_end(row)]
 
     def receive(self, peer: int, tag: int, row: Row) -> list[Work]:
-        """Receive into contiguous pieces what `peer` sends, and the end. For empty ones nothing comes."""
+        """Receive the messages of `peer`, into contiguous pieces, and the end. Empty pieces have no message."""
         group: Any = self._group()
         return [group.recv([part], peer, tag) for part in _with_end(row)]
 
@@ -137,7 +137,7 @@ def _on_one_host(process_group: Any) -> bool:
 
 
 class PairwiseExchange:
-    """Exchanges by messages: for each piece 2(W-1) a rank, and an end for each peer. [Note: messages]"""
+    """Exchanges by messages: 2(W-1) per rank for each piece, and an end per peer. [Note: messages]"""
 
     def __init__(self, process_group: Any, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
         self._rank, self._world = process_group.rank(), process_group.size()
@@ -146,7 +146,7 @@ class PairwiseExchange:
         self._comm_stats = comm_stats
 
     def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
-        """Every rank's `shards`, of the dtype of `rows`, into its row, sent from and received into place."""
+        """All-gather: every rank's `shards`, of the dtype of `rows`, into its row, without a copy in between."""
         return self._gather(self._connection.tag(), rows, Row(shards))
 
     def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork:
@@ -154,9 +154,9 @@ class PairwiseExchange:
         return self._scatter(self._connection.tag(), output, rows)
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
-        """The sum over ranks, in rank order, in place: each rank sums a piece, and sends it on when waited for."""
+        """The sum over ranks, in rank order, in place: each rank sums a piece, and sends the sum in `wait()`."""
         rows = [Row([piece]) for piece in tensor.view(-1).tensor_split(self._world)]
-        # Both now: where ranks wait is not what the order of tags may depend on.
+        # Both tags now: their order must not depend on where a rank waits.
         first, second = self._connection.tag(), self._connection.tag()
         total = self._like(rows[self._rank])
         free = self._tracker.allocate("exchange", total.nbytes)
@@ -175,7 +175,7 @@ class PairwiseExchange:
         return PendingWork(work=work, keep=(*mine.pieces, *(piece for row in rows for piece in row.pieces)))
 
     def _scatter(self, tag: int, output: Row, rows: Sequence[Row]) -> PendingWork:
-        """The first peer's row arrives in `output`, others in scratch, in turns where it has no room for all."""
+        """Receive the first peer's row in `output` and the others in scratch, in turns if that has no room for all."""
         rank, own, others = self._rank, rows[self._rank], self._world - 2
         scratch = [self._like(own) for _ in range(min(others, MOST_ROOM))]
         free = self._tracker.allocate("exchange", len(scratch) * own.nbytes)
@@ -187,7 +187,7 @@ class PairwiseExchange:
         work = self._exchange(tag, rows, in_order)
 
         def add_up() -> None:
-            add(in_order[0], in_order[1], output)  # which is one of them
+            add(in_order[0], in_order[1], output)  # `output` is one of the two
             for row in in_order[2:]:
                 add(output, row, output)
             free()
@@ -213,21 +213,21 @@ class PairwiseExchange:
 
     def _send(self, tag: int, outgoing: Sequence[Row]) -> list[Work]:
         line = self._connection
-        # As many come back; ends are not counted.
+        # Twice: as many are received; ends are not counted.
         self._comm_stats.messages += 2 * sum(len(outgoing[peer].parts) for peer in line.peers)
         return [work for peer in line.peers for work in line.send(peer, tag, outgoing[peer])]
 
     @staticmethod
     def _like(row: Row) -> Row:
-        """Memory for as much."""
+        """Uninitialized memory with the sizes of `row`."""
         return row.of(row.pieces[0].new_empty(row.numel))
 
 
 class GlooAllToAll:
     """Exchanges by gloo's all-to-all.
 
-    Per rank and reduce-scatter of n bytes: n (W-1)/W received into scratch, and a copy of as much that is sent, but on
-    the first and the last rank.
+    A reduce-scatter of n bytes receives n (W-1)/W bytes into scratch on each rank; all ranks but the first and the last
+    also copy that many bytes to send them.
     """
 
     def __init__(self, process_group: Any, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
@@ -271,8 +271,8 @@ class GlooAllToAll:
         send[rank] = 0
         receive = [own.numel()] * self._world
         receive[rank] = 0
-        # all_to_all wants the pieces it sends in one tensor: leaving out our own costs no copy where we are first or
-        # last.
+        # all_to_all sends from one contiguous tensor: leaving out this rank's piece needs no copy on the first and the
+        # last rank.
         copied = 0 < rank < self._world - 1
         if copied:
             outgoing = self._scratch(full, before + after)
@@ -302,13 +302,13 @@ class GlooAllToAll:
     def _free_scratch(self, *scratch: torch.Tensor) -> None:
         for tensor in scratch:
             self._tracker.remove("exchange", tensor.nbytes)
-            # Now: gloo's thread may hold a finished work, and the tensors in it, a little longer than we do.
+            # Freed explicitly: gloo's thread may hold a finished work, and its tensors, a little longer.
             tensor.untyped_storage().resize_(0)
 
 
 class SimulatedExchange(GlooAllToAll):
-    """What `GlooAllToAll` holds, without its exchanges and sums, which take longer the more ranks there are. [Note: dry
-    run]"""
+    """The memory accounting of `GlooAllToAll`, without its exchanges and sums, whose time would grow with the number of
+    ranks. [Note: dry run]"""
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
         return self._hold_scatter(output.numel(), full)
@@ -334,7 +334,7 @@ class SimulatedExchange(GlooAllToAll):
 def wait_for_workers(seconds: float = SECONDS) -> None:
     """Return when no worker thread of gloo is running, or after that many seconds.
 
-    Who sleeps is idle, waits for a peer or for the interpreter's lock, which is free in here.
+    A sleeping worker is idle, or waits for a peer or for the interpreter's lock, which this function releases.
     """
     deadline = time.monotonic() + seconds
     time.sleep(0.001)  # even where threads cannot be listed
@@ -343,11 +343,11 @@ def wait_for_workers(seconds: float = SECONDS) -> None:
 
 
 def _states() -> Iterator[str]:
-    """What worker threads do, in the letters of Linux; nothing on other systems."""
+    """The states of gloo's worker threads, in Linux's letters; none on other systems."""
     for task in Path("/proc/self/task").glob("*"):
         try:
             _, name, rest = (task / "stat").read_text().replace(")", "(").split("(", 2)
-        except (OSError, ValueError):  # it has just ended, or is named otherwise
+        except (OSError, ValueError):  # the thread has just ended, or its name has parentheses
             continue
         if name == WORKER:
             yield rest.split()[0]
@@ -355,5 +355,5 @@ def _states() -> Iterator[str]:
 
 @functools.cache
 def wait_at_exit() -> None:
-    """Let the end of the interpreter wait, once however often this is called."""
+    """Register `wait_for_workers` to run when the interpreter exits; further calls do nothing."""
     atexit.register(wait_for_workers)

@@ -1,11 +1,11 @@
-"""Sums of more pieces than there is room for: the thread that receives the next piece where one was added.
+"""Sums of more pieces than fit into scratch memory: a thread receives the next piece when one has been added.
 
-[Note: ordered sums] A rank that adds up the pieces of W ranks, in rank order, should hold few of them, and can receive
-none before there is room for it. Were room made by `wait()`, a rank's wait would need the others to wait for the same,
-and ranks that wait in different places would wait for each other. So a thread makes it: it takes the sums of a process
-group one after the other, in the order in which all ranks issue them, and depends on nothing but that they do.
+[Note: ordered sums] A rank that adds up the pieces of W ranks, in rank order, should hold few of them at a time, and
+can receive a piece only when there is room for it. If `wait()` made the room, a rank's wait would require that the
+other ranks wait for the same sum, and ranks that wait in different places would deadlock. So a thread makes the room:
+it runs the sums of a process group one after the other, in the order in which all ranks issue them.
 
-The thread lives for as long as there are sums under way.
+The thread lives for as long as there are sums in flight.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .pieces import Row, add
 
 
 class OrderedSum:
-    """The sum, in rank order, of `own` and of what every other rank sends.
+    """The sum, in rank order, of `own` and of the rows received from all other ranks.
 
-    It is made in the first row of `room`, of which there are two or more. There the first row of another rank arrives;
-    later ones in the others, each as often as it takes. [Note: rows]
+    The sum is accumulated in the first row of `room`, which has at least two rows. The first row received arrives
+    there; later ones arrive in the other rows of `room`, which are reused as often as needed. [Note: rows]
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class OrderedSum:
         room: Sequence[Row],
         receive: Callable[[int, Row], Work],
     ) -> None:
-        """`receive(peer, row)` posts what receives a row: now for as many as there is room for, later in `run`."""
+        """`receive(peer, row)` posts a receive: called now for as many rows as `room` has, later in `run`."""
         self._rank, self._world = rank, world
         self._own, self._output = own, room[0]
         self._receive = receive
@@ -46,7 +46,7 @@ class OrderedSum:
             self._receive_into(row)
 
     def run(self) -> None:
-        """Add up everything as it arrives. Blocks until all ranks have sent; `wait` raises what this meets."""
+        """Add up the rows as they arrive. Blocks until all ranks have sent; `wait` raises the errors of this."""
         try:
             self._add_up()
             self._over.set_result(None)
@@ -54,7 +54,7 @@ class OrderedSum:
             self._over.set_exception(error)
 
     def wait(self) -> None:
-        """Block until `run`, in another thread, is over.
+        """Block until `run` has finished in its thread.
 
         Raises:
             RuntimeError: a connection broke.
@@ -73,7 +73,7 @@ class OrderedSum:
     def _arrived(self) -> Row:
         row, work = self._arriving[0]
         work.wait()
-        self._arriving.popleft()  # not before: gloo ends the process when a tensor goes that it writes to
+        self._arriving.popleft()  # not before: gloo aborts the process if a tensor is freed that it writes to
         return row
 
     def _receive_into(self, row: Row) -> None:
@@ -82,7 +82,7 @@ class OrderedSum:
 
 
 class SumWorker:
-    """The thread of one process group, which runs sums in the order in which they are handed over."""
+    """The thread of one process group, which runs sums in the order of submission."""
 
     def __init__(self) -> None:
         self._sums: deque[OrderedSum] = deque()
@@ -90,18 +90,18 @@ class SumWorker:
         self._is_running = False
 
     def submit(self, sum_: OrderedSum) -> None:
-        """Run it when those before it are over. Every rank hands over at the same point of the group's order."""
+        """Run the sum after those submitted before. Every rank submits at the same point of the group's order."""
         with self._lock:
             self._sums.append(sum_)
             if not self._is_running:
                 self._is_running = True
-                # A daemon: where another rank is gone the process must be able to end.
+                # A daemon: the process must be able to exit if another rank has died.
                 threading.Thread(target=self._run, name="flatfsdp sums", daemon=True).start()
 
     def _run(self) -> None:
         while (sum_ := self._next()) is not None:
             sum_.run()
-            del sum_  # or its tensors stay until the next one
+            del sum_  # otherwise its tensors would live until the next sum
 
     def _next(self) -> OrderedSum | None:
         with self._lock:

@@ -1,8 +1,8 @@
-"""Lists of tensors that travel as one, cut into a piece for each rank.
+"""Lists of tensors that are communicated as one, each split into one piece per rank.
 
-[Note: rows] Collectives that take lists take unsharded tensors of one dtype, 1-D, each of which has room for as many
-elements of every rank. Together they are one space, in which a rank's *row* is its piece of each, one behind the
-other; that is the order of a shard, and of what a reduction leaves. A single tensor is a list of one.
+[Note: rows] Coalesced collectives take lists of unsharded 1-D tensors of one dtype, each with the same number of
+elements for every rank. A rank's *row* is the concatenation of its pieces of all tensors; shards and the results of
+reductions have this order. A single tensor is treated as a list of one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .scattered import Scattered, scattered
 
 
 class Row:
-    """What one rank has of each tensor of a list, as if it lay in one place. [Note: rows]
+    """One rank's pieces of the tensors of a list, addressed like one contiguous tensor. [Note: rows]
 
     Attributes:
-        pieces: 1-D, of one dtype, one at least; sizes: their elements; numel: of all; dtype: theirs.
-        memory: where they are known to lie one behind the other; None elsewhere.
+        pieces: 1-D, of one dtype, at least one; sizes: their numbers of elements; numel: the total; dtype: theirs.
+        memory: the 1-D tensor that consists of the pieces, if they are known to be contiguous; None otherwise.
     """
 
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
@@ -32,22 +32,22 @@ class Row:
 
     @cached_property
     def pieces(self) -> list[torch.Tensor]:
-        """The tensors."""
+        """The pieces, as views of `memory`."""
         assert self.memory is not None
         return list(self.memory.split(self.sizes))
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """The pieces that have elements."""
+        """The nonempty pieces."""
         return [piece for piece, size in zip(self.pieces, self.sizes, strict=True) if size]
 
     @property
     def nbytes(self) -> int:
-        """Of all pieces."""
+        """Bytes of all pieces."""
         return self.numel * self.dtype.itemsize
 
     def within(self, start: int, end: int) -> list[torch.Tensor]:
-        """What lies between the elements `start` and `end`, where there are so many, in parts of pieces."""
+        """The elements from `start` to `end` (or to the row's end, if that is smaller), as slices of the pieces."""
         if start == 0 and end >= self.numel:
             return self.pieces
         parts, first = [], 0
@@ -59,18 +59,18 @@ class Row:
         return parts
 
     def of(self, memory: torch.Tensor) -> Row:
-        """`memory`, 1-D and of as many elements, cut as this row is."""
+        """`memory`, 1-D with as many elements, split like this row."""
         return _RowInPlace(memory, self)
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def scattered(self) -> Scattered | None:
-        """The pieces as what can be copied by few calls, if they can. Precondition: they have memory."""
+        """The pieces, prepared for copies by few calls, if possible. Precondition: their storages are allocated."""
         return scattered(self.pieces) if self.memory is None else None
 
     def fill(self, sources: Sequence[torch.Tensor]) -> None:
-        """Fill the pieces from as many tensors, of any dtype and anywhere; those that lie in them already stay."""
+        """Fill the pieces from as many tensors, of any dtype and device; a source that is its piece is not copied."""
         if self.scattered is None:
             copy_apart(self.pieces, sources)
         else:
@@ -78,7 +78,7 @@ class Row:
             copy_apart([self.pieces[number] for number in rest], [sources[number] for number in rest])
 
     def copy_to(self, memory: torch.Tensor, start: int) -> None:
-        """Copy elements from `start` on to `memory`, 1-D and of this dtype: as many as it has."""
+        """Copy the elements from `start` on to `memory`, 1-D and of this dtype, until it is full."""
         if (found := self._as_whole(memory)) is not None:
             found.copy_to(memory)
         else:
@@ -86,14 +86,14 @@ class Row:
             copy(cut(memory, parts), parts)
 
     def copy_given_to(self, memory: torch.Tensor, start: int) -> None:
-        """`copy_to` right after `fill`, before anybody writes to what that was given."""
+        """`copy_to` right after `fill`, while the sources of `fill` are unchanged."""
         if (found := self._as_whole(memory)) is not None:
             found.copy_given_to(memory)
         else:
             self.copy_to(memory, start)
 
     def copy_from(self, memory: torch.Tensor, start: int) -> None:
-        """Fill elements from `start` on from `memory`, 1-D and of this dtype: as many as it has."""
+        """Fill the elements from `start` on from `memory`, 1-D and of this dtype: as many as it has."""
         if (found := self._as_whole(memory)) is not None:
             found.copy_from(memory)
         else:
@@ -101,13 +101,13 @@ class Row:
             copy(parts, cut(memory, parts))
 
     def _as_whole(self, memory: torch.Tensor) -> Scattered | None:
-        """What copies all pieces to or from `memory`, if that is for all, and it does."""
+        """`scattered`, if `memory` is for all pieces and suitably aligned; None otherwise."""
         found = self.scattered if memory.numel() == self.numel else None
         return found if found is not None and found.fits(memory) else None
 
 
 class _RowInPlace(Row):
-    """Pieces that lie one behind the other."""
+    """A row whose pieces are contiguous in memory."""
 
     def __init__(self, memory: torch.Tensor, like: Row) -> None:
         self.memory, self.sizes, self.numel, self.dtype = memory, like.sizes, like.numel, memory.dtype
@@ -121,12 +121,12 @@ def rows_of(tensors: Sequence[torch.Tensor], world: int) -> list[Row]:
 
 
 def cut(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """`memory`, 1-D, cut as `parts` are, which have as many elements together."""
+    """`memory`, 1-D, split into the sizes of `parts`, which have as many elements in total."""
     return [memory] if len(parts) == 1 else memory.split([part.numel() for part in parts])
 
 
 def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Fill each target from its source, which lies elsewhere, and may have another dtype or be on another device."""
+    """Fill each target from its source, which does not overlap it and may have another dtype or device."""
     if len(targets) == 1:
         targets[0].copy_(sources[0], non_blocking=is_ordered(targets[0]))
     elif targets:
@@ -134,17 +134,17 @@ def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> No
 
 
 def copy_apart(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """`copy` of those that do not lie in their targets already."""
+    """`copy`, but skip sources that are their targets (same address)."""
     apart = [pair for pair in zip(targets, sources, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
     copy([target for target, _ in apart], [source for _, source in apart])
 
 
 def is_ordered(target: torch.Tensor) -> bool:
-    """Whether what reads it is in order behind a copy that the host does not wait for."""
+    """Whether later reads of `target` are ordered after a non-blocking copy to it."""
     return target.device.type != "cpu"
 
 
 def add(first: Row, second: Row, output: Row) -> None:
-    """The sum of two rows, which may be the output's."""
+    """Write the sum of two rows to `output`, which may be one of them."""
     for one, other, total in zip(first.pieces, second.pieces, output.pieces, strict=True):
         torch.add(one, other, out=total)

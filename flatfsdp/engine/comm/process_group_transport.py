@@ -1,12 +1,12 @@
-"""torch's collectives over one group, which is how tensors travel where nothing better is known of the backend.
+"""torch's collectives over one group: the transport for backends without a more specific one.
 
-[Note: reduction] Reductions are SUM; scaling is the caller's (`config.precision.gradient_scaling`). Inputs are complete
-when an operation is issued. On an accelerator the caller has made the stream follow what produced them.
+[Note: reduction] Reductions are SUM; the caller scales (`config.precision.gradient_scaling`). Inputs are complete when
+an operation is issued. On an accelerator, the caller has ordered the stream after the kernels that produce them.
 
-[Note: lists] `all_gather_coalesced` and `reduce_scatter_coalesced` take lists of tensors that travel as one: those of
-several small units, or the segments of one. Through shared memory, and by messages, that is one exchange whatever their
-number; NCCL makes one operation of several; elsewhere each is a collective. Where memory is not shared small ones are
-staged together. [Note: rows] [Note: staging]
+[Note: lists] `all_gather_coalesced` and `reduce_scatter_coalesced` communicate a list of tensors as one: those of
+several small units, or the segments of one. Through shared memory, and by messages, that is one exchange regardless of
+their number; NCCL coalesces several operations into one; otherwise each tensor is a collective of its own. Where memory
+is not shared, small tensors are staged together. [Note: rows] [Note: staging]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .axes import Axis
 from .comm_stats import CommStats
 from .tensor_lists import TensorLists
 
-# Backends know few dtypes; in a gather bytes only move. These stay as they are: all backends know them.
+# All backends support these dtypes. Gathers of other dtypes move bytes.
 _KNOWN_TO_ALL = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
 
@@ -35,10 +35,10 @@ class ProcessGroupTransport:
     """torch's flat collectives over one group, on one device.
 
     Attributes:
-        casts_shards: whether a shard that is gathered alone may have another dtype than the output, and be elsewhere.
+        casts_shards: whether `all_gather_base` takes a shard of another dtype and device than the output.
         rests: whether `rest` does anything.
-        fewest_staged: so many small tensors of a list, at least, travel through a staging buffer.
-        lists: those that travelled.
+        fewest_staged: the number of small tensors in a list from which on they are staged together.
+        lists: the lists that were communicated.
     """
 
     casts_shards = rests = False
@@ -68,7 +68,7 @@ class ProcessGroupTransport:
         self.comm_stats.log("all_gather", output.nbytes)
         if output.dtype not in _KNOWN_TO_ALL:
             output, shard = as_bytes(output), as_bytes(shard)
-        if stream.is_callers and output.numel():  # as `_issue`, which a unit need not call three times a step
+        if stream.is_callers and output.numel():  # inlined from `_issue`, to save calls per unit and step
             return PendingWork(work=self._beside.gather(output, shard), keep=(output, shard))
         return self._issue(stream, lambda flat: flat.gather(output, shard), output, shard)
 
@@ -88,8 +88,8 @@ class ProcessGroupTransport:
         return self._issue(stream, lambda flat: flat.all_reduce([summed]), summed)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
-        """Send each other rank, in rank order, its row of `sent`, shape (world - 1, n), and receive theirs into
-        `arrived`; both uint8. Collective, and counted by who issues it."""
+        """Send each other rank, in rank order, its row of `sent`, shape (world - 1, n), and receive their rows into
+        `arrived`; both uint8. Collective; the caller counts it in `comm_stats`."""
         splits = [1] * self.group.size
         splits[self.group.rank] = 0
         if is_memoryless():
@@ -108,7 +108,7 @@ class ProcessGroupTransport:
     ) -> PendingWork:
         """`all_gather_base` of several outputs (of one dtype) as one. Collective over the group.
 
-        Shards may be of other dtypes and elsewhere: they are cast on their way. [Note: lists]
+        Shards may have other dtypes and devices: they are cast first. [Note: lists]
         """
         listed = self.lists.of(outputs)
         if not listed.numel:
@@ -127,7 +127,7 @@ class ProcessGroupTransport:
     ) -> PendingWork:
         """`reduce_scatter_base` of several tensors (of one dtype) as one. Collective over the group.
 
-        `output` has room for the results, one behind the other. The stream has followed what produced `fulls`.
+        `output` has room for the concatenated results. The stream is ordered after the kernels that produce `fulls`.
         [Note: lists]
         """
         listed = self.lists.of(fulls)
@@ -147,7 +147,7 @@ class ProcessGroupTransport:
     def _gather_each(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        """`all_gather_base` of each."""
+        """`all_gather_base` for each pair."""
         if len(outputs) == 1:
             return self.all_gather_base(outputs[0], shards[0], stream)
         return _all_of([self.all_gather_base(*each, stream) for each in zip(outputs, shards, strict=True)])
@@ -155,13 +155,13 @@ class ProcessGroupTransport:
     def _reduce_each(
         self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        """`reduce_scatter_base` of each."""
+        """`reduce_scatter_base` for each pair."""
         if len(outputs) == 1:
             return self.reduce_scatter_base(outputs[0], fulls[0], stream)
         return _all_of([self.reduce_scatter_base(*each, stream) for each in zip(outputs, fulls, strict=True)])
 
     def rest(self) -> None:
-        """Nothing travels for a while: let go of memory that serves that alone. Not collective."""
+        """Release memory that only collectives use, because none follows for a while. Not collective."""
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """Overwrite `tensor` with that of group rank `source`, blocking. Collective."""
@@ -179,7 +179,7 @@ class ProcessGroupTransport:
                 sending.wait()
 
     def receive_now(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite `tensor` with what group rank `source` sends now, blocking."""
+        """Overwrite `tensor` with the tensor that group rank `source` sends now, blocking."""
         self.comm_stats.messages += 1
         if tensor.numel():
             landing = self._reachable(tensor)
@@ -189,11 +189,11 @@ class ProcessGroupTransport:
                 tensor.copy_(landing)
 
     def _reachable(self, tensor: torch.Tensor) -> torch.Tensor:
-        # gloo sends no message from an accelerator's memory.
+        # gloo cannot send messages from an accelerator's memory.
         return tensor.cpu() if self.group.backend == "gloo" else tensor
 
     def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
-        """Sum (or maximum) of `tensor` over ranks in place, blocking; for scalars such as norms. Collective."""
+        """Sum (or maximum) of `tensor` over ranks, in place, blocking; for scalars such as norms. Collective."""
         self.comm_stats.log("scalar", tensor.nbytes)
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         with blocked():
@@ -201,7 +201,7 @@ class ProcessGroupTransport:
         return tensor
 
     def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's `tensor` stacked along a new first dimension, blocking; for small things. Collective."""
+        """Every rank's `tensor`, stacked along a new first dimension, blocking; for small tensors. Collective."""
         output = tensor.new_empty((self.group.size, *tensor.shape))
         self.comm_stats.log("scalar", output.nbytes)
         wait_for(self._in_order.gather(output.view(-1), tensor.reshape(-1).contiguous()))
@@ -210,20 +210,20 @@ class ProcessGroupTransport:
     def _issue(
         self, stream: Stream, start: Callable[[_torch.FlatCollectives], Work | None], *keep: torch.Tensor
     ) -> PendingWork:
-        """What `start` starts with the collectives that it is given, which use the tensors `keep`."""
+        """The work that `start` issues through the collectives passed to it; these use the tensors `keep`."""
         if keep[0].numel() == 0:
-            return DONE  # equal on every rank: sizes of a collective are agreed
+            return DONE  # on every rank: all ranks have the same sizes
         if stream.is_callers:
             return PendingWork(work=start(self._beside), keep=keep)
         with stream.running():
-            # Runs on that stream itself: the event behind it is the end of the work.
+            # Runs on that stream itself: an event recorded after it marks the end of the work.
             wait_for(start(self._in_order))
             return PendingWork(device=self.device, event=stream.mark(), keep=keep)
 
     def _followed(
         self, arriving: PendingWork, stream: Stream, finish: Callable[[], None], *keep: torch.Tensor
     ) -> PendingWork:
-        """What arrives, and then `finish`: where the stream is the caller's, when it is waited for."""
+        """`arriving`, followed by `finish`: if the stream is the caller's, `finish` runs in the wait."""
         if stream.is_callers:
             return arriving.followed_by(finish, *keep)
         with stream.running():
@@ -233,13 +233,13 @@ class ProcessGroupTransport:
 
 
 class Several:
-    """Work that is over when each of some is."""
+    """Several works, waited for as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for each, in the order in which they were issued."""
+        """Wait for each, in the order of issue."""
         for work in self._works:
             work.wait()
 
@@ -249,17 +249,17 @@ def _all_of(works: Sequence[PendingWork]) -> PendingWork:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, in a dtype that every backend moves."""
+    """`tensor`, viewed as bytes if some backend does not support its dtype."""
     return tensor if tensor.dtype in _KNOWN_TO_ALL else tensor.view(torch.uint8)
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as real numbers: in its last dimension twice as many of a complex one."""
+    """`tensor` as real numbers: the last dimension of a complex tensor doubles."""
     return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
 
 
 def wait_for(work: Work | None) -> None:
-    """Keep the host until `work` is over, or order the current stream after it, whatever the backend does."""
+    """Block the host until `work` is complete, or order the current stream after it, depending on the backend."""
     if work is not None:
         with blocked():
-            work.wait()  # where backends have work that orders a stream, it does so only here
+            work.wait()  # on backends with stream-ordered works, only orders the stream

@@ -1,7 +1,7 @@
-"""Process groups and the axes that they span: those a user gave, those of a node's ranks, those that a pickle names.
+"""Process groups and their axes: groups that a user passed, groups of a node's ranks, and groups of pickled models.
 
-[Note: groups] The groups that are made here are made once and kept for as long as the group that they were made for.
-Making one is collective over its members, and names those that are missing.
+[Note: groups] Each group is created once and kept for as long as the group that it was created for. The creation is
+collective over its members; while it waits, the watchdog's reports name the missing ones.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..watchdog.regions import expecting
 from .axes import Axis, ProcessGroups
 from .shared_memory.groups import only_reduces
 
-# The plans in use: units over the same groups share one, and a group of many ranks is asked for them once.
+# The plans in use: units over the same groups share one, so that the ranks of a large group are queried only once.
 _plans: weakref.WeakValueDictionary[tuple[object, ...], ProcessGroups] = weakref.WeakValueDictionary()
 
 
 def require_process_group(who: str = "FullyShardedDataParallel") -> None:
-    """Refuse to go on without a default process group, with the lines that make one."""
+    """Raise UsageError if there is no default process group; the message has the lines that create one."""
     if not dist.is_initialized():
         raise UsageError(
             f"no process group: {who} needs torch.distributed to be initialised. Under torchrun add\n"
@@ -46,7 +46,7 @@ def require_process_group(who: str = "FullyShardedDataParallel") -> None:
 def resolve_groups(config: Config) -> Config:
     """`config` with its process groups made explicit: one group, or (shard group, replicate group) for the hybrids.
 
-    Collective over the default group where a hybrid strategy was given neither groups nor a mesh.
+    Collective over the default group if a hybrid strategy was given neither groups nor a mesh.
     """
     require_process_group()
     set_rank(dist.get_rank())
@@ -70,7 +70,7 @@ def resolve_groups(config: Config) -> Config:
 
 
 def is_first_of(process_group: Any, device_mesh: Any) -> bool:
-    """Whether this rank is the lowest of those for which a user gave these arguments, not yet checked."""
+    """Whether this rank is the lowest of those in these arguments of the user, which are not yet validated."""
     if not dist.is_initialized():
         return True
     groups = process_group if isinstance(process_group, (tuple, list)) else [process_group]
@@ -84,18 +84,18 @@ def is_first_of(process_group: Any, device_mesh: Any) -> bool:
 
 
 def serves(process_group: Any, device: torch.device) -> bool:
-    """Whether a backend of `process_group` (the first, of a pair) takes tensors on `device`."""
+    """Whether a backend of `process_group` (of a pair: the first) supports tensors on `device`."""
     group = process_group[0] if isinstance(process_group, tuple) else process_group
     return device.type in str(dist.get_backend_config(group))
 
 
 def plan_groups(config: Config, device: torch.device) -> ProcessGroups:
-    """The axes for `config` (its groups resolved). Makes, once per group, the communicator for reductions."""
+    """The axes for `config`, whose groups are resolved. Creates the communicator for reductions, once per group."""
     return _plan(config.sharding_strategy, config.process_group, device)
 
 
 def _plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> ProcessGroups:
-    # A plan holds its groups, so their ids are theirs for as long as it is known.
+    # A plan holds references to its groups, so their ids stay unique for as long as it exists.
     key = strategy, device, *map(id, given if isinstance(given, tuple) else [given])
     plan = _plans.get(key)
     if plan is None or not _is_usable(plan):
@@ -144,7 +144,7 @@ def _for_reductions(process_group: Any) -> Any:
 
     def make() -> Any:
         made = new_group(ranks, "wraps a module", like=process_group)
-        forget_after(process_group, made)  # memory that its ranks share, for one
+        forget_after(process_group, made)  # for example shared memory
         only_reduces(made)
         return made
 
@@ -152,9 +152,9 @@ def _for_reductions(process_group: Any) -> Any:
 
 
 def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
-    """The axis of the `count` ranks in a row that this one is among, where `axis` is cut into such rows.
+    """The axis of this rank's `count` consecutive ranks, where `axis` is split into such parts.
 
-    Collective over these ranks where a group is made, once per process group and `count`, which divides its size.
+    Collective over these ranks when the group is created: once per process group and `count`, which divides its size.
     """
     first, like = axis.rank - axis.rank % count, axis.process_group
     row = axis.ranks[first : first + count]
@@ -165,10 +165,10 @@ def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
 
 
 def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: str | None = None) -> Any:
-    """One more group over `ranks`, made by them alone: models on different halves of the world are independent.
+    """One more group over `ranks`, created only by them: models on different halves of the world are independent.
 
-    Collective over `ranks`; `doing` completes "rank 0 ..." for those who wait. It has the time limit of `like`, or of
-    the default group.
+    Collective over `ranks`; `doing` completes "rank 0 ..." in reports of ranks that wait. The time limit is that of
+    `like`, or of the default group.
     """
     limit = _torch.time_limit(dist.group.WORLD if like is None else like)
     timeout = None if math.isinf(limit) else timedelta(seconds=limit)
@@ -182,7 +182,7 @@ def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: 
 
 
 def _exists(process_group: Any) -> bool:
-    """Whether nobody has destroyed `process_group` since it was made."""
+    """Whether `process_group` has not been destroyed."""
     try:
         dist.get_group_rank(process_group, dist.get_rank())
     except ValueError:
@@ -195,7 +195,7 @@ def _all_exist(groups: tuple[Any, ...]) -> bool:
 
 
 def _groups_of_nodes() -> tuple[Any, Any]:
-    """The groups of the ranks of a node, and across nodes."""
+    """This rank's groups: over the ranks of its node, and over the same local rank of all nodes."""
     size, rank = dist.get_world_size(), dist.get_rank()
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or accelerator_count()
     if local < 1 or size % local:
@@ -219,9 +219,9 @@ def _groups_of_nodes() -> tuple[Any, Any]:
 
 
 def plan_over(strategy: ShardingStrategy, ranks: tuple[Any, ...], device: torch.device) -> ProcessGroups:
-    """The axes of `strategy` over these global ranks, in groups found or made for them.
+    """The axes of `strategy` over these global ranks, in existing or new groups.
 
-    Collective over the members where a group is made.
+    Collective over the members if a group is created.
     """
     if strategy in HYBRIDS:
         return _plan(strategy, tuple(_group_over(each) for each in ranks), device)
@@ -240,12 +240,12 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
 
 
 def extent_of(plan: ProcessGroups) -> str:
-    """Shards x replicas, e.g. "2 x 4"."""
+    """The numbers of shards and replicas, for example "2 x 4"."""
     return f"{plan.shard.size} x {plan.replicate.size if plan.replicate is not None else 1}"
 
 
 def groups_in_words(plan: ProcessGroups) -> str:
-    """E.g. "2 shards on ranks 0-1, 2 replicas on ranks 0, 2", with the axes that there are."""
+    """The axes in words, for example "2 shards on ranks 0-1, 2 replicas on ranks 0, 2"."""
     axes = []
     if plan.shard.size > 1 or plan.replicate is None:
         axes.append(f"{_counted(plan.shard, 'shard')} on {_ranks(plan.shard)}")
@@ -259,7 +259,7 @@ def _counted(group: Axis, noun: str) -> str:
 
 
 def _ranks(group: Axis) -> str:
-    """Global ranks, briefly: "ranks 0-7", "ranks 0, 8, .. 56", "rank 3"."""
+    """The global ranks in short form: "ranks 0-7", "ranks 0, 8, .. 56", "rank 3"."""
     ranks = group.ranks
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -271,13 +271,13 @@ def _ranks(group: Axis) -> str:
 
 
 def world_mesh() -> Any:
-    """A 1-D mesh of all ranks, on the current accelerator where the default process group serves it."""
+    """A 1-D mesh of all ranks, on the current accelerator if the default process group supports it, else on the CPU."""
     device = accelerator()
     kind = device.type if device is not None and serves(dist.group.WORLD, device) else "cpu"
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
 def mesh_over(plan: ProcessGroups, kind: str, ranks: Any, names: Any) -> Any:
-    """The mesh of `ranks` (nested lists) on devices of that `kind`, over the groups that `plan` has of the user."""
+    """The mesh of `ranks` (nested lists) on devices of that `kind`, over the groups `plan.given`."""
     group = [*plan.given[::-1]] if isinstance(plan.given, tuple) else plan.given  # a mesh is (replicate, shard)
     return DeviceMesh.from_group(group, kind, torch.tensor(ranks), mesh_dim_names=names)

@@ -1,18 +1,18 @@
-"""Collectives whose numbers travel as blocks of few bits, over any transport. [Note: blocks]
+"""Collectives on numbers that are quantized block-wise to few bits, over any transport. [Note: blocks]
 
-[Note: quantization] Each hop quantizes once, and a rank's own part stays out of it where no other rank has that.
+[Note: quantization] Each hop quantizes once; a rank's own part is not quantized if no other rank receives it.
 
-- *Gather*: a rank encodes its shard, straight from the master dtype, into its row of a buffer of bytes, which the
-  transport below gathers as it gathers anything. All rows are decoded when they have arrived, this rank's too: every
-  rank computes with the same values.
-- *Reduce-scatter*: a rank encodes the pieces of the others, which go all-to-all, and adds up what it decodes, in rank
-  order, in float32, its own piece as it is.
-- *All-reduce*: the same for a piece for each rank, whose sum is encoded once more and sent to all, who decode it alike.
-  What is joined with others shares blocks with them.
+- *Gather*: a rank encodes its shard, directly from the master dtype, into its row of a buffer of bytes, which the
+  underlying transport gathers. Then all rows are decoded, including this rank's own: every rank computes with the same
+  values.
+- *Reduce-scatter*: a rank encodes the pieces of the other ranks, which are exchanged by an all-to-all. Each rank adds
+  up the decoded pieces in rank order, in float32; its own piece is added unquantized.
+- *All-reduce*: the same for one piece per rank; the sum is encoded again and sent to all ranks, which decode the same
+  values. Gradients that are reduced together share blocks.
 
-What reductions lose they leave in the residuals that they are given ([Note: error feedback]).
+Reductions store their quantization errors in the residuals that they are given ([Note: error feedback]).
 
-Bytes are counted as they travel, with the scales (`CommStats`), and rows of bytes in the memory tracker as `quantized`.
+`CommStats` counts the encoded bytes, including the scales; the memory tracker counts the rows of bytes as `quantized`.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class QuantizedTransport(ProcessGroupTransport):
     """Another transport's gathers of parameters, or reductions of gradients, in few bits. [Note: quantization]"""
 
     casts_shards = True
-    _residuals: Sequence[Residuals] = ()  # of what is reduced; none without error feedback
+    _residuals: Sequence[Residuals] = ()  # of the gradients to reduce; none without error feedback
 
     def __init__(self, inner: Transport, codec: BlockCodec) -> None:
-        """`inner`: over several ranks; what is not overridden here is done as there, in full precision."""
+        """`inner`: a transport over several ranks; inherited operations run over its group, in full precision."""
         super().__init__(inner.group, inner.device, comm_stats=inner.comm_stats, tracker=inner.tracker)
         self._inner = inner
         self._codec = codec
 
     def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
-        """Fill `output` with what is decoded of every rank's `shard`, which may have another dtype and be on the host.
+        """Fill `output` with the decoded shards of all ranks; `shard` may have another dtype and be on the host.
         Collective."""
         return self.all_gather_coalesced([output], [shard], stream)
 
     def all_gather_coalesced(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        """`all_gather_base` of several, as one operation. Collective."""
+        """`all_gather_base` of several outputs, as one operation. Collective."""
         world, rank = self.group.size, self.group.rank
         wholes = [_by_rank(real(output), world) for output in outputs]
         sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
@@ -75,13 +75,13 @@ class QuantizedTransport(ProcessGroupTransport):
         return self._followed(arriving, stream, unpack, *outputs)
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
-        """Sum this rank's piece of `full` and what is decoded of it from the others into `output`. Collective."""
+        """Sum this rank's piece of `full` and the decoded pieces of the other ranks into `output`. Collective."""
         return self.reduce_scatter_coalesced(output, [full], stream)
 
     def reduce_scatter_coalesced(
         self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        """`reduce_scatter_base` of several, whose results lie one behind the other, as one operation. Collective."""
+        """`reduce_scatter_base` of several tensors, whose results are concatenated, as one operation. Collective."""
         world, rank = self.group.size, self.group.rank
         wholes = [_by_rank(real(full), world) for full in fulls]
         sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
@@ -108,8 +108,8 @@ class QuantizedTransport(ProcessGroupTransport):
         return self._followed(arriving, stream, add_up, output, *fulls, *owed)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
-        """Sum `tensor` over ranks in place: all of them decode the same sums. Collective; on a CPU again when it is
-        waited for."""
+        """Sum `tensor` over ranks in place: all ranks decode the same sums. Collective; on a CPU its wait is collective
+        as well."""
         world, rank = self.group.size, self.group.rank
         flat = real(tensor.view(-1))
         if not flat.numel():
@@ -163,7 +163,7 @@ class QuantizedTransport(ProcessGroupTransport):
         self._compute(own.numel() * len(rows), self._codec.add_up, output, rows, own, self.group.rank)
 
     def _compute(self, numel: int, function: Callable[..., None], *args: object, with_lost: bool = False) -> None:
-        """Run a function of the codec, whose scratch is counted. [Note: dry run]"""
+        """Run a function of the codec and count its scratch memory. [Note: dry run]"""
         scratch = self._codec.scratch_bytes(numel, self.device.device, with_lost=with_lost)
         free = self.tracker.allocate(KIND, scratch)
         if not is_memoryless():
@@ -172,15 +172,15 @@ class QuantizedTransport(ProcessGroupTransport):
         free()
 
     def _bytes(self, count: int) -> FlatBuffer:
-        """Memory for so many bytes, until it is freed."""
+        """An allocated buffer of `count` bytes; the caller frees it."""
         buffer = FlatBuffer(count, torch.uint8, self.device.device, tracker=self.tracker, kind=KIND)
         buffer.allocate()
         return buffer
 
 
 def compensated(reducer: R, residuals: Sequence[Residuals]) -> R:
-    """`reducer`, where it quantizes for the reduction of one flat gradient, or of several that lie one behind the
-    other, of whose pieces these are the `residuals`."""
+    """`reducer`; if it quantizes, a copy that compensates with these `residuals`, for the reduction of one flat
+    gradient or of several concatenated ones."""
     if not isinstance(reducer, QuantizedTransport):
         return reducer
     made: Any = copy.copy(reducer)
@@ -190,7 +190,7 @@ def compensated(reducer: R, residuals: Sequence[Residuals]) -> R:
 
 
 def _pieces(flat: torch.Tensor, rows: torch.Tensor, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`flat`, 1-D, in pieces of `numel`, each with its row: all that are whole, shape (R, numel), and the rest."""
+    """`flat`, 1-D, in pieces of `numel` with their rows: all complete ones, shape (R, numel), then the remainder."""
     whole = flat.numel() // numel
     if whole:
         yield flat[: whole * numel].view(whole, numel), rows[:whole]
@@ -199,5 +199,5 @@ def _pieces(flat: torch.Tensor, rows: torch.Tensor, numel: int) -> Iterator[tupl
 
 
 def _by_rank(flat: torch.Tensor, world: int) -> torch.Tensor:
-    """`flat`, shape (world * n,), as (world, n)."""
+    """A view of `flat`, shape (world * n,), as (world, n)."""
     return flat.view(world, flat.numel() // world)

@@ -1,8 +1,8 @@
-"""Many small tensors that are copied by few calls, to or from a place where they lie one behind the other.
+"""Copies between many small tensors and one contiguous tensor, by few calls.
 
-[Note: scattered] To copy a small parameter takes longer than its bytes do. So neighbors in a list that lie in one
-storage are taken together: an *index* of that storage has their places, in units of as many bytes as all starts and
-sizes are multiples of, and one call copies them all. Units move as they are, in a dtype of as many bytes.
+[Note: scattered] For a small parameter, a call takes longer than copying its bytes. So consecutive tensors of a list
+that share a storage are grouped: an *index* into that storage has their places, in units of the largest size in bytes
+that divides all starts and sizes, and one call copies them all. Units are copied bitwise, in a dtype of their size.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from ..base import _torch
 from .tensor_groups import TensorGroup
 
-FEWEST = 4  # tensors that are taken together
-LARGEST = 16 * 1024  # bytes of one of them
+FEWEST = 4  # tensors of a group, at least
+LARGEST = 16 * 1024  # bytes of a grouped tensor, at most
 _UNITS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Together:
-    """Tensors that are copied by one call.
+    """A group of tensors that is copied by one call.
 
     Attributes:
-        numbers: which of the list.
-        storage: in which they lie, in units; index: where in it.
-        place: of what they fill, among the parts.
+        numbers: their indices in the list.
+        storage: the storage that they share, in units; index: their units in it.
+        place: the index of the group among the parts.
     """
 
     numbers: range
@@ -40,20 +40,20 @@ class _Together:
 
 
 class Scattered:
-    """1-D tensors of one dtype on the CPU, some of which are taken together. [Note: scattered]
+    """1-D tensors of one dtype on the CPU, some of which are copied in groups. [Note: scattered]
 
-    Copies of all of them have *parts*: what is taken together, and each of the others.
+    A copy of all of them consists of *parts*: one per group, and one for each of the other tensors.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], runs: Sequence[range]) -> None:
-        """`runs`: those that are taken together, in order."""
+        """`runs`: the indices of each group, in order."""
         itemsize = tensors[0].dtype.itemsize
         starts, sizes = [each.storage_offset() * itemsize for each in tensors], [each.nbytes for each in tensors]
         self._unit = unit = math.gcd(16, *starts, *sizes)  # bytes
         self._dtype = tensors[0].dtype
         self._together: list[_Together] = []
-        self._alone: list[int] = []  # the others
-        self._places: list[int] = []  # of these, among the parts
+        self._alone: list[int] = []  # indices of ungrouped tensors
+        self._places: list[int] = []  # of ungrouped tensors, among the parts
         self._sizes: list[int] = []  # of parts, in units
         end = 0
         for run in (*runs, range(len(tensors), len(tensors))):
@@ -74,12 +74,12 @@ class Scattered:
         self._apart: list[int] = []
 
     def fits(self, memory: torch.Tensor) -> bool:
-        """Whether `memory`, which has as many elements as all of them, can be seen in units."""
+        """Whether `memory`, which has as many elements as all tensors, is aligned to units."""
         offset = memory.storage_offset() * memory.dtype.itemsize
         return memory.data_ptr() % self._unit == 0 and offset % self._unit == 0
 
     def copy_to(self, memory: torch.Tensor) -> None:
-        """Copy them into `memory`, which fits, one behind the other."""
+        """Copy the tensors into `memory`, which `fits`, back to back."""
         parts = memory.view(_UNITS[self._unit]).split(self._sizes)
         for each in self._together:
             torch.index_select(each.storage, 0, each.index, out=parts[each.place])
@@ -87,7 +87,7 @@ class Scattered:
             _torch.foreach_copy_([parts[place] for place in self._places], self._singles)
 
     def copy_given_to(self, memory: torch.Tensor) -> None:
-        """`copy_to` right after `fill`: from what the sources have in one place, which takes no index."""
+        """`copy_to` right after `fill`: copies from the sources where these are contiguous, which needs no index."""
         parts = memory.view(_UNITS[self._unit]).split(self._sizes)
         targets, sources = [parts[place] for place in self._places], [*self._singles]
         for each, source in zip(self._together, self._joined, strict=True):
@@ -100,7 +100,7 @@ class Scattered:
             _torch.foreach_copy_(targets, sources)
 
     def copy_from(self, memory: torch.Tensor) -> None:
-        """Fill them from `memory`, which fits, and has what is for them one behind the other."""
+        """Fill the tensors from `memory`, which `fits` and has their values back to back."""
         parts = memory.view(_UNITS[self._unit]).split(self._sizes)
         for each in self._together:
             each.storage.index_copy_(0, each.index, parts[each.place])
@@ -108,9 +108,9 @@ class Scattered:
             _torch.foreach_copy_(self._singles, [parts[place] for place in self._places])
 
     def fill(self, sources: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Fill those of them whose `sources`, one for each tensor, lie one behind the other; the numbers of the rest.
+        """Fill the groups whose `sources` (one per tensor) are contiguous; returns the indices of all other tensors.
 
-        `sources` live from now on, until others come.
+        `sources` are kept alive until the next call with other sources.
         """
         together = self._together
         if sources is self._kept and isinstance(sources, TensorGroup):
@@ -128,7 +128,7 @@ class Scattered:
         return self._apart
 
     def _as_one(self, target: _Together, sources: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """`sources` as one, in units, if they lie one behind the other and elsewhere."""
+        """`sources` as one tensor in units, if they are contiguous and in another storage than `target`."""
         first = sources[0]
         if first.dtype != self._dtype or len(_runs(sources, fewest=1, largest=LARGEST)) != 1:
             return None
@@ -144,13 +144,13 @@ class Scattered:
 
 
 def scattered(tensors: Sequence[torch.Tensor]) -> Scattered | None:
-    """`tensors`, which are 1-D and of one dtype, if some can be taken together; they have their memory now."""
+    """`tensors`, 1-D and of one dtype, prepared for copies if some can be grouped. Their storages are allocated."""
     found = _runs(tensors, fewest=FEWEST, largest=LARGEST)
     return Scattered(tensors, found) if found else None
 
 
 def _runs(tensors: Sequence[torch.Tensor], *, fewest: int, largest: int) -> list[range]:
-    """Neighbours that lie in one storage of the CPU, at least so many."""
+    """The runs of at least `fewest` consecutive tensors of at most `largest` bytes in one storage of the CPU."""
 
     def storage_of(number: int) -> int:
         each = tensors[number]
@@ -163,16 +163,16 @@ def _runs(tensors: Sequence[torch.Tensor], *, fewest: int, largest: int) -> list
 
 
 def _seen(storage: torch.UntypedStorage, unit: int) -> torch.Tensor:
-    """All of a storage in units, whether it has its memory or not."""
-    with torch.inference_mode(False):  # it serves training, whatever pass needs it first
-        made = torch.empty(0, dtype=_UNITS[unit], device="cpu")  # whatever is the default
+    """A complete storage as a tensor of units; the storage need not be allocated."""
+    with torch.inference_mode(False):  # used in training, even if first requested in inference mode
+        made = torch.empty(0, dtype=_UNITS[unit], device="cpu")  # not the default device
         # The stubs of torch lack the overload for untyped storages.
         return made.set_(storage, 0, (storage.nbytes() // unit,))  # type: ignore[call-overload]
 
 
-@lru_cache(1024)  # layers have one layout, in storages of their own
+@lru_cache(1024)  # layers have the same layout, in different storages
 def _index(unit: int, starts: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    """The places, in units, of what lies at `starts` (bytes)."""
+    """The indices, in units, of tensors that begin at `starts` and have `sizes` (both in bytes)."""
     with torch.inference_mode(False):
         first, length = (torch.tensor(each, device="cpu") // unit for each in (starts, sizes))
         shift = first - length.cumsum(0) + length

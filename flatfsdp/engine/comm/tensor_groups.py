@@ -1,4 +1,4 @@
-"""Lists of tensors that are given again and again, and known by which list it is."""
+"""Lists of tensors that are passed repeatedly, and are recognized by the identity of the list."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 class TensorGroup(list[torch.Tensor]):
-    """A list that nobody changes once it is made: who is given it again need not look at each tensor."""
+    """A list that is never changed after its creation: the same list means the same tensors."""
 
     __slots__ = ("__weakref__", "_joined")
     _joined: tuple[list[TensorGroup], TensorGroup]
 
     @staticmethod
     def join(groups: Sequence[TensorGroup]) -> TensorGroup:
-        """The tensors of all, as one; the same where it was asked for the same groups last."""
+        """The tensors of all `groups` in one group; the same object as in the last call if `groups` are the same."""
         first, *rest = groups
         if not rest:
             return first

@@ -1,9 +1,9 @@
-"""How a list of tensors travels where memory is not shared: large ones in place, small ones together.
+"""Communication of lists of tensors without shared memory: large tensors in place, small ones staged together.
 
-[Note: staging] A collective, or a message, for each of many small tensors would take longer than copies. So those of at
-most `SMALL` bytes travel as one in a *staging buffer*, which has a row for each rank, and in the row a piece of each.
-Copies into it and out of it are counted apart (`CommStats.staged`). Larger ones are sent from where they lie and
-received there: nothing of them is staged.
+[Note: staging] A collective, or a message, for each of many small tensors would take longer than copies. So tensors of
+at most `SMALL` bytes are communicated together in a *staging buffer*, which has a row for each rank, with a piece of
+each tensor. Copies into and out of it are counted separately (`CommStats.staged`). Larger tensors are sent from and
+received into their own memory, without staging.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .pieces import Row, copy, is_ordered, rows_of
 from .tensor_groups import TensorGroup
 
 SMALL = 64 * 1024  # bytes of an unsharded tensor
-KNOWN = 256  # lists of a transport
+KNOWN = 256  # lists that a transport remembers
 
 
 class StagingBuffer:
-    """A staging buffer for certain unsharded tensors, and its views, which take longer to make than to fill.
+    """A staging buffer for given unsharded tensors, with views that are kept: creating them takes longer than copies.
 
     Attributes:
         memory: shape (world * n,): a row of n elements for each rank.
-        rows: the same, shape (world, n); own: this rank's, shape (n,); own_pieces: that cut, a piece for each tensor.
-        wholes: the tensors, of world rows each.
+        rows: its view, shape (world, n); own: this rank's row, shape (n,); own_pieces: `own`, split by tensor.
+        wholes: views of the tensors, with `world` rows each.
         unpack: copies all rows to the tensors.
-        sums: shape (n,): for what a reduction leaves of them.
+        sums: shape (n,): for the result of a reduction.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], group: Axis, tracker: MemoryTracker) -> None:
@@ -49,26 +49,26 @@ class StagingBuffer:
         self.own_pieces = self.own.split(sizes)
         self.wholes = [tensor.view(world, size) for tensor, size in zip(tensors, sizes, strict=True)]
         self._sizes = sizes
-        if is_ordered(first):  # one kernel, where the other way takes one for each tensor
+        if is_ordered(first):  # one kernel; the other way launches one for each tensor
             self.unpack = partial(torch.split_with_sizes_copy, self.rows, sizes, 1, out=self.wholes)
         else:
             self.unpack = partial(_torch.foreach_copy_, self.wholes, self.rows.split(sizes, dim=1))
 
     def unpack_sums(self, targets: Sequence[torch.Tensor]) -> None:
-        """Copy what a reduction left to its place."""
+        """Copy the result of a reduction to `targets`."""
         copy(targets, self.sums.tensor.split(self._sizes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gather:
-    """How certain shards are gathered.
+    """The plan of an all-gather of given shards.
 
     Attributes:
-        shards: these, which live as long; given: their ids.
-        outputs, sources: what is gathered, and of what.
-        copies: what is copied first, to where, by dtype and device of what: shards that are cast, and small ones to the
-            staging buffer. All of one dtype are one kernel of an accelerator.
-        ordered: whether what reads a copy is in order behind it.
+        shards: these shards, which are kept alive; given: their ids.
+        outputs, sources: the arguments of the all-gathers.
+        copies: (targets, sources) of the copies before, one pair per dtype and device of the sources: shards to cast,
+            and small shards to stage. Copies of one dtype are one kernel of an accelerator.
+        ordered: whether reads of the targets are ordered after a non-blocking copy.
     """
 
     shards: list[torch.Tensor]
@@ -80,11 +80,11 @@ class _Gather:
 
 
 class TensorList:
-    """Unsharded tensors of one dtype that travel as one, and how. [Note: rows]
+    """Unsharded tensors of one dtype that are communicated as one, with the plan for it. [Note: rows]
 
     Attributes:
-        nbytes, numel, device: of all of them.
-        staged: bytes that are staged each time.
+        nbytes, numel, device: totals over all tensors, and their device.
+        staged: bytes that are staged in each collective.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class TensorList:
         fewest: int,
         forget: Callable[[object], None],
     ) -> None:
-        """`fewest`: so many small ones, at least, are staged. `forget` is called when one of the tensors is gone."""
+        """Small tensors are staged if there are at least `fewest`. `forget` is called when one of the tensors dies."""
         self._kept = [weakref.ref(tensor, forget) for tensor in tensors]
-        self._given = list(map(id, tensors))  # of those that live, or this is forgotten
-        self._group_of: Callable[[], object] = lambda: None  # the group that was given last
-        self._tensors = [tensor.data for tensor in tensors]  # views of these keep none of the caller's alive
+        self._given = list(map(id, tensors))  # ids stay valid: `forget` is called when one of the tensors dies
+        self._group_of: Callable[[], object] = lambda: None  # the last TensorGroup that was passed
+        self._tensors = [tensor.data for tensor in tensors]  # so that views do not keep the caller's tensors alive
         self._group, self._tracker = group, tracker
         self._plan: _Gather | None = None
         self.device = tensors[0].device
@@ -112,28 +112,28 @@ class TensorList:
         self.staged = sum(tensors[index].nbytes for index in self._small)
 
     def serves(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether it was made for these very `tensors`, and its staging buffer is not in use."""
+        """Whether it was made for these `tensors` (by identity), and its staging buffer is not in use."""
         in_use = self.staged and "staging" in vars(self) and self.staging.memory.allocated
         if in_use or (tensors is not self._group_of() and list(map(id, tensors)) != self._given):
             return False
         if isinstance(tensors, TensorGroup):
             self._group_of = weakref.ref(tensors)
-        return self._tensors[0].data_ptr() == tensors[0].data_ptr()  # or somebody gave them other memory
+        return self._tensors[0].data_ptr() == tensors[0].data_ptr()  # unless `.data` was set to other memory
 
     @cached_property
     def rows(self) -> list[Row]:
-        """What each rank has of them: a tensor for each rank and tensor, for those who exchange them by themselves."""
+        """Each rank's row of these tensors, for exchanges that are done by the engine."""
         return rows_of(self._tensors, self._group.size)
 
     @cached_property
     def staging(self) -> StagingBuffer:
-        """For those that are staged."""
+        """The staging buffer of the small tensors."""
         return StagingBuffer([self._tensors[index] for index in self._small], self._group, self._tracker)
 
     def to_gather(self, shards: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs that are to be gathered, and of what; shards of another dtype, or elsewhere, are cast here.
+        """The outputs and shards to pass to all-gathers; shards of another dtype or device are cast here.
 
-        `finish_gather` follows when they were.
+        Call `finish_gather` after the all-gathers.
         """
         plan = self._plan
         if plan is None or list(map(id, shards)) != plan.given:
@@ -163,14 +163,14 @@ class TensorList:
         return _Gather(list(shards), list(map(id, shards)), outputs, sources, list(copies.values()), ordered)
 
     def finish_gather(self) -> None:
-        """What was staged comes to its place."""
+        """Copy the staged pieces to the outputs and free the staging buffer."""
         if self._small:
             staging = self.staging
             staging.unpack()
             staging.memory.free()
 
     def to_reduce(self, output: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs that are to be filled, and with the sums of what. `finish_reduction` follows when they were."""
+        """The outputs and inputs to pass to reduce-scatters. Call `finish_reduction` after these."""
         if self._small:
             staging = self.staging
             staging.memory.allocate()
@@ -186,7 +186,7 @@ class TensorList:
         return outputs, fulls
 
     def finish_reduction(self, output: torch.Tensor) -> None:
-        """What was staged comes to its place in `output`."""
+        """Copy the staged sums to their places in `output` and free the staging buffer."""
         if self._small and self._large:
             results = output.split(self._sizes)
             self.staging.unpack_sums([results[index] for index in self._small])
@@ -200,7 +200,7 @@ def _differs(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class TensorLists:
-    """The lists of one transport that are known, for as long as all of their tensors live."""
+    """The cache of one transport's lists; a list stays for as long as all of its tensors live."""
 
     def __init__(self, group: Axis, tracker: MemoryTracker, *, fewest: int) -> None:
         self._group, self._tracker, self._fewest = group, tracker, fewest
@@ -218,7 +218,7 @@ class TensorLists:
             if (found := lists()) is not None:
                 found._known.pop(key, None)
 
-        if len(self._known) == KNOWN:  # of a model that joins others at every step
+        if len(self._known) == KNOWN:  # for example if a model joins different units at every step
             self._known.clear()
         made = TensorList(tensors, self._group, self._tracker, fewest=self._fewest, forget=forget)
         self._known[key] = made

@@ -1,11 +1,11 @@
-"""All collectives on tensors: one gather, one reduce-scatter, one all-reduce, one broadcast, each handed back as
+"""All collectives on tensors (all-gather, reduce-scatter, all-reduce, broadcast), by backend. Asynchronous ones return
 `PendingWork`.
 
-[Note: transports] How a collective is carried out depends on the backend and stands here only. `ProcessGroupTransport`
-takes torch's flat collectives. `DeterministicGloo` serves gloo, whose reductions sum in an order of their own: every
-rank sends each peer its piece and sums what it receives in rank order, so that worlds of any size are reproducible, bit
-for bit, however late a rank is. Where much is gathered among a few ranks on one host, that goes by such messages, too
-(`gloo.py`). What is on the CPU passes through memory instead where ranks share some (`shared_memory/`). `SingleRank`
+[Note: transports] Only this module decides how a collective is carried out on a backend. `ProcessGroupTransport` uses
+torch's flat collectives. `DeterministicGloo` serves gloo, whose own reductions sum in an unspecified order: every rank
+sends each peer its piece and sums the received pieces in rank order, so that results are bitwise reproducible for any
+world size and timing. Large gathers among a few ranks on one host are done by such messages as well (`gloo.py`).
+Tensors on the CPU are exchanged through shared memory instead, if the ranks have it (`shared_memory/`). `SingleRank`
 serves an axis of one rank.
 """
 
@@ -34,11 +34,11 @@ from .shared_memory.collectives import SharedMemoryExchange, SimulatedSharedMemo
 from .shared_memory.groups import capacity_of, of_group, would_share
 from .tensor_lists import TensorList
 
-Exchange = SharedMemoryExchange | gloo.PairwiseExchange  # ways to exchange lists of tensors, cut into rows
+Exchange = SharedMemoryExchange | gloo.PairwiseExchange  # implementations of exchanges of rows
 
 
 class DeterministicGloo(ProcessGroupTransport):
-    """gloo: reductions sum in rank order, and a few ranks on one host exchange what is large pairwise. [Note:
+    """gloo: reductions sum in rank order, and a few ranks on one host exchange large tensors pairwise. [Note:
     transports]"""
 
     rests = True
@@ -117,7 +117,7 @@ class DeterministicGloo(ProcessGroupTransport):
         return self._exchange(stream, lambda: way.all_to_all(arrived, sent), sent)
 
     def rest(self) -> None:
-        if (shared := self.__dict__.get("_in_memory")) is not None:  # it is not made for that
+        if (shared := self.__dict__.get("_in_memory")) is not None:  # without creating it
             shared.rest()
 
     def _shared_memory(self, of: torch.Tensor | TensorList) -> SharedMemoryExchange | None:
@@ -145,16 +145,16 @@ class DeterministicGloo(ProcessGroupTransport):
             return PendingWork(device=self.device, event=stream.mark(), keep=keep)
 
     def _is_for_pairs(self, *unsharded: torch.Tensor) -> bool:
-        # gloo sends no message from an accelerator's memory.
+        # gloo cannot send messages from an accelerator's memory.
         could = sum(each.nbytes for each in unsharded) >= gloo.SMALLEST and unsharded[0].device.type == "cpu"
         return could and gloo.is_near(self.group.process_group)
 
 
 class CoalescingNccl(ProcessGroupTransport):
-    """NCCL, which makes one operation of several on its own. (Dry runs do not issue it: torch knows no such operation
-    on tensors without memory.)"""
+    """NCCL, which coalesces several collectives into one operation. (Dry runs do not issue it: torch does not support
+    that on tensors without memory.)"""
 
-    fewest_staged = 65  # below, the host is through with a group sooner than with copies
+    fewest_staged = 65  # for fewer tensors, a coalesced operation takes less time of the host than copies
 
     def _gather_each(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
@@ -183,7 +183,7 @@ class CoalescingNccl(ProcessGroupTransport):
 
 
 class SingleRank(ProcessGroupTransport):
-    """An axis of one rank: nothing travels, and nothing is counted."""
+    """An axis of one rank: no communication, and nothing is counted."""
 
     def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
         if output.data_ptr() != shard.data_ptr():
@@ -231,7 +231,7 @@ Transport = ProcessGroupTransport
 
 
 class Reducer(Protocol):
-    """What gradients are reduced with: a transport, or a user's hook."""
+    """The interface of gradient reductions: implemented by transports and by communication hooks."""
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork: ...
 
@@ -243,11 +243,11 @@ class Reducer(Protocol):
 
 
 _double: Override[Callable[[Transport], Transport] | None] = Override(None)
-doubled = _double.being  # inside, a double is put in front of every transport that is made (a late one, for tests)
+doubled = _double.being  # a context in which every new transport is wrapped (for tests, for example to delay works)
 
 
 def transport(group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
-    """The transport for `group`: by backend and world size."""
+    """The transport for `group`, chosen by backend and world size."""
     kind = SingleRank if group.process_group is None else _BY_BACKEND.get(group.served_as, ProcessGroupTransport)
     if kind is DeterministicGloo:
         gloo.wait_at_exit()
@@ -256,7 +256,7 @@ def transport(group: Axis, device: Device, *, comm_stats: CommStats, tracker: Me
 
 
 def is_initialized() -> bool:
-    """Whether this process is a rank of a job."""
+    """Whether this process is a rank of a job: whether torch.distributed is initialized."""
     return dist.is_initialized()
 
 
@@ -264,8 +264,8 @@ def agree_on_maximum(flags: dict[torch.device, torch.Tensor], process_group: Any
     """The maximum over `process_group` (None: the default group) of scalars that this rank holds per device.
     Collective.
 
-    All scalars travel as one, on a device that the group's backend serves (the accelerator's where flags are on the CPU
-    and the backend does not serve it), and each device gets the answer.
+    All scalars are reduced as one, on a device that the group's backend supports (the accelerator if flags are on the
+    CPU and the backend does not support that), and each device's scalar is set to the result.
     """
     if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
         return flags

@@ -1,5 +1,5 @@
-"""Exchanges of CPU tensors among the ranks of one host, through memory that they share: no byte passes the kernel.
+"""Exchanges of CPU tensors among the ranks of one host through shared memory, without copies by the kernel.
 
-Imports `base`, `device` and `comm_stats` beside it. What users hold is never shared: every byte is copied into an
-outbox and out of it. [Note: outbox]
+Imports `base` and `device`, and modules of the package above. Users' tensors are never in shared memory: all data are
+copied into an outbox and out of it. [Note: outbox]
 """

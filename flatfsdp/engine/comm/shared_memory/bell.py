@@ -1,14 +1,14 @@
-"""How a rank sleeps until a peer has done something, and is woken.
+"""Sleeping until a peer makes progress, and waking sleeping peers.
 
-[Note: bell] Every process has one word that its peers change, and on which it sleeps (`futex(2)`), whatever it waits
-for. The word never has a value twice, so that a change between a look at the counters and the sleep is seen by the
-kernel. Who changes it makes the system call only where somebody sleeps.
+[Note: bell] Every process has one word that its peers change, and on which it sleeps (`futex(2)`) in all of its waits.
+The word never has the same value twice, so the kernel detects a change between a check of the counters and the sleep. A
+peer that changes the word makes the system call only if a thread sleeps.
 
-[Note: barriers] Data are written before the counter that publishes them, and on x86 stores are seen in the order in
-which they were made, by readers that read in that order. What x86 may reorder is a store and a later load: "I have
-posted" and "does my peer sleep?" here, "I sleep" and "what has my peer posted?" there. Between the two stands
-`_barrier`, a lock that is taken and let go, which is a locked instruction. Other processors need more, and are left to
-gloo.
+[Note: barriers] Data are written before the counter that publishes them, and on x86 stores become visible in program
+order to readers that load in that order. However, x86 may reorder a store and a later load: "I have posted" and "does
+my peer sleep?" on one side, "I sleep" and "what has my peer posted?" on the other. `_barrier` separates the two: it
+acquires and releases a lock, which takes a locked instruction. Other processors need more barriers, and use gloo
+instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import cache
 from .segments import MemorySegment, create
 
 SIZE = 4096
-_WORD, _SLEEPS = 0, 16  # indices of 32-bit words, in lines of their own
+_WORD, _SLEEPS = 0, 16  # indices of 32-bit words, in cache lines of their own
 _FUTEX = 202  # the number of the system call on x86-64
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 2**30
@@ -38,7 +38,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Bell:
-    """The word of one process, mapped."""
+    """The mapped word of one process."""
 
     def __init__(self, segment: MemorySegment) -> None:
         self._segment = segment
@@ -46,7 +46,7 @@ class Bell:
         self._address = ctypes.c_void_p(segment.bytes.data_ptr() + 4 * _WORD)
 
     def ring(self, value: int) -> None:
-        """Wake its owner, if that sleeps; no two rings of a bell have the same 32-bit `value`."""
+        """Wake the bell's process, if it sleeps; no two rings of a bell have the same 32-bit `value`."""
         words = self._words
         words[_WORD] = value
         _barrier()
@@ -55,10 +55,10 @@ class Bell:
 
 
 class OwnBell(Bell):
-    """This process's.
+    """The bell of this process.
 
     Attributes:
-        descriptor: of its segment, for peers.
+        descriptor: the file descriptor of its segment, for peers.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class OwnBell(Bell):
         super().__init__(MemorySegment(self.descriptor, SIZE))
 
     def look(self) -> int:
-        """The word now. From here on, peers wake whoever sleeps; look at what is awaited after it."""
+        """The word now. From here on peers make the system call, so check the awaited condition after this call."""
         with _lock:
             self._sleepers += 1
             self._words[_SLEEPS] = self._sleepers
@@ -75,12 +75,12 @@ class OwnBell(Bell):
         return self._words[_WORD]
 
     def sleep(self, seen: int, seconds: float) -> None:
-        """Sleep until a peer rings, if none has since `seen`, at most so many `seconds`."""
+        """Sleep until a peer rings, at most for `seconds`; return at once if the word is no longer `seen`."""
         limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         _system().syscall(_FUTEX, self._address, _WAIT, ctypes.c_uint(seen), ctypes.byref(limit), None, 0)
 
     def wake(self) -> None:
-        """This thread sleeps no more; once for each `look`."""
+        """Mark this thread as awake; to be called once for each `look`."""
         with _lock:
             self._sleepers -= 1
             self._words[_SLEEPS] = self._sleepers
@@ -101,5 +101,5 @@ _rings = itertools.count()
 
 
 def ring_value(rank: int) -> int:
-    """One that no ring of this process had, nor one of another global `rank`, for as long as it matters."""
+    """A value that this process has not used recently, and that no process of another global `rank` uses."""
     return (next(_rings) << 12 | rank & 0xFFF) & 0xFFFFFFFF

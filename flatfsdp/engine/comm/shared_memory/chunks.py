@@ -1,17 +1,17 @@
-"""When a rank may write a chunk for its peers, and when it may read theirs: the protocol, without memory.
+"""The protocol of exchanges through outboxes: when a rank may write and read chunks. It does not touch the memory.
 
-[Note: outbox] Each rank has an *outbox*: memory that it alone writes and all its peers read. A collective passes
-through it in *chunks*. Ranks issue the same collectives in the same order, so chunks have the same numbers, sizes and
-places on all of them, and two counters for each rank are all that they exchange: how many chunks it has *posted*
-(written whole) and *taken* (read whole, from every peer).
+[Note: outbox] Each rank has an *outbox*: memory that only it writes and all its peers read. A collective passes through
+it in *chunks*. Ranks issue the same collectives in the same order, so chunks have the same numbers, sizes and places on
+all of them, and ranks only need to exchange two counters: the number of chunks that a rank has *posted* (completely
+written) and *taken* (completely read, from every peer).
 
-- A chunk is taken when every peer has posted it.
-- A chunk is posted when every peer has taken what was in its place before. So nobody overwrites what another one reads.
-- Both happen in the order of numbers, wherever this rank waits for any collective of any group ([Note: progress]). So
-  what a rank waits for depends on what others have issued, and not on what they wait for.
+- A chunk can be taken when every peer has posted it.
+- A chunk can be posted when every peer has taken the chunks that were in its place: unread data are not overwritten.
+- Both happen in the order of numbers, while this rank waits for any collective of any group ([Note: progress]). So a
+  rank's wait depends on the collectives that others have issued, and not on their waits.
 
-A rank that was given other collectives than its peers would take chunks of other sizes: each chunk has a *tag*, written
-before it is counted, which peers compare.
+If a rank issued another collective than its peers, their chunks would differ: each chunk has a *tag*, written before it
+is counted, which peers compare.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 ALIGNMENT = 64  # bytes: a cache line
-IN_FLIGHT = 64  # chunks that are posted, and not taken by all
-TAGS = 2 * IN_FLIGHT  # so many that a tag is not overwritten before all have read it
+IN_FLIGHT = 64  # the most chunks that are posted but not taken by all peers
+TAGS = 2 * IN_FLIGHT  # enough that a tag is not overwritten before all peers have read it
 
 T = TypeVar("T")
 
@@ -32,11 +32,11 @@ class Chunk(NamedTuple, Generic[T]):
 
     Attributes:
         number: in the order of all chunks of the group.
-        operation: what writes and reads it.
-        start, end: the elements of each piece that it carries.
-        place: where it begins in the outbox, in bytes; size: how many it takes there.
-        posted_after: so many chunks this rank has to have taken before it can post this one.
-        is_last: of its operation.
+        operation: the operation that writes and reads it.
+        start, end: its range of elements of each piece.
+        place: its offset in the outbox, in bytes; size: its bytes there.
+        posted_after: the number of chunks that this rank must have taken before it can post this one.
+        is_last: whether it is the last one of its operation.
     """
 
     number: int
@@ -49,20 +49,20 @@ class Chunk(NamedTuple, Generic[T]):
     is_last: bool
 
     def is_all_of(self, elements: int) -> bool:
-        """Whether it carries all of a piece of so many `elements`."""
+        """Whether it contains all of a piece of so many `elements`."""
         return self.start == 0 and self.end >= elements
 
 
 def longest_chunk(capacity: int, bytes_each: int) -> int:
-    """How many elements a chunk has at most, each of which takes so many bytes in the outbox: two chunks find room."""
+    """The most elements of a chunk whose elements take `bytes_each` in the outbox: so that two chunks fit."""
     return max(1, (capacity // 2 - ALIGNMENT) // bytes_each)
 
 
 class ChunkStream(Generic[T]):
-    """One rank's chunks over one group.
+    """The chunks of one rank over one group.
 
     Attributes:
-        posted, taken: how many this rank has.
+        posted, taken: the numbers of chunks that this rank has posted and taken.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -71,12 +71,12 @@ class ChunkStream(Generic[T]):
         self._next_place = self._next_number = 0
         self._to_post: deque[Chunk[T]] = deque()
         self._to_take: deque[Chunk[T]] = deque()
-        self._in_outbox: deque[tuple[int, int, int]] = deque()  # number, start and end of what not all have taken
+        self._in_outbox: deque[tuple[int, int, int]] = deque()  # number, start, end of chunks not taken by all
         self.posted = self.taken = 0
 
     def issue(self, operation: T, elements: int, *, bytes_each: int, depends: bool = False) -> None:
-        """Cut an `operation` into chunks, last in order: pieces of at most so many `elements`, each of which takes
-        `bytes_each` in the outbox. `depends`: it posts what the operation before it brings."""
+        """Append the chunks of an `operation` whose pieces have at most `elements`, each of which takes `bytes_each` in
+        the outbox. `depends`: it posts the result of the operation before it."""
         most = longest_chunk(self._capacity, bytes_each)
         after = self._next_number if depends else 0
         for start in range(0, elements, most):
@@ -94,7 +94,7 @@ class ChunkStream(Generic[T]):
         return Chunk(number, operation, start, end, place, size, after, is_last)
 
     def forget(self) -> None:
-        """Let go of what is neither posted nor taken. Nothing comes to its end any more."""
+        """Drop all chunks that are yet to be posted or taken. Their operations never complete."""
         self._to_post.clear()
         self._to_take.clear()
 
@@ -104,11 +104,11 @@ class ChunkStream(Generic[T]):
         return bool(self._to_take)
 
     def is_drained(self, taken_by_peers: Sequence[int]) -> bool:
-        """Whether nothing is under way, and peers, who have taken so many chunks, read nothing more of the outbox."""
+        """Whether nothing is in flight, and peers, which have taken so many chunks, have read all of the outbox."""
         return not self._to_take and min(taken_by_peers) >= self.posted
 
     def to_post(self, taken_by_peers: Sequence[int]) -> Chunk[T] | None:
-        """The chunk to be written now, if there is one: peers have taken so many chunks."""
+        """The chunk that can be written now, if any, given the numbers of chunks that peers have taken."""
         if not self._to_post:
             return None
         chunk = self._to_post[0]
@@ -127,20 +127,20 @@ class ChunkStream(Generic[T]):
         return chunk
 
     def was_posted(self) -> None:
-        """What `to_post` returned is in the outbox."""
+        """Count the chunk returned by `to_post`, which is now in the outbox."""
         chunk = self._to_post.popleft()
-        self._in_outbox.append((chunk.number, chunk.place, chunk.place + chunk.size))  # not what it holds
+        self._in_outbox.append((chunk.number, chunk.place, chunk.place + chunk.size))  # without its operation
         self.posted += 1
 
     def to_take(self, posted_by_peers: Sequence[int]) -> Chunk[T] | None:
-        """The chunk to be read now, if there is one: peers have posted so many chunks."""
+        """The chunk that can be read now, if any, given the numbers of chunks that peers have posted."""
         if not self._to_take:
             return None
         chunk = self._to_take[0]
-        # A rank's own share may be overwritten by what it takes: it posts first.
+        # Taking a chunk may overwrite this rank's own part of it, so that is posted first.
         return chunk if chunk.number < self.posted and chunk.number < min(posted_by_peers) else None
 
     def was_taken(self) -> None:
-        """What `to_take` returned was read."""
+        """Count the chunk returned by `to_take`, which has been read."""
         self._to_take.popleft()
         self.taken += 1

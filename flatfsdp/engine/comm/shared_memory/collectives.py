@@ -1,8 +1,8 @@
-"""The collectives of a transport, through the outboxes of its group; and what they hold, for dry runs.
+"""The collectives of a transport through the outboxes of its group, and their memory accounting for dry runs.
 
-[Note: in waits] Exchanges go on where ranks wait, and not beside what they compute. To wait for a large reduction later
-hides little of it, and holds what it reads for longer; a small one takes less time than it may wait for its peers. So
-large ones are waited for early, where they are issued. That changes no order, so each rank may choose for itself.
+[Note: in waits] Exchanges make progress while ranks wait, not while they compute. Waiting later for a large reduction
+hides little of it, and holds its inputs for longer; a small one takes less time than it may have to wait for its peers.
+So large reductions are waited for early, where they are issued. That changes no order, so each rank may decide alone.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from .chunks import longest_chunk
 from .exchange import SharedMemory, SharedWork
 from .operations import Operation
 
-LARGE = 1024 * 1024  # bytes that a rank sends of a reduction which is waited for early
+LARGE = 1024 * 1024  # bytes that a rank sends, from which on a reduction is waited for early
 
 _early_waits = True
 
 
 def choose_early_waits(wanted: bool) -> None:
-    """Whether large reductions are waited for early from now on. [Note: in waits]"""
+    """Set whether large reductions are waited for early. [Note: in waits]"""
     global _early_waits
     _early_waits = wanted
 
 
 def is_waited_for_early(sent: int) -> bool:
-    """Whether a reduction is of which this rank sends so many bytes."""
+    """Whether a reduction for which this rank sends so many bytes is waited for early."""
     return _early_waits and sent >= LARGE
 
 
 class SharedMemoryExchange:
     """The collectives of a transport, through the shared memory of its group.
 
-    A sum in place takes scratch of a chunk's size from the third rank on, whose piece is not the first to be added.
+    An in-place sum takes scratch of a chunk's size on ranks from 2 on, whose piece is not among the first two terms.
     """
 
     def __init__(self, shared: SharedMemory, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
@@ -48,7 +48,7 @@ class SharedMemoryExchange:
         self._comm_stats = comm_stats
 
     def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
-        """Every rank's `shards` into its row; of any dtype, and anywhere. [Note: rows]"""
+        """All-gather every rank's `shards`, of any dtype and device, into its row. [Note: rows]"""
         rows[self._shared.rank].fill(shards)
         return self._under_way(self._shared.gather(rows, just_filled=True))
 
@@ -58,7 +58,7 @@ class SharedMemoryExchange:
         return self._under_way(operation, advances_in_waits=_is_large(rows))
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
-        """The sum over ranks, in rank order, in place: each rank sums a piece, which all take."""
+        """The sum over ranks, in rank order, in place: each rank sums a piece, and the sums are gathered."""
         shared = self._shared
         rows = [Row([piece]) for piece in tensor.view(-1).tensor_split(shared.world)]
         free = _hold_scratch(tensor, shared.rank, shared.world, shared.capacity, self._tracker)
@@ -68,20 +68,20 @@ class SharedMemoryExchange:
         return PendingWork(work=SharedWork(shared, last), keep=(tensor,), finish=free)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
-        """The rows of `sent`, uint8, each to one of the others, in rank order, and theirs into `arrived`."""
+        """Send the rows of `sent`, uint8, one to each other rank in rank order, and receive theirs into `arrived`."""
         return self._under_way(self._shared.all_to_all(arrived, sent))
 
     def rest(self) -> None:
-        """Nothing follows for a while. [Note: at rest]"""
+        """Give the outbox's pages back soon, because no collective follows for a while. [Note: at rest]"""
         self._shared.rest_soon()
 
     def _under_way(self, operation: Operation, *, advances_in_waits: bool = False) -> PendingWork:
-        # The operation keeps what it reads and writes.
+        # The operation keeps its tensors alive.
         return PendingWork(work=SharedWork(self._shared, operation), advances_in_waits=advances_in_waits)
 
 
 class SimulatedSharedMemory(SharedMemoryExchange):
-    """What it holds, without exchanges. [Note: dry run]"""
+    """The memory accounting of `SharedMemoryExchange`, without exchanges. [Note: dry run]"""
 
     def __init__(self, process_group: Any, capacity: int, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
         """`capacity`: bytes of an outbox."""
@@ -113,7 +113,7 @@ def _is_large(rows: Sequence[Row]) -> bool:
 def _hold_scratch(
     tensor: torch.Tensor, rank: int, world: int, capacity: int, tracker: MemoryTracker
 ) -> Callable[[], None]:
-    """Count what a sum over `tensor` in place takes; to be called when it is over."""
+    """Count the scratch memory of an in-place sum of `tensor`; returns a function to call at its end."""
     size = tensor.element_size()
     piece = tensor.numel() // world + (rank < tensor.numel() % world)
     elements = min(piece, longest_chunk(capacity, size * (world - 1))) if rank > 1 else 0

@@ -1,16 +1,16 @@
-"""Collectives through the outboxes of one process group, carried out where a rank waits.
+"""Collectives through the outboxes of one process group, which make progress while a rank waits.
 
-[Note: progress] A rank writes and reads chunks when it issues a collective, as far as there is room, and wherever it
-waits for one. There it does so for all groups of this process, so that ranks that wait for different collectives bring
-each other's to an end. Where it neither issues nor waits for long, a thread does. [Note: attendant]
+[Note: progress] A rank writes and reads chunks when it issues a collective, as far as there is room, and whenever it
+waits for one. In a wait it does so for all groups of this process, so that ranks that wait for different collectives
+complete each other's. If a rank neither issues nor waits for a while, a thread does. [Note: attendant]
 
-[Note: looks] To be woken takes longer than most waits last. A rank that has a processor to itself therefore looks for
-longer before it sleeps; where ranks share processors a peer may need this one.
+[Note: looks] Waking a sleeping rank takes longer than most waits last. So a rank that has a processor to itself polls
+for longer before it sleeps. If ranks share processors, it sleeps sooner: a peer may need this one.
 
-[Note: at rest] An outbox has pages as far as chunks have reached in it. What has had nothing under way for
-`attendant.REST` gives them back, and takes them again for the next chunks: together less than a hundredth of that time.
-Who knows that nothing follows for a while need not wait so long: a step whose backward gathers nothing is highest where
-that begins, and should not hold outboxes there. Where the process keeps the memory that it frees, it keeps these, too.
+[Note: at rest] An outbox has pages up to the highest byte that chunks have used. An outbox without work for
+`attendant.REST` gives its pages back, and takes them again for the next chunks: together less than a hundredth of that
+time. Before a time without collectives the engine calls `rest_soon`: if the backward gathers nothing, a step's memory
+peaks when the backward begins, and should not include outboxes. `retain_host_memory()` retains the pages, too.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .segments import MemorySegment
 
 CAPACITY = 4 * 1024 * 1024  # bytes of an outbox
 CONTROL = 4096  # bytes before an outbox, for counters and tags
-# Indices of 64-bit words; what changes often lies in a line of its own.
+# Indices of 64-bit words; frequently changed words have a cache line of their own.
 _POSTED, _TAKEN, _BROKEN, _FIRST_TAG = 0, ALIGNMENT // 8, ALIGNMENT // 8 + 1, 2 * ALIGNMENT // 8
-_LOOKS, _LOOKS_ALONE = 10, 100  # at the counters, before this rank sleeps: some 3 us each [Note: looks]
-_NAP = 0.1  # seconds between two looks at whether a peer has ended
+_LOOKS, _LOOKS_ALONE = 10, 100  # polls of the counters before this rank sleeps: some 3 us each [Note: looks]
+_NAP = 0.1  # seconds between two checks whether a peer has ended
 
 
 class _Outbox:
-    """One rank's, mapped."""
+    """The mapped outbox of one rank."""
 
     def __init__(self, segment: MemorySegment) -> None:
         self.words = memoryview(segment.memory)[:CONTROL].cast("q")
@@ -54,15 +54,15 @@ class _Outbox:
 
 
 class SharedMemory:
-    """The outboxes of one process group, and what passes through them on this rank."""
+    """The outboxes of one process group, and this rank's collectives through them."""
 
     looks = _LOOKS
-    _in_a_chunk = False  # between its beginning and when it was counted
-    _broken = ""  # by what
-    _lost = ""  # whom, in words
+    _in_a_chunk = False  # true from the beginning of a chunk until it is counted
+    _broken = ""  # the error that interrupted a chunk
+    _lost = ""  # the message about a lost peer
 
     def __init__(self, process_group: Any, peers: Sequence[Peer], own: MemorySegment) -> None:
-        """`own`: this rank's outbox; the segments of `peers` are theirs, and their bells."""
+        """`own`: this rank's outbox; the two segments of each peer are its outbox and its bell."""
         self.rank, self.world = process_group.rank(), process_group.size()
         self._name = f"process group {process_group.group_name}"
         self._limit = _torch.time_limit(process_group)
@@ -91,28 +91,28 @@ class SharedMemory:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def gather(self, rows: Sequence[Row], *, depends: bool = False, just_filled: bool = False) -> Operation:
-        """Every rank's row, of which this rank's is there, into the rows of all. The first is the longest.
+        """All-gather into `rows`, of which this rank's is filled. The first row is the longest.
 
-        `just_filled`: nobody has written to what this rank's row was filled from.
+        `just_filled`: the sources from which this rank's row was filled are unchanged.
         """
         made = Gather(rows, self.rank, just_filled=just_filled)
         with self._lock:
             self._issue(made, rows[0].numel, bytes_each=rows[0].dtype.itemsize, depends=depends)
-            made.just_filled = False  # from now on somebody may
+            made.just_filled = False  # from now on the sources may change
         return made
 
     def sum_rows(self, output: Row, rows: Sequence[Row]) -> Operation:
-        """The sum over ranks of this rank's row, in rank order, into `output`. The first is the longest."""
+        """The sum over ranks of this rank's row, in rank order, into `output`. The first row is the longest."""
         each = rows[0].dtype.itemsize * (self.world - 1)
         return self._issue(Sum(output, rows, self.rank), rows[0].numel, bytes_each=each)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> Operation:
-        """The rows of `sent`, uint8, each to one of the others, and theirs into `arrived`."""
+        """Send the rows of `sent`, uint8, one to each other rank, and receive theirs into `arrived`."""
         return self._issue(AllToAll(arrived, sent, self.rank), sent.shape[1], bytes_each=self.world - 1)
 
     def _issue(self, operation: Operation, elements: int, *, bytes_each: int, depends: bool = False) -> Operation:
         with self._lock:
-            if self._lost:  # who waits for it meets that
+            if self._lost:  # the wait for the operation raises
                 return operation
             self._stream.issue(operation, elements, bytes_each=bytes_each, depends=depends)
             self.progress()
@@ -122,29 +122,29 @@ class SharedMemory:
 
     @property
     def has_work(self) -> bool:
-        """Whether something is under way."""
+        """Whether a collective is in flight."""
         return self._stream.has_work
 
     # -- progress ----------------------------------------------------------------------------------------------------
 
     def progress(self) -> bool:
-        """Post and take what can be posted and taken now; whether there was anything.
+        """Post and take all chunks that can be posted and taken now; returns whether there were any.
 
         Raises:
-            RuntimeError: a peer was given another collective, or this rank was interrupted in the middle of a chunk.
+            RuntimeError: a peer issued another collective, or this rank was interrupted in the middle of a chunk.
         """
         moved = False
         if not self._stream.has_work:
             return False
         self.worked_at = time.monotonic()
         with self._lock:
-            if self._broken:  # a sum in place cannot be made once more
+            if self._broken:  # an in-place sum cannot be repeated
                 raise dist.DistBackendError(
                     f"shared memory of {self._name}: rank {self.rank} of the group was interrupted in the middle of an "
                     f"exchange, which cannot go on, by {self._broken}. Make the process group again, or start the "
                     "program again"
                 )
-            # In any mode, and by any thread, what was issued in inference mode can be written in this one alone.
+            # Outputs of collectives that were issued in inference mode can be written only in inference mode.
             with torch.inference_mode():
                 try:
                     while self._next_chunk():
@@ -159,7 +159,7 @@ class SharedMemory:
         return moved
 
     def _next_chunk(self) -> bool:
-        """Post or take one, if one can be."""
+        """Post or take one chunk; False if none can be."""
         stream, words = self._stream, self._their_words
         if (chunk := stream.to_post([each[_TAKEN] for each in words])) is not None:
             self._in_a_chunk = True
@@ -182,8 +182,8 @@ class SharedMemory:
         return True
 
     def rest(self) -> bool:
-        """Give the outbox's pages back, if nobody needs what is in it; whether there is no more to do. [Note: at
-        rest]"""
+        """Give the outbox's pages back, unless a peer has yet to read from it; returns whether there is no more to do.
+        [Note: at rest]"""
         with self._lock:
             if not (self._segment.held == CONTROL or self._broken or self._lost or retains_host_memory()):
                 if not self._stream.is_drained([each[_TAKEN] for each in self._their_words]):
@@ -194,14 +194,14 @@ class SharedMemory:
             return True
 
     def rest_soon(self) -> None:
-        """Nothing follows for a while: `rest` now, or once peers have read what is in the outbox."""
+        """`rest` now, or as soon as the peers have read the outbox, because no collective follows for a while."""
         with self._lock:
             if not self._stream.has_work and not self.rest():
                 self.worked_at = LONG_AGO
                 _attendant.begin(soon=True)
 
     def _take_pages(self, end: int) -> None:
-        """Up to that byte of the segment. The attendant looks from now on whether the outbox is left alone."""
+        """Take pages up to the byte `end` of the segment. The attendant gives them back after a time without work."""
         try:
             self._segment.take_pages(end)
         except OSError as error:
@@ -212,7 +212,7 @@ class SharedMemory:
         _attendant.begin()
 
     def _end(self, error: BaseException) -> None:
-        """An `error` passes through: if that is in the middle of a chunk, no exchange goes on."""
+        """Handle an `error` in `progress`: if it interrupted a chunk, all exchanges of the group are broken."""
         if self._in_a_chunk:
             self._broken = f"{type(error).__name__}: {error}"
             self._words[_BROKEN] = 1
@@ -228,7 +228,7 @@ class SharedMemory:
                 )
 
     def give_up(self, lost: str) -> None:
-        """A peer is `lost`, in words, and no exchange comes to its end any more: their tensors are let go."""
+        """Stop all exchanges, which cannot complete, and release their tensors. `lost`: the message about the peer."""
         with self._lock:
             self._lost = self._lost or lost
             self._stream.forget()
@@ -242,7 +242,7 @@ class SharedMemory:
             raise dist.DistNetworkError(self._lost)
 
     def lost_peer(self, since: float) -> str:
-        """Why to wait no longer, after having waited `since` then; "" to go on."""
+        """The reason to stop a wait that began at `since`; "" to continue."""
         for peer, words in zip(self._peers, self._their_words, strict=True):
             if peer.has_ended:
                 return (
@@ -262,7 +262,7 @@ class SharedMemory:
         return ""
 
 
-_exchanges: tuple[weakref.ref[SharedMemory], ...] = ()  # replaced, never changed: several threads go through it
+_exchanges: tuple[weakref.ref[SharedMemory], ...] = ()  # replaced, never changed: several threads iterate over it
 
 
 def _remember(shared: SharedMemory) -> None:
@@ -278,7 +278,7 @@ _attendant = Attendant(_all)
 
 
 def _progress_all() -> bool:
-    """Whether anything moved in any group. Who waits for a broken one meets its error, and nobody else."""
+    """Progress in all groups; returns whether there was any. Errors are raised only by waits for a broken group."""
     moved = False
     for each in _all():
         with contextlib.suppress(RuntimeError):
@@ -287,16 +287,16 @@ def _progress_all() -> bool:
 
 
 class SharedWork:
-    """A collective under way through shared memory."""
+    """A collective in flight through shared memory."""
 
     def __init__(self, shared: SharedMemory, operation: Operation) -> None:
         self._shared, self._operation = shared, operation
 
     def wait(self) -> None:
-        """Do this rank's part of whatever is under way, until this collective is over.
+        """Do this rank's part of all collectives in flight, until this one is complete.
 
         Raises:
-            RuntimeError: a peer has ended, was given another collective, or is later than the group allows.
+            RuntimeError: a peer has ended, issued another collective, or exceeded the group's time limit.
         """
         operation, shared = self._operation, self._shared
         since, looks, bell = time.monotonic(), 0, own_bell()
@@ -309,7 +309,7 @@ class SharedWork:
             looks += 1
             if looks < shared.looks:
                 continue
-            shared.progress()  # which raises what concerns this wait
+            shared.progress()  # raises the errors of this group
             seen = bell.look()
             try:
                 if _progress_all() or operation.done:
@@ -318,7 +318,7 @@ class SharedWork:
             finally:
                 bell.wake()
             lost = shared.lost_peer(since)
-            if lost and not _progress_all() and not operation.done:  # it may have ended with its part done
+            if lost and not _progress_all() and not operation.done:  # the peer may have done its part before it ended
                 shared.give_up(lost)
 
 
@@ -328,7 +328,7 @@ def _close(peers: Sequence[Peer]) -> None:
 
 
 class _ForkedStream(ChunkStream[Operation]):
-    """In the place of a stream in a forked child, which has none of the memory."""
+    """Replaces the streams in a forked child, which does not have the shared memory."""
 
     def issue(self, *unused: Any, **unused_too: Any) -> NoReturn:
         raise UsageError(
@@ -340,7 +340,7 @@ class _ForkedStream(ChunkStream[Operation]):
 
 
 def _forget_in_child() -> None:
-    """A forked child has none of the memory, and would keep connections open whose end means the end of this rank."""
+    """In a forked child, which has no shared memory: close connections whose end reports the end of this rank."""
     global _exchanges
     for each in _all():
         each._finalizer()

@@ -1,4 +1,4 @@
-"""Which process groups share memory: all of whose ranks can, and none of whose ranks has it switched off."""
+"""The choice of process groups that share memory: all of their ranks support it, and none has switched it off."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ from .segments import MemorySegment, create
 
 logger = logging.getLogger(__name__)
 
-MOST_RANKS = 8  # as far as was measured
-_KEY, _OUTBOX = "shared memory", "outbox"  # of what is made for a process group
+MOST_RANKS = 8  # the most that was measured
+_KEY, _OUTBOX = "shared memory", "outbox"  # keys of state per process group
 
 _wanted = True
-_reasons: dict[str, None] = {}  # why process groups of this process have shared no memory, the earliest first
+_reasons: dict[str, None] = {}  # reasons why process groups of this process share no memory, in order of occurrence
 
 _by_messages = Override(False)
-# Inside, transports use gloo, whatever else groups could: for tests of that.
+# A context in which transports use gloo even if groups could share memory: for tests of gloo.
 by_messages = functools.partial(_by_messages.being, True)
 
 
 def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None = None) -> str:
-    """Choose whether ranks on one host exchange parameters and gradients through memory that they share; by default
-    they do where they can.
+    """Choose whether ranks on one host exchange parameters and gradients through shared memory; by default they do if
+    they can.
 
-    That is for tensors on the CPU, in process groups of gloo of at most 8 ranks, all on one host with Linux on x86-64.
-    Elsewhere, and where one rank cannot, or has it off, all ranks of the group use gloo: the reason is logged at the
-    level DEBUG. Results are the same to the bit. Per rank it takes up to 4 MiB for a process group in which parameters
-    are gathered, and 2 MiB for one in which gradients are reduced. That is given back while nothing is exchanged for
-    0.2 seconds, and where a backward begins that gathers nothing (`SHARD_GRAD_OP`), unless `retain_host_memory()` was
-    called.
+    It applies to tensors on the CPU, in process groups of gloo of at most 8 ranks, all on one host with Linux on
+    x86-64. Otherwise, and if one rank cannot or has it off, all ranks of the group use gloo, and the reason is logged
+    at the level DEBUG. Results are bitwise identical. Each rank uses up to 4 MiB for a process group in which
+    parameters are gathered, and 2 MiB for one in which gradients are reduced. This memory is given back after 0.2
+    seconds without exchanges, and at the beginning of a backward that gathers nothing (`SHARD_GRAD_OP`), unless
+    `retain_host_memory()` was called.
 
-    Such an exchange goes on where ranks wait, not beside what they compute. So a reduction of which a rank sends 1 MiB
-    or more is waited for where it is issued, and a step holds one unit's gradients less at its peak. `summary(model)`
-    shows for how many units that is so.
+    Such an exchange makes progress while ranks wait, not while they compute. So a reduction for which a rank sends at
+    least 1 MiB is waited for where it is issued, and the peak of a step has one unit's gradients less.
+    `summary(model)` shows the number of units for which that is the case.
 
-    Call it on every rank, before the first forward: a process group that has exchanged something stays as it is. Not
+    Call it on every rank, before the first forward: it does not change a process group that has been used. Not
     collective.
 
     Args:
-        enabled: False to leave everything to gloo; None to change nothing.
-        early_waits: False to wait for all reductions as late as gloo's are waited for; counts from the next backward
-            on, and results are the same. None to change nothing.
+        enabled: False to use gloo for everything; None to change nothing.
+        early_waits: False to wait for all reductions as late as with gloo; effective from the next backward on, with
+            the same results. None to change nothing.
 
     Returns:
-        Why this process cannot share memory; "" if it can. Where `enabled` is None, also why process groups of it did
-        not.
+        The reason why this process cannot share memory; "" if it can. If `enabled` is None, also the reasons why
+        process groups of this process did not.
 
     Raises:
-        ConfigTypeError: `enabled` or `early_waits` is no bool.
+        ConfigTypeError: `enabled` or `early_waits` is not a bool.
 
     Example:
         >>> import flatfsdp
@@ -81,8 +81,8 @@ def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None =
 
 
 def only_reduces(process_group: Any) -> None:
-    """Nothing but gradients will pass through `process_group`: its outboxes may be small. What is larger than `LARGE`
-    is waited for where it is issued, and need not find room whole, as a shard that is gathered ahead should."""
+    """Declare that only gradients are exchanged in `process_group`, so its outboxes may be small: reductions from
+    `LARGE` on are waited for at once, so they need not fit as a whole, unlike shards that are prefetched."""
     for_group(process_group, _OUTBOX, lambda: 2 * LARGE)
 
 
@@ -94,7 +94,7 @@ def capacity_of(process_group: Any) -> int:
 def of_group(process_group: Any) -> SharedMemory | None:
     """The shared memory of `process_group`, if it has some. Collective over the group at its first call."""
     if process_group.size() > MOST_RANKS or _by_messages.value:
-        return None  # without a question
+        return None  # without communication
 
     def make() -> SharedMemory | None:
         shared, why = connect(process_group, capacity=capacity_of(process_group))
@@ -115,14 +115,14 @@ def shares(process_group: Any) -> bool | None:
 
 
 def would_share(process_group: Any) -> bool:
-    """Whether a dry run takes it that the ranks of `process_group` will share memory: they may be on one host."""
+    """Whether a dry run assumes that the ranks of `process_group` will share memory: they may be on one host."""
     could = process_group.size() <= MOST_RANKS and not _by_messages.value
     return could and _wanted and not obstacle()
 
 
 def waits_early(group: Axis, device: torch.device, sent: int) -> bool | None:
-    """Whether a reduction over `group`, on `device`, of which a rank sends so many bytes is waited for early; None
-    where the group's first exchange decides. No communication. [Note: in waits]"""
+    """Whether a reduction over `group`, on `device`, for which a rank sends so many bytes is waited for early; None if
+    the group's first exchange will decide. No communication. [Note: in waits]"""
     if group.served_as != "gloo" or device.type != "cpu" or not is_waited_for_early(sent):
         return False
     known = shares(group.process_group)
@@ -132,9 +132,9 @@ def waits_early(group: Axis, device: torch.device, sent: int) -> bool | None:
 
 
 def connect(process_group: Any, *, capacity: int = CAPACITY) -> tuple[SharedMemory | None, str]:
-    """Make the shared memory of `process_group`; or None, and why there is none. Collective over the group.
+    """Make the shared memory of `process_group`; or None and the reason. Collective over the group.
 
-    All ranks get the same answer.
+    All ranks return the same reason.
     """
     why = obstacle() if _wanted else "share_host_memory(False) was called"
     outbox, own, descriptors = None, -1, []

@@ -1,4 +1,4 @@
-"""What a rank writes into its outbox, and reads from those of its peers, for each kind of collective."""
+"""Writing and reading the chunks of each kind of collective in the outboxes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .chunks import Chunk
 
 
 class Operation(Protocol):
-    """What writes and reads the chunks of one collective.
+    """The interface of one collective, which writes and reads its chunks.
 
     Attributes:
         tag: a number that is the same on ranks that issue the same collective.
-        done: whether all chunks were taken.
+        done: whether all of its chunks were taken.
     """
 
     tag: int
@@ -29,14 +29,14 @@ class Operation(Protocol):
         """Write `chunk` into this rank's `outbox`."""
 
     def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
-        """Read `chunk` from all others' `outboxes`, by rank."""
+        """Read `chunk` from the `outboxes` of all other ranks (indexed by rank; this rank's is None)."""
 
 
 class Gather(Operation):
-    """Every rank's row, of which this rank's is there, into the rows of all. [Note: rows]
+    """An all-gather into the rows of all ranks, of which this rank's is filled. [Note: rows]
 
     Attributes:
-        just_filled: this rank's row was filled just now, and what it was filled from is as it was.
+        just_filled: whether this rank's row was just filled, and its sources are unchanged since.
     """
 
     def __init__(self, rows: Sequence[Row], rank: int, *, just_filled: bool) -> None:
@@ -62,7 +62,7 @@ class Sum(Operation):
         self.tag, self.done = _tag("sum", rows[0]), False
 
     def _begin(self, chunk: Chunk[Operation], reader: int, writer: int) -> int:
-        """Where `writer` has what is for `reader`: as much for each rank but the writer."""
+        """The offset of the piece for `reader` in the outbox of `writer`, which has one for each other rank."""
         each = (chunk.end - chunk.start) * self._output.dtype.itemsize
         return chunk.place + each * (reader if reader < writer else reader - 1)
 
@@ -87,7 +87,7 @@ class Sum(Operation):
 
 
 class AllToAll(Operation):
-    """A row for each other rank, and theirs for this one; uint8, in rank order."""
+    """An all-to-all: one row to each other rank, and one from each; uint8, in rank order."""
 
     def __init__(self, arrived: torch.Tensor, sent: torch.Tensor, rank: int) -> None:
         self._arrived, self._sent, self._rank = arrived, sent, rank
@@ -105,13 +105,13 @@ class AllToAll(Operation):
 
 
 def _place(outbox: torch.Tensor, begin: int, row: Row, chunk: Chunk[Operation]) -> torch.Tensor:
-    """The place, from the byte `begin` of an outbox on, of what `chunk` has of `row`, which may be shorter."""
+    """The view of an outbox, from byte `begin` on, for the elements of `row` in `chunk`; `row` may end earlier."""
     numel = max(0, min(chunk.end, row.numel) - chunk.start)
     return outbox[begin : begin + numel * row.dtype.itemsize].view(row.dtype)
 
 
 def _add_scattered(total: torch.Tensor, arrived: Sequence[torch.Tensor | None], own: Row, rank: int) -> None:
-    """The sum over ranks of what has `arrived`, and of this rank's `own` row in its place, in that order."""
+    """Write the sum of the `arrived` rows and of this rank's `own` row, in rank order, to `total`."""
     before, after = ([each for each in part if each is not None] for part in (arrived[:rank], arrived[rank + 1 :]))
     if rank < 2:
         own.copy_to(total, 0)
@@ -124,8 +124,8 @@ def _add_scattered(total: torch.Tensor, arrived: Sequence[torch.Tensor | None], 
 
 
 def _add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], rank: int) -> None:
-    """The sum of `terms`, one for each rank, in that order; `output` may be that of this `rank`."""
-    if terms[rank].data_ptr() == output.data_ptr() and rank > 1:  # it is not to be written to before its turn
+    """Write the sum of `terms`, one per rank, in rank order, to `output`, which may be the term of this `rank`."""
+    if terms[rank].data_ptr() == output.data_ptr() and rank > 1:  # must not be overwritten before it is added
         before = torch.add(terms[0], terms[1])
         for term in terms[2:rank]:
             before.add_(term)

@@ -1,10 +1,10 @@
-"""How the ranks of a process group come to map each other's segments, or agree that they cannot.
+"""The setup in which the ranks of a process group map each other's segments, or agree that they cannot.
 
-[Note: handshakes] Each rank listens on a socket without a file (an abstract name, which is random), and gives its
-name, and a secret, to the ranks of the group by a collective of the group. Ranks connect in pairs, each to those before
-it, which takes nobody who accepts; a second collective shows whether all could. Each side of a connection sends the
-descriptors of its segments, once it has seen that the other is a process of the same user and knows the secret. The
-connections stay: a process that ends closes its side, which is how its peers notice.
+[Note: handshakes] Each rank listens on a socket without a file (with a random abstract name), and sends the name, and a
+secret, to the ranks of the group by a collective. Each rank connects to all ranks before it, which succeeds before they
+accept; a second collective shows whether all ranks could. Each side of a connection sends the descriptors of its
+segments after it has verified that the other side is a process of the same user and knows the secret. The connections
+stay open: when a process ends, its side closes, and its peers notice that.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ...base.wait_limits import blocked
 from .segments import MemorySegment, create, is_sealed
 
 NAME, SECRET, REASON = 16, 32, 160  # bytes
-SECONDS = 20.0  # that a rank waits for another one's connection
-BACKLOG = 4096  # connections, strangers' too, that may wait to be accepted
+SECONDS = 20.0  # limit of the wait for another rank's connection
+BACKLOG = 4096  # connections, also of foreign processes, that may wait to be accepted
 NOBODY = "nobody came of ranks"
 _HANDSHAKE = struct.Struct(f"=I{SECRET}s")
 
@@ -40,7 +40,7 @@ class Peer:
     """Another rank of the group.
 
     Attributes:
-        rank: in the group. segments: its own, mapped.
+        rank: its rank in the group. segments: its segments, mapped.
     """
 
     def __init__(self, rank: int, connection: socket.socket, segments: list[MemorySegment]) -> None:
@@ -50,13 +50,13 @@ class Peer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process has, or has let go of the group."""
-        look = select.poll()  # `select` knows no descriptors from 1,024 on
+        """Whether its process has ended, or has closed the connection."""
+        look = select.poll()  # `select` does not support descriptors from 1,024 on
         look.register(self._connection, select.POLLIN)
-        return bool(look.poll(0))  # nothing is ever sent: it is the end
+        return bool(look.poll(0))  # no data are ever sent, so the event is the end
 
     def close(self) -> None:
-        """Let go of it. It takes this rank for ended from now on."""
+        """Close the connection. The peer regards this rank as ended from now on."""
         self._connection.close()
 
 
@@ -76,10 +76,10 @@ def obstacle() -> str:
 def connect_peers(
     process_group: Any, descriptors: Sequence[int], sizes: Sequence[int], obstacle: str
 ) -> tuple[list[Peer], str]:
-    """The peers of this rank, each with segments of these `sizes`, as are those whose `descriptors` are given here; or
-    none, and why.
+    """The peers of this rank, with their mapped segments; or no peers, and the reason.
 
-    Collective over the group. `obstacle`: why this rank cannot; then no rank does. All ranks get the same answer.
+    Collective over the group. `descriptors`: this rank's segments; `sizes`: the sizes of every rank's segments.
+    `obstacle`: the reason why this rank cannot; then no rank does. All ranks return the same reason.
     """
     rank = process_group.rank()
     listener, name, secret = None, b"", secrets.token_bytes(SECRET)
@@ -107,7 +107,7 @@ def connect_peers(
                     _accept(listener, keys[rank], awaited, found)
                     peers.extend(_exchanged(found, descriptors, sizes))
                 except BaseException:
-                    _close(listener, *found.values())  # or others would wait for what will not come
+                    _close(listener, *found.values())  # otherwise peers would wait in vain
                     raise
 
             why = _agreed(process_group, accept_all)
@@ -133,7 +133,7 @@ def _listen() -> tuple[socket.socket, bytes]:
 
 
 def _host() -> bytes:
-    """16 bytes that are this system's since it was started, and the network's whose sockets it sees."""
+    """16 bytes that identify this boot of the host and the network namespace of its abstract sockets."""
     try:
         system = Path("/proc/sys/kernel/random/boot_id").read_text()
         network = Path("/proc/self/ns/net").stat().st_ino
@@ -143,7 +143,7 @@ def _host() -> bytes:
 
 
 def _all_gather(process_group: Any, payload: bytes, reason: str) -> list[tuple[bytes, str]]:
-    """Every rank's `payload`, of one length on all of them, and its reason against. Collective."""
+    """Every rank's `payload`, which has the same length on all, and the reason why it cannot. Collective."""
     own = payload + reason.encode()[:REASON].ljust(REASON, b"\0")
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     received = torch.empty(process_group.size() * len(own), dtype=torch.uint8)
@@ -154,13 +154,13 @@ def _all_gather(process_group: Any, payload: bytes, reason: str) -> list[tuple[b
 
 
 def _first_reason(answers: list[tuple[bytes, str]]) -> str:
-    """One of those who cannot; of those who only waited for them if there is no other."""
+    """The first reason of a rank; reasons of ranks that only waited for others are the last choice."""
     reasons = [(NOBODY in why, f"rank {rank} of the group: {why}") for rank, (_, why) in enumerate(answers) if why]
     return min(reasons, default=(False, ""), key=lambda each: each[0])[1]
 
 
 def _agreed(process_group: Any, attempt: Callable[[], None]) -> str:
-    """Why `attempt` failed on a rank; "" if it did on none. Collective."""
+    """The reason why `attempt` failed on some rank; "" if it succeeded on all. Collective."""
     reason = ""
     try:
         attempt()
@@ -170,7 +170,7 @@ def _agreed(process_group: Any, attempt: Callable[[], None]) -> str:
 
 
 def _connect(rank: int, names: list[bytes], secrets_: list[bytes], found: dict[int, socket.socket]) -> None:
-    """Add the connections to the ranks before this one, which need not accept them yet."""
+    """Connect to the ranks before this one, which need not have accepted yet, and add the connections to `found`."""
     for other in range(rank):
         found[other] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(SECONDS)
@@ -181,7 +181,7 @@ def _connect(rank: int, names: list[bytes], secrets_: list[bytes], found: dict[i
 
 
 def _exchanged(found: dict[int, socket.socket], descriptors: Sequence[int], sizes: Sequence[int]) -> list[Peer]:
-    """Send each its descriptors; the peers, with what they send."""
+    """Send `descriptors` over each connection; returns the peers, with the segments received from them."""
     for connection in found.values():
         socket.send_fds(connection, [b"\0"], list(descriptors))
     return [Peer(other, found[other], _receive(other, found[other], sizes)) for other in sorted(found)]
@@ -193,8 +193,8 @@ def _close(*sockets: socket.socket) -> None:
 
 
 def _accept(listener: socket.socket, secret: bytes, awaited: set[int], found: dict[int, socket.socket]) -> None:
-    """Add the connections of the `awaited` ranks, which know the `secret`. Nobody else holds them up, whatever he sends
-    or keeps to himself."""
+    """Accept the `awaited` ranks, which know the `secret`, and add their connections to `found`. Foreign connections
+    cannot delay them, regardless of the data that they send or withhold."""
     deadline = time.monotonic() + SECONDS
     unfinished: dict[socket.socket, bytes] = {}
     try:
@@ -228,7 +228,7 @@ def _accept(listener: socket.socket, secret: bytes, awaited: set[int], found: di
 
 
 def _rank_from(handshake: bytes, secret: bytes) -> int:
-    """The rank of who sent this; -1 for one who does not know the `secret`."""
+    """The rank that sent this `handshake`; -1 if it does not have the `secret`."""
     if len(handshake) < _HANDSHAKE.size:
         return -1
     rank, known = _HANDSHAKE.unpack(handshake)
@@ -238,16 +238,16 @@ def _rank_from(handshake: bytes, secret: bytes) -> int:
 def _received(connection: socket.socket, size: int) -> bytes:
     try:
         return connection.recv(size)
-    except OSError:  # it hung up
+    except OSError:  # the other side closed the connection
         return b""
 
 
 def _receive(other: int, connection: socket.socket, sizes: Sequence[int]) -> list[MemorySegment]:
-    """The segments that another rank sends, mapped."""
+    """The segments received from another rank, mapped."""
     _, descriptors, _, _ = socket.recv_fds(connection, 1, len(sizes))
     try:
         if len(descriptors) != len(sizes) or not all(map(is_sealed, descriptors, sizes)):
-            raise ValueError(f"what rank {other} of the group shares is not what was agreed on")
+            raise ValueError(f"the memory that rank {other} of the group shares does not have the agreed sizes")
         return [MemorySegment(*each) for each in zip(descriptors, sizes, strict=True)]
     finally:
         for descriptor in descriptors:

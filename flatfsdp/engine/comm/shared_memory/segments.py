@@ -1,9 +1,9 @@
-"""Memory that other processes map: files without a name (`memfd_create(2)`), which end with the last who maps them.
+"""Memory that other processes map: anonymous files (`memfd_create(2)`), which are freed with their last mapping.
 
-[Note: segments] A segment's pages are taken when it is made, and it is sealed against another size: no process that
-maps it can be ended (SIGBUS) by what another does. Pages that were given back are zeros for who reads them, and are
-taken again before anything is written. A child that is forked does not get the memory, and never unmaps what it has not
-got: other memory of its own may lie there.
+[Note: segments] A segment's pages are allocated at its creation, and its size is sealed: no process that maps it can be
+killed (SIGBUS) by the actions of another one. Pages that were given back read as zeros, and are allocated again before
+they are written. A forked child does not inherit the mapping, and must not unmap it: the addresses may be in use for
+other memory of the child.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of fcntl.h
 _ADD_SEALS = 1033
-_PAGES = 256 * 1024  # bytes that get pages at once
+_PAGES = 256 * 1024  # bytes for which pages are allocated at a time
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of mman.h, which Linux has from 5.14 on
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
@@ -27,13 +27,13 @@ class MemorySegment:
     """A mapped segment.
 
     Attributes:
-        bytes: a view of it, shape (size,), dtype uint8. As long as a view of that lives the memory is mapped.
-        memory: the same for Python.
-        held: so many bytes, from the first on, have pages for sure.
+        bytes: the memory as a tensor, shape (size,), dtype uint8. The memory stays mapped while a view of that lives.
+        memory: the memory as an `mmap` object.
+        held: the number of bytes, from the beginning, that are known to have pages.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
-        """Map what `descriptor` stands for, which stays open."""
+        """Map the segment of `descriptor`, which stays open."""
         self.memory = mmap.mmap(descriptor, size)
         self.memory.madvise(mmap.MADV_DONTFORK)
         _mapped.add(self.memory)
@@ -41,10 +41,10 @@ class MemorySegment:
         self.held = size
 
     def give_pages_back(self, start: int) -> bool:
-        """Give the system what lies from the byte `start` on, for all who map it; False where it could not be taken
-        again safely, and stays."""
+        """Free all pages from the byte `start` on, for all processes that map the segment. Returns False, and frees
+        nothing, if the system could not allocate them again safely."""
         try:
-            self.memory.madvise(_POPULATE_WRITE, start, mmap.PAGESIZE)  # whether the system can
+            self.memory.madvise(_POPULATE_WRITE, start, mmap.PAGESIZE)  # checks that the system supports it
             self.memory.madvise(mmap.MADV_REMOVE, start)
         except OSError:
             return False
@@ -52,10 +52,10 @@ class MemorySegment:
         return True
 
     def take_pages(self, end: int) -> None:
-        """Have pages up to the byte `end`, at least.
+        """Allocate pages at least up to the byte `end`.
 
         Raises:
-            OSError: there is not so much memory, or the system cannot show it.
+            OSError: there is not enough memory, or the system cannot allocate pages in advance.
         """
         end = min(-(-end // _PAGES) * _PAGES, len(self.memory))
         start = self.held // mmap.PAGESIZE * mmap.PAGESIZE
@@ -67,7 +67,7 @@ def create(size: int) -> int:
     """A descriptor of a new segment of `size` bytes, all zero.
 
     Raises:
-        OSError: there is not so much memory, or the system has no such files.
+        OSError: there is not enough memory, or the system has no such files.
     """
     descriptor = os.memfd_create("flatfsdp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -80,7 +80,7 @@ def create(size: int) -> int:
 
 
 def is_sealed(descriptor: int, size: int) -> bool:
-    """Whether a segment that another process made has that `size` for good."""
+    """Whether a segment of another process has that `size`, and is sealed against changes of it."""
     seals = fcntl.fcntl(descriptor, _ADD_SEALS + 1)
     return os.fstat(descriptor).st_size == size and seals & _SEALS == _SEALS
 
