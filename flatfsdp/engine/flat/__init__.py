@@ -1,3 +1,3 @@
-"""One flat parameter: its shard, where its unsharded form comes from, what its parameters show, and its gradient; it
-knows no unit. Imports `comm`, `layout` and what these import.
+"""One flat parameter: its shard, the sources of its unsharded form, the views that its parameters show, and its
+gradient. It knows no unit. Imports `comm`, `layout` and what these import.
 """

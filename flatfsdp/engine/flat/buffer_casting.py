@@ -1,9 +1,9 @@
 """Buffers in the buffer dtype while their unit's forward runs, in their own dtype and with their own values at all
 other times.
 
-FSDP1 casts buffers once and for all, and what precision they had is gone. Here a forward sees copies; the elements that
-it changes are carried over to the original afterwards. Values are compared, not version counters: batch norm writes its
-running statistics without bumping any.
+FSDP1 casts buffers permanently, which loses their original precision. Here a forward sees copies; the elements that it
+changes are copied back to the original afterwards. Values are compared, not version counters: batch norm writes its
+running statistics without incrementing any version counter.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _AS_THEY_ARE: AbstractContextManager[None] = nullcontext()
 
 
 def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    """The floating-point buffers registered in `modules` themselves (not in their children) in `dtype` inside the
-    context; as they are where it is None."""
+    """A context in which the floating-point buffers registered in `modules` themselves (not in their children) are in
+    `dtype`; if it is None, they are left unchanged."""
     return _AS_THEY_ARE if dtype is None else _cast(modules, dtype)
 
 
@@ -43,7 +43,7 @@ def _cast(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
             if now is not copy:  # the forward registered another tensor in its place
                 module._buffers[name] = now.to(original.dtype)
                 continue
-            # Written elements are carried over, the others keep their precision. No version shows it: batch norm writes
-            # its statistics without raising it.
+            # Written elements are copied back, the others keep their precision. Versions do not show the writes: batch
+            # norm writes its statistics without incrementing them.
             with torch.no_grad():
                 original.copy_(torch.where(copy == original.to(copy.dtype), original, copy.to(original.dtype)))

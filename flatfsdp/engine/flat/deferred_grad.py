@@ -1,9 +1,9 @@
-"""Parameters whose gradients are still being reduced, and are waited for where somebody reads them.
+"""Parameters whose gradients are still being reduced; reading such a gradient waits for it.
 
-[Note: deferred gradients] After a backward that is not the last (`set_is_last_backward`) the reduction issued last goes
-on beside what the user does next. Its parameters have their `.grad` already: what was there, to which the sum will be
-added, or the memory that the sum arrives in. Nobody may look at it before, so the parameters are of a class whose
-`.grad` waits. They are the same objects, and whoever drops a `.grad` drops what arrives in it.
+[Note: deferred gradients] After a backward that is not the last (`set_is_last_backward`) the reduction issued last
+continues while user code runs. Its parameters have their `.grad` already: the earlier gradient, to which the sum will
+be added, or the memory that will receive the sum. It must not be read earlier, so the parameters get a class whose
+`.grad` waits. They are the same objects, and code that sets a `.grad` to None also drops the gradient still in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _once_there(access: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _DeferredGrad:
-    """What a parameter does differently while its gradient is awaited."""
+    """Members that a parameter overrides while its gradient is awaited."""
 
     grad = property(_once_there(_GRAD.__get__), _once_there(_GRAD.__set__), _once_there(_GRAD.__delete__))
 
@@ -44,11 +44,11 @@ class _DeferredGrad:
 
 
 class DeferredGradParameter(_DeferredGrad, TracksWrites, nn.Parameter):
-    """What `nn.Parameter` objects are while their gradients are awaited; never constructed."""
+    """The class of `nn.Parameter` objects while their gradients are awaited; never constructed."""
 
 
 class DeferredGradFlatParameter(_DeferredGrad, FlatParameter):
-    """What `FlatParameter` objects are while their gradients are awaited; never constructed."""
+    """The class of `FlatParameter` objects while their gradients are awaited; never constructed."""
 
 
 _WHILE_AWAITED: dict[type, type] = {nn.Parameter: DeferredGradParameter, FlatParameter: DeferredGradFlatParameter}
@@ -61,7 +61,7 @@ class PendingGradients:
     """Gradients that are awaited together."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
-        """`finish` makes the `.grad` of `parameters` what it is to be; it is called where that is asked for."""
+        """`finish` gives the `.grad` of `parameters` its final value; it is called when that value is requested."""
         self._parameters = parameters
         self._finish = finish
         ids = list(map(id, parameters))
@@ -79,7 +79,7 @@ class PendingGradients:
             return
         self._forget()
         parameters, finish = self._parameters, self._finish
-        del self._parameters, self._finish  # with the sum, which is no `.grad` where it was added to one
+        del self._parameters, self._finish  # and the sum, which is not a `.grad` if it was added to one
         for parameter in parameters:
             if (kind := _AFTERWARDS.get(type(parameter))) is not None:
                 parameter.__class__ = kind
@@ -92,7 +92,7 @@ class PendingGradients:
 
 
 def can_defer(parameter: nn.Parameter) -> bool:
-    """Whether a read of the parameter's `.grad` can be made to wait: not with a class of the user's."""
+    """Whether a read of the parameter's `.grad` can be made to wait: not if its class is user-defined."""
     return type(parameter) in _WHILE_AWAITED
 
 
@@ -102,7 +102,7 @@ def is_deferred(parameter: nn.Parameter) -> bool:
 
 
 def show_deferred(parameters: Iterable[nn.Parameter]) -> None:
-    """Let those of `parameters` whose gradients are awaited wait for them again, as after they were hidden."""
+    """Let those of `parameters` whose gradients are awaited wait for them again after they were hidden."""
     for parameter in parameters:
         if is_deferred(parameter):
             parameter.__class__ = _WHILE_AWAITED.get(type(parameter), type(parameter))

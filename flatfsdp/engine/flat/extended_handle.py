@@ -1,9 +1,9 @@
-"""Flat parameters of which something else is gathered than their elements. [Note: gather hooks]
+"""Flat parameters with gather hooks: tensors other than their elements are gathered. [Note: gather hooks]
 
-[Note: opaque bytes] Shards, gradients and optimizer states are as of any handle with a layout in rows. The unsharded
-buffer is not: it has bytes, laid out by a layout of their own that ranks agree on at the first gather, a segment for
-each tensor that a parameter gives. Its storage and its address stay ([Note: one storage]), and what modules compute
-with is made of it once, and filled again. Leaves show their shape meanwhile, without memory.
+[Note: opaque bytes] Shards, gradients and optimizer states are those of any handle with a layout in rows. The unsharded
+buffer differs: it holds bytes in a layout of its own, on which ranks agree at the first gather, with a segment for
+each tensor of a parameter. Its storage and address stay ([Note: one storage]). The tensors that modules compute with
+are built from it once, and refilled later. Leaves show their shape meanwhile, without memory.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .gather_hooks import GatherHooks, Input, described, fitting, listed
 from .sources import UnshardedParam, UnshardSource
 from .write_tracker import VERSION
 
-ALIGN = 16  # bytes: what kernels want, and a multiple of the size of every element
+ALIGN = 16  # bytes: the alignment that kernels expect, and a multiple of the size of every element
 
 
 class OpaqueParam(UnshardedParam):
-    """What was gathered of the parameters of one handle, and what modules compute with of it, in one dtype.
+    """The gathered bytes of one handle's parameters, and the tensors in one dtype that modules compute with.
 
     Attributes:
-        agreed: for each parameter what each rank gives of it; empty before the first gather.
+        agreed: for each parameter, the tensors that each rank contributes; empty before the first gather.
     """
 
     has_inner = True
@@ -66,7 +66,7 @@ class OpaqueParam(UnshardedParam):
     # -- the gather --------------------------------------------------------------------------------------------------
 
     def prepare(self, handle: ExtendedHandle, transport: Transport) -> None:
-        """Ask the parameters what is gathered of them now. Collective at the first time."""
+        """Call the hooks of the parameters for the tensors to gather now. Collective at the first call."""
         given: list[list[torch.Tensor]] = []
         problem: UsageError | None = None
         self._metadata = []
@@ -88,7 +88,7 @@ class OpaqueParam(UnshardedParam):
     def _agree(
         self, own: list[list[Input]], problem: UsageError | None, handle: ExtendedHandle, transport: Transport
     ) -> None:
-        """Lay the bytes out as the first rank gives them. Collective; what is wrong on any rank is refused on all."""
+        """Adopt the first rank's layout of the bytes. Collective; a mismatch on any rank raises on all ranks."""
         facts, device = encode((str(problem or ""), own)), transport.device.device
         given = [facts] * self._world if is_memoryless() else gathered(facts, device, transport.gather_now)
         decoded: list[tuple[str, list[list[Input]]]] = list(map(decode, given))
@@ -111,7 +111,7 @@ class OpaqueParam(UnshardedParam):
         self.flat = self.buffer.tensor
 
     def fill(self, transport: Transport, stream: Stream) -> PendingWork:
-        """Gather what was prepared. Collective. Precondition: the buffer has its memory."""
+        """Gather the prepared tensors. Collective. Precondition: the buffer has its memory."""
         places, pieces, self._inputs = self._cut(), self._inputs, []
         given = [(place, piece) for place, piece in zip(places, pieces, strict=True) if place.numel()]
         if not given:
@@ -119,15 +119,15 @@ class OpaqueParam(UnshardedParam):
         return transport.all_gather_coalesced([place for place, _ in given], [piece for _, piece in given], stream)
 
     def _cut(self) -> list[torch.Tensor]:
-        """The places of all tensors in the buffer, once it has had memory."""
+        """Views of the buffer for all tensors. Precondition at the first call: the buffer has memory."""
         if not self._places:
             self._places = [self.flat[span.slice] for span in self.layout.spans]
         return self._places
 
-    # -- what modules see --------------------------------------------------------------------------------------------
+    # -- tensors that modules see ------------------------------------------------------------------------------------
 
     def unpack(self, rows: Sequence[torch.Tensor], *, changed: bool) -> None:
-        """Let modules see what was gathered; `changed`: it is not what they saw before. Precondition: it arrived."""
+        """Show modules the gathered values; `changed`: they differ from those shown before. Precondition: gathered."""
         for storage, size in self._inner:
             storage.resize_(size)
             self._tracker.add("unsharded", size)
@@ -141,12 +141,12 @@ class OpaqueParam(UnshardedParam):
             if before is None:
                 self._own(inner)
         refilled, self._seen = bool(self._seen), made
-        if refilled and not changed:  # graphs of before may read it [Note: versions]
+        if refilled and not changed:  # earlier graphs may read it [Note: versions]
             _torch.set_versions(tuple(made), tuple(self._versions))
         self._versions = list(map(VERSION, made))
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The memory of `tensors` comes and goes with the buffer's."""
+        """Allocate and free the memory of `tensors` together with the buffer's."""
         known = {self.flat.untyped_storage()._cdata, *(storage._cdata for storage, _ in self._inner)}
         plain = [each for each in tensors if not hasattr(type(each), "__tensor_flatten__") and each.numel()]
         for storage in map(torch.Tensor.untyped_storage, plain):
@@ -156,7 +156,7 @@ class OpaqueParam(UnshardedParam):
                 self._tracker.add("unsharded", storage.nbytes())
 
     def free(self) -> None:
-        """What modules have seen is unreadable from now on. The buffer is freed by the caller."""
+        """Make the tensors that modules have seen unreadable. The caller frees the buffer."""
         for hooks in self._hooks:
             hooks.seen = None
         torch.autograd.graph.increment_version(self._seen)
@@ -166,7 +166,7 @@ class OpaqueParam(UnshardedParam):
 
 
 class ExtendedSource(UnshardSource):
-    """What the parameters of a handle give for a gather, gathered over the shard axis."""
+    """The tensors that the parameters of a handle contribute, gathered over the shard axis."""
 
     def __init__(self, dtype: torch.dtype, transport: Transport, *, offload: bool) -> None:
         self.dtype, self.transport, self.reads_host = dtype, transport, offload
@@ -181,8 +181,8 @@ class ExtendedHandle(FlatParamHandle):
 
     @property
     def rows(self) -> list[torch.Tensor]:
-        """This rank's rows of each parameter, tensors of their classes: the same objects for as long as the shard is,
-        since users attach to them (a scale, for example)."""
+        """This rank's rows of each parameter, tensors of their classes. They are the same objects while the shard
+        exists, since users set attributes on them (a scale, for example)."""
         return [self.face.local_of(holder) for holder in self.face.holders]
 
     def _target(self, dtype: torch.dtype) -> UnshardedParam:
@@ -225,12 +225,12 @@ class ExtendedHandle(FlatParamHandle):
 
 
 def handle_class(options: FlatParamOptions) -> type[FlatParamHandle]:
-    """Of handles with these `options`."""
+    """The class of handles with these `options`."""
     return ExtendedHandle if options.gathers else FlatParamHandle
 
 
 def _rows_of(layout: FlatLayout, index: int, rank: int) -> tuple[int, int]:
-    """How many rows of a parameter `rank` has, and how many a rank has at most."""
+    """The number of rows of a parameter that `rank` has, and the maximum over ranks."""
     rows = layout.params[index].rows
     most = -(-rows // layout.world)
     return max(0, min(most, rows - rank * most)), most

@@ -1,8 +1,8 @@
-"""Parameters that are stored as one thing and computed with as another (a quantised or a distributed tensor).
+"""Parameters that are stored in one form and computed with in another (a quantized or a distributed tensor).
 
-[Note: extensions] What is *stored* of a parameter is what the flat parameter holds, the leaf of autograd, and what
-optimizers step on. While a unit computes, its modules hold what is *seen* instead, made of the leaf, through which
-gradients flow back into it. FSDP1 has two hooks for that, which users set; DTensors are stored and seen likewise.
+[Note: extensions] The *stored* form of a parameter lies in the flat parameter; it is autograd's leaf, and optimizers
+step on it. While a unit computes, its modules hold the *seen* form instead, computed from the leaf, so that gradients
+flow back into it. FSDP1 has two hooks for that, which users set; DTensors are stored and seen in the same way.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .param_refs import ParamRef
 
 
 class FlatParamExtensions(Protocol):
-    """The two transformations, inverse to each other. Both are called on every rank alike."""
+    """The two transformations, inverse to each other. Both are called on every rank in the same way."""
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """(what to store of a parameter, a state that undoes it); a state of None leaves it as it is."""
+        """(the tensor to store for a parameter, a state that undoes it); a state of None leaves it unchanged."""
 
     def post_unflatten_transform(self, tensor: torch.Tensor, state: Any) -> torch.Tensor:
-        """What modules compute with, differentiably from the unsharded stored `tensor`."""
+        """The tensor that modules compute with, differentiably from the unsharded stored `tensor`."""
 
 
 _extensions: FlatParamExtensions | None = None
@@ -63,7 +63,7 @@ def set_extensions(extensions: FlatParamExtensions | None) -> None:
 
 
 class Transform:
-    """How one kind of parameters is stored, and seen by modules. The same on every rank."""
+    """Storage of one kind of parameters, and its conversion for modules. The same on every rank."""
 
     def applies(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is of the kind."""
@@ -73,26 +73,26 @@ class Transform:
         """Refuse a parameter of the kind that cannot be stored. Precondition: it `applies`."""
 
     def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """(what to store of a parameter, a state to see it with); a state of None leaves it as it is."""
+        """(the tensor to store for a parameter, a state for `see`); a state of None leaves it unchanged."""
         raise NotImplementedError
 
     def see(self, leaf: torch.Tensor, state: Any) -> torch.Tensor:
-        """What modules compute with, differentiably from the unsharded `leaf`."""
+        """The tensor that modules compute with, differentiably from the unsharded `leaf`."""
         raise NotImplementedError
 
     def attach(self, state: Any, module: nn.Module, mesh: Any) -> None:
-        """`module` is one of those that compute with the parameter, whose unit has that `mesh`, if any."""
+        """Register `module` as one that computes with the parameter; `mesh`: that of its unit, if any."""
 
     def gather_hooks(self, state: Any) -> GatherHooks | None:
-        """What decides what is gathered of the parameter; None: what is stored. [Note: gather hooks]"""
+        """The hooks that choose the tensors to gather; None: the stored tensor is gathered. [Note: gather hooks]"""
         return None
 
     def part(self, state: Any) -> Part | None:
-        """Of which whole a part is stored; None where it is a tensor of its own. [Note: parts of wholes]"""
+        """The position of the stored part in its whole; None for an independent tensor. [Note: parts of wholes]"""
         return None
 
     def describe(self, state: Any) -> str:
-        """What ranks compare of it, as the end of a phrase."""
+        """The facts that ranks compare about it, as the end of a phrase."""
         return ""
 
     def can_be_pickled(self, state: Any) -> bool:
@@ -100,23 +100,23 @@ class Transform:
         return True
 
     def assemble(self, stored: torch.Tensor, state: Any) -> torch.Tensor:
-        """The whole of the part that is `stored` here. Collective over the axes."""
+        """The whole tensor of which a part is `stored` here. Collective over the axes."""
         raise NotImplementedError
 
     def around(self, stored: torch.Tensor, state: Any) -> torch.Tensor | None:
-        """What modules see of `stored`, unknown to autograd and sharing its memory; None where there is none such."""
+        """The seen form of `stored`, sharing its memory, without a graph; None if there is no such form."""
         return None
 
     def stored_in(self, seen: torch.Tensor) -> torch.Tensor:
-        """What is stored of a tensor that `around` made, or that a user put in its place."""
+        """The stored form of a tensor that `around` made, or of a user's replacement for it."""
         return seen
 
     def sharded(self, rows: torch.Tensor, dp_mesh: Any, state: Any) -> torch.Tensor:
-        """`rows`, this rank's of what is stored, as one tensor of the whole with those of all ranks."""
+        """`rows`, this rank's rows of the stored tensor, as one tensor of the whole with the rows of all ranks."""
         raise NotImplementedError
 
     def axes(self, state: Any, device: torch.device) -> list[tuple[Axis, bool]]:
-        """The axes of ranks that store the other parts, each with whether it splits the whole, else holds copies."""
+        """The axes of ranks that store the other parts, each with True if it splits the whole; False: copies."""
         return []
 
 
@@ -127,7 +127,7 @@ class UsersTransform(Transform):
         self.extensions = extensions
 
     def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """What `pre_flatten_transform` makes of `parameter`."""
+        """The result of `pre_flatten_transform` for `parameter`."""
         stored, state = self.extensions.pre_flatten_transform(parameter)
         if state is not None and not isinstance(stored, torch.Tensor):
             raise UsageError(
@@ -136,7 +136,7 @@ class UsersTransform(Transform):
         return stored, state
 
     def see(self, leaf: torch.Tensor, state: Any) -> torch.Tensor:
-        """What `post_unflatten_transform` makes of `leaf`."""
+        """The result of `post_unflatten_transform` for `leaf`."""
         return self.extensions.post_unflatten_transform(leaf, state)
 
 
@@ -144,8 +144,8 @@ class TransformedParam:
     """One transformed parameter of a unit and where its modules hold it.
 
     Attributes:
-        leaf: what is stored of it.
-        state: what `transform` knows of it.
+        leaf: its stored form.
+        state: the state that `transform` returned for it.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class TransformedParam:
 
     @property
     def part(self) -> Part | None:
-        """Of which whole the leaf is a part, if of any."""
+        """The position of the leaf in its whole, if it is a part."""
         return self.transform.part(self.state)
 
     def replaced(self, parameter: nn.Parameter) -> bool:
@@ -175,7 +175,7 @@ class TransformedParam:
         return self.transform.see(self.leaf, self.state)
 
     def install(self) -> None:
-        """Let the modules hold what they compute with. Precondition: the leaf is unsharded."""
+        """Let the modules hold the seen form. Precondition: the leaf is unsharded."""
         with torch.enable_grad():  # also where a backward gathers for a recomputation
             value = self._value()
         for param_ref in self.param_refs:
@@ -188,8 +188,8 @@ class TransformedParam:
             param_ref.of(restored).register()
 
     def show(self, stored: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """Let the modules list what they see of unsharded `stored` memory and its gradient as a parameter, until
-        `uninstall`; kinds that cannot be seen so stay as they are stored."""
+        """Let the modules list the seen form of unsharded `stored` memory and its gradient as a parameter, until
+        `uninstall`; kinds without such a form stay as they are stored."""
         if (seen := self.transform.around(stored, self.state)) is not None:
             shown = nn.Parameter(seen, requires_grad=self.leaf.requires_grad)
             if grad is not None:
@@ -198,8 +198,8 @@ class TransformedParam:
                 param_ref.hold(shown)
 
     def taken(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the modules hold now, as it is stored, and its gradient: what `show` has shown, or what a user has put
-        in its place."""
+        """The value that the modules hold now, in its stored form, and its gradient: those that `show` has shown, or a
+        user's replacement."""
         held = self.param_refs[0].current
         if not isinstance(held, nn.Parameter):
             return self.leaf, self.leaf.grad
@@ -207,13 +207,13 @@ class TransformedParam:
         return self.transform.stored_in(held.detach()), grad
 
     def uninstall(self, put: Callable[[ParamRef], None]) -> None:
-        """Let the modules hold what they hold at rest, which `put` gives to one."""
+        """Let `put` give each module the parameter that it holds at rest."""
         for param_ref in self.param_refs:
             put(param_ref)
 
 
 def as_transform(found: Transform | FlatParamExtensions) -> Transform:
-    """`found` itself, or the transform of a user's object, which is what older pickles have."""
+    """`found` itself, or the transform of a user-defined object, which older pickles have."""
     return found if isinstance(found, Transform) else UsersTransform(found)
 
 
@@ -225,8 +225,8 @@ def users_transforms() -> list[Transform]:
 def transform(
     param_refs: Iterable[ParamRef], transforms: Sequence[Transform]
 ) -> tuple[list[ParamRef], list[TransformedParam]]:
-    """`param_refs` with the leaves that are to be flattened, registered, and those of them that were transformed, each
-    by the first of `transforms` that has a state for it."""
+    """`param_refs` with the leaves that are to be flattened, registered, and the transformed ones among them, each
+    transformed by the first of `transforms` that has a state for it."""
     param_refs = list(param_refs)
     if not transforms:
         return param_refs, []

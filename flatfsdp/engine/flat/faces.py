@@ -1,10 +1,10 @@
-"""What a handle's parameters look like between iterations: to modules, to optimizers, to whoever reads a `.grad`.
+"""The form of a handle's parameters between iterations: for modules, for optimizers, for code that reads a `.grad`.
 
-[Note: faces] Inside a forward and a backward the *leaves* are what modules compute with and what autograd brings
-gradients to. At rest users meet the handle's *face*: *holders*, which modules list, optimizers step on, and reduced
-gradients are the `.grad` of. They are the leaves themselves (`OriginalFace`), one flat parameter for all of them
-(`FlatFace`), or a distributed tensor for each. A handle is given its face as a value, and no code checks which it is:
-what they do differently is a method here, or one of the few facts that the interface has.
+[Note: faces] Inside a forward and a backward, modules compute with the *leaves*, and autograd accumulates gradients in
+them. At rest users meet the handle's *face*: *holders*, which modules list, optimizers step on, and whose `.grad` is
+the reduced gradient. They are the leaves themselves (`OriginalFace`), one flat parameter for all of them (`FlatFace`),
+or a distributed tensor for each. A handle is given its face as a value, and no code checks which face it has: every
+difference is a method here, or one of the few attributes of the interface.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .layout_views import ShardViews, shard_of
 from .param_refs import ParamRef
 from .write_tracker import FlatParameter
 
-Sums = list[tuple[torch.Tensor, torch.Tensor]]  # local tensors: to the first of each pair the second is to be added
+Sums = list[tuple[torch.Tensor, torch.Tensor]]  # local tensors: add the second of each pair to the first
 
 
 @dataclass(frozen=True)
 class FaceWords:
-    """How messages call a face.
+    """The words for a face in messages.
 
     Attributes:
-        argument, value: the argument of users that chooses it, and what that is.
-        setting: both as they are written.
-        holder: what has the gradients where leaves have none.
-        remedy: how to get holders that are the leaves; "" where there is no way.
-        names: why a search for parameters by their names finds none; "" where it does.
+        argument, value: the user's argument that chooses it, and its value.
+        setting: both in source form.
+        holder: the name of the parameter that has the gradients if leaves have none.
+        remedy: how to get holders that are the leaves; "" if there is no way.
+        names: why a search for parameters by their names finds none; "" if it does.
     """
 
     argument: str
@@ -53,43 +53,43 @@ class FaceWords:
 
 
 class Keeps(Protocol):
-    """What is kept of gradients that were shown, to show the next ones.
+    """Memory kept from gradients that were shown, for showing the next ones.
 
     Attributes:
-        indices: the leaves that have them.
-        shows: it has their memory.
+        indices: the leaves that have these gradients.
+        shows: whether current gradients use the memory.
     """
 
     indices: list[int]
     shows: bool
 
     def release(self) -> bool:
-        """Let go of the memory, if users have dropped all of the gradients; whether that is so."""
+        """Release the memory if users have dropped all of the gradients; returns whether they have."""
 
 
 class Face(Protocol):
-    """What the parameters of one handle look like at rest. [Note: faces]
+    """The form of one handle's parameters at rest. [Note: faces]
 
-    A face keeps the leaves and the views of the shard, and never the handle: nothing that it has keeps a deleted model
-    alive. Every index is that of a leaf, in layout order. No method communicates. What has a body here is right for
-    holders that are plain tensors in memory of the shard, one for each leaf.
+    A face keeps the leaves and the views of the shard, but no reference to the handle, so that it cannot keep a deleted
+    model alive. Every index is that of a leaf, in layout order. No method communicates. Method bodies here are right
+    for holders that are plain tensors in memory of the shard, one for each leaf.
 
     Attributes:
-        holders: what modules list and optimizers step on, the same objects for as long as the handle lives, unless a
-            user puts another one in the place of one of them.
+        holders: the parameters that modules list and optimizers step on, the same objects for as long as the handle
+            lives, unless a user replaces one of them.
         words: for messages.
-        holds_leaves: whether the holders are the leaves, so that gradients come to where users see them, and leaves
-            are described as their shards for as long as users may meet them.
+        holds_leaves: whether the holders are the leaves, so that gradients arrive where users see them, and leaves
+            are described as their shards while users may access them.
         is_flat: whether one holder has all of the shard, so that an optimizer has one state for it.
-        by_parameter: whether each parameter has a holder of its own, which kernels want to begin on 16 bytes.
+        by_parameter: whether each parameter has a holder of its own, whose memory kernels expect aligned to 16 bytes.
         is_distributed: whether holders are distributed tensors of whole parameters: modules hold them at rest, and the
             leaves for as long as these are unsharded (`compute`, `rest`). Torch's own functions see whole parameters
             (norms, state dicts), and every rank has each gradient.
-        counters: tensors whose versions count what is written through holders and not seen in the shard's; always the
-            same list.
-        displaced: of distributed holders, gives the leaves in whose places modules hold something else, between
+        counters: tensors whose versions count writes through holders that the shard's version does not count; always
+            the same list.
+        displaced: of distributed holders, returns the leaves whose places in modules hold other objects, between
             `compute` and `rest`. Of others, whose modules hold the same at any time, changes are found at rest.
-        kept: what is released where a forward begins, or a backward; None: nothing.
+        kept: memory to release when a forward or a backward begins, if any.
     """
 
     holders: list[nn.Parameter]
@@ -104,99 +104,99 @@ class Face(Protocol):
     _at_rest: ShardViews
 
     def holder_of(self, index: int) -> nn.Parameter:
-        """What an optimizer steps on in order to step on that leaf."""
+        """The parameter that an optimizer steps on in order to step on that leaf."""
         return self.holders[index]
 
     def put(self, param_ref: ParamRef) -> None:
-        """Let a module hold what it holds at rest, in the place `param_ref` of a leaf; `compute` and `rest` reach that
-        place from now on."""
+        """Let a module hold, in the place `param_ref` of a leaf, the parameter for that place at rest; `compute` and
+        `rest` include that place from now on."""
 
     def leave(self, param_ref: ParamRef) -> None:
-        """Undo `put`. Called of distributed holders only."""
+        """Undo `put`. Called for distributed holders only."""
 
     def compute(self) -> None:
-        """Let modules hold the leaves, which are about to be unsharded. Called of distributed holders only."""
+        """Let modules hold the leaves, which are about to be unsharded. Called for distributed holders only."""
 
     def rest(self) -> None:
-        """End of `compute`: `follow_requires_grad`, where users have set it on leaves. Called of distributed holders
+        """End `compute`; calls `follow_requires_grad` if users have set it on leaves. Called for distributed holders
         only."""
 
     def replaced(self) -> list[int]:
-        """The leaves whose holders do not show their place in the shard, though they should: the user put something
-        in the place of their memory. Called of distributed holders only, at rest."""
+        """The leaves whose holders should show their place in the shard but do not: the user replaced their memory.
+        Called for distributed holders only, at rest."""
         return []
 
     def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
-        """What `held`, which a user put in the place of a holder, has for the shard: of the shape that
-        `ShardViews.views` has, or of the whole parameter's.
+        """The value of `held`, a user's replacement for a holder, for the shard: in the shape of `ShardViews.views`, or
+        in that of the whole parameter.
 
         Raises:
-            UsageError: it lies on other ranks, or is split in another way.
+            UsageError: it lies on other ranks, or is split differently.
         """
         return held.detach()
 
     def adopt(self, index: int, held: nn.Parameter) -> None:
-        """`held` is what a user put in the place of a holder, its value is in the shard: show the shard in it from now
-        on, if it can be a holder; that is `holder_of(index)` then."""
+        """Let `held`, a user's replacement for a holder whose value is in the shard already, show the shard from now
+        on, if it can be a holder; then `holder_of(index)` returns it."""
 
     def local_of(self, value: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a holder, of its `.grad`, or of a state that an optimizer made like one."""
+        """This rank's local tensor of a holder, of its `.grad`, or of a state that an optimizer made like one."""
         return value
 
     def like_holder(self, indices: tuple[int, ...], piece: torch.Tensor) -> torch.Tensor:
-        """`piece`, laid out as the shard has these leaves, as it can be the `.grad` of their holder, or a state that an
-        optimizer keeps of it. A view."""
+        """A view of `piece`, laid out like these leaves in the shard, in the form that the `.grad` of their holder, or
+        a state that an optimizer keeps for it, can have."""
         return piece
 
     def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a leaf's part of `value` (see `like_holder`, whose inverse this is where holders have
-        one leaf each); `value` itself where it is not like the holder."""
+        """This rank's part of `value` that belongs to a leaf; `value` itself if it is not like the holder. The inverse
+        of `like_holder` if each holder has one leaf."""
         return value
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
-        """`shard` is the handle's from now on (also at first), of a dtype and on a device that may be new; `at_rest`
-        are its views. Holders have no `.grad`, and show it when this returns."""
+        """Use `shard` as the handle's from now on (also at first), maybe with a new dtype or device; `at_rest`
+        has its views. Precondition: holders have no `.grad`. Postcondition: they show the shard."""
 
     def show_flat(self, flat: torch.Tensor) -> None:
-        """Let the flat parameter show `flat`, 1-D and of any length, if that is what modules list. The shard ends
-        it."""
+        """Let the flat parameter show `flat`, 1-D and of any length, if modules list the flat parameter. A call with
+        the shard ends that."""
         return
 
     def follow_requires_grad(self) -> None:
-        """Give the leaves the `requires_grad` that users have set on holders, and distributed holders that which they
-        have set on leaves. Not called where these are the same."""
+        """Copy the `requires_grad` that users have set on holders to the leaves, or the one that they have set on
+        leaves to distributed holders. Called only if these differ."""
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
-        """What is the `.grad` of each leaf's place in the shard; [] where there is none of any. Of the shape that
-        `ShardViews.views_of` gives."""
+        """The `.grad` of each leaf's place in the shard, in the shape of `ShardViews.views_of`; [] if no leaf has
+        one."""
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
-        """Make `total`, of shape (shard_numel,), the `.grad` of the holders of `trained` leaves; where one has a
-        `.grad` already, return that with what is to be added to it.
+        """Make `total`, of shape (shard_numel,), the `.grad` of the holders of `trained` leaves; if a holder has a
+        `.grad` already, return that with the tensor to add to it.
 
-        `taken`: what was taken from the `.grad` of leaves before the backward, which is shown again. The memory of
-        `total` belongs to the gradients afterwards.
+        `taken`: the `.grad` of leaves that was taken away before the backward; it is restored. The gradients own the
+        memory of `total` afterwards.
         """
 
     def shown(self) -> Keeps | None:
-        """`kept`, if holders have the gradients that it showed last, and show their places in the shard; None where
-        that is not known."""
+        """`kept`, if the holders' gradients are those that it showed last, and holders show their places in the shard;
+        None if that is unknown."""
         return None
 
     def window_shares(
         self, flat: torch.Tensor, awaited: frozenset[int]
     ) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
-        """Of gradients `flat`, unsharded, 1-D and padded: each holder of leaves that are `awaited`, this rank's part of
-        it, and the leaves of that part. [Note: marks]"""
+        """For unsharded gradients `flat`, 1-D and padded: each holder of `awaited` leaves, this rank's part of its
+        gradient, and the leaves of that part. [Note: marks]"""
         rows = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
         return [(holder, share, (i,)) for i, (holder, share) in rows if i in awaited]
 
 
 class _Adoptions:
-    """What users put in the place of holders in this process.
+    """Users' replacements for holders in this process.
 
     Attributes:
-        count: how many there were: who keeps what he found out of holders looks again.
+        count: their number; code that caches facts about holders computes them again when it changes.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class _Adoptions:
         self._passed_over: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
 
     def pass_over(self, held: nn.Parameter, name: str) -> None:
-        """The holder called `name` stays one, and only values were taken of what was put in its place."""
+        """Record that the holder called `name` stays one, and that only values were taken from its replacement."""
         self.count += 1
         known, key = self._passed_over, id(held)
 
@@ -215,7 +215,7 @@ class _Adoptions:
         known[key] = weakref.ref(held, forget), name
 
     def name_in_place_of(self, parameter: torch.Tensor) -> str | None:
-        """What stayed a holder where only values were taken of `parameter`."""
+        """The name of the holder that stayed when only values were taken from `parameter`."""
         found = self._passed_over.get(id(parameter))
         return found[1] if found is not None and found[0]() is parameter else None
 
@@ -224,18 +224,18 @@ adoptions = _Adoptions()
 
 
 class FaceMaker(Protocol):
-    """What makes the face of a handle; the classes below are such."""
+    """Makes the face of a handle; the classes below do."""
 
     by_parameter: bool
 
     def __call__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> Face:
-        """A face of `leaves`, whose shard `flat_param` shows; `moved` is called before anything else."""
+        """A face of `leaves`, whose shard `flat_param` shows; `moved` is called before any other method."""
 
 
 class OriginalFace(Face):
-    """`use_orig_params=True`: the leaves themselves, each its piece of the shard."""
+    """`use_orig_params=True`: the holders are the leaves themselves, each with its piece of the shard."""
 
     words = FaceWords("use_orig_params", "True", "use_orig_params=True")
     holds_leaves, is_flat, by_parameter = True, False, True
@@ -292,7 +292,7 @@ class FlatFace(Face):
         self._every = tuple(range(len(leaves)))
         self.holders: list[nn.Parameter] = [flat_param]
         self.counters: list[torch.Tensor] = []
-        self._followed = any(map(REQUIRES_GRAD, leaves))  # what was given to the leaves
+        self._followed = any(map(REQUIRES_GRAD, leaves))  # the value that the leaves have
 
     def holder_of(self, index: int) -> nn.Parameter:
         return self._flat_param
@@ -347,18 +347,18 @@ set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _GRAD.__set__
 
 
 def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """`parameter.grad = grad`, also where low-precision gradients are kept for a master of another dtype."""
+    """`parameter.grad = grad`, also if low-precision gradients are kept for a master of another dtype."""
     if grad.dtype != parameter.dtype:
-        parameter.grad_dtype = None  # any: with this one, autograd would cast what arrives before it is scaled
+        parameter.grad_dtype = None  # any: with this one, autograd would cast gradients before they are scaled
     parameter.grad = grad
 
 
 def fact_of(faces: Iterable[Face]) -> tuple[str, str]:
-    """What the ranks of a model compare of the faces of a unit: the argument that chooses them, and its value."""
+    """The fact about the faces of a unit that ranks compare: the argument that chooses them, and its value."""
     words = next((face.words for face in faces), None)
     return (words.argument, words.value) if words is not None else ("use_orig_params", "")
 
 
 def pickled_face(options: Mapping[str, Any]) -> FaceMaker:
-    """The face among a handle's `options` as pickles of earlier versions have them: as the argument that chose it."""
+    """The face that a handle's `options` in pickles of earlier versions name by the argument that chose it."""
     return OriginalFace if options["use_orig_params"] else FlatFace

@@ -1,9 +1,9 @@
 """One flat parameter: a layout, this rank's shard, and the unsharded buffer that comes and goes.
 
-[Note: leaves] The user's own `Parameter` objects stay the autograd leaves. A handle swaps what their `.data` shows
-(`views.py`): at rest a view of the shard, while the unit computes an N-D view of the unsharded buffer, and nothing
-(zero elements) between a forward that resharded and the backward. The `FlatParameter` holds the shard; with
-a `FlatFace` it is what modules register and optimizers step. [Note: faces]
+[Note: leaves] The user's own `Parameter` objects stay the autograd leaves. A handle swaps the memory that their `.data`
+shows (`views.py`): at rest a view of the shard, while the unit computes an N-D view of the unsharded buffer, and
+nothing (zero elements) between a forward that resharded and the backward. The `FlatParameter` holds the shard; with a
+`FlatFace` modules register it and optimizers step on it. [Note: faces]
 
 [Note: kinds] One handle holds parameters of one dtype and of one trainability (as it was at construction); packed bytes
 have one of their own.
@@ -40,7 +40,7 @@ from .write_tracker import FlatParameter, WriteTracker
 
 
 class _NotUnsharded(UnshardedParam):
-    """Stands for the unsharded parameter while there is none: it has no buffer, and refuses to be asked for more."""
+    """Stands for the unsharded parameter while there is none: it has no buffer, and raises on any other access."""
 
     buffer = None
 
@@ -48,7 +48,7 @@ class _NotUnsharded(UnshardedParam):
         self._of = weakref.ref(handle)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__") or (handle := self._of()) is None:  # Python's own question
+        if name.startswith("__") or (handle := self._of()) is None:  # Python's own lookup
             raise AttributeError(name)
         raise InternalError(
             f"unit {handle.label}: {name!r} of the unsharded form of {few(handle.flat_param._fqns)} was "
@@ -58,16 +58,16 @@ class _NotUnsharded(UnshardedParam):
 
 @dataclass(frozen=True)
 class FlatParamOptions:
-    """What a flat parameter is made with, and keeps.
+    """The options of a flat parameter, fixed at construction.
 
     Attributes:
         trainable: whether a parameter required a gradient at construction.
         packed: whether elements are no numbers, and stay as they are. [Note: packed bytes]
         layout: whether ranks split all parameters as one, or each of them by rows. [Note: pieces]
         offload: whether the shard lives on the CPU; pin_memory: in page-locked memory.
-        face: makes what users see of the parameters at rest.
-        gathers: for each parameter the hooks that define what is gathered of it; empty where they have none, as they
-            have or have not together.
+        face: makes the form of the parameters that users see at rest.
+        gathers: for each parameter, the hooks that define which tensors are gathered for it; empty if they have none.
+            All parameters of a handle have hooks, or none has.
     """
 
     mixed_precision: MixedPrecision
@@ -85,7 +85,7 @@ class FlatParamOptions:
 
 
 def take_off_meta(leaves: Sequence[nn.Parameter], names: Sequence[str], device: torch.device) -> None:
-    """Let `leaves`, which are on the meta device, be parameters without elements on `device`: the same objects.
+    """Turn `leaves`, which are on the meta device, into parameters without elements on `device`: the same objects.
 
     Raises:
         UsageError: autograd, or a weak reference, holds one in a way that forbids it.
@@ -109,21 +109,21 @@ class FlatParamHandle:
     Attributes:
         name: the unit's name, for messages.
         leaves: the user's parameters, in layout order.
-        layout: where each of them lies.
+        layout: the place of each of them.
         rank: this rank on the shard axis.
         precision: the dtypes ([Note: dtypes]).
         shard: shape (layout.shard_numel,), master dtype; on the CPU when offloaded.
         flat_param: the shard as a parameter.
-        face: what users see of the parameters at rest. [Note: faces]
-        at_rest: what the leaves show of the shard.
-        writes: who wrote to the shard and the leaves.
+        face: the form of the parameters that users see at rest. [Note: faces]
+        at_rest: the views of the shard that the leaves show.
+        writes: counts writes to the shard and the leaves.
         state: [Note: states].
         unsharded: the unsharded parameter, from the launch of its gather until it is resharded; it has a `buffer` only
             where it does not share the shard's memory.
-        kept_source: what stays here between uses besides the shard, from which the unsharded form may come.
+        kept_source: another source of the unsharded form that stays here between uses, in addition to the shard.
         persistence: where the unsharded parameter stays between uses; None if it does not. [Note: persistent
             parameters]
-        accumulator_was_requested: whether somebody asked for a hidden leaf's node of autograd. [Note: accumulators]
+        accumulator_was_requested: whether code requested a hidden leaf's autograd node. [Note: accumulators]
         device: where the unit computes.
     """
 
@@ -178,8 +178,8 @@ class FlatParamHandle:
         """Lay unsharded `leaves` (one dtype) out and copy this rank's shard from them. No communication.
 
         The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory. Leaves on the
-        meta device, all or none, have a shard there, and are without elements on `device` themselves. `parts`: of
-        which wholes they are parts, by their ids.
+        meta device, all or none, have a shard there, and are without elements on `device` themselves. `parts`: the
+        positions of parts in their wholes, by ids of leaves.
         """
         for leaf in leaves:
             if not is_dense(leaf):
@@ -187,7 +187,7 @@ class FlatParamHandle:
         master = leaves[0].dtype
         specs = [spec_of(name, leaf, parts.get(id(leaf))) for name, leaf in zip(names, leaves, strict=True)]
         align = max(1, 16 // options.precision(master).compute.itemsize)
-        aligned = options.face.by_parameter  # FSDP1's flat parameter has no padding but at its end
+        aligned = options.face.by_parameter  # FSDP1's flat parameter has padding only at its end
         layout = (
             FlatLayout.pack_rows(specs, world=world, align=align)
             if options.layout == "rows"
@@ -219,13 +219,13 @@ class FlatParamHandle:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Whatever of it modules may list, or users hold."""
+        """All parameters of this handle that modules may list, or users hold."""
         return [*self.leaves, self.flat_param, *self.face.holders]
 
     # -- the shard ---------------------------------------------------------------------------------------------------
 
     def _refresh_views(self) -> None:
-        """Rebuild what depends on the shard (it moved or changed its dtype)."""
+        """Rebuild all state that depends on the shard (it moved or changed its dtype)."""
         empty = torch.empty(0, dtype=self.precision.compute, device=self.device)
         self.at_rest = ShardViews(self.leaves, self.layout, self.rank, self.shard, empty)
         self.face.moved(self.at_rest, self.shard)
@@ -234,8 +234,8 @@ class FlatParamHandle:
 
     @property
     def flat_shows_shard(self) -> bool:
-        """Whether the flat parameter shows the shard, as it should; not if the user replaced its `.data`."""
-        with as_plain_tensors():  # of a class of its own, whose attributes are slow otherwise
+        """Whether the flat parameter shows the shard, as it should; False if the user replaced its `.data`."""
+        with as_plain_tensors():  # its class makes attributes slow otherwise
             return self.flat_param.data_ptr() == self.shard.data_ptr() and self.flat_param.dtype == self.shard.dtype
 
     def replace_shard(self, shard: torch.Tensor) -> None:
@@ -295,27 +295,27 @@ class FlatParamHandle:
         return source
 
     def keep(self, source: KeptSource) -> None:
-        """Let the unsharded form come from `source` where that serves."""
+        """Use `source` for the unsharded form whenever it can serve."""
         self.drop_kept_source()
         self.kept_source = source
 
     def drop_kept_source(self) -> None:
-        """Free what is kept besides the shard, if anything; it must not be on its way."""
+        """Free the kept source, if there is one; no gather from it may be in flight."""
         if self.kept_source is not None:
             self.kept_source.free()
             self.kept_source = None
 
     def drop_stale_source(self) -> None:
-        """Free what is kept of other values than those of the shard now, if that matters. Precondition: sharded."""
+        """Free the kept source if it depends on the shard's values and these have changed. Precondition: sharded."""
         kept = self.kept_source
         if kept is not None and kept.versions is not None and kept.versions != self.writes.all:
             self.drop_kept_source()
 
     def launch_unshard(self, source: UnshardSource, stream: Stream) -> None:
-        """Take the unsharded memory, and start to fill it from `source` on `stream`. Collective unless that is local.
+        """Allocate the unsharded memory and launch its fill from `source` on `stream`. Collective unless that is local.
 
-        Precondition: sharded. Postcondition: gathering; `wait_unshard` ends it. What was kept as of an earlier forward
-        is dropped.
+        Precondition: sharded. Postcondition: gathering; `wait_unshard` ends it. An earlier forward's source
+        is freed.
         """
         kept = self.kept_source
         if kept is not None and kept is not source and kept.as_of_forward:
@@ -332,7 +332,7 @@ class FlatParamHandle:
             if stream.is_stream:
                 with stream.running():
                     target.buffer.allocate()
-            else:  # without the calls that a context takes
+            else:  # saves the calls that a context takes
                 target.buffer.allocate()
             if not target.segments:
                 target.segments = segments_of(target.flat, target.layout)
@@ -356,30 +356,30 @@ class FlatParamHandle:
             return
         writes.on_fill(changed=writes.gathered != writes.in_buffer)
         if active.filled_from is not None and active.filled_from.as_of_forward:
-            self.drop_kept_source()  # and the buffer lacks what was written to the shard since
+            self.drop_kept_source()  # and the buffer lacks later writes to the shard
         else:
             writes.in_buffer = writes.gathered
 
     def reshard(self) -> FlatBuffer | None:
-        """Give up the unsharded buffer and return it for the caller to free (None where that is the shard).
+        """Give up the unsharded buffer and return it for the caller to free (None if it is the shard).
 
-        Precondition: unsharded. Postcondition: sharded; the caller lets the leaves show something else at once.
+        Precondition: unsharded. Postcondition: sharded; the caller changes the leaves' views at once.
         """
         if SHARDED not in SHARD_STEPS[self.state]:
             refuse_step(self.state, SHARDED, SHARD_STEPS, self.label, None)
         self.state = SHARDED
         buffer = self.unsharded.buffer
-        if buffer is not None:  # which will be unreadable: saved views of it must be refused
+        if buffer is not None:  # its memory will be unreadable: saved views of it must be refused
             torch.autograd.graph.increment_version(self.leaves)
         self.unsharded = self._not_unsharded
         return buffer
 
     @contextmanager
     def to_cpu(self) -> Iterator[torch.Tensor]:
-        """A context in which the unsharded flat parameter is on the CPU, 1-D and without padding, and nowhere else.
+        """A context in which the unsharded flat parameter is on the CPU only, 1-D and without padding.
 
-        Yields it; `flat_param` shows it, too, and the leaves show nothing. What is written to it is kept for as long as
-        the parameters stay unsharded. On a CPU it is a copy in memory of its own.
+        Yields it; `flat_param` shows it, too, and the leaves show nothing. Writes to it are kept for as long as the
+        parameters stay unsharded. On a CPU it is a copy in memory of its own.
 
         Raises:
             UsageError: the parameters are sharded, or the unsharded ones are the shard itself.
@@ -410,17 +410,17 @@ class FlatParamHandle:
                 leaf.data = view
 
     def buffer(self, dtype: torch.dtype) -> FlatBuffer | None:
-        """The buffer for `dtype`, allocated or not (None where it is the shard, or before the first use)."""
+        """The buffer for `dtype`, allocated or not (None if it is the shard, or before the first use)."""
         known = self._unsharded.get(dtype)
         return known.buffer if known is not None else None
 
     def is_shard_in(self, dtype: torch.dtype) -> bool:
-        """Whether the shard itself is the unsharded parameter of that dtype, which takes no memory then."""
+        """Whether the shard itself is the unsharded parameter of that dtype, which then takes no memory."""
         return self.is_unsharded_at_rest and dtype == self.shard.dtype and not self.options.offload
 
     @property
     def unsharded_bytes(self) -> int:
-        """What the unsharded parameter takes, at most: in evaluation it may be of the master dtype."""
+        """The maximum size of the unsharded parameter: in evaluation it may be of the master dtype."""
         sizes = [self.precision.compute.itemsize]
         if self.options.mixed_precision.full_precision_in_eval:
             sizes.append(self.precision.master.itemsize)

@@ -1,9 +1,9 @@
-"""Parameters whose tensors define what is gathered of them: FSDP2's extensions of its all-gather.
+"""Parameters whose tensors define the tensors to gather for them: FSDP2's extensions of its all-gather.
 
 [Note: gather hooks] Such a parameter is a tensor around another one, the *master*, of its own shape and dtype. The
-master is stored, sharded by rows and trained as any parameter is; gradients come in high precision. But gathered is
-only what the tensor's `fsdp_pre_all_gather` makes of this rank's rows (float8 and its scale, for example), and modules
-compute with what `fsdp_post_all_gather` makes of those of all ranks. Nobody allocates the whole master.
+master is stored, sharded by rows and trained as any parameter is; gradients come in high precision. But the gathered
+tensors are the result of `fsdp_pre_all_gather` for this rank's rows (float8 and its scale, for example), and modules
+compute with the result of `fsdp_post_all_gather` for those of all ranks. The whole master is never allocated.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 class Input(NamedTuple):
-    """What is known of one of the tensors that a parameter's rank gives to a gather: the same at every gather."""
+    """Shape and dtype of one of the tensors that a rank contributes for a parameter: the same at every gather."""
 
     shape: tuple[int, ...]
     dtype: str  # without "torch."
 
     @property
     def nbytes(self) -> int:
-        """Of one rank's."""
+        """The size of one rank's tensor."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return prod(self.shape) * dtype.itemsize
 
     def view(self, memory: torch.Tensor, ranks: int) -> torch.Tensor:
-        """`memory`, bytes of so many `ranks`, as what they gave, one behind the other along the first dimension."""
+        """`memory`, bytes of so many `ranks`, as their tensors, concatenated along the first dimension."""
         first = self.shape[0] if self.shape else 1
         dtype: torch.dtype = getattr(torch, self.dtype)
         return memory.view(dtype).view(ranks * first, *self.shape[1:])
@@ -46,12 +46,12 @@ class Input(NamedTuple):
 
 
 def has_gather_hooks(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` defines what is gathered of it."""
+    """Whether `tensor` defines which tensors are gathered for it."""
     return hasattr(tensor, PRE) or hasattr(tensor, POST)
 
 
 def _master_in(tensor: Any) -> str | None:
-    """The attribute of `tensor`, which is made of others, that is its master."""
+    """The name of the inner tensor of the wrapper subclass `tensor` that is its master."""
     names = tensor.__tensor_flatten__()[0]
     alike = (
         name for name in names if (inner := getattr(tensor, name)).shape == tensor.shape and inner.dtype == tensor.dtype
@@ -66,7 +66,7 @@ def master_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rebuilt(tensor: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
-    """A parameter like `tensor`, made of what `change` makes of those that it is made of."""
+    """A parameter like `tensor`, built from the results of `change` for its inner tensors."""
     names, context = tensor.__tensor_flatten__()
     inner = {name: change(getattr(tensor, name)) for name in names}
     made = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
@@ -79,11 +79,11 @@ class GatherHooks:
     Attributes:
         name: of the parameter, for messages.
         kind: the class of its tensor.
-        seen: what modules compute with, while the parameter is unsharded.
+        seen: the tensor that modules compute with, while the parameter is unsharded.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor, policy: Any) -> None:
-        """Refuse a `tensor` that cannot be made of other memory. `policy`: the user's, which hooks are given."""
+        """Refuse a `tensor` that cannot be rebuilt around other memory. `policy`: the user's, for hooks."""
         self.name = name
         self.seen: torch.Tensor | None = None
         self.kind = type(tensor)
@@ -145,11 +145,11 @@ class GatherHooks:
         return make(inner, self._context, master.shape, master.stride())
 
     def master_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What `tensor` is around; itself if it is of another class."""
+        """The master of `tensor`; `tensor` itself if it is of another class."""
         return getattr(tensor, self._attribute) if isinstance(tensor, self.kind) else tensor
 
     def attach(self, module: nn.Module, mesh: Any) -> None:
-        """`module` computes with the parameter, which the last dimension of `mesh` shards."""
+        """Set the `module` that computes with the parameter, and the `mesh` whose last dimension shards it."""
         self._module = weakref.ref(module)
         self._mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
 
@@ -167,7 +167,7 @@ class GatherHooks:
     # -- gathers -----------------------------------------------------------------------------------------------------
 
     def inputs(self, rows: torch.Tensor, device: torch.device) -> tuple[list[torch.Tensor], Any]:
-        """What is gathered of `rows`, this rank's, a tensor of the parameter's class; and what `outputs` needs.
+        """The tensors to gather for `rows`, this rank's, a tensor of the parameter's class; and metadata for `outputs`.
 
         Raises:
             UsageError: it cannot be gathered.
@@ -198,18 +198,18 @@ class GatherHooks:
     def _naming(self, hook: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever a user's hook raises
+        except Exception as error:  # any error of a user-defined hook
             raise UsageError(f"{self._what}: its {hook} raised {type(error).__name__}: {error}") from error
 
     def _refuse(self, found: str, expected: str) -> None:
         raise UsageError(f"{self._what}: its {PRE} returned {found}; expected {expected}")
 
     def fit(self, inputs: Sequence[torch.Tensor], agreed: Sequence[Input], rows: int, most: int) -> list[torch.Tensor]:
-        """`inputs` as bytes, of the sizes that all ranks have `agreed` on; this rank's `rows` are filled up to the
-        `most` that a rank has.
+        """`inputs` as bytes, of the sizes that all ranks have `agreed` on; this rank's `rows` are padded to `most`, the
+        maximum over ranks.
 
         Raises:
-            UsageError: they are others, or of another size.
+            UsageError: their number, dtypes or sizes differ.
         """
         if not fitting(found := described(inputs), agreed, rows, most):
             self._refuse(listed(found), f"{listed(agreed)}, as at the first gather")
@@ -227,11 +227,11 @@ class GatherHooks:
         dtype: torch.dtype,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """What modules compute with, of the `gathered` tensors of all ranks, in `dtype`: `out`, of an earlier gather,
-        filled again if there is one. And tensors with memory of their own that go with it.
+        """The tensor that modules compute with, made from the `gathered` tensors of all ranks, in `dtype`: `out`, that
+        of an earlier gather, refilled, if given. And tensors with memory of their own that belong to it.
 
         Raises:
-            UsageError: it has not the parameter's shape.
+            UsageError: its shape is not the parameter's.
         """
         with torch.no_grad(), torch.inference_mode(False):
             with self._naming(POST):
@@ -245,7 +245,7 @@ class GatherHooks:
                 )
             seen, inner = made
             if seen.shape != self._size and seen.shape[1:] == self._size[1:] and seen.shape[0] > self._size[0]:
-                seen = seen.as_strided(self._size, self._stride, 0)  # without the rows that fill up
+                seen = seen.as_strided(self._size, self._stride, 0)  # without the padding rows
         if seen.shape != self._size or not seen.dtype.is_floating_point:
             raise UsageError(
                 f"{self._what}: its {POST} returned {seen.dtype} of shape {tuple(seen.shape)}; expected a "
@@ -255,7 +255,7 @@ class GatherHooks:
 
 
 def described(inputs: Sequence[torch.Tensor]) -> list[Input]:
-    """What other ranks are to know of `inputs`."""
+    """The shapes and dtypes of `inputs`, for other ranks."""
     return [Input(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for each in inputs]
 
 
@@ -265,8 +265,8 @@ def listed(inputs: Sequence[Input]) -> str:
 
 
 def fitting(found: Sequence[Input], agreed: Sequence[Input], rows: int, most: int) -> bool:
-    """Whether a rank that has so many `rows` of a parameter, of the `most` that one has, may give what was `found`
-    where the first rank gives what was `agreed`: the same, or rows that can be filled up."""
+    """Whether a rank with so many `rows` of a parameter, of at most `most`, may contribute `found` if the first rank
+    contributes `agreed`: the same shapes and dtypes, or fewer rows, which can be padded."""
     if len(found) != len(agreed):
         return False
     filled = [Input((most, *each.shape[1:]), each.dtype) if each.shape[:1] == (rows,) else each for each in found]

@@ -1,38 +1,38 @@
-"""Where the gradients of one handle gather until a reduction takes them.
+"""Where the gradients of one handle collect until a reduction takes them.
 
 [Note: gradient slots] As a leaf's gradient arrives it is moved, with the cast to the reduce dtype, into its *slot*: its
 place in a flat buffer laid out like the parameter. Large ones are moved at once; small ones are collected up to
 `COLLECT_BYTES` and moved by one call. When the unit's last expected gradient is in, the buffer is reduce-scattered
-(`Reduction`), and what comes later goes to other slots. Slots that received nothing count as zero, and where that is so
+(`Reduction`), and later gradients go to other slots. Slots that received nothing count as zero, and where that is so
 on all ranks their leaves get no gradient ([Note: unused]).
 
-[Note: slot sharing] A parameter whose gradient has arrived is read no more, so its own place in the unsharded buffer
+[Note: slot sharing] A parameter is not read after its gradient has arrived, so its own place in the unsharded buffer
 can be its slot: the unit's memory is not needed twice. That takes equal dtypes, a backward that reduces and will not be
 differentiated, and a unit of which an earlier backward has shown that each gradient comes once and in the backward's
 own graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come.
 Where that shows for the first time, and no gradient lies in such a place yet, the slots get memory of their own.
-What is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
-([Note: guarded parameters]). A unit whose forward runs again before its reduction is refused, once: to gather again
-would be a collective that only those ranks issue which share. Padding between the places is that of the shards: zero,
-unless a user wrote to all of a flat parameter, and then it is cleared.
+Overwritten values cannot be read unnoticed: saved views of them are refused by their version, the leaf itself is hidden
+([Note: guarded parameters]). A unit whose forward runs again before its reduction is refused, once: another gather
+would be a collective that only the ranks that share would issue. Padding between the places is that of the shards:
+zero; if a user wrote to all of a flat parameter, it is cleared.
 
 [Note: late slots] Slots wider than the gradients (float32 for bfloat16) take twice their memory. While a reduction
-holds its input, or other units' gradients are reduced before, gradients are kept as they came. The slots are taken when
-the unit's own reduction begins and the input before has been given back; the parameters are freed first where nothing
-will read them any more. So one unit at a time has gradients in the wide dtype. Of the outermost unit, whose first
+holds its input, or other units' gradients are reduced first, gradients are kept as they arrived. The slots are
+allocated when the unit's own reduction begins and the previous input is free; the parameters are freed first if they
+will not be read again. So one unit at a time has gradients in the wide dtype. Of the outermost unit, whose first
 gradient comes first and whose last comes last, they are narrow for most of the backward.
 
 [Note: window] Without synchronization the slots stay, and the next microbatch adds to them: a *window*. Microbatches
 without synchronization came before, so the next synchronized backward reduces, on every rank alike, whether or not
 gradients arrived on this one.
 
-[Note: partial sums] A reduction may stop after the shard axis: what several of them bring adds up, unscaled, until one
-goes on along the replicate axis with all of it.
+[Note: partial sums] A reduction may stop after the shard axis: the results of several of them add up, unscaled, until
+one continues along the replicate axis with the sum.
 
 [Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is given this
-rank's slice of it. Whoever sets a parameter's `.grad` to None or zero, or puts another in its place, drops that
-parameter's gradients from the window at the next backward. Whoever still has such a slice by then keeps it, and the
-window goes on in other memory.
+rank's slice of it. If user code sets a parameter's `.grad` to None or zero, or replaces it, the next backward drops
+that parameter's gradients from the window. If user code still holds such a slice by then, the slice keeps its values,
+and the window continues in other memory.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ COLLECT_BYTES = 1024 * 1024
 
 
 class SlotMemory:
-    """The buffers that one handle's slots lie in, backward after backward: one for each dtype.
+    """The buffers of one handle's slots, reused in every backward: one for each dtype.
 
     Attributes:
         all_small: whether all gradients together may be collected.
     """
 
     def __init__(self, handle: FlatParamHandle, views: ParamViews, reducing: Sequence[ReductionInput]) -> None:
-        """`reducing`: what reads buffers still, at any time."""
+        """`reducing`: the reductions that still read buffers; the list changes with time."""
         self.handle = handle
         self.views = views
         self.numels = [spec.numel for spec in handle.layout.params]
@@ -75,11 +75,11 @@ class SlotMemory:
         self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor], TensorGroup]] = {}
 
     def allocate(self, dtype: torch.dtype) -> tuple[FlatBuffer, list[torch.Tensor], TensorGroup]:
-        """The buffer of that dtype, with zeros where no parameter lies, the slots in it, and its segments."""
+        """The buffer of that dtype, with zeros in the padding, the slots in it, and its segments."""
         handle = self.handle
         buffer, slots, segments = self._buffers.get(dtype, (None, [], TensorGroup()))
         if buffer is not None and buffer.allocated:
-            # A late gradient while the buffer's reduction is in flight: that one first.
+            # A late gradient while the buffer's reduction is in flight: finish that reduction first.
             release_inputs(self._reducing)
         if buffer is None or (handle.is_unsharded_at_rest and buffer.tensor.numel() == 0):
             buffer = FlatBuffer(handle.layout.padded_numel, dtype, handle.device, tracker=handle.tracker, kind="slots")
@@ -95,24 +95,24 @@ class SlotMemory:
         return buffer, slots, segments
 
     def forget(self, dtype: torch.dtype) -> None:
-        """The buffer of that dtype becomes somebody else's."""
+        """Forget the buffer of that dtype, which gets another owner."""
         del self._buffers[dtype]
 
 
 class GradientSlots:
-    """One filling of the slots: what comes until a reduction begins, or the window is dropped.
+    """One filling of the slots: the gradients until a reduction begins, or the window is dropped.
 
     Attributes:
         dtype: of the slots, unless they are the parameters' places.
-        factor: what gradients are multiplied by on their way in.
+        factor: the factor that gradients are multiplied by on their way in.
         shares: gradients go to the parameters' places. [Note: slot sharing]
-        return_buffer: gives back the memory of the parameters' places, once they are ours.
-        buffer: None until a gradient was moved; segments: what of it is reduced. [Note: pieces]
+        return_buffer: gives back the memory of the parameters' places, once the slots own it.
+        buffer: None until a gradient was moved; segments: the parts of it that are reduced. [Note: pieces]
         filled: the leaves whose slots have a gradient.
         collected: gradients that are not moved yet, by leaf.
-        may_wait: whether they had better not be moved before the reduction; None where that gains nothing.
+        may_wait: whether they should not be moved before the reduction; None if that gains nothing.
         late: whether they are not. [Note: late slots]
-        alone: who had the buffer's memory before it was shown, if it was. [Note: marks]
+        alone: the users of the buffer's memory before it was shown, if it was. [Note: marks]
     """
 
     def __init__(self, memory: SlotMemory, dtype: torch.dtype, factor: float) -> None:
@@ -157,7 +157,7 @@ class GradientSlots:
         self._late_bytes = 0
 
     def move_collected(self, *, freeing: bool = False) -> None:
-        """Move what was collected; `freeing`: the handle gives its buffer up next, and with it hides all leaves."""
+        """Move the collected gradients; `freeing`: the handle gives its buffer up next, which hides all leaves."""
         if self.collected:
             collected, self.collected, self._collected_bytes = self.collected, {}, 0
             self._move(collected, freeing=freeing)
@@ -165,9 +165,9 @@ class GradientSlots:
                 self._end_wait()
 
     def _move(self, grads: dict[int, torch.Tensor], *, freeing: bool = False) -> None:
-        """Copy gradients, by index of their leaf, into their slots, or add them to what came before."""
+        """Copy gradients, by index of their leaf, into their slots, or add them to earlier ones."""
         numels, handle = self._memory.numels, self._memory.handle
-        # Others of as many elements cannot be copied, but for those whose shape is the same without ones.
+        # Other numbers of elements cannot be copied; shapes are the same up to dimensions of size one.
         if list(map(torch.Tensor.numel, grads.values())) != [numels[i] for i in grads]:
             _check_gradients(handle, grads)
         if self.buffer is None:
@@ -193,13 +193,13 @@ class GradientSlots:
         self.filled.update(grads)
 
     def open(self) -> FlatBuffer:
-        """The buffer in which the slots lie, from now on."""
+        """Choose the buffer for the slots, and return it."""
         if self.shares:
             handle = self._memory.handle
             unsharded = handle.unsharded
             assert unsharded.buffer is not None
             self.buffer, self._slots, self.segments = unsharded.buffer, unsharded.views, unsharded.segments
-            if handle.face.is_flat:  # whose padding users can write to
+            if handle.face.is_flat:  # users can write to its padding
                 for gap in handle.layout.gaps:
                     unsharded.flat[gap.slice].zero_()
         else:
@@ -207,11 +207,11 @@ class GradientSlots:
         return self.buffer
 
     def close(self, reduce: torch.dtype) -> FlatBuffer:
-        """What came in `reduce`, zeros for what did not, for a reduction. Precondition: what shares was taken over."""
+        """The gradients in `reduce`, with zeros for missing ones. Precondition: a shared buffer was taken over."""
         if self.collected:
             self.move_collected()
         if self.return_buffer is None:
-            self.shares = False  # nothing came: the places stay the parameters', whose memory may go at any time
+            self.shares = False  # no gradient came: the places stay the parameters', and may be freed at any time
         buffer = self.buffer or self.open()
         if len(self.filled) < len(self._slots):
             for i, slot in enumerate(self._slots):
@@ -225,7 +225,7 @@ class GradientSlots:
         return buffer
 
     def free(self) -> None:
-        """Nobody wants what came."""
+        """Drop the gradients and free their memory."""
         if self.late:
             self._end_wait()
         if self.return_buffer is not None and self.buffer is not None:
@@ -242,7 +242,7 @@ class GradientSlots:
         return self.buffer.disown()
 
     def leave_shown(self) -> None:
-        """Go on in other memory if somebody still has part of what was shown: it keeps its values."""
+        """Continue in other memory if user code still holds part of the shown buffer, which keeps its values."""
         if self.buffer is not None and self.alone not in (None, self.buffer.users()):
             shown = self._disown()
             self.buffer, self._slots, self.segments = self._memory.allocate(shown.dtype)
@@ -252,7 +252,7 @@ class GradientSlots:
 
 @dataclass(frozen=True, eq=False)
 class WindowGrad:
-    """The `.grad` of a parameter as a window left it, and which slots it stands for. [Note: marks]"""
+    """The `.grad` of a parameter as a window left it, and the indices of its slots. [Note: marks]"""
 
     parameter: torch.Tensor
     grad: torch.Tensor
@@ -268,18 +268,18 @@ class WindowGrad:
 
     @property
     def was_changed(self) -> bool:
-        """Whether somebody wrote to it."""
+        """Whether it was written to."""
         return self.grad._version + self.local._version != self.version
 
 
 class Accumulation:
-    """What lasts of one handle's gradients from backward to backward.
+    """The state of one handle's gradients that lasts across backwards.
 
     Attributes:
         window_open: microbatches without synchronization came before. [Note: window]
         partial: shape (shard_numel,), reduce dtype. [Note: partial sums]
-        contributed: leaves of which a gradient came to it on this rank.
-        awaited: leaves that required one in what is left to reduce, whether or not they do now. On all ranks the same.
+        contributed: leaves for which this rank added a gradient to it.
+        awaited: leaves that required a gradient in the unreduced sums, even if not now. The same on all ranks.
     """
 
     def __init__(self, handle: FlatParamHandle) -> None:
@@ -296,11 +296,11 @@ class Accumulation:
         return self.window_open or self.partial is not None
 
     def is_stepped_by(self, held: set[int]) -> bool:
-        """Whether an optimizer that holds these, by their ids, would step on what a window has left of gradients."""
+        """Whether an optimizer with these parameters, by their ids, would step on gradients that a window left."""
         return any(mark.is_there and id(mark.parameter) in held for mark in self._window_grads)
 
     def keep_partial(self, total: torch.Tensor | None, contributed: set[int]) -> None:
-        """Keep `total`, in place of what was kept; None for nothing."""
+        """Replace the kept sum by `total`; None for nothing."""
         tracker = self._handle.tracker
         if self.partial is not None:
             tracker.remove("partial", self.partial.numel() * self.partial.element_size())
@@ -309,12 +309,12 @@ class Accumulation:
         self.partial, self.contributed = total, contributed
 
     def close_window(self) -> None:
-        """There is no window any more."""
+        """Forget the window and its marks."""
         self.window_open, self.awaited = False, frozenset()
         self._window_grads = []
 
     def show_window(self, slots: GradientSlots) -> None:
-        """Show each parameter's share of the window as its `.grad`, so that `zero_grad` reaches what is kept unsharded.
+        """Show each parameter's share of the window as its `.grad`, so that `zero_grad` applies to the unsharded sums.
         [Note: marks]"""
         if slots.buffer is None:
             return
@@ -322,7 +322,7 @@ class Accumulation:
         for parameter, share, indices in handle.face.window_shares(slots.buffer.tensor, self.awaited):
             grad = parameter.grad
             if is_ours := grad is None:
-                # `.data` has a version counter of its own: an edit of one mark is not one of its neighbors.
+                # `.data` has a version counter of its own: editing one mark does not change its neighbors' versions.
                 own = share.data.to(device=handle.shard.device, dtype=handle.precision.grad)
                 grad = handle.face.like_holder(indices, own)
                 assign_grad(parameter, grad)
@@ -332,8 +332,8 @@ class Accumulation:
             self._window_grads.append(WindowGrad(parameter, grad, local, version, indices, is_ours))
 
     def check_window(self, slots: GradientSlots) -> bool:
-        """Drop from the window in `slots` what the user dropped; take back the marks that we made. True if nothing is
-        left of it."""
+        """Drop from the window in `slots` the gradients that the user dropped; remove the marks that the window made.
+        True if no gradient is left in it."""
         marks, self._window_grads = self._window_grads, []
         changed = [mark for mark in marks if mark.is_there and mark.was_changed]
         edited = [mark for mark in changed if mark.local.any()]
@@ -344,7 +344,7 @@ class Accumulation:
                 "under no_sync(). Until gradients are synchronised it shows only a piece of what has accumulated; edit "
                 "it after a backward outside of no_sync(), or drop it with zero_grad()"
             )
-        # An empty piece looks zero whatever was done to it; its neighbors show it.
+        # An empty piece looks zero after any edit; its neighbors show it.
         zeroed = [mark for mark in changed if not mark.local.any() and (mark.local.numel() or not edited)]
         dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
         for mark in marks:
@@ -356,7 +356,7 @@ class Accumulation:
 
 
 def _check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) -> None:
-    """Refuse gradients, by index of their leaf, that have not the shape of their parameter, or are not dense."""
+    """Refuse gradients, by index of their leaf, whose shape is not that of their parameter, or that are not dense."""
     for index, grad in grads.items():
         spec = handle.layout.params[index]
         if grad.layout is not torch.strided:

@@ -1,6 +1,6 @@
 """Gradients on their way from the leaves to the shard: awaited, arrived, reduced, and shown as `.grad`.
 
-They gather in slots; what no reduction took, or one in part, lasts until the next backward (`gradient_slots.py`).
+They collect in slots; unreduced gradients and partial sums last until the next backward (`gradient_slots.py`).
 
 [Note: rollback] Reduced gradients become `.grad` only at the end of a backward (`Gradients.finalize_grads`); until then
 a failed backward can be forgotten.
@@ -34,15 +34,15 @@ class Gradients:
     Attributes:
         expected: indices of the leaves whose gradients this backward awaits.
         arrived: those that came.
-        missing: those that are awaited still.
+        missing: those that are still awaited.
         collects_in: autograd's graph task in which gradients that come for the first time are only collected, if any.
-        reducing: what this backward has handed over to reductions; always the same list.
-        slots: where gradients go that come now.
-        outlive_params: whether nothing reads the parameters any more when all have come.
-        accumulation: what lasts from backward to backward.
-        contributed: leaves of which a gradient came to what is being reduced, or was reduced earlier, on this rank.
+        reducing: the reductions of this backward; always the same list.
+        slots: where gradients go that arrive now.
+        outlive_params: whether the parameters are not read any more when all gradients have come.
+        accumulation: the state that lasts from backward to backward.
+        contributed: leaves for which this rank added a gradient to the current reductions, or to earlier ones.
         absent: leaves of which none did, on any rank: `.grad` stays as it is. [Note: unused]
-        residuals: what reductions have lost; None without error feedback.
+        residuals: the errors of earlier reductions; None without error feedback.
     """
 
     def __init__(self, handle: FlatParamHandle, views: ParamViews) -> None:
@@ -89,9 +89,9 @@ class Gradients:
             self._end_retention()
 
     def retain_for_double_backward(self) -> None:
-        """The parameters stay unsharded until another backward, and what was taken cannot be shown meanwhile.
+        """Show stand-ins while the parameters stay unsharded until another backward: stashed gradients cannot be shown.
 
-        A stand-in of the unsharded shape is shown instead: whoever drops it, as `zero_grad` does, drops what was taken.
+        A stand-in has the unsharded shape: if it is dropped, for example by `zero_grad`, so is the stashed gradient.
         """
         for i in self._stashed or {}:
             leaf = self.handle.leaves[i]
@@ -120,12 +120,12 @@ class Gradients:
         hooked: bool,
         may_wait: Callable[[], bool],
     ) -> None:
-        """Await the gradients of `expected`, and take part with those of what earlier backwards left; `world` ranks
-        will be averaged, unless their sum is to be divided by something else.
+        """Await the gradients of `expected`, and take part with those that earlier backwards left; `world` ranks will
+        be averaged, unless `divide_by` gives another divisor of their sum.
 
-        `weight`: what this rank's count; with 0 whatever comes is dropped. `share`: the places of parameters whose
+        `weight`: the weight of this rank's gradients; with 0 all are dropped. `share`: the places of parameters whose
         gradients have come may be overwritten. `hooked`: a communication hook gets the gradients, unscaled, and their
-        memory. `may_wait`: whether memory for them had better be taken late. [Note: late slots]
+        memory. `may_wait`: whether memory for them should be allocated late. [Note: late slots]
         """
         if self._stashed is None or self._stand_ins:
             self.stash_grads()
@@ -157,13 +157,13 @@ class Gradients:
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
     def let_collect(self, task: int | None) -> None:
-        """Nothing but their arrival is to be noted of gradients that come in this graph task, if there is one."""
+        """Only collect gradients that arrive in this graph task, if there is one, and record their arrival."""
         if self._memory.all_small and self.slots.factor != 0:
             self.collects_in = task
 
     def collect(self, index: int, leaf: torch.Tensor) -> bool:
-        """Take the gradient of `leaf`, that of this index, if this backward awaits it: `arrive` without its questions,
-        for `collects_in`."""
+        """Take the gradient of `leaf`, that of this index, if this backward awaits it: `arrive` without its checks, for
+        `collects_in`."""
         missing, collected = self.missing, self.slots.collected
         grad = leaf.grad
         if grad is None or index not in missing or index in collected:
@@ -189,13 +189,13 @@ class Gradients:
         return self.slots.shares and self.slots.return_buffer is None and bool(self.arrived)
 
     def stop_sharing(self) -> None:
-        """Parameters may be read after their gradients have come: these get memory of their own, if none lies in such a
-        place."""
+        """Give the gradients memory of their own, if none lies in a parameter's place yet: parameters may be read after
+        their gradients have come."""
         if self.slots.buffer is None:
             self.slots.shares = self.outlive_params = False
 
     def take_over_buffer(self, return_buffer: Callable[[FlatBuffer], None]) -> bool:
-        """The handle is about to give its buffer up: keep it for the reduction, if gradients lie there.
+        """Keep the buffer, which the handle is about to give up, for the reduction, if gradients lie there.
 
         `return_buffer` gives its memory back. Precondition: slots are shared.
         """
@@ -209,7 +209,7 @@ class Gradients:
         return True
 
     def return_inputs(self) -> None:
-        """The unsharded buffer is needed again: wait for the reductions that read it."""
+        """Wait for the reductions that read the unsharded buffer, which is needed again."""
         release_inputs(self.reducing)
 
     # -- reduction ---------------------------------------------------------------------------------------------------
@@ -220,16 +220,15 @@ class Gradients:
         return bool(self.expected) or self.accumulation.pending
 
     def keep_in_window(self) -> None:
-        """The backward ends without synchronization: all gradients are in the window's buffer."""
+        """End a backward without synchronization: all gradients stay in the window's buffer."""
         self.slots.move_collected()
         if self.expected:
             self.accumulation.window_open, self.accumulation.awaited = True, self.expected
 
     def start_reduction(self, *, completes: bool, hook: Callable[[torch.Tensor], Any] | None) -> ReductionInput:
-        """What arrived, zeros for what did not, on its way into a reduction.
+        """A reduction's input: the gradients that arrived, with zeros for the others.
 
-        `completes`: not only a partial sum. `hook` runs on the sum. Precondition: a place that gradients occupy was
-        taken.
+        `completes`: not only a partial sum. `hook` runs on the sum. Precondition: a shared buffer was taken over.
         """
         slots, handle, kept = self.slots, self.handle, self.accumulation
         reduce = handle.precision.reduce
@@ -260,7 +259,7 @@ class Gradients:
         return part
 
     def missing_contributions(self) -> frozenset[int]:
-        """Leaves of which this rank has brought no gradient to what was or will be reduced."""
+        """Leaves for which this rank has contributed no gradient to current or future reductions."""
         return self.expected.difference(
             self.contributed, self.slots.filled, self.slots.collected, self.accumulation.contributed
         )
@@ -272,13 +271,13 @@ class Gradients:
 
     @property
     def reduced(self) -> list[torch.Tensor]:
-        """What reductions that are over have brought, not scaled and not settled: each of shape (shard_numel,)."""
+        """The results of finished reductions, not scaled and not settled: each of shape (shard_numel,)."""
         return [part.result for part in self.reducing]
 
     # -- a backward ends ---------------------------------------------------------------------------------------------
 
     def finalize_grads(self) -> bool:
-        """Wait for the reductions and make them `.grad`, added to what was there; True if they brought a gradient.
+        """Wait for the reductions and make them `.grad`, added to earlier ones; True if they brought a gradient.
 
         Precondition: leaves show the shard.
         """
@@ -313,7 +312,7 @@ class Gradients:
 
     @property
     def can_finish_later(self) -> bool:
-        """Whether what is being reduced can become `.grad` before it is there. [Note: deferred gradients]"""
+        """Whether the pending reduction can become `.grad` before it is finished. [Note: deferred gradients]"""
         handle = self.handle
         if len(self.reducing) != 1 or self.accumulation.partial is not None:
             return False
@@ -322,7 +321,7 @@ class Gradients:
         return arrives_on_shard_device and part.can_finish_later
 
     def finalize_grads_later(self) -> Callable[[], None]:
-        """`finalize_grads` without waiting. Returns what waits; until then `.grad` is there, and its values are not.
+        """`finalize_grads` without waiting. Returns a function that waits; until then `.grad` has no values yet.
 
         Preconditions: `can_finish_later`; leaves show the shard.
         """
@@ -346,23 +345,23 @@ class Gradients:
         return finish
 
     def _on_shard_device(self, total: torch.Tensor) -> torch.Tensor:
-        """`total` in the optimizer's dtype, where the optimizer steps."""
+        """`total` in the optimizer's dtype, on the optimizer's device."""
         handle = self.handle
         if total.dtype != handle.precision.grad:
             total = total.to(handle.precision.grad)
         if not handle.options.offload:
             return total
-        # Where the CPU stands in for a device the same copy is made.
+        # If the CPU stands in for a device, the same copy is made.
         return total.to(handle.shard.device) if total.device != handle.shard.device else total.clone()
 
     def unstash_grads(self) -> None:
-        """Give the leaves back the `.grad` that was taken. Precondition: leaves show the shard."""
+        """Restore the stashed `.grad` of the leaves. Precondition: leaves show the shard."""
         taken, self._stashed = self._stashed or {}, None
         for i, grad in taken.items():
             assign_grad(self.handle.leaves[i], grad)
 
     def drop(self) -> bool:
-        """Forget a failed backward: what arrived, what is in flight, the window. True if a window was lost."""
+        """Forget a failed backward: arrived gradients, reductions in flight, the window. True if a window was lost."""
         lost = self.accumulation.window_open
         if self.owes_dropped and self.residuals is not None:
             self.residuals.rescale(0.0)
@@ -380,6 +379,6 @@ class Gradients:
 
 
 def _add(sums: Sums) -> None:
-    """Add to the first of each pair the second."""
+    """Add the second of each pair to the first."""
     with _torch.no_grad():
         _torch.foreach_add_([old for old, _ in sums], [new for _, new in sums])

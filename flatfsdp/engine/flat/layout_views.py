@@ -1,7 +1,7 @@
 """Flat tensors seen through their layout: unsharded parameters as N-D views, those of a shard as pieces.
 
-What is split evenly over ranks is seen as two lists that pair up: the segments of an unsharded tensor, and the pieces
-of a shard. Empty ones are left out, as nothing is exchanged of them. [Note: pieces]
+Tensors that are split evenly over ranks are seen as two lists that pair up: the segments of an unsharded tensor, and
+the pieces of a shard. Empty ones are left out, since they are not exchanged. [Note: pieces]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def dense(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def are_set_to(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
-    """Whether each of `tensors` shows what another does: memory, shape and strides. False where that is not known."""
+    """Whether each of `tensors` has the memory, shape and strides of the other. False if that is not known."""
     try:
         return all(map(torch.Tensor.is_set_to, tensors, others))
     except RuntimeError:  # of another kind: on another device, sparse
@@ -46,8 +46,8 @@ def is_dense(leaf: torch.Tensor) -> bool:
 
 
 def spec_of(name: str, leaf: torch.Tensor, part: Part | None = None) -> ParamSpec:
-    """The layout's entry for `leaf`, which must be dense; strides that are not row-major are kept. `part`: of what it
-    is a part."""
+    """The layout's entry for `leaf`, which must be dense; strides that are not row-major are kept. `part`: its position
+    in a whole."""
     return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()), part)
 
 
@@ -62,23 +62,23 @@ def full_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
 
 def segments_of(flat: torch.Tensor, layout: FlatLayout) -> TensorGroup:
     """The segments of `flat` (unsharded, 1-D, padded), each of which holds a piece for every rank, as views; `flat`
-    itself where there is one."""
+    itself if there is only one."""
     return _parts(flat, [segment.span for segment in layout.segments])
 
 
 def pieces_of(shard: torch.Tensor, layout: FlatLayout) -> TensorGroup:
-    """What `shard` (1-D) has of each segment, as views; `shard` itself where there is one segment."""
+    """The piece of each segment in `shard` (1-D), as views; `shard` itself if there is one segment."""
     return _parts(shard, layout.pieces_in_shard)
 
 
 def own_pieces_of(flat: torch.Tensor, layout: FlatLayout, rank: int) -> list[torch.Tensor]:
-    """Where in `flat` (unsharded, 1-D, padded) the pieces of `rank` lie, as views."""
+    """The pieces of `rank` in `flat` (unsharded, 1-D, padded), as views."""
     found = [flat[span.slice] for span in layout.pieces(rank) if not span.is_empty]
     return found or [flat[layout.pieces(rank)[0].slice]]
 
 
 def shard_of(flat: torch.Tensor, layout: FlatLayout, rank: int) -> torch.Tensor:
-    """The shard of `rank` as `flat` (unsharded, 1-D, padded) has it; a view where there is one segment."""
+    """The shard of `rank` in `flat` (unsharded, 1-D, padded); a view if there is one segment."""
     pieces = own_pieces_of(flat, layout, rank)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -89,14 +89,14 @@ def _parts(flat: torch.Tensor, spans: Sequence[Span]) -> TensorGroup:
 
 
 class ShardViews:
-    """What leaves show of one shard, and how tensors that are laid out like it are divided.
+    """Views of one shard for its leaves, and the division of tensors that are laid out like it.
 
     Attributes:
-        views: for each leaf what it shows of the shard: 1-D pieces, maybe empty (N-D on an axis of one rank).
+        views: for each leaf its view of the shard: 1-D pieces, maybe empty (N-D on an axis of one rank).
         shown: each leaf with its view.
-        pieces: what the shard has of each segment. [Note: pieces]
-        empty: what leaves show where they show nothing: no elements, in the compute dtype, where the unit computes.
-        stands_in: whether leaves may show the shard where they are to show nothing: autograd sees no difference.
+        pieces: the shard's piece of each segment. [Note: pieces]
+        empty: the tensor of leaves that show nothing: no elements, in the compute dtype, on the compute device.
+        stands_in: whether leaves that should show nothing may show the shard: autograd sees no difference.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ShardViews:
         spans = [layout.span_in_shard(i, rank) for i in range(len(leaves))]
         self._pieces = [(span.start, span.numel) for span in spans]
         self._owned = [layout.span_in_param(i, rank) for i in range(len(leaves))]
-        # Of the leaves that have elements here, or none anywhere: what divides a shard into them, in one call.
+        # The leaves with elements here, or with none anywhere; the cuts divide a shard into them, in one call.
         self._present = [i for i, spec in enumerate(layout.params) if spans[i].numel or 0 in spec.shape]
         self._cuts, self._kept = _cuts([spans[i] for i in self._present], layout.shard_numel)
         self.pieces = pieces_of(shard, layout)
@@ -120,13 +120,13 @@ class ShardViews:
         self._expected = self._facts(held)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """What the leaves would show of `flat`, which is laid out like the shard."""
+        """Views for the leaves of `flat`, which is laid out like the shard."""
         if self._is_whole:
             return full_views(flat, self._layout)
         return [flat.narrow(0, start, numel) for start, numel in self._pieces]
 
     def views_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """What the leaves would show of this rank's part of `flat`, unsharded, 1-D and padded."""
+        """Views for the leaves of this rank's part of `flat`, unsharded, 1-D and padded."""
         if self._is_whole:
             return full_views(flat, self._layout)
         starts = [span.start for span in self._layout.spans]
@@ -135,9 +135,9 @@ class ShardViews:
         ]
 
     def pieces_of(self, flat: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
-        """Those of `views_of(flat)` that have elements, or whose parameter has none anywhere, after their indices.
+        """The non-empty ones of `views_of(flat)`, and those of parameters without elements, after their indices.
 
-        They are no views for autograd, and share no version counter.
+        For autograd they are not views, and they share no version counter.
         """
         if self._is_whole:
             return [*range(len(self._leaves))], full_views(flat, self._layout)
@@ -145,20 +145,20 @@ class ShardViews:
         return [*self._present], [pieces[k] for k in self._kept]
 
     def replaced(self) -> list[int]:
-        """The leaves that do not show their place in the shard, though they should: the user replaced their `.data`."""
+        """The leaves that do not show their place in the shard although they should: users replaced their `.data`."""
         found = self._facts(self._leaves)
         if found == self._expected:
             return []
         return [i for i, facts in enumerate(zip(*found, strict=True)) if facts != tuple(f[i] for f in self._expected)]
 
     def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any], list[torch.dtype]]:
-        # What shows that a tensor's memory was replaced; lists, because whole lists are compared at every forward.
+        # Facts that change when a tensor's memory is replaced; lists, since whole lists are compared at every forward.
         extent = _SHAPE if self._is_whole else torch.Tensor.numel  # pieces of a shard are 1-D
         return list(map(torch.Tensor.data_ptr, tensors)), list(map(extent, tensors)), list(map(_DTYPE, tensors))
 
 
 def _cuts(spans: Sequence[Span], numel: int) -> tuple[list[int], list[int]]:
-    """The sizes of pieces that `numel` elements are divided into, and which of them are the `spans`."""
+    """The sizes of pieces that `numel` elements are divided into, and the indices of the `spans` among them."""
     sizes, kept, end = [], [], 0
     for span in spans:
         if span.numel and span.start > end:

@@ -1,9 +1,9 @@
 """Parameters that stay unsharded between a forward and its backward.
 
-[Note: left unsharded] What only queries such a parameter (shape, dtype, device) is answered for this rank's shard,
-as before the forward and after the backward: who counts elements finds as many at any time. Who computes with it gets
-the unsharded parameter, which has its place in the graph; on an axis of one rank, where the unsharded parameter is a
-copy of the shard in another dtype or elsewhere, the shard.
+[Note: left unsharded] Pure queries of such a parameter (shape, dtype, device) are answered for this rank's shard, as
+before the forward and after the backward, so that the number of elements is the same at any time. Computation uses the
+unsharded parameter, which has its place in the graph. On an axis of one rank, if the unsharded parameter is a copy of
+the shard in another dtype or on another device, computation uses the shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _LeftUnsharded(guard.DescribedAsShard):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if _torch.is_tracing():  # who compiles looks at what there is
+        if _torch.is_tracing():  # compilers see the actual tensor
             return super(guard.DescribedAsShard, cls).__torch_function__(func, types, args, kwargs or {})
         return cls._answer(func, types, args, kwargs or {})
 
@@ -39,11 +39,11 @@ class _LeftUnsharded(guard.DescribedAsShard):
 
 
 class UnshardedParameter(guard.CopiedAsOriginal, TracksWrites, _LeftUnsharded):
-    """What `nn.Parameter` objects are while they show the unsharded form that a forward left; never constructed."""
+    """The class of `nn.Parameter` objects that show the unsharded form left by a forward; never constructed."""
 
 
 class CastParameter(_LeftUnsharded):
-    """What `nn.Parameter` objects are while they show a copy of the shard of an axis of one rank; never constructed."""
+    """The class of `nn.Parameter` objects that show a copy of the shard on an axis of one rank; never constructed."""
 
     @classmethod
     def _answer(cls, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -68,7 +68,7 @@ class CastParameter(_LeftUnsharded):
 
 
 def _is_refused_by_autograd(func: Callable[..., Any]) -> bool:
-    """Whether `func` works in place, which no leaf that requires a gradient admits."""
+    """Whether `func` works in place, which autograd refuses for a leaf that requires a gradient."""
     name = getattr(func, "__name__", "")
     return torch.is_grad_enabled() and name.endswith("_") and not name.endswith("__")
 
@@ -93,7 +93,7 @@ def _shard(leaf: nn.Parameter) -> torch.Tensor:
 
 
 class _Shard(torch.autograd.Function):
-    """The shard of a parameter, of which gradients come to the parameter, as it is shown."""
+    """The shard of a parameter; its gradients go to the parameter, in the shape and dtype that it shows."""
 
     generate_vmap_rule = True
 

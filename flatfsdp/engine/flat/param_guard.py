@@ -2,18 +2,18 @@
 
 [Note: guarded parameters] Between a forward that resharded and the backward a leaf has no elements; in a forward, and
 until its backward, the leaf of a unit that has not run shows this rank's shard. A term over `model.parameters()` would
-then be zero, or another one on each rank, unnoticed, and its gradient of a shape that autograd refuses in words of its
-own. So for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and what
-only asks about it (`.grad`, `requires_grad`, hooks) is answered; its shape, strides, dtype and device are those of this
-rank's shard, which it shows before and after, so that who counts elements finds as many at any time.
+silently be zero, or differ between ranks, and autograd would refuse the shape of its gradient with an unhelpful
+message. So for that time the leaf has a class whose operations raise. It stays the same object, a `Parameter`, and pure
+queries (`.grad`, `requires_grad`, hooks) are answered; its shape, strides, dtype and device are those of this rank's
+shard, which it shows before and after, so that the number of elements is the same at any time.
 
 [Note: shards by hand] Momentum encoders update their weights inside a forward, element by element and without a graph:
 `k.mul_(m).add_(q, alpha=1 - m)`, or the same with `.data` or `detach()`. On every rank that is right for its shards,
-whatever the leaves show; so there, and nowhere else, such operations are carried out on them. A unit that was gathered
-before one of its shards was written to is gathered again.
+independent of the views that the leaves show; so there, and nowhere else, such operations are executed on the shards. A
+unit that was gathered before a write to one of its shards is gathered again.
 
-For other reasons, too, parameters are of another class for a time: the same objects, whose use is refused or noticed
-meanwhile. A subclass of `nn.Parameter` that a user made gets a class of its own, which `isinstance` takes for the same.
+For other reasons, too, parameters have another class for a time: the same objects, whose use is refused or noticed
+meanwhile. A user-defined subclass of `nn.Parameter` gets a class of its own, which `isinstance` treats as the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .write_tracker import TracksWrites
 
 
 class _Originals(dict[type, type]):
-    """By class for a time, that of before; of any other, that itself."""
+    """Maps a temporary class to the class before; any other class to itself."""
 
     def __missing__(self, kind: type) -> type:
         return kind
@@ -46,7 +46,7 @@ ORIGINAL = _Originals()
 
 
 class ClassVariants(dict[type, type]):
-    """By class of a parameter, the class that it is of for a time."""
+    """Maps the class of a parameter to its temporary class."""
 
     def __init__(self, variant: type[nn.Parameter]) -> None:
         """`variant` is that of `nn.Parameter`."""
@@ -60,7 +60,7 @@ class ClassVariants(dict[type, type]):
         return self[kind]
 
     def _derived(self, kind: type) -> type:
-        """The variant of a class of the user's; the class itself where its objects can be of no other."""
+        """The variant of a user-defined class; the class itself if its objects cannot change their class."""
         if nn.Parameter not in kind.__mro__:
             return kind
         try:
@@ -74,7 +74,7 @@ class ClassVariants(dict[type, type]):
 
 
 class CopiedAsOriginal:
-    """Whose copies are of the class that the parameter was of before."""
+    """Copies of such an object have the class that the parameter had before."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         kind = type(self)
@@ -86,20 +86,20 @@ class CopiedAsOriginal:
 
 
 class WriteTrackedParameter(CopiedAsOriginal, TracksWrites, nn.Parameter):
-    """What `nn.Parameter` objects are while they show an unsharded form that is about to be freed, to who asked for it
+    """The class of `nn.Parameter` objects that show an unsharded form which will be freed, for code that requested it
     or holds it in the place of a flat parameter; never constructed."""
 
 
 NOTICED = ClassVariants(WriteTrackedParameter)
-NOTICED[DeferredGradParameter] = DeferredGradParameter  # which notices writes
+NOTICED[DeferredGradParameter] = DeferredGradParameter  # it notices writes
 
-# By their names without what marks variants: in place, reflected, of lists of tensors.
+# By their names, without the affixes of in-place, reflected and foreach variants.
 _ELEMENTWISE = frozenset(
     "mul add sub div true_divide truediv lerp copy neg clamp clamp_min clamp_max zero fill addcmul addcdiv".split()
 )
 
 
-# Queries that this rank's shard answers: what describes a tensor.
+# Queries that this rank's shard answers: those that describe a tensor.
 _OF_SHARD = frozenset(
     "shape ndim dtype device itemsize nbytes is_cpu is_cuda is_meta is_xpu size dim ndimension numel nelement stride "
     "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device __len__".split()
@@ -109,7 +109,7 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class DescribedAsShard(nn.Parameter):
-    """A parameter whose queries are answered for this rank's shard, whatever it shows."""
+    """A parameter whose queries are answered for this rank's shard, independent of the view that it shows."""
 
     @classmethod
     def __torch_function__(
@@ -126,7 +126,7 @@ class DescribedAsShard(nn.Parameter):
 
 
 class UnusableParameter(DescribedAsShard):
-    """What `nn.Parameter` objects are while they do not show their value; never constructed."""
+    """The class of `nn.Parameter` objects while they do not show their value; never constructed."""
 
     @classmethod
     def __torch_function__(
@@ -152,7 +152,7 @@ class UnusableParameter(DescribedAsShard):
         return f"Parameter containing: this rank's shard, which shows no values until the backward is over ({found})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A parameter of the shard, which is nobody's leaf and hides nothing."""
+        """A parameter of the shard; it belongs to no handle and hides nothing."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(shard_of(self).clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
@@ -160,7 +160,7 @@ class UnusableParameter(DescribedAsShard):
 
 
 class ExpandedParameter(torch.Tensor):
-    """A hidden parameter as one operation of autograd away from it: answers what leads to the parameter's node."""
+    """A hidden parameter after one operation of autograd: provides access to the parameter's autograd node."""
 
     leaf: nn.Parameter
 
@@ -185,7 +185,7 @@ def leads_to_accumulator(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 def _expanded(leaf: nn.Parameter) -> torch.Tensor:
-    """`leaf.expand_as(leaf)`, for those who look for its accumulator, which admits unsharded gradients.
+    """`leaf.expand_as(leaf)`, for code that looks for its accumulator, which accepts unsharded gradients.
     [Note: accumulators]"""
     handle, index = handle_and_index_of(leaf)
     handle.accumulator_was_requested = True
@@ -197,7 +197,7 @@ def _expanded(leaf: nn.Parameter) -> torch.Tensor:
                 made = leaf.expand_as(leaf)
         finally:
             leaf.data = shown
-    made.__class__ = ExpandedParameter  # `as_subclass` would be an operation more
+    made.__class__ = ExpandedParameter  # `as_subclass` would add an operation
     assert isinstance(made, ExpandedParameter)
     made.leaf = leaf
     return made
@@ -208,7 +208,7 @@ HIDDEN[DeferredGradParameter] = UnusableParameter
 
 
 def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
-    """Let `leaves` show `nothing`, unless they do, and refuse operations on them."""
+    """Let `leaves` show `nothing`, unless they already do, and refuse operations on them."""
     with _torch.as_plain_tensors():  # some may be described as their shards
         for leaf in leaves:
             kind = type(leaf)
@@ -219,22 +219,22 @@ def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
 
 
 def change_classes(leaves: Sequence[nn.Parameter], classes: Mapping[type, Any]) -> None:
-    """Let `leaves` be of what `classes` has for theirs."""
+    """Give each of `leaves` the class that `classes` has for its class."""
     found = list(map(type, leaves))
     if found.count(found[0]) != len(found):
         for leaf, kind in zip(leaves, found, strict=True):
             leaf.__class__ = classes[kind]
-    elif (changed := classes[found[0]]) is not found[0]:  # looked up once for all: nearly always one class
+    elif (changed := classes[found[0]]) is not found[0]:  # one lookup for all: nearly always one class
         for leaf in leaves:
             leaf.__class__ = changed
 
 
-# Where leaves lie that may be hidden, by their ids: looked up when one is used.
+# The handle and index of leaves that may be hidden, by their ids: looked up when one is used.
 _handles: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
 
 
 def may_hide(handle: FlatParamHandle) -> None:
-    """The leaves of `handle` will be hidden: what is done to them is looked up there."""
+    """Register the leaves of `handle`, which will be hidden, so that operations on them can look the handle up."""
     this = weakref.ref(handle)
     ids = list(map(id, handle.leaves))
     _handles.update({each: (this, index) for index, each in enumerate(ids)})
@@ -248,12 +248,12 @@ def _forget(ids: Iterable[int], handle: weakref.ref[FlatParamHandle]) -> None:
 
 
 def has_handle(leaf: torch.Tensor) -> bool:
-    """Whether the model of `leaf` is there."""
+    """Whether the model of `leaf` still exists."""
     return id(leaf) in _handles
 
 
 def handle_and_index_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
-    """The handle that holds `leaf`, and which of its leaves that is."""
+    """The handle that holds `leaf`, and the leaf's index there."""
     this, index = _handles[id(leaf)]
     handle = this()
     assert handle is not None
@@ -266,16 +266,16 @@ def handle_and_index_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
 def shard_of(leaf: torch.Tensor) -> torch.Tensor:
     """This rank's shard of `leaf`."""
     handle, index = handle_and_index_of(leaf)
-    return handle.at_rest.views[index].detach()  # of one version counter with the shard, unlike `.data`
+    return handle.at_rest.views[index].detach()  # shares the shard's version counter, unlike `.data`
 
 
 def _described(value: Any) -> Any:
-    """In a parameter's place, its shard; the parameter itself where the model is gone."""
+    """A parameter's shard in its place; the parameter itself if its model is gone."""
     return shard_of(value) if isinstance(value, DescribedAsShard) and has_handle(value) else value
 
 
 def data_of_shard(leaf: torch.Tensor, *written: torch.Tensor) -> torch.Tensor | None:
-    """What `leaf.data` is; or write to it, as `leaf.data = written` would."""
+    """The value of `leaf.data`; or a write to it, as `leaf.data = written` would do."""
     shard = shard_of(leaf)
     if not written:
         return shard
@@ -307,7 +307,7 @@ def call_with_shards(
     shard: Callable[[Any], torch.Tensor],
     check: Callable[..., None] | None = None,
 ) -> Any:
-    """`func` of what `shard` makes of each parameter of the class `of`, in place of these, once `check` has seen it."""
+    """Call `func` with each parameter of the class `of` replaced by its `shard`, after `check` has accepted it."""
     shards: dict[int, torch.Tensor] = {}
 
     def shown(value: Any) -> Any:
@@ -323,12 +323,12 @@ def call_with_shards(
     if check is not None:
         check(func, (*args, *kwargs.values()), (*given, *named.values()))
     result = func(*given, **named)
-    # In place: the parameter itself, as users expect of it.
+    # In place: return the parameter itself, as users expect.
     return args[0] if args and result is not None and result is given[0] else result
 
 
 def _check_alike(func: Callable[..., Any], used: Sequence[Any], given: Sequence[Any]) -> None:
-    """Refuse what would broadcast, as a shard of one element does."""
+    """Refuse operands that would broadcast, as a shard of one element does."""
     lists = [value for value in given if isinstance(value, list)]
     rows = list(zip(*lists, strict=False)) if lists else [given]
     for row in rows:

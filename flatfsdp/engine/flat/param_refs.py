@@ -1,13 +1,13 @@
-"""Where modules hold parameters.
+"""The places where modules hold parameters.
 
 [Note: parameter references] A *reference* is a (module, attribute) under which a parameter is registered. Tied
-parameters have several, perhaps in modules of other units. Where a flat parameter has the registration, modules hold
+parameters have several, perhaps in modules of other units. If a flat parameter has the registration, modules hold
 the leaf as a plain attribute ([Note: faces]).
 
-[Note: packed bytes] Quantised weights are bytes, which bitsandbytes stores as a floating-point dtype of the user's
-choice (`quant_storage`), so that FSDP1 flattens them together with others. A cast of them would give other weights
-unnoticed. They are known by the `quant_state` that undoes their quantisation, which the parameter has, or, after a
-stay on the meta device, only the module.
+[Note: packed bytes] Quantized weights are bytes, which bitsandbytes stores as a floating-point dtype of the user's
+choice (`quant_storage`), so that FSDP1 flattens them together with others. A cast would silently change the weights.
+They are recognized by their `quant_state`, with which they are dequantized. The parameter has it or, after a stay on
+the meta device, only the module.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ..base._torch import has_hooks, hooks_on
 class ParamRef:
     """A place where a module holds a parameter: `module.attribute`, `path` from the unit's module.
 
-    It does not keep the module alive: a module may have its unit, which has the references.
+    It does not keep the module alive: a module may own its unit, which owns the references.
 
     Attributes:
         leaf: the parameter.
-        held: what the module is to hold there now: the leaf, or what stands for it at rest. Several places may have it
-            in one list, which changes for all of them at once (`hold_in`).
-        keeps_place: the module lists something there at rest, whose place among its parameters is kept meanwhile.
+        held: the parameter that the module must hold there now: the leaf, or its replacement at rest. Several places
+            may have it in one list, which changes for all of them at once (`hold_in`).
+        keeps_place: the module lists a parameter there at rest; its position among the parameters is kept meanwhile.
     """
 
     __slots__ = ("_held", "_number", "attribute", "keeps_place", "leaf", "module_ref", "path")
@@ -48,7 +48,7 @@ class ParamRef:
         self.keeps_place = False
 
     def hold_in(self, held: list[nn.Parameter], number: int) -> None:
-        """What the module is to hold is that element of `held` from now on, whatever it is."""
+        """From now on, the module must hold the current element `number` of `held`."""
         self._held, self._number = held, number
 
     @property
@@ -61,7 +61,7 @@ class ParamRef:
 
     @property
     def module(self) -> nn.Module:
-        """The module that holds the parameter; once a user has deleted it, one of the reference's own instead."""
+        """The module that holds the parameter; a substitute once a user has deleted the module."""
         module = self.module_ref()
         if module is None:
             module = nn.Module()
@@ -83,7 +83,7 @@ class ParamRef:
 
     @property
     def current(self) -> object:
-        """What the module has under the attribute now; None where it was deleted."""
+        """The object that the module has under the attribute now; None if it was deleted."""
         if (module := self.module_ref()) is None:
             return None
         registered = module._parameters.get(self.attribute)
@@ -91,7 +91,7 @@ class ParamRef:
 
     @staticmethod
     def changed(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
-        """Those of `param_refs` whose modules hold something else than they are to."""
+        """Those of `param_refs` whose modules hold another object than they should."""
         suspects, last, module = [], None, None
         for param_ref in param_refs:  # once for every parameter and step
             if param_ref.module_ref is not last:  # those of one module follow each other
@@ -112,14 +112,14 @@ class ParamRef:
             module._parameters[self.attribute] = self._held[self._number] = self.leaf
 
     def hold(self, parameter: nn.Parameter) -> None:
-        """Let the module, if it is there, list `parameter` in this place, the leaf or what stands for it at rest."""
+        """Let the module, if it exists, list `parameter` in this place: the leaf or its replacement at rest."""
         module = self.module_ref()
         if module is None:
             return
         module.__dict__.pop(self.attribute, None)
         if type(module).__setattr__ is nn.Module.__setattr__:
             module._parameters[self.attribute] = parameter
-        else:  # a recurrent module has its weights in a list, besides
+        else:  # a recurrent module also has its weights in a list
             setattr(module, self.attribute, parameter)
         self.held = parameter
 
@@ -140,11 +140,11 @@ class ParamRef:
 
 
 def flat_name(kind: int) -> str:
-    """Under which name the flat parameter of a unit's handle is listed."""
+    """The name under which the flat parameter of a unit's handle is listed."""
     return f"_flat_param_{kind}" if kind else "_flat_param"
 
 
-# What one module, held weakly, has in its places: attributes and leaves.
+# The places of one module, held weakly: attributes and leaves.
 Places = tuple[Callable[[], nn.Module | None], Sequence[tuple[str, nn.Parameter]]]
 
 
@@ -158,10 +158,10 @@ def places_of(param_refs: Iterable[ParamRef]) -> list[Places]:
 
 
 def enlist(places: Iterable[Places], *, listed: bool = True) -> list[Places]:
-    """Modules list what they have as plain attributes in these places from now on, or not `listed` what they list so;
-    those where they did. What users have put in a place meanwhile stays."""
+    """Let modules list the plain attributes in these places as parameters, or the reverse if not `listed`. Returns the
+    places that changed. A place where users have put another object is left unchanged."""
     moved = []
-    for each in places:  # several times in each step: a module's dictionaries are looked up for all of its places
+    for each in places:  # runs several times per step: a module's dictionaries are looked up once for all its places
         module_ref, leaves = each
         if (module := module_ref()) is None:
             continue
@@ -183,12 +183,12 @@ unlist = partial(enlist, listed=False)
 
 
 class Listing:
-    """What modules of one unit list in turns: at rest flat parameters, and what these stand for inside of a forward,
-    and of a backward that may recompute parts of it, as they would if nothing had been wrapped.
+    """Switches the listed parameters of one unit's modules: flat parameters at rest; the leaves inside a forward, and
+    inside a backward that may recompute parts of it, as in an unwrapped model.
 
     Attributes:
-        flat: where flat parameters are listed: in the module inside of the wrapper, as in FSDP1.
-        leaves: where modules hold what flat parameters stand for, those of other units, too.
+        flat: the places of flat parameters: in the module inside the wrapper, as in FSDP1.
+        leaves: the places of the leaves that flat parameters stand for, including those in other units.
     """
 
     def __init__(self, flat: Iterable[ParamRef]) -> None:
@@ -199,12 +199,12 @@ class Listing:
         self._hidden: list[Places] = []
 
     def stand_for(self, leaves: Iterable[ParamRef]) -> None:
-        """Flat parameters stand for `leaves`."""
+        """Set the `leaves` that flat parameters stand for."""
         self.leaves = list(leaves)
         self._leaves = places_of(self.leaves)
 
     def show(self, shown: bool) -> None:
-        """Modules list the leaves from now on, or do not."""
+        """Let modules list the leaves if `shown`, else the flat parameters."""
         if shown:
             self._hidden += unlist(self._flat)
             self._shown += enlist(self._leaves)
@@ -214,7 +214,7 @@ class Listing:
             self._shown, self._hidden = [], []
 
     def during(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`call` of the arguments, while modules list the leaves."""
+        """`call` with the arguments, while modules list the leaves."""
         hidden, listed = unlist(self._flat), enlist(self._leaves)
         try:
             return call(*args, **kwargs)
@@ -230,8 +230,7 @@ def _itself(module: nn.Module) -> nn.Module:
 def check_param_refs(
     changed: Iterable[ParamRef], shared_refs: Iterable[ParamRef], names: Mapping[int, str], label: str
 ) -> None:
-    """Refuse what cannot be written back of the `changed` references of a unit: anything but new values for a
-    parameter.
+    """Refuse `changed` references of a unit that cannot be written back: only new values for a parameter can be.
 
     `shared_refs`: references to parameters that other units own; `names`: of all parameters of the model, by id.
     """
@@ -263,7 +262,7 @@ def check_param_refs(
 
 
 def refuse_functional_call(changed: Iterable[ParamRef], label: str) -> NoReturn:
-    """Refuse to compute with what functional_call put in the place of the `changed` references."""
+    """Refuse to compute with tensors that functional_call put in the place of the `changed` references."""
     names = ", ".join(repr(param_ref.path) for param_ref in itertools.islice(changed, 3))
     raise UsageError(
         f"torch.func.functional_call gave unit {label} other tensors for {names}: a wrapped model computes with what "

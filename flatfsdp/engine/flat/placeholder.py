@@ -1,11 +1,10 @@
-"""What stands in a module for a parameter while its state dict is made or loaded.
+"""Stand-ins for a module's parameters while its state dict is made or loaded.
 
 [Note: placeholders] Modules make and load their state dicts themselves: they may have hooks that rename, and methods of
-their own. So that they can, without a unit being gathered, they hold *placeholders* meanwhile: parameters with the
-shape, dtype and device of the unsharded ones, and without memory. In a state dict that a module has made a placeholder
-marks which parameter belongs there. Where a state dict is loaded, `copy_` into one is kept, to be carried out on the
-shard. A module that does anything else reads values, which a placeholder does not have: `PlaceholderReadError` is then
-raised.
+their own. To avoid a gather for that, modules hold *placeholders* meanwhile: parameters with the shape, dtype and
+device of the unsharded ones, and without memory. In a state dict made by a module, a placeholder marks which parameter
+belongs there. When a state dict is loaded, a `copy_` into a placeholder is recorded and later applied to the shard. Any
+other operation of a module reads values, which a placeholder does not have: it raises `PlaceholderReadError`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import nn
 
 from ...errors import UsageError
 
-# What queries a tensor, or attaches something to it, without reading its elements.
+# Operations that query a tensor, or attach something to it, without reading its elements.
 _QUERIES = frozenset(
     "__get__ __set__ __delete__ __repr__ __hash__ __len__ __format__ size dim ndimension numel nelement stride "
     "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device data_ptr "
@@ -29,31 +28,31 @@ _READ = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
 def is_query(func: Callable[..., Any]) -> bool:
-    """Whether `func`, as `__torch_function__` gets it, reads and writes no elements of the tensors that it is given."""
+    """Whether `func`, as passed to `__torch_function__`, neither reads nor writes elements of its tensors."""
     return getattr(func, "__name__", "") in _QUERIES and property_of(func) not in _READ
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """What users call `func`: "add()", or ".data" of a property."""
+    """The name of `func` for users: "add()", or ".data" for a property."""
     return f".{property_of(func)}" if property_of(func) else f"{getattr(func, '__name__', func)}()"
 
 
 def property_of(func: Callable[..., Any]) -> str:
-    """Which property of a tensor `func` gets or sets; "" for what does not."""
+    """The name of the tensor property that `func` gets or sets; "" if it does neither."""
     is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
     return getattr(getattr(func, "__self__", None), "__name__", "") if is_access else ""
 
 
 class PlaceholderReadError(UsageError):
-    """Something was done with a placeholder that takes the parameter's values."""
+    """An operation on a placeholder needs the parameter's values."""
 
 
 class Placeholder(nn.Parameter):
-    """A parameter's place in a module.
+    """Holds a parameter's place in a module.
 
     Attributes:
         leaf: the parameter that it stands for.
-        received: what was copied into it; None for nothing.
+        received: the tensor that was copied into it; None if none was.
     """
 
     leaf: nn.Parameter
@@ -65,7 +64,7 @@ class Placeholder(nn.Parameter):
         leaf: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, receives: bool
     ) -> Placeholder:
         """A placeholder for `leaf`, which is unsharded of this shape; `receives`: whether `copy_` into it is kept."""
-        nothing = torch.empty((), dtype=dtype, device=device).expand(tuple(shape))  # all its elements are one
+        nothing = torch.empty((), dtype=dtype, device=device).expand(tuple(shape))  # all its elements share one
         made = Placeholder(nothing, requires_grad=leaf.requires_grad)
         made.leaf = leaf
         made.received = None
@@ -83,7 +82,7 @@ class Placeholder(nn.Parameter):
         if name == "detach":
             return target
         if name == "copy_" and isinstance(target, Placeholder) and target._receives:
-            if type(args[1]) is not Placeholder:  # whose value comes from elsewhere
+            if type(args[1]) is not Placeholder:  # a placeholder's value has another source
                 target.received = args[1]
             return target
         raise PlaceholderReadError(

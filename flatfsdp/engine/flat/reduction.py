@@ -1,12 +1,12 @@
 """Gradients in flight: reduce-scatter along the shard axis, then all-reduce along the replicate axis.
 
 [Note: reduction stages] The second stage is launched when the first has been waited for, which every rank does at the
-same point of the order. On an axis of one rank, the all-reduce is the first and only one. What a reduction reads
-is held until its first stage is over, what it brings until somebody asks for it.
+same point of the order. On an axis of one rank, the all-reduce is the first and only one. The input of a reduction is
+held until its first stage has finished, its result until the result is requested.
 
-[Note: downloads] What an offloaded handle's gradients bring goes on to page-locked host memory on the same stream,
-beside the rest of the backward; the host waits once, for all of them, when the backward ends. A copy to memory that is
-not page-locked would keep the host where it is issued, so that waits for the end.
+[Note: downloads] The reduced gradients of an offloaded handle are copied to page-locked host memory on the same stream,
+concurrently with the rest of the backward; the host waits once, for all of them, when the backward ends. A copy to
+pageable memory would block the host where it is issued, so it waits for the end of the backward.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class ReductionInput:
     """One handle's gradients in a reduction.
 
     Attributes:
-        buffer: what is reduced: shape (padded_numel,), reduce dtype. It belongs to the reduction until `free_buffer`
-            has given it back, and is None then.
-        segments: what of the buffer is reduced, while it is there. [Note: pieces]
+        buffer: the input: shape (padded_numel,), reduce dtype. It belongs to the reduction until `free_buffer`
+            has given it back; then it is None.
+        segments: the parts of the buffer that are reduced, while it exists. [Note: pieces]
         shares_unsharded_buffer: whether the buffer is the parameters' place.
-        scale: what the result is to be multiplied by still.
-        earlier: what is added to it between the stages.
+        scale: the factor that the result must still be multiplied by.
+        earlier: a partial sum that is added between the stages.
         hook: runs on the sum of both, before it is scaled.
-        downloads: whether the result is sent on to the host, which awaits nothing else.
-        residuals: what earlier ones have lost; None without error feedback.
-        reduction: what the part is in; None until that is issued.
-        result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` is over.
-        in_place: whether the result lies in the buffer; bytes: what it takes elsewhere.
-        downloaded: the scaled result in host memory, in the optimizer's dtype; None where it is not sent there.
+        downloads: whether the result is copied to the host, which waits for nothing else.
+        residuals: the errors of earlier reductions; None without error feedback.
+        reduction: the exchange that includes this part; None until that is issued.
+        result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` finishes.
+        in_place: whether the result lies in the buffer; bytes: its size otherwise.
+        downloaded: the scaled result in host memory, in the optimizer's dtype; None if it is not copied there.
     """
 
     handle: FlatParamHandle
@@ -73,21 +73,21 @@ class ReductionInput:
 
     @property
     def can_finish_later(self) -> bool:
-        """Whether the result may come while nobody waits for it: one exchange brings it, from memory of its own."""
+        """Whether the result may arrive without a wait: one exchange brings it, from memory of its own."""
         if self.reduction is None or self.reduction.replicate is not None or self.buffer is None:
             return False
         shares = self.shares_unsharded_buffer or self.handle.is_unsharded_at_rest
         return not (shares or self.hook is not None or self.downloads)
 
     def release_buffer(self) -> None:
-        """Nobody reads the input any more."""
+        """Free the input, which is not read any more."""
         if self.buffer is not None and not self.in_place:
             self.free_buffer(self.buffer)
             self.buffer = None
-            self.segments = TensorGroup()  # of memory that may be somebody else's
+            self.segments = TensorGroup()  # of memory that may have another owner
 
     def finish(self, stream: Stream) -> None:
-        """Run the hook on the sum, and send the result on its way to the host. [Note: downloads]"""
+        """Run the hook on the sum, and start the result's copy to the host. [Note: downloads]"""
         if self.hook is not None:
             hook, self.hook = self.hook, None
             with torch.no_grad():
@@ -120,7 +120,7 @@ class ReductionInput:
         return self.result
 
     def discard(self) -> None:
-        """Wait for what was issued; nobody wants the result."""
+        """Wait for the stages that were issued, and drop the result."""
         self.hook = None
         self.downloads = False
         if self.reduction is None:  # another part of it failed
@@ -134,10 +134,10 @@ class Reduction:
     """One exchange of gradients: those of one handle, or coalesced those of several small ones. [Note: coalescing]
 
     Attributes:
-        parts: the gradients, none when they have been reduced.
-        replicate: what the second stage is yet to be issued on; None where nothing more is issued.
+        parts: the gradients; empty when they have been reduced.
+        replicate: the reducer for the second stage until that is issued; None if there is no stage left to issue.
         input_is_released: the first stage was waited for.
-        advances_in_waits: that stage goes on only where ranks wait, and to wait for it later hides nothing.
+        advances_in_waits: whether that stage progresses only while ranks wait, so that a later wait hides nothing.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Reduction:
             first.result = self._result = full if first.in_place else full.new_empty(numel)
         if self._result.nbytes >= LEAST and self._result is not full:
             advise_tensor(self._result)
-        for part in parts:  # before anything may fail: what was made is found and discarded by its parts
+        for part in parts:  # before anything can fail: allocated results are found and discarded through their parts
             part.reduction = self
             part.bytes = 0 if part.in_place else part.result.nbytes
             part.handle.tracker.add("reduced", part.bytes)
@@ -185,7 +185,7 @@ class Reduction:
             segments = TensorGroup.join([part.segments for part in parts])
             self._first = scatter.reduce_scatter_coalesced(self._result, segments, stream)
             if first.handle.is_unsharded_at_rest:
-                self._first.wait()  # a copy, no message
+                self._first.wait()  # a copy, without a message
                 self._first = self._all_reduce()
         else:
             self._first = scatter.reduce_scatter_base(self._result, first.segments[0], stream)
@@ -198,7 +198,7 @@ class Reduction:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a second stage is to be waited for."""
+        """Whether a second stage must still be waited for."""
         return self.replicate is not None or not self._second.done
 
     def release_input(self) -> None:
@@ -213,7 +213,7 @@ class Reduction:
             part.release_buffer()
 
     def _all_reduce(self) -> PendingWork:
-        """Sum the result and what came earlier over replicas, once."""
+        """Sum the result and the earlier partial sum over replicas, once."""
         for part in self.parts:
             if part.earlier is not None:
                 with self._stream.running():
@@ -227,7 +227,7 @@ class Reduction:
         return replicate.all_reduce(self._result, self._stream)
 
     def finish(self) -> None:
-        """Wait for both stages, and run the hooks. Collective over the replicate axis, and over what hooks use."""
+        """Wait for both stages, and run the hooks. Collective over the replicate axis, and over the axes of hooks."""
         if not self.parts:
             return
         if not self.input_is_released:
@@ -244,11 +244,11 @@ class Reduction:
         for part in self.parts:
             if part.hook is not None or part.downloads:
                 part.finish(self._stream)
-        self.parts = ()  # which know their reduction: in a circle, gradients would live until the collector comes
+        self.parts = ()  # they refer to this object: in a cycle, gradients would live until the collector runs
 
 
 def release_inputs(parts: Iterable[ReductionInput]) -> None:
-    """Wait for the first stages, whose inputs are in the way."""
+    """Wait for the first stages, to free their inputs."""
     for part in parts:
         if part.reduction is not None:
             part.reduction.release_input()

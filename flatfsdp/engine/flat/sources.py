@@ -1,17 +1,17 @@
-"""Where the unsharded form of a flat parameter comes from: the shards, what was kept among neighbors, or the host.
+"""Sources of a flat parameter's unsharded form: the shards, pieces kept by neighboring ranks, or host memory.
 
-[Note: post-forward shards] With `reshard_after_forward=n` the unsharded parameter is cut again after a forward, into n
-pieces that n consecutive ranks of the shard axis, the *post-forward axis*, keep in the compute dtype. The backward's
+[Note: post-forward shards] With `reshard_after_forward=n` the unsharded parameter is split again after a forward, into
+n pieces that n consecutive ranks of the shard axis, the *post-forward axis*, keep in the compute dtype. The backward's
 all-gather then stays on that axis, inside one host for example. It costs a copy of the piece, since the unsharded
-buffer can neither be given back in part nor stay another ([Note: one storage]); the gather itself reads the piece where
-it lies. Only a backward reads such pieces: they hold what the forward computed with, and a forward computes with what
-the shards hold.
+buffer can neither be given back in part nor stay another ([Note: one storage]); the gather itself reads the piece in
+place. Only a backward reads such pieces: they hold the values that the forward computed with, while a forward computes
+with the values of the shards.
 
 [Note: persistent parameters] A flat parameter that no optimizer steps need not be gathered for every use. A
 *persistent* one was gathered once, and stays unsharded on the device, or as a copy in host memory from which the device
-is filled again: memory, or the way from the host, in place of a collective. Whether a handle is persistent, and whether
-it has to be gathered, is settled where a forward begins, and is part of what ranks compare there: no rank leaves a
-gather out alone. A persistent parameter that was written to is gathered again.
+is filled again: this costs memory, or the transfer from the host, instead of a collective. Whether a handle is
+persistent, and whether it must be gathered, is decided where a forward begins, and is part of the facts that ranks
+compare there, so that no rank skips a gather alone. A persistent parameter that was written to is gathered again.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class UnshardedParam:
     Attributes:
         flat: 1-D and padded.
         buffer: its memory; None where it is the shard itself.
-        layout: where in it parameters lie, or what was gathered of them.
-        segments: what of it is gathered, since it first had memory. [Note: pieces]
+        layout: the places of the parameters in it, or of the tensors gathered for them.
+        segments: the parts of it that are gathered, since it first had memory. [Note: pieces]
         views: the parameters as N-D views of it, once it was filled; shown: each leaf with its view.
-        source: the shard as what fills it; filled_from: what did last.
-        has_inner: whether memory besides that of `flat` is freed with it (`inner_addresses`).
+        source: the shard as its source; filled_from: the source of the last fill.
+        has_inner: whether other memory in addition to `flat` is freed with it (`inner_addresses`).
     """
 
     has_inner: ClassVar[bool] = False
@@ -69,24 +69,24 @@ class UnshardedParam:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which modules compute with it."""
+        """The dtype in which modules compute with it."""
         return self.flat.dtype
 
     def inner_addresses(self) -> list[int]:
-        """Where memory is besides that of `flat` that is freed with it."""
+        """The addresses of other memory that is freed with it, in addition to `flat`."""
         return []
 
 
 class UnshardSource(Protocol):
-    """What fills an unsharded buffer.
+    """Fills an unsharded buffer.
 
     Attributes:
-        dtype: of what it brings.
-        is_local: whether that takes no communication.
+        dtype: of the values that it provides.
+        is_local: whether a fill takes no communication.
         reads_host: whether the device reads host memory that the host writes to between iterations.
-        as_of_forward: whether it brings, once, what the last forward computed with, not what the shards hold now.
-        versions: of the handle, between uses, when it was made; it is stale where they are others. None if that does
-            not matter.
+        as_of_forward: whether it provides, once, the values of the last forward instead of the shards' current ones.
+        versions: those of the handle between uses when the source was made; if they differ, it is stale. None if that
+            does not matter.
     """
 
     dtype: torch.dtype
@@ -100,23 +100,23 @@ class UnshardSource(Protocol):
 
 
 class KeptSource(UnshardSource, Protocol):
-    """A source with memory of its own, besides the shard."""
+    """A source with memory of its own, in addition to the shard."""
 
     def serves(self, dtype: torch.dtype) -> bool:
-        """Whether the unsharded parameter may come from here now, where the unit computes in `dtype`."""
+        """Whether the unsharded parameter may come from this source now, if the unit computes in `dtype`."""
 
     def free(self) -> None:
-        """Give the memory back; what was filled from it must have been waited for, or be known to the device."""
+        """Free the memory; fills from it must have been waited for, or be ordered before on the device."""
 
 
 class ShardSource(UnshardSource):
-    """This rank's shard, gathered with those of others over the shard axis."""
+    """This rank's shard, gathered with those of other ranks over the shard axis."""
 
     def __init__(
         self, pieces: list[torch.Tensor], dtype: torch.dtype, transport: Transport, *, copies: bool, offload: bool
     ) -> None:
-        """`pieces`: of the shard, one for each segment; a single one is copied to its place in the unsharded buffer
-        first if `copies`."""
+        """`pieces`: of the shard, one for each segment; if `copies`, a single one is first copied to its place in the
+        unsharded buffer."""
         self.dtype = dtype
         self.transport = transport
         self.reads_host = offload
@@ -127,7 +127,7 @@ class ShardSource(UnshardSource):
 
     def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
         piece = self._only
-        if piece is None:  # several are copied and cast on their way
+        if piece is None:  # several are copied and cast during the gather
             return self.transport.all_gather_coalesced(unsharded.segments, self._pieces, stream)
         segment = unsharded.segments[0]
         if self._own is not None:
@@ -137,7 +137,7 @@ class ShardSource(UnshardSource):
 
 
 class CoalescedSource(UnshardSource):
-    """The shards of several handles, gathered by one collective over the shard axis: the caller's, which sets the
+    """The shards of several handles, gathered by one collective over the shard axis. The caller issues it, and sets the
     pending work of the handles."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -148,7 +148,7 @@ class CoalescedSource(UnshardSource):
 
 
 class PostForwardShard(KeptSource):
-    """One rank's piece of the unsharded parameter that a forward left. [Note: post-forward shards]
+    """One rank's piece of the unsharded parameter left by a forward. [Note: post-forward shards]
 
     Attributes:
         dtype: the compute dtype of that forward.
@@ -169,7 +169,7 @@ class PostForwardShard(KeptSource):
             piece.copy_(own)
 
     def serves(self, dtype: torch.dtype) -> bool:
-        """In a backward, which computes in the dtype of its forward."""
+        """True in a backward, which computes in the dtype of its forward."""
         return _torch.in_backward()
 
     def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
@@ -184,7 +184,7 @@ class PostForwardShard(KeptSource):
 
 
 class HostCache(KeptSource):
-    """The unsharded parameter in host memory, page-locked next to an accelerator. [Note: persistent parameters]"""
+    """The unsharded parameter in host memory, page-locked if there is an accelerator. [Note: persistent parameters]"""
 
     is_local = reads_host = True
 
@@ -194,7 +194,7 @@ class HostCache(KeptSource):
         self._tensor = pinned_like(flat)
         self._tensor.copy_(flat)
         self._free = tracker.allocate("host copy", flat.nbytes)
-        self.dtype = unsharded.dtype  # of computation when it was made
+        self.dtype = unsharded.dtype  # the compute dtype when it was made
         self.versions = ()
 
     def serves(self, dtype: torch.dtype) -> bool:

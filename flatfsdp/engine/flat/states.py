@@ -1,8 +1,8 @@
-"""Two enums on two owners, and the transitions that are legal.
+"""Two enums of two owners, and their legal transitions.
 
-[Note: states] *Where the data is* belongs to a flat parameter (`ShardState`); *when we are* belongs to a unit
-(`Phase`). Nothing is inferred from sizes or data pointers. A transition that the tables lack raises with the end of the
-trace.
+[Note: states] The *location of the data* belongs to a flat parameter (`ShardState`); the *phase of the iteration*
+belongs to a unit (`Phase`). Neither is inferred from sizes or data pointers. A transition that the tables lack raises
+an error with the end of the trace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..base.events import EventLog
 class ShardState(enum.Enum):
     """Where a flat parameter's data is on this rank."""
 
-    __hash__ = object.__hash__  # members are singletons; enum's own hash is Python code on the way of every step
+    __hash__ = object.__hash__  # members are singletons; enum's own hash runs Python code in every step
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -26,7 +26,7 @@ class ShardState(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """When a unit is: between iterations, in its forward, between or in its backward, or summoned by the user."""
+    """The phase of a unit: between iterations, in its forward, before, in or after its backward, or summoned."""
 
     __hash__ = object.__hash__
 
@@ -38,14 +38,14 @@ class Phase(enum.Enum):
     STEPPED = "stepped"  # an optimizer has stepped on it; nothing of its backward may touch it again
 
 
-# Names of their own: access to a member of an enumeration takes 0.1 us in Python 3.11, and a step needs dozens.
+# Module-level names: access to a member of an enumeration takes 0.1 us in Python 3.11, and a step needs dozens.
 SHARDED, GATHERING, UNSHARDED = ShardState
 IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD, SUMMONED, STEPPED = Phase
 
 
 SHARD_STEPS: Mapping[ShardState, frozenset[ShardState]] = {
     SHARDED: frozenset({GATHERING}),
-    # A gather that nobody used is waited for and freed.
+    # An unused gather is waited for and freed.
     GATHERING: frozenset({UNSHARDED}),
     UNSHARDED: frozenset({SHARDED}),
 }
@@ -66,8 +66,8 @@ S = TypeVar("S", ShardState, Phase)
 
 
 def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str, events: EventLog | None) -> NoReturn:
-    """Raise an `InternalError` with the end of the trace: the table does not lead from `current` to `target`. Or the
-    `UsageError` of a model that goes on with what was stepped."""
+    """Raise an `InternalError` with the end of the trace: the table does not lead from `current` to `target`. For a
+    unit that was stepped already, raise a `UsageError`."""
     if current is STEPPED:
         happened = "forward ran again" if target is FORWARD else "backward went on"
         fail(

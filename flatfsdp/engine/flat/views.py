@@ -1,11 +1,11 @@
-"""What the user's parameters show. The only file that assigns a parameter's `.data`.
+"""The views that the user's parameters show. Only this file assigns a parameter's `.data`.
 
-[Note: view modes] A handle's leaves show one of these things, together: their place in the *shard* (at rest), the
-*unsharded* parameters (N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded
-and the backward, where a shard of one element would broadcast unnoticed; [Note: guarded parameters]). Where a backward
-is through with them they show the shard already, *guarded*, unless it is of another dtype or elsewhere: what is to be
-shown next need not be shown then. In a backward that does not read them they show their *shape*: NaN without memory,
-since autograd lays a gradient out like the leaf that it comes to.
+[Note: view modes] A handle's leaves all show one of these: their place in the *shard* (at rest), the *unsharded*
+parameters (N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded and the
+backward, where a shard of one element would broadcast unnoticed; [Note: guarded parameters]). When a backward has
+finished with them they show the shard already, *guarded*, unless it has another dtype or device: the last switch of the
+backward is then free. In a backward that does not read them they show their *shape*: NaN without memory, since autograd
+lays a gradient out like its leaf.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .states import UNSHARDED
 
 
 class ViewMode(enum.Enum):
-    """What the leaves of a handle show."""
+    """The modes of a handle's leaves. [Note: view modes]"""
 
     SHARDED = "shard"
     UNSHARDED = "whole"
@@ -48,14 +48,14 @@ _FACTS = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride
 
 
 class ParamViews:
-    """What one handle's leaves show, and what the user did to them meanwhile.
+    """The views that one handle's leaves show, and changes that users made to the leaves meanwhile.
 
     Attributes:
         extended: those of the leaves that modules see transformed.
-        some_hidden: some leaves refuse to be used. [Note: guarded parameters]
-        tracks_writes: what is written to the `.data` of leaves in place is noticed.
-        is_left_unsharded: a forward has left the leaves unsharded, in the shard itself, and no backward has come to
-            them.
+        some_hidden: whether some leaves refuse to be used. [Note: guarded parameters]
+        tracks_writes: whether in-place writes to the `.data` of leaves are noticed.
+        is_left_unsharded: whether a forward has left the leaves unsharded, in the shard itself, and no backward has
+            reached them.
         without_values: leaves whose places in the shard came from the meta device, and have no values yet.
         mode: [Note: view modes].
     """
@@ -123,8 +123,8 @@ class ParamViews:
             self.some_hidden = True
 
     def track_writes(self, *, described_as_unsharded: bool = False) -> None:
-        """A forward is over and has left the leaves unsharded: what is written to them until they are freed would be
-        lost, also where it is written to `.data` in place, which raises no version.
+        """After a forward that left the leaves unsharded: detect writes to them, which would be lost when they are
+        freed, including in-place writes to `.data`, which raise no version.
 
         Leaves that users hold are described as their shards are, unless a user has asked for unsharded ones.
         [Note: left unsharded]
@@ -133,7 +133,7 @@ class ParamViews:
         if self.mode is not SHOWS_UNSHARDED:
             return
         if handle.unsharded.buffer is None:
-            self.is_left_unsharded = True  # what is written in place is kept, what is replaced is not
+            self.is_left_unsharded = True  # in-place writes are kept, replacements are not
         else:
             kinds = NOTICED
             if handle.face.holds_leaves and not described_as_unsharded:
@@ -142,7 +142,7 @@ class ParamViews:
             self.tracks_writes = True
 
     def unhide(self) -> None:
-        """Let the leaves be of their own classes: they are about to show something, or to be used in a forward."""
+        """Restore the leaves' own classes: they are about to show values, or to be used in a forward."""
         if self.some_hidden or self.tracks_writes:
             self.some_hidden = self.tracks_writes = False
             change_classes(self.handle.leaves, ORIGINAL)
@@ -152,13 +152,13 @@ class ParamViews:
     @property
     def was_replaced(self) -> bool:
         """Whether leaves do not show the unsharded form: the user replaced their `.data`, maybe by another view of the
-        same memory, or what modules hold in their places. Only while unsharded."""
+        same memory, or the objects that modules hold in their places. Only while unsharded."""
         if self.mode is not SHOWS_UNSHARDED or self.some_hidden:
             return False
         handle = self.handle
         leaves, views = handle.leaves, handle.unsharded.views
-        with as_plain_tensors():  # what a forward has left describes itself as the shard
-            # An operation of torch, which modes would see, and tensors with others inside do not have.
+        with as_plain_tensors():  # parameters that a forward left describe themselves as the shard
+            # `is_set_to` is an operation of torch: modes would see it, and wrapper subclasses do not have it.
             alike = not (handle.unsharded.has_inner or modes_active()) and are_set_to(leaves, views)
             for fact in () if alike else _FACTS:
                 if list(map(fact, leaves)) != list(map(fact, views)):
@@ -176,8 +176,8 @@ class ParamViews:
         return [spec.name for i, spec in enumerate(self.handle.layout.params) if i in found]
 
     def _own(self, displaced: set[int]) -> set[int]:
-        """The leaves of these that modules should hold themselves: of others they hold what is made of them, and packed
-        ones may get another parameter around their bytes."""
+        """Those of the leaves that modules should hold themselves. In place of others they hold tensors made from them,
+        and packed ones may get another parameter around their bytes."""
         made = {id(each.leaf) for each in self.extended}
         return {i for i in displaced if not (self.handle.options.packed or id(self.handle.leaves[i]) in made)}
 
@@ -187,12 +187,12 @@ class ParamViews:
 
         Postcondition: the leaves show their shape.
         """
-        self.show(SHOWS_SHAPE)  # which a graph made just now for a query would await
+        self.show(SHOWS_SHAPE)  # a graph made just now for a query would await this shape
         leaves = zip(self.handle.layout.params, self.handle.leaves, strict=True)
         return [spec.name for spec, leaf in leaves if leaf.requires_grad and hooks.shape_awaited(leaf) != leaf.shape]
 
     def renew_accumulator(self, leaf: nn.Parameter) -> None:
-        """Let autograd make the node to which gradients of `leaf` come again, as it does where a leaf's dtype changes.
+        """Let autograd create the leaf's AccumulateGrad node again, as it does when a leaf's dtype changes.
 
         Precondition: `leaf` is not hidden. [Note: accumulators]
         """
@@ -201,7 +201,7 @@ class ParamViews:
         leaf.data = shown
 
     def install_extended(self) -> None:
-        """Let modules see what extensions make of the leaves now: each pass has a graph of its own.
+        """Let modules hold the results of extensions for the leaves now: each pass has a graph of its own.
 
         Precondition: the leaves are unsharded. [Note: extensions]
         """
@@ -209,13 +209,13 @@ class ParamViews:
             each.install()
 
     def show_borrowed_views(self, views: list[torch.Tensor]) -> None:
-        """Let the leaves show `views`, which belong to nobody here, until `end_borrowed_views`."""
+        """Let the leaves show `views`, which no handle owns, until `end_borrowed_views`."""
         for leaf, view in zip(self.handle.leaves, views, strict=True):
             leaf.data = view
         self.mode = SHOWS_UNSHARDED
 
     def end_borrowed_views(self) -> None:
-        """End of `show_borrowed_views`: the leaves show the shard, and so does the flat parameter."""
+        """End of `show_borrowed_views`: the leaves and the flat parameter show the shard."""
         self.handle.face.show_flat(self.handle.shard)
         self.show(SHOWS_SHARD)
 
@@ -241,14 +241,14 @@ class ParamViews:
                 holder.grad = grad.to(device=shard.device, dtype=shard.dtype)
 
     def write_back(self, changed: Iterable[ParamRef]) -> bool:
-        """Copy into the shard what the user put in a leaf's place at rest; True if there was anything.
+        """Copy users' replacements for leaves at rest into the shard; True if there were any.
 
-        Noticed are a replaced `.data`, a parameter in one of the `changed` references, and a flat parameter whose
-        `.data` was replaced. Raises UsageError where shape or dtype does not fit. Precondition: the leaves show the
+        These are a replaced `.data`, a parameter in one of the `changed` references, and a flat parameter whose
+        `.data` was replaced. Raises UsageError if shape or dtype does not fit. Precondition: the leaves show the
         shard.
         """
         handle = self.handle
-        # Before modules hold ours again.
+        # Before modules hold our parameters again.
         put = [(param_ref, param_ref.current) for param_ref in changed] if changed else []
         if found := not handle.flat_shows_shard:
             self.adopt_flat()
@@ -280,13 +280,13 @@ class ParamViews:
             what = f"the parameter now registered as {param_ref.path!r}"
             self._store(index, handle.face.value_of(index, held), what)
             self._adopt(index, held)
-            param_ref.hold(param_ref.leaf)  # in a recurrent module's list, too, which `put` may not reach
+            param_ref.hold(param_ref.leaf)  # also in a recurrent module's list, which `put` may not update
             handle.face.put(param_ref)
             found = True
         return found
 
     def _adopt(self, index: int, held: nn.Parameter) -> None:
-        """Let what a user put in the place of a holder be one, where the handle's face has such."""
+        """Make a user's replacement for a holder the holder itself, if the handle's face allows it."""
         face = self.handle.face
         if face.is_distributed:
             face.adopt(index, held)
@@ -295,7 +295,7 @@ class ParamViews:
             adoptions.pass_over(held, self.handle.layout.params[index].name)
 
     def abandon(self, index: int) -> None:
-        """No module holds leaf `index` any more: nobody trains it, or waits for its values."""
+        """Stop training leaf `index`, which no module holds any more, and do not wait for its values."""
         handle = self.handle
         handle.face.holder_of(index).requires_grad_(False)
         view = handle.at_rest.views[index]
@@ -303,7 +303,7 @@ class ParamViews:
             self._store(index, torch.zeros(view.shape, dtype=view.dtype, device=handle.device), "what nobody holds")
 
     def adopt_flat(self) -> None:
-        """Copy what the user put in the place of the flat parameter's `.data` into the shard."""
+        """Copy a user's replacement for the flat parameter's `.data` into the shard."""
         handle = self.handle
         flat = handle.flat_param
         if flat.shape != handle.shard.shape:
@@ -356,10 +356,10 @@ def check_unwritten(views: ParamViews) -> None:
 
 
 def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef]) -> None:
-    """After a forward: what modules did to quantised weights, which are unsharded, stays right. [Note: packed bytes]
+    """After a forward: keep modules' changes to quantized weights, which are unsharded, valid. [Note: packed bytes]
 
-    A new parameter around the same bytes, to carry the state that undoes their quantisation, is our leaf with that
-    state. Bytes in another order are refused: the next gather brings them as they were, which does not fit that state.
+    A new parameter around the same bytes, which carries the state for dequantization, is our leaf with that
+    state. Bytes in another order are refused: the next gather brings the original ones, which do not fit that state.
     """
     for spec, (leaf, view) in zip(handle.layout.params, handle.unsharded.shown, strict=True):
         if leaf.shape != view.shape or leaf.dtype != view.dtype:
@@ -390,14 +390,14 @@ def check_exposed(views: ParamViews) -> None:
 
 
 def check_left(views: ParamViews) -> None:
-    """Refuse what was put in the place of leaves that a forward has left, and no backward has reached."""
+    """Refuse replacements for leaves that a forward has left, and that no backward has reached."""
     with as_plain_tensors():
         if views.tracks_writes or views.was_replaced:
             check_exposed(views)
 
 
 def check_requested(views: ParamViews) -> None:
-    """Refuse a change of parameters that a user had unsharded, or their gradients: they would be lost with that memory.
+    """Refuse a change of parameters that a user unsharded, or of their gradients: it would be lost with that memory.
 
     Precondition: the leaves are unsharded.
     """
@@ -408,7 +408,7 @@ def check_requested(views: ParamViews) -> None:
     for spec, (leaf, view), piece in rows:
         replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
         if unsharded_grad := leaf.grad is not None and leaf.grad.shape != piece.shape:
-            leaf.grad = None  # which the leaf cannot have when it shows its shard
+            leaf.grad = None  # its shape does not fit once the leaf shows its shard
         if replaced or unsharded_grad:
             raise UsageError(
                 f"parameter {spec.name!r} of unit {handle.label}: its {'.data' if replaced else '.grad'} was "
@@ -429,7 +429,7 @@ def _refuse_writes(views: ParamViews, when: str) -> NoReturn:
 
 
 def _unlike_shard(handle: FlatParamHandle) -> list[str]:
-    """The names of leaves that show other values than their shards, of an axis of one rank. Waits for the device."""
+    """The names of leaves whose values differ from their shards, on an axis of one rank. Waits for the device."""
     if not (handle.is_unsharded_at_rest and handle.face.holds_leaves):
         return []
     rows = zip(handle.layout.params, handle.at_rest.views, handle.unsharded.views, strict=True)

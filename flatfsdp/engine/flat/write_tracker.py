@@ -1,10 +1,10 @@
-"""Who wrote to a flat parameter, by version counters: through its shard, the flat parameter, or a leaf.
+"""Writes to a flat parameter, detected by version counters: through its shard, the flat parameter, or a leaf.
 
 [Note: versions] A freed storage must not be read through a saved view: on CPU that crashes the process, after a refill
-with other weights it yields a wrong gradient. So freeing bumps the version counters of the parameters that live there,
-and autograd refuses such a view in words. Filling the buffer with *unchanged* weights sets the counters back (else
-`retain_graph` and every backward would be refused); a changed weight keeps the bump, so a graph older than the
-optimizer's step is refused as in an unsharded model.
+with other weights it yields a wrong gradient. So freeing increments the version counters of the parameters that live
+there, and autograd raises an error for such a view. Filling the buffer with *unchanged* weights sets the counters back
+(else `retain_graph` and every backward would be refused); a changed weight keeps the increment, so a graph older than
+the optimizer's step is refused as in an unsharded model.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..base.fqns import clean
 
 
 class TracksWrites:
-    """A parameter of which what is written to `.data` in place is noticed, by version."""
+    """A parameter whose version also counts in-place writes to its `.data`."""
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any parameter, but of one version counter with it."""
+        """The data of the parameter; it shares the parameter's version counter."""
         return self.detach()  # type: ignore[attr-defined]
 
     @data.setter
@@ -45,7 +45,7 @@ class FlatParameter(TracksWrites, nn.Parameter):
 
     @property
     def has_handle(self) -> bool:
-        """Whether its model is there, and computes with it; no copy's does."""
+        """Whether its model exists and computes with it; False for copies."""
         return self._handle_ref is not None and self._handle_ref() is not None
 
     @property
@@ -70,7 +70,7 @@ class FlatParameter(TracksWrites, nn.Parameter):
 
     @_local_shard.setter
     def _local_shard(self, value: torch.Tensor) -> None:
-        # verl assigns it after `flat_param_to()`, which has done so.
+        # verl assigns it after `flat_param_to()`, which has assigned it already.
         if value.data_ptr() != self.data_ptr():
             raise UsageError(
                 "_local_shard of a FlatParameter: expected what its `.data` shows. Assign `.data`, or write to it in "
@@ -87,10 +87,10 @@ class WriteTracker:
     """The version counters of one shard and of the leaves, since the shard is where it is. [Note: versions]
 
     Attributes:
-        known: the leaves' versions while the buffer is filled and nobody else writes; empty before it is.
-        gathered: how often the shard had been written to when the last gather of it was issued.
-        in_buffer: how often when that was issued which filled the unsharded buffer.
-        counters: whose versions count writes to the shard, besides. [Note: faces]
+        known: the leaves' versions while the buffer is filled and no other code writes; empty before it is.
+        gathered: the number of writes to the shard when its last gather was issued.
+        in_buffer: that number when the gather that filled the unsharded buffer was issued.
+        counters: tensors whose versions also count writes to the shard. [Note: faces]
     """
 
     def __init__(
@@ -105,49 +105,49 @@ class WriteTracker:
         self._shard = shard
         self._flat_param = flat_param
         self._leaves = leaves
-        self._saved: list[int] = []  # those that saved tensors of the buffer's content carry
+        self._saved: list[int] = []  # the versions in tensors that autograd saved of the buffer's content
         self.known: list[int] = []
         self.in_buffer = self.gathered = self.of_shard
 
     @property
     def of_shard(self) -> int:
-        """How often the shard was written to, not counting leaves."""
+        """The number of writes to the shard, not counting those through leaves."""
         # Either may be written to, and after a replacement of the shard they no longer share one counter.
         writes = self._shard._version + self._flat_param._version
         if not self.counters:
             return writes
-        with _torch.as_plain_tensors():  # of a class of their own
+        with _torch.as_plain_tensors():  # their class is special
             return writes + self._replacements + sum(map(VERSION, self.counters))
 
     def on_replacement(self) -> None:
-        """A holder is another tensor from now on, whose version may be any."""
+        """Count a replaced holder, whose new tensor may have any version."""
         self._replacements += _NO_VERSION
 
     @property
     def all(self) -> tuple[int, ...]:
-        """Changes with every write to the shard, through whatever shows it."""
+        """Changes with every write to the shard, through any tensor that shows it."""
         return self.of_shard, *map(VERSION, self._leaves)
 
     def show_shard(self) -> None:
-        """The leaves show the shard itself, which is the whole parameter, from now on."""
+        """Record that the leaves show the shard itself, which is the whole parameter."""
         writes = self.of_shard
         if writes != self.in_buffer:
-            # The leaves see the write, made through the flat parameter, without any change of their versions.
+            # The leaves see the write, made through the flat parameter, without a change of their versions.
             torch.autograd.graph.increment_version(self._leaves)
             self.in_buffer = writes
         self._saved = self.known = list(map(VERSION, self._leaves))
 
     def on_overwrite(self, indices: Collection[int]) -> None:
-        """The places of these parameters will hold something else: saved views of them must be refused."""
+        """Before the places of these parameters are overwritten: make autograd refuse saved views of them."""
         self.known = list(self.known)
         for i in indices:
             self.known[i] += 1
         torch.autograd.graph.increment_version([self._leaves[i] for i in indices])
 
     def on_fill(self, *, changed: bool) -> None:
-        """The buffer holds weights again; `changed`: the shard was written to by other means than a leaf.
+        """Record that the buffer holds weights again; `changed`: the shard was written to, not through a leaf.
 
-        A leaf that somebody else wrote to since the last fill keeps its version, too.
+        A leaf that other code wrote to since the last fill also keeps its version.
         """
         found = list(map(VERSION, self._leaves))
         if changed or not self.known:
@@ -178,5 +178,5 @@ class WriteTracker:
 
     @property
     def edited(self) -> list[int]:
-        """Which of the leaves were."""
+        """The indices of these leaves."""
         return [i for i, found in enumerate(map(VERSION, self._leaves)) if found != self.known[i]]
