@@ -1,9 +1,9 @@
-"""From shards to wholes and back: the one way that whole parameters, and states of their shape, are put together.
+"""From shards to full tensors and back: the single way to assemble full parameters, and states of their shape.
 
-[Note: consolidation] What is laid out like a shard (the shard itself, its gradient, a moment of an optimizer) is
-gathered into memory of its own, one flat tensor at a time, so that no more than one unit is ever whole on its account
-(`consolidated`). The way back needs no communication where a rank has the whole (`store`), and sends each rank its
-piece where only the first one has it (`scatter`).
+[Note: consolidation] A tensor laid out like a shard (the shard itself, its gradient, a moment of an optimizer) is
+gathered into memory of its own, one flat tensor at a time, so that at most one unit is unsharded for it at any time
+(`consolidated`). The way back needs no communication if a rank has the full tensor (`store`), and sends each rank its
+piece if only the first one has it (`scatter`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .parts import axes_beside, cut, sent_by_first
 
 
 def gather_shard(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> torch.Tensor:
-    """The whole of what is laid out like the shard of one handle, or of that itself, on the compute device, in new
-    memory of (padded_numel,) elements of its dtype. Collective over the shard axis."""
+    """The full form of a tensor laid out like the shard of one handle, by default of the shard itself, on the compute
+    device, in new memory of (padded_numel,) elements of its dtype. Collective over the shard axis."""
     handle = unit.handles[kind]
     transport, stream = unit.axes.transports_of(handle).gather, unit.resources.streams.unshard
     own, layout = (handle.shard if shard is None else shard).detach().to(handle.device), handle.layout
-    make = torch.empty if len(layout.segments) == 1 else torch.zeros  # what lies between segments comes from nobody
+    make = torch.empty if len(layout.segments) == 1 else torch.zeros  # no rank sends the gaps between segments
     flat = make(layout.padded_numel, dtype=own.dtype, device=handle.device)
     segments, pieces = segments_of(flat, layout), pieces_of(own, layout)
-    stream.follow_compute()  # which has just written what travels
+    stream.follow_compute()  # which has just written the tensors to send
     if len(segments) == 1:
         transport.all_gather_base(segments[0], pieces[0], stream).wait()
     else:
@@ -40,8 +40,8 @@ def gather_shard(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> to
 
 @contextmanager
 def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> Iterator[list[torch.Tensor]]:
-    """The parameters of one handle as whole N-D views of memory that goes with the context; of what is laid out like
-    its shard, if that is given. Collective over the shard axis.
+    """The parameters of one handle as full N-D views of memory that is freed at the end of the context; of a tensor
+    laid out like its shard, if one is given. Collective over the shard axis.
 
     Precondition: the unit's model has been initialized (`initialize`), the shards are not being written to.
     """
@@ -57,15 +57,15 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
 
 
 def is_first(groups: ProcessGroups) -> bool:
-    """Whether this rank is the first of shard and replicate axis: the one that has what only one rank has."""
+    """Whether this rank is the first of the shard and replicate axes: the one with values that only one rank has."""
     return groups.shard.rank == 0 and (groups.replicate is None or groups.replicate.rank == 0)
 
 
 def store(layout: FlatLayout, rank: int, shard: torch.Tensor, index: int, unsharded: torch.Tensor) -> None:
-    """Copy what `rank` owns of parameter `index` from `unsharded` (its shape, any strides, dtype and device) into
-    `shard` (1-D, shard_numel elements). No communication.
+    """Copy the elements that `rank` owns of parameter `index` from `unsharded` (its shape, any strides, dtype, device)
+    into `shard` (1-D, shard_numel elements). No communication.
 
-    An `OwnedInterval` will do if it is the interval that the rank owns.
+    An `OwnedInterval` is accepted if it is the interval that the rank owns.
     """
     spec = layout.params[index]
     span = layout.span_in_shard(index, rank)
@@ -79,7 +79,7 @@ def store(layout: FlatLayout, rank: int, shard: torch.Tensor, index: int, unshar
 def scatter(
     unit: Unit, kind: int, unsharded: Sequence[torch.Tensor | None] | None, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Each rank's shard of what the first rank has whole. Collective over the shard and the replicate axis.
+    """Each rank's shard of the first rank's full tensors. Collective over the shard and the replicate axis.
 
     Args:
         unsharded: on the first rank ([Note: consolidation]) the parameters, N-D, on any device, as they are stored
@@ -89,7 +89,7 @@ def scatter(
     Returns:
         A 1-D tensor of shard_numel elements on the compute device; padding is zero.
 
-    The first rank holds at most one shard besides `unsharded`, others hold their own.
+    The first rank holds at most one shard in addition to `unsharded`, others hold their own.
     """
     handle = unit.handles[kind]
     layout, transports = handle.layout, unit.axes.transports_of(handle)
@@ -123,8 +123,8 @@ def scatter_from_first(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`scatter` of whole tensors that the first of all ranks has, by their parameters' indices; others have None under
-    the same ones. Collective over the axes of parts, too. [Note: parts of wholes]"""
+    """`scatter` of full tensors that the first of all ranks has, by their parameters' indices; other ranks have None
+    for the same indices. Also collective over the axes of parts. [Note: parts of wholes]"""
     handle = unit.handles[kind]
     params, sent, groups = handle.layout.params, dtype or handle.precision.master, unit.axes.of(handle)
     unsharded: list[torch.Tensor | None] = [None] * len(params)

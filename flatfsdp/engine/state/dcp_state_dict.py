@@ -1,10 +1,9 @@
-"""torch's `get_state_dict` and `set_state_dict` for models of ours, with or without `as_torch.install()`.
+"""torch's `get_state_dict` and `set_state_dict` for models of this package, with or without `as_torch.install()`.
 
-[Note: get_state_dict] torch.distributed.checkpoint.state_dict knows one wrapper, torch's own. A model of ours it would
-take for one that nothing has split: it would save each rank's pieces of the optimizer's state as if they were wholes.
-Before anything else it reads `_fqn_modifiers` of every module, ours too; at that moment we replace some of its
-functions, which look for both wrappers from there on, and call each model by its own class. torch's FSDP is not
-imported for it.
+[Note: get_state_dict] torch.distributed.checkpoint.state_dict knows one wrapper, torch's own. It would treat a model of
+this package as unsharded, and save each rank's pieces of the optimizer's state as if they were full tensors. First of
+all it reads `_fqn_modifiers` of every module, including wrappers of this package; at that moment we replace some of its
+functions. From then on they look for both wrappers, and use each model's own class. This does not import torch's FSDP.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MODULE = "torch.distributed.checkpoint.state_dict"
 
 
 class _Either(type):
-    """The type of a class that stands for torch's wrapper and ours."""
+    """The metaclass of a class that stands for torch's wrapper and ours."""
 
     torchs: Any
     ours: type
@@ -44,7 +43,7 @@ class _Either(type):
 
 
 def register_wrappers(ours: type) -> None:
-    """Let torch's functions know wrappers of the class `ours`, if they are loaded. Idempotent."""
+    """Make torch's functions recognize wrappers of the class `ours`, if torch's module is loaded. Idempotent."""
     module = sys.modules.get(MODULE)
     torchs = getattr(module, "FSDP", None)
     if torchs is None or isinstance(torchs, _Either) or issubclass(torchs, ours):
@@ -52,12 +51,12 @@ def register_wrappers(ours: type) -> None:
     names = vars(module)
     names["FSDP"] = _Either("FSDP", (), {"torchs": torchs, "ours": ours})
     for name, made in replacements(ours).items():
-        if name in names:  # not every version of torch has all of them
+        if name in names:  # some versions of torch lack some of them
             names[name] = made(names[name])
 
 
 def replacements(ours: type) -> dict[str, Callable[[Any], Any]]:
-    """What else to replace there: by name, what makes of torch's own what knows wrappers of the class `ours`, too."""
+    """Other replacements there: by name, a function that extends torch's own one to wrappers of the class `ours`."""
     return {
         "HYBRID_SHARDING_STRATEGIES": lambda torchs_own: [*HYBRIDS, *torchs_own],
         "_get_module_fsdp_state_if_fully_sharded_module": lambda torchs_own: (
@@ -71,8 +70,8 @@ def replacements(ours: type) -> dict[str, Callable[[Any], Any]]:
 
 
 def _ties(model: nn.Module) -> Iterator[tuple[str, FlatParameter]]:
-    """What torch takes for tied is listed by modules at several places; a flat parameter is listed at one. Here are the
-    paths at which `model` has parameters of flat ones, where it has one at several."""
+    """torch treats a parameter as tied if modules list it at several places; a flat parameter is listed at one. This
+    yields the paths at which `model` has parameters of flat ones, for each that it has at several places."""
     units = units_in(model)
     flats = {id(each.leaf): each.handle.flat_param for each in params_of(units) if each.handle.face.is_flat}
     places = [each for unit in units for each in (*unit.param_refs, *unit.shared_refs) if id(each.leaf) in flats]
@@ -91,7 +90,7 @@ def _iterate_of(torchs_own: Callable[..., Iterator[tuple[str, Any]]]) -> Callabl
 
 
 def _load_of(torchs_own: Callable[..., None]) -> Callable[..., None]:
-    """When `info` was made, torch's own `_iterate_valid_model_state` may still have been there."""
+    """When `info` was made, torch's own `_iterate_valid_model_state` may not have been replaced yet."""
 
     def load(model: nn.Module, optimizers: Any, state_dict: Any, info: Any) -> None:
         for path, flat in _ties(model):
@@ -104,8 +103,8 @@ def _load_of(torchs_own: Callable[..., None]) -> Callable[..., None]:
 
 
 def _unflatten_of(torchs_own: Callable[..., dict[str, Any]], ours: type) -> Callable[..., dict[str, Any]]:
-    """torch asks this rank's optimizer what states a parameter has; of those of which the rank holds nothing it has
-    none. Here the state dict decides."""
+    """torch reads the states of a parameter from this rank's optimizer, which has none for a parameter without elements
+    on the rank. Here the state dict decides."""
 
     def unflatten(optim: Any, flattened: dict[str, Any], info: Any) -> dict[str, Any]:
         unflattened = torchs_own(optim, flattened, info)
@@ -127,8 +126,8 @@ def _unflatten_of(torchs_own: Callable[..., dict[str, Any]], ours: type) -> Call
 
 
 def _names_of(torchs_own: Callable[..., set[str]]) -> Callable[..., set[str]]:
-    """torch knows one flat parameter of a unit, and expects the names of wrappers in its name. It leaves those of units
-    that other wrappers (of checkpoints) hold."""
+    """torch expects one flat parameter per unit, with the names of wrappers in its name. It keeps the names of other
+    wrappers around units (of checkpoints)."""
 
     def names_of(model: Any, name: str, *args: Any, **kwargs: Any) -> set[str]:
         path, _, last = name.rpartition(".")

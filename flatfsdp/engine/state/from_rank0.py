@@ -1,7 +1,7 @@
-"""What only the first rank has, on every rank: its state dict, its buffers, a description of what it has.
+"""Values of the first rank on every rank: its state dict, its buffers, a description of them.
 
-[Note: from rank 0] Descriptions (keys, shapes, dtypes, values that are no tensors) are broadcast at once. Tensors
-follow one by one where they are copied to: whole into a buffer (`broadcast_tensor`), into the shards of a unit all
+[Note: from rank 0] Descriptions (keys, shapes, dtypes, non-tensor values) are broadcast at once. Tensors follow one by
+one when they are copied to their destination: whole into a buffer (`broadcast_tensor`), into the shards of a unit all
 together (`consolidate.scatter`).
 """
 
@@ -26,7 +26,7 @@ from .parts import broadcast_tensor, every_axis
 
 
 def broadcast_value(axes: Sequence[Transport], value: Any) -> Any:
-    """The first rank's `value`; that of others is ignored. Users' objects may be in it. Collective over `axes`."""
+    """The first rank's `value`; others' are ignored. It may contain user-defined objects. Collective over `axes`."""
     return decode(firsts(axes, encode(value, objects=True)), objects=True)
 
 
@@ -35,7 +35,7 @@ class FromRank0(LazyValue):
 
     Attributes:
         value: the value there, None on other ranks.
-        unit: over whose axes, and those of parts, it is sent.
+        unit: the unit over whose axes, and those of parts, it is sent.
     """
 
     value: torch.Tensor | None
@@ -48,10 +48,10 @@ class FromRank0(LazyValue):
 
 
 def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace `state_dict` below `prefix` by what the first rank has there. Collective over both axes of `unit`, and
+    """Replace the entries of `state_dict` below `prefix` by the first rank's. Collective over both axes of `unit`, and
     those of parts of parameters inside.
 
-    Does nothing inside a wrapper for which it has been done. What each rank owns (`OwnedInterval`) stays.
+    Does nothing inside a wrapper whose entries were replaced already. Each rank keeps its own `OwnedInterval`s.
 
     Raises:
         UsageError: on every rank: a value cannot be sent.
@@ -79,7 +79,7 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def _refusal(described: list[tuple[str, Any, Any]], own: dict[str, Any]) -> str | None:
-    """Why the first rank's values cannot be sent; None if they can."""
+    """The reason why the first rank's values cannot be sent; None if they can."""
     for key, shape, what in described:
         value = own[key]
         if shape is not None and (value.is_meta or value.layout != torch.strided):
@@ -94,12 +94,12 @@ def _refusal(described: list[tuple[str, Any, Any]], own: dict[str, Any]) -> str 
 
 def take_buffers(unit: Unit, units: Collection[Unit], module: nn.Module, destination: Any, prefix: str) -> None:
     """Replace buffers of `module` in `destination` by those of the first rank. Collective over both axes of `unit`
-    where any of `units` is sharded; elsewhere ranks need not call together.
+    if any of `units` is sharded; otherwise ranks need not call together.
 
-    [Note: buffers of ranks] Ranks keep buffers of their own (running statistics, of the data that each has seen), so a
-    state dict that is the same on all ranks must take one rank's. What is gathered, or written, holds the first one's;
-    what a rank has without communication (sharded and local state dicts, NO_SHARD) holds its own. So do buffers that
-    the first rank does not have, or that are no dense tensors there.
+    [Note: buffers of ranks] Ranks keep buffers of their own (running statistics of the data that each has seen), so a
+    state dict that is the same on all ranks must take one rank's. State dicts that are gathered, and files, hold the
+    first rank's; those made without communication (sharded and local state dicts, NO_SHARD) hold each rank's own. So
+    they do for buffers that the first rank does not have, or that are not dense tensors there.
     """
     if not any(each.axes.is_spread for each in units):
         return

@@ -1,6 +1,6 @@
-"""Whole parameters for the user: summon them, write them back, or take a unit apart.
+"""Full parameters for the user: summon them, write them back, or dissolve a unit.
 
-Summoned parameters lie in memory of their own, in the master dtype, so that what a user keeps of them stays readable.
+Summoned parameters lie in memory of their own, in the master dtype, so that references to them stay readable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor
 
 
 class _SummonedHandle:
-    """One handle's whole parameters while the user has them."""
+    """One handle's full parameters while the user has them."""
 
     def __init__(self, unit: Unit, kind: int, *, keep: bool, offload_to_cpu: bool, with_grads: bool) -> None:
         self.unit = unit
@@ -68,7 +68,7 @@ class _SummonedHandle:
         self._sharded_grads: list[torch.Tensor | None] = []
 
     def show(self) -> None:
-        """Let the leaves show the whole parameters, and their whole gradients."""
+        """Let the leaves show the full parameters, and their full gradients."""
         if self.keep:
             self._sharded_grads = [leaf.grad for leaf in self.handle.leaves]
             for leaf in self.handle.leaves:
@@ -80,12 +80,12 @@ class _SummonedHandle:
                     assign_grad(leaf, grad)
 
     def show_seen(self) -> None:
-        """Let modules list what they compute with, where that is not what is stored. Precondition: `show`."""
+        """Let modules list the seen forms of parameters, if these differ from the stored ones. Precondition: `show`."""
         for each in self.views.extended if self.keep else ():
             each.show(each.leaf.detach(), each.leaf.grad)
 
     def _take_seen(self) -> None:
-        """Let the leaves show what modules list in the place of `show_seen`'s."""
+        """Let the leaves show the parameters that modules list instead of those of `show_seen`."""
         for each in self.views.extended:
             stored, grad = each.taken()
             if stored.data_ptr() != each.leaf.data_ptr() or stored.shape != each.leaf.shape:
@@ -95,8 +95,8 @@ class _SummonedHandle:
                 assign_grad(each.leaf, grad)
 
     def hide(self, *, writeback: bool, from_rank0: bool) -> list[str]:
-        """Let the leaves show the shard again, after copying this rank's piece back with `writeback`; what does not
-        fit, in words.
+        """Let the leaves show the shard again, after copying this rank's piece back with `writeback`; returns messages
+        about tensors that do not fit.
 
         Collective if `from_rank0`.
         """
@@ -106,7 +106,7 @@ class _SummonedHandle:
             if self.keep:
                 self._take_seen()
             if self.keep and writeback:
-                # What a user put in a parameter's place, instead of into it, counts too.
+                # Replacements of a parameter count, too, not only in-place writes.
                 if handle.face.is_flat:
                     unlike += self._take_flat()
                 for spec, leaf, view in zip(
@@ -138,7 +138,7 @@ class _SummonedHandle:
         return unlike
 
     def _take_flat(self) -> list[str]:
-        """Copy what the user put in the place of the flat parameter's `.data`; what does not fit, in words."""
+        """Copy a user's replacement for the flat parameter's `.data`; returns messages if it does not fit."""
         flat, unsharded = self.handle.flat_param, self.flat[: self.handle.layout.numel]
         if flat.data_ptr() == unsharded.data_ptr():
             return []
@@ -174,8 +174,8 @@ class _SummonedHandle:
 
 
 def _end_replaced(unit: Unit, *, takes: bool) -> list[str]:
-    """Let modules hold again what is in the places of parameters for which the user put others there, whose values
-    leaves show if `takes`; what cannot be taken, in words."""
+    """Let modules hold the stored parameters again where the user replaced them; if `takes`, leaves show the values of
+    the replacements. Returns messages about values that cannot be taken."""
     model_of(unit).setup.placed = False  # modules may hold parameters that are in no unit
     every = [views for each in (unit, *unit.owning_units) for views in each.views]
     extended = {param_ref for views in every for each in views.extended for param_ref in each.param_refs}
@@ -199,7 +199,7 @@ def _end_replaced(unit: Unit, *, takes: bool) -> list[str]:
             if takes:
                 param_ref.leaf.data = held.detach()
                 param_ref.leaf.grad = held.grad if held.grad is not None else param_ref.leaf.grad
-        except RuntimeError:  # all others are taken, and no rank leaves those that wait for it
+        except RuntimeError:  # all others are taken, so that this rank does not leave the waiting ones
             found = "has no memory (meta)" if held.is_meta else f"is a {type(held).__name__} of {held.layout}"
             where = f"{param_ref.path!r} of unit {unit.label} was changed after wrapping"
             refused.append(f"{where}, and keeps its value: it {found}; expected dense values")
@@ -233,7 +233,7 @@ def summon(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Whole parameters for the units' modules inside the context. Collective over their axes, on entry (and on exit
+    """Full parameters for the units' modules inside the context. Collective over their axes, on entry (and on exit
     with `writeback` and `rank0_only`)."""
     quiesce(units, check=partial(_check_summonable, with_grads=with_grads))
     with ExitStack() as undo:
@@ -280,10 +280,10 @@ def summon(
 
 
 def unwrap(unit: Unit) -> nn.Module:
-    """Give the unit's parameters their whole values back and return its module. Collective over the shard
+    """Give the unit's parameters their full values back and return its module. Collective over the shard
     axis.
 
-    The undoing of a wrap: for a constructor that fails after some units were made.
+    It undoes a wrap, for a constructor that fails after some units were made.
     """
     model_of(unit).setup.connect(unit)
     for kind, views in enumerate(unit.views):

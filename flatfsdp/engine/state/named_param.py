@@ -1,4 +1,4 @@
-"""What a rank has of a model's parameters and buffers, by their names."""
+"""A rank's part of a model's parameters and buffers, by their names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .parts import transformed_of
 class NamedParam:
     """A parameter of a model, or a buffer that belongs to the model's state.
 
-    Only parameters in units have what lies in a shard (`handle`, `spec`, the spans, `local_view`, `interval`).
+    Only parameters in units have members that refer to a shard (`handle`, `spec`, the spans, `local_view`, `interval`).
 
     Attributes:
         name: its first clean name; `names`: all of them. [Note: clean names]
@@ -47,30 +47,30 @@ class NamedParam:
 
     @property
     def spec(self) -> ParamSpec:
-        """The layout's entry, by the name in the model."""
+        """The layout's entry, with the name in the model."""
         return replace(self.handle.layout.params[self.index], name=self.name)
 
     @property
     def span_in_shard(self) -> Span:
-        """Where this rank's elements lie in the shard."""
+        """The span of this rank's elements in the shard."""
         return self.handle.layout.span_in_shard(self.index, self.handle.rank)
 
     @property
     def span_in_param(self) -> Span:
-        """Which elements this rank owns, in memory order."""
+        """The span of elements that this rank owns, in memory order."""
         return self.handle.layout.span_in_param(self.index, self.handle.rank)
 
     @property
     def has_elements(self) -> bool:
-        """Whether this rank owns some, or nobody can because there are none."""
+        """Whether this rank owns elements, or no rank can because the parameter has none."""
         return not self.span_in_shard.is_empty or self.spec.whole.numel == 0
 
     def local_view(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's elements in what is laid out like the handle's shard, 1-D."""
+        """This rank's elements, 1-D, of a tensor that is laid out like the handle's shard."""
         return shard[self.span_in_shard.slice]
 
     def interval(self, local: torch.Tensor) -> OwnedInterval:
-        """`local`, one element for each that this rank owns, as a value that knows the other ranks."""
+        """`local`, one element for each that this rank owns, as a value that can reach the other ranks."""
         assert self.unit is not None
         index, layout = self.index, self.handle.layout
         groups = self.unit.axes.of(self.handle)
@@ -86,7 +86,7 @@ class NamedParam:
         return self.interval(self.local_view(self.handle.shard.detach()))
 
     def saves(self, *, first: bool) -> bool:
-        """Whether this rank saves it, of those that hold the same; `first`: whether this is the first of all ranks."""
+        """Whether this rank saves it, of those with equal values; `first`: whether this is the first of all ranks."""
         if self.unit is None:
             return first
         replicate, part = self.unit.axes.of(self.handle).replicate, self.spec.part
@@ -131,7 +131,7 @@ def named_state(module: nn.Module) -> list[NamedParam]:
             referred.setdefault(id(param_ref.module), []).append((param_ref.attribute, param_ref.leaf))
     flat = {id(handle.flat_param) for unit in units for handle in unit.handles}
     names: dict[int, list[str]] = {}
-    for path, inside in module.named_modules(remove_duplicate=False):  # several times where held several times
+    for path, inside in module.named_modules(remove_duplicate=False):  # once for each place that holds it
         own = dict(referred.get(id(inside), ()))
         for attribute, parameter in inside._parameters.items():
             if parameter is not None and id(parameter) not in flat:

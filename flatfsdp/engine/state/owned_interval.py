@@ -1,10 +1,10 @@
-"""What one rank owns of a parameter, as a value of a state dict.
+"""The interval of a parameter that one rank owns, as a value of a state dict.
 
-[Note: owned intervals] A sharded state dict has of each parameter its name, its global shape and the interval that
-this rank owns, and nothing about flat parameters: so any number of ranks, wrapped in any way, can read it, and making
+[Note: owned intervals] A sharded state dict has for each parameter its name, its global shape and the interval that
+this rank owns, and nothing about flat parameters. So any number of ranks, wrapped in any way, can read it, and making
 it needs no communication. `OwnedInterval` is that value. It is a tensor of the whole parameter's shape, because
-torch.distributed.checkpoint (DCP) sees tensors only, but it has memory for the interval alone: DCP gets its
-boxes ([Note: boxes]) from it, and saves them from and loads them into that memory.
+torch.distributed.checkpoint (DCP) sees tensors only, but it has memory for the interval alone. DCP gets its boxes
+([Note: boxes]) from it, and saves them from and loads them into that memory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class RemoteElements:
-    """Where the elements are that a rank does not own. It stays here when its interval is pickled.
+    """Access to the elements that a rank does not own. Pickles of its interval do not contain it.
 
     Attributes:
-        process_group: over which the tensor is split, in the order of its elements.
-        device: on which that communicates.
-        sizes: how many elements each rank of it owns; a function, since most need none.
+        process_group: the group over which the tensor is split, in the order of its elements.
+        device: the device for its communication.
+        sizes: the number of elements of each of its ranks; a function, since most uses do not need it.
     """
 
     process_group: Any
@@ -74,22 +74,22 @@ class RemoteElements:
 class OwnedInterval(torch.Tensor):
     """This rank's interval of one parameter (or of a state of its shape): `shape` is the whole parameter's.
 
-    It is not that whole: computing with it is refused. What works: `detach`, `clone`, `to` (device, dtype),
-    `zeros_like`, `empty_like`, `copy_` from another one of the same interval or from a whole tensor, pickling,
+    It is not the whole tensor: computing with it is refused. Supported operations: `detach`, `clone`, `to` (device,
+    dtype), `zeros_like`, `empty_like`, `copy_` from another one of the same interval or from a whole tensor, pickling,
     `copy.deepcopy`, `torch.save` and `torch.load(weights_only=True)`, and everything of torch.distributed.checkpoint.
-    `to_local()` and `local_shards()` show what this rank has as DTensors and ShardedTensors do. Only `full_tensor()`
-    communicates.
+    `to_local()` and `local_shards()` return this rank's elements in the form of DTensors and ShardedTensors. Only
+    `full_tensor()` communicates.
 
     Attributes:
         local: the elements of the interval in the parameter's memory order; shape (span.numel,).
         spec: the parameter's name, global shape and memory order; of a part those of the part, while the tensor has
             the shape of the whole. [Note: parts of wholes]
-        span: which elements of the parameter, or of the part, they are.
+        span: the elements of the parameter, or of the part, in it.
         names_empty: whether this rank is the one that saves the parameter if it has no elements at all.
-        is_local: whether others may have another tensor under the same name: no checkpoint can distinguish these.
-        others: where the rest is; None if that is not known any more, as in another process.
-        assemble: makes the whole of the part that `spec` describes, collective over the ranks that have the others;
-            None as `others`.
+        is_local: whether other ranks may have another tensor under the same name: no checkpoint can distinguish these.
+        others: access to the other elements; None if it is lost, as in another process.
+        assemble: makes the whole of the part that `spec` describes, collective over the ranks that have the other
+            parts; None as `others`.
     """
 
     local: torch.Tensor
@@ -144,7 +144,7 @@ class OwnedInterval(torch.Tensor):
 
     @property
     def boxes(self) -> tuple[Box, ...] | tuple[PartBox, ...]:
-        """The interval as boxes of the parameter, or of the whole that it is a part of. An empty parameter is one of
+        """The interval as boxes of the parameter, or of the whole that it is a part of. An empty parameter is a box of
         the rank that names it."""
         whole = self.spec.whole
         if whole.numel == 0:
@@ -159,8 +159,8 @@ class OwnedInterval(torch.Tensor):
         return piece.view(box.sizes_in_memory).permute(box.back)
 
     def of_whole(self) -> list[OwnedInterval]:
-        """The same elements as intervals of the whole, in memory shared with this: one, or one for each run of those
-        of a part that lies together in the whole. [Note: parts of wholes]"""
+        """The same elements as intervals of the whole, in memory shared with this one: a single interval, or one for
+        each contiguous run of a part's elements in the whole. [Note: parts of wholes]"""
         self._refuse_local()
         spec, whole = self.spec, self.spec.whole
         if spec.part is None:
@@ -172,24 +172,24 @@ class OwnedInterval(torch.Tensor):
         return [OwnedInterval(self.local[own.shift(start).slice], whole, there) for own, there in runs]
 
     def take_from(self, unsharded: torch.Tensor) -> None:
-        """Copy this interval out of a tensor of the parameter's shape, or of the shape of the whole that that is a
-        part of."""
+        """Copy this interval from a tensor of the parameter's shape or, if the parameter is a part, of the shape of its
+        whole."""
         if self.span.is_empty:
             return
         of_part = tuple(unsharded.shape) == self.spec.shape
         for box in boxes_of(self.spec, self.span) if of_part else self.boxes:
             self.data_of(box).copy_(block_of(unsharded, box.offsets, box.sizes))
 
-    # -- what programs read of DTensors and ShardedTensors -----------------------------------------------------------
+    # -- the interface of DTensors and ShardedTensors ----------------------------------------------------------------
 
     def full_tensor(self) -> torch.Tensor:
         """The whole, in memory of its own on the device of `local`. Collective over the ranks that it is split over.
 
-        They meet in the store for it, with six requests each: whole state dicts are `FULL_STATE_DICT`'s business.
+        They meet in the store for it, with six requests each: for whole state dicts, use `FULL_STATE_DICT`.
 
         Raises:
-            AgreementError: on every rank: some make another call, or none of them will ever come to it.
-            UsageError: it does not know the other ranks, because it was pickled, or made by hand.
+            AgreementError: on every rank: some ranks make another call, or can never reach this one.
+            UsageError: it has no record of the other ranks, because it was pickled, or made by hand.
         """
         spec = self.spec
         if self.others is not None:
@@ -209,16 +209,16 @@ class OwnedInterval(torch.Tensor):
         return self.assemble(unsharded)
 
     def to_local(self) -> torch.Tensor:
-        """`local`: what this rank has, in the memory order of the whole; shape (span.numel,). Not a copy."""
+        """`local`: this rank's elements, in the memory order of the whole; shape (span.numel,). Not a copy."""
         return self.local
 
     def local_shards(self) -> list[Any]:
-        """What this rank has as torch's `Shard`s, one for each of `boxes`: `.tensor`, a view of `local`, and
+        """This rank's elements as torch's `Shard`s, one for each of `boxes`: `.tensor`, a view of `local`, and
         `.metadata`, with its place in the whole."""
         return [_torch.shard(self.data_of(box), box.offsets) for box in self.boxes if 0 not in box.sizes]
 
-    # -- what DCP calls ----------------------------------------------------------------------------------------------
-    # It is imported here only, by then it has been: importing it imports torch's own FSDP.
+    # -- the interface for DCP ---------------------------------------------------------------------------------------
+    # Imported only here, after its caller has imported it: the import of DCP imports torch's own FSDP.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -275,7 +275,7 @@ class OwnedInterval(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves `func` out of its stub
         cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Carry out the few operations that make sense on an interval; refuse all others."""
+        """Execute the few operations that make sense on an interval; refuse all others."""
         carry_out = _OPERATIONS.get(func)
         if carry_out is None:
             own = next(each for each in args if isinstance(each, cls))
@@ -321,7 +321,7 @@ def _new_empty(interval: OwnedInterval, size: Any, *, dtype: Any = None, device:
 
 
 def _place(interval: OwnedInterval) -> object:
-    """Where in the whole the parameter lies that `interval` is of."""
+    """The place in the whole of the parameter to which `interval` belongs."""
     part = interval.spec.part
     return interval.spec.shape if part is None or part.is_whole else (part.shape, part.ranges)
 
@@ -345,8 +345,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     if not isinstance(target, OwnedInterval):
         assert isinstance(source, OwnedInterval)
         if not source.spec.shape and source.others is not None:
-            # [Note: staged scalars] Into these torch.distributed.checkpoint.async_save(storage_writer=...) copies what
-            # has no dimensions, on all ranks and in the same order; its owner alone has the element.
+            # [Note: staged scalars] torch.distributed.checkpoint.async_save(storage_writer=...) copies tensors without
+            # dimensions into such targets, on all ranks and in the same order; only the owner has the element.
             return target.copy_(source.full_tensor(), non_blocking=non_blocking)
         if source.span.numel != source.spec.numel or not (source.spec.part is None or source.spec.part.is_whole):
             raise UsageError(
@@ -381,6 +381,6 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: _copy,
 }
 
-# Files hold these names, and `torch.load(weights_only=True)` looks them up: they stay ([Note: old names]).
+# Files contain these names, and `torch.load(weights_only=True)` looks them up: they stay ([Note: old names]).
 OwnedInterval.__module__ = _rebuild.__module__ = "flatfsdp.owned"
 torch.serialization.add_safe_globals([OwnedInterval, _rebuild])

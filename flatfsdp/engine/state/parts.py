@@ -1,7 +1,7 @@
-"""Parts of parameters, which tensor parallelism has split, to wholes and back ([Note: parts of wholes]).
+"""Parts of parameters that tensor parallelism has split, to wholes and back ([Note: parts of wholes]).
 
-What only the first rank has goes two ways: along the axes of parts to the ranks that are first on their unit's own
-axes, and from these along those.
+Values of the first rank travel in two steps: along the axes of parts to the ranks that are first on their unit's own
+axes, and from these along those axes.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def every_axis(units: Sequence[Unit]) -> list[Transport]:
 
 
 def axes_beside(unit: Unit, groups: ProcessGroups) -> list[Transport]:
-    """The axes of parts in the model of `unit` on which no other rank is of the axes of `groups`."""
+    """The axes of parts in the model of `unit` along which no other rank is on the axes of `groups`."""
     return beside(groups, axes_of_parts([unit]))
 
 
 def transformed_of(unit: Unit, kind: int, index: int) -> TransformedParam | None:
-    """What is transformed of leaf `index` of the handle; None for one that is stored as it is."""
+    """The transformed parameter of leaf `index` of the handle; None for one that is stored unchanged."""
     leaf = unit.handles[kind].leaves[index]
     return next((each for each in unit.views[kind].extended if each.leaf is leaf), None)
 
 
 def assembled(unit: Unit, kind: int, index: int, stored: torch.Tensor) -> torch.Tensor:
-    """The whole of what is `stored` here of parameter `index`; itself where that is no part. Collective over the axes
-    of its parts."""
+    """The whole of the part `stored` here of parameter `index`; `stored` itself if it is not a part. Collective over
+    the axes of its parts."""
     if unit.handles[kind].layout.params[index].part is None:
         return stored
     found = transformed_of(unit, kind, index)
@@ -69,7 +69,7 @@ def cut(whole: torch.Tensor, part: Part | None) -> torch.Tensor:
 def sent_by_first(
     axes: Sequence[Transport], whole: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The first rank's `whole` tensor, of this shape, or None, on the others of `axes`. Collective over them."""
+    """The first rank's `whole` tensor, of this shape, or None, on the other ranks of `axes`. Collective over them."""
     device = axes[0].device.device
     here = broadcast_tensor(axes, torch.tensor([whole is not None]), (1,), torch.bool, device)
     return broadcast_tensor(axes, whole, shape, dtype, device) if bool(here) else None
@@ -78,7 +78,7 @@ def sent_by_first(
 def broadcast_tensor(
     axes: Sequence[Transport], value: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The first rank's `value`, of `shape` and `dtype` on `device`; that of others is ignored. Collective over
+    """The first rank's `value`, of `shape` and `dtype` on `device`; other ranks' are ignored. Collective over
     `axes`."""
     if is_first_of(axes):
         tensor: torch.Tensor = value.detach().to(device, dtype).contiguous()

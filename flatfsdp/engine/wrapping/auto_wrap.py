@@ -1,8 +1,8 @@
-"""Which submodules become units of their own: the plan that a policy leads to, and its execution, all or nothing.
+"""The submodules that become units: the plan that follows from a policy, and its execution, all or nothing.
 
-:func:`plan_wrapping` calls the policy once and returns data, children before parents; nothing is touched.
-:func:`apply_plan` then replaces the modules, and hands back what puts them all in place again, so that a constructor
-that fails half-way leaves the model as it was.
+:func:`plan_wrapping` calls the policy once and returns data, children before parents; it changes nothing.
+:func:`apply_plan` then replaces the modules, and returns a stack that undoes all replacements, so that a constructor
+that fails halfway leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .init_sync import agree_to_undo, meeting_axes
 
 
 def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Module]) -> ExitStack:
-    """Wrap what `config.auto_wrap_policy` chooses inside `module`, by `make(child, config, island=...)`.
+    """Wrap the modules that `config.auto_wrap_policy` chooses inside `module`, by `make(child, config, island=...)`.
 
     Closing the result undoes it; `pop_all()` keeps it.
     """
@@ -41,7 +41,7 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
         f.name: getattr(nested, f.name) for f in fields(nested) if f.name not in ("ignored_modules", "ignored_params")
     }
     if config.device_mesh is not None:
-        kwargs["process_group"] = None  # of the mesh, which units inherit
+        kwargs["process_group"] = None  # defined by the mesh, which units inherit
     plan = plan_wrapping(module, policy, kwargs=kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params)
     islands = {id(planned.module) for planned in plan if planned.in_full_precision}
     made = _CreatedWrappers()
@@ -67,10 +67,10 @@ class _CreatedWrappers:
 
     def __init__(self) -> None:
         self._count = 0
-        self._parted = False  # other ranks keep theirs
+        self._parted = False  # whether other ranks keep their wrappers
 
     def add(self, wrapper: nn.Module) -> nn.Module:
-        """One more."""
+        """Count one more."""
         self._count += 1
         return wrapper
 
@@ -78,7 +78,7 @@ class _CreatedWrappers:
         """Give the module of the last `wrapper` its whole parameters back. Collective over the unit's axes.
 
         Raises:
-            AgreementError: other ranks did not fail, so the shards that they hold do not come back.
+            AgreementError: other ranks did not fail, so their shards cannot be gathered.
         """
         unit: Unit = wrapper.__dict__["_unit"]
         disown(unit)
@@ -99,22 +99,22 @@ class _CreatedWrappers:
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """One module that is to become a unit."""
+    """One module that will become a unit."""
 
     path: str
-    """Where it stands in the root, the first of its places."""
+    """Its path in the root, the first of its places."""
     module: nn.Module
     places: tuple[tuple[nn.Module, str], ...]
-    """Every place that holds it, as (parent, attribute): a shared module is wrapped once and set everywhere."""
+    """All its places, as (parent, attribute): a shared module is wrapped once and set everywhere."""
     kwargs: dict[str, Any]
     """The arguments of its wrapper."""
     in_full_precision: bool
     """Chosen (also) for its class, by `MixedPrecision._module_classes_to_ignore`: `kwargs["mixed_precision"]` is
-    None, and its inputs must be cast up and its outputs back, for its neighbors compute in the param dtype."""
+    None, and its inputs must be cast up and its outputs back, since its neighbors compute in the param dtype."""
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether `module` is wrapped already, by the mark that wrappers carry for other programs to read."""
+    """Whether `module` is wrapped already, by the mark that wrappers provide for other programs."""
     return getattr(module, "_is_fsdp_managed_module", False) is True
 
 
@@ -126,23 +126,24 @@ def plan_wrapping(
     ignored_modules: Collection[nn.Module] = (),
     ignored_params: Collection[nn.Parameter] = (),
 ) -> tuple[PlannedUnit, ...]:
-    """Ask `policy` which modules inside `root` become units: children before parents, each once, `root` not.
+    """The modules inside `root` that `policy` makes units: children before parents, each once, without `root`.
 
-    A chosen module without a forward (a `ModuleList`) is passed over where all of its parameters lie in units inside.
+    A chosen module without a forward (a `ModuleList`) is skipped if all of its parameters lie in units inside.
 
-    Differs from FSDP1 where that fails: a shared module has one wrapper in all its places, wrapped modules may be in
-    the tree already (they are left alone), and a function's "do not look inside" holds under mixed precision as well.
+    It differs from FSDP1 in cases where FSDP1 fails: a shared module has one wrapper in all its places, wrapped modules
+    may be in the tree already (they are left unchanged), and a function's refusal to recurse holds under mixed
+    precision as well.
 
     Args:
         policy: as in `Config.auto_wrap_policy`, not None.
-        kwargs: the arguments that every unit gets unless the policy replaces them. A `mixed_precision` among them
+        kwargs: the arguments of every unit unless the policy replaces them. A `mixed_precision` among them
             that casts anything makes modules of its `_module_classes_to_ignore` units in full precision.
-        ignored_modules: never chosen nor looked into; with their descendants, as a set.
+        ignored_modules: never chosen nor visited; with their descendants, as a set.
         ignored_params: not counted in `nonwrapped_numel`.
 
     Raises:
-        UsageError: the policy chose a module that has no forward to be called, or `root` has none, and no other unit
-            would gather its parameters.
+        UsageError: the policy chose a module without a forward, or `root` has none, and no other unit would gather its
+            parameters.
         ConfigTypeError: the policy gave a unit an argument that does not exist.
     """
     if isinstance(policy, frozenset):
@@ -196,15 +197,15 @@ def apply_plan(
 ) -> ExitStack:
     """Replace each planned module in all its places by `make(module, **kwargs)`.
 
-    Returns what undoes it. Closed, it puts every module back where it was, the last first, then calls `unmake` with
-    its wrapper, to give the module its whole parameters back; dropped, it does nothing. If a `make` raises, it is
-    closed here, so that nothing is left half-wrapped.
+    Returns a stack that undoes it. When closed, it puts every module back in its place, the last first, then calls
+    `unmake` with its wrapper, to give the module its full parameters back; when dropped, it does nothing. If a `make`
+    raises, it is closed here, so that no module stays wrapped.
 
     Example::
 
         with apply_plan(plan, make, unmake=unmake) as undo:
-            ...  # what may still fail
-            undo.pop_all()  # all went well: keep the wrappers
+            ...  # code that may still fail
+            undo.pop_all()  # success: keep the wrappers
     """
     with ExitStack() as undo:
         for planned in plan:
@@ -218,13 +219,13 @@ def apply_plan(
 
 
 def _set_child(parent: nn.Module, attribute: str, child: nn.Module) -> None:
-    # Not setattr: a module may override __setattr__, to refuse or to redirect what is set after its construction.
+    # Not setattr: a module may override __setattr__, to refuse or to redirect assignments after its construction.
     nn.Module.__setattr__(parent, attribute, child)
 
 
 @dataclass
 class _PolicyAnswers:
-    """What a policy function has returned so far, and `chosen`, what it wants wrapped; instances of `separate`
+    """The results of a policy function so far, and the modules that it has `chosen`; instances of `separate`
     count as units in its numels."""
 
     root: nn.Module
@@ -236,8 +237,8 @@ class _PolicyAnswers:
     known: dict[nn.Module, set[nn.Parameter]] = field(default_factory=dict)
 
     def params_in_units(self, module: nn.Module, *, call: bool) -> set[nn.Parameter]:
-        """Decide about `module` and all below; return the parameters there that end in units of their own."""
-        if module in self.known:  # shared: decided where it was met first
+        """Decide about `module` and its descendants; return the parameters there that will be in units of their own."""
+        if module in self.known:  # shared: decided at its first place
             return self.known[module]
         held: set[nn.Parameter] = set()
         self.known[module] = held
@@ -294,7 +295,7 @@ def check_called(module: nn.Module, own: Sequence[str]) -> None:
 def _pass_over(
     root: nn.Module, chosen: dict[nn.Module, Any], closed: set[nn.Module], uncounted: set[nn.Parameter]
 ) -> None:
-    """Take what has no forward from `chosen`. Refuse it, and `root`, where no other unit has its parameters."""
+    """Drop modules without a forward from `chosen`. Refuse them, and `root`, if no other unit has their parameters."""
     never_called = [
         (path, each) for path, each in _children_first(root, closed, {root}) if each in chosen and not has_forward(each)
     ]

@@ -1,7 +1,7 @@
-"""From a module and a config to a unit: checks, materialisation, synchronisation, kinds.
+"""From a module and a config to a unit: checks, materialization, synchronization, kinds.
 
 Constructors communicate only to make process groups and, on request, to copy rank 0's values (`sync_module_states`).
-All that may fail in a user's hands is checked before the first parameter is touched.
+All checks that depend on the user's input run before the first parameter is changed.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ from .auto_wrap import check_called
 from .init_sync import meeting_axes, reporting_failure, synchronize
 from .materialize import materialize, replace_referenced
 
-# Of what transforms made of parameters, the leaves of one handle and the mesh over which they are sharded, what gives
-# it its face.
+# From the transformed parameters, the leaves of one handle, and the mesh over which they are sharded, to the function
+# that makes the handle's face.
 Faces = Callable[[Sequence[TransformedParam], Sequence[nn.Parameter], Any], FaceMaker]
 
 
 @dataclass(frozen=True)
 class Front:
-    """What a unit is built for.
+    """The public function for which a unit is built.
 
     Attributes:
-        words: what it is called by users, for messages.
+        words: its name, for messages.
         entries: the modules that hold the unit in place; none for a wrapper. [Note: entries]
-        output_dtype: to which outputs are cast; None for as they are.
-        faces: gives a face to the leaves of a handle; None for FSDP1's, as the config has it.
-        transforms: those of parameters that it takes besides plain ones, with that of DTensors among them.
-        materializes: whether what is on the meta device gets memory and values as it is sharded; else the user gives
-            it memory later.
+        output_dtype: the dtype to which outputs are cast; None: they are not cast.
+        faces: gives a face to the leaves of a handle; None for FSDP1's, as chosen by the config.
+        transforms: those of parameters that it accepts in addition to plain ones, among them that of DTensors.
+        materializes: whether tensors on the meta device get memory and values when they are sharded; otherwise the user
+            gives them memory later.
         spmd: the mesh on which all parameters lie, of which the config's is a part, if there is one.
-        elsewhere: the configs of parameters that are sharded over other ranks, with their such mesh.
+        elsewhere: the configs of parameters that are sharded over other ranks, each with its `spmd` mesh.
     """
 
     words: str = "FullyShardedDataParallel"
@@ -93,7 +93,7 @@ class Front:
     elsewhere: Mapping[nn.Parameter, tuple[Config, SpmdMesh | None]] = field(default_factory=dict)
 
     def meshes(self, config: Config, device: torch.device) -> DataMeshes:
-        """Over which ranks parameters are sharded; `config` is that of the unit. Makes groups for reductions, once."""
+        """The meshes of ranks over which parameters are sharded; `config`: the unit's. Makes groups for reductions."""
         made: dict[int, DataMesh] = {}
         others = {}
         for parameter, (other, spmd) in self.elsewhere.items():
@@ -107,9 +107,10 @@ WRAPPER = Front()
 _BY_HOOKS = ". What its fsdp_pre_all_gather returns is gathered of it where flatfsdp.fully_shard() shards the module"
 
 
-@torch.inference_mode(False)  # what is made in it has no versions, and cannot be trained
+@torch.inference_mode(False)  # tensors made in inference mode have no versions, and cannot be trained
 def build_unit(module: nn.Module, config: Config, *, island: bool = False, front: Front = WRAPPER) -> Model:
-    """Shard what no nested unit of `module` owns, as the outermost unit of a model. `config` has its groups resolved.
+    """Shard the parameters of `module` that no nested unit owns, as the outermost unit of a model. `config` has its
+    groups resolved.
 
     For several entries `module` is a list of them, used for building only.
 
@@ -174,8 +175,8 @@ def _off_meta(
     front: Front,
     meshes: DataMeshes,
 ) -> list[nn.Parameter]:
-    """Give memory and values to what is on the meta device, or make sure that it can get memory later; the parameters
-    that were replaced for that. What is new in their places has their `meshes`."""
+    """Give memory and values to tensors on the meta device, or make sure that they can get memory later. Returns the
+    parameters that were replaced for that. New parameters in their places get the same `meshes`."""
     places, replaced = meshes.places(each for _, each in modules), []
     if front.materializes or is_memoryless():
         materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
@@ -212,7 +213,7 @@ def _built_with(config: Config, modules: Sequence[nn.Module], front: Front, *, i
 
 
 def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None:
-    """Let modules of `unit` see what extensions make of some leaves."""
+    """Let modules of `unit` hold the results of extensions for some leaves."""
     for handle, views, _ in unit.kinds:
         leaves = set(map(id, handle.leaves))
         views.extended = [each for each in extended if id(each.leaf) in leaves]
@@ -224,7 +225,7 @@ def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None
 def _homes(
     module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter], front: Front
 ) -> tuple[list[ParamRef], list[ParamRef], dict[nn.Module, set[str]]]:
-    """(places of what the unit will own, places of what other units own, attributes that hold ignored parameters)."""
+    """(places of parameters that the unit will own, those of other units' parameters, attributes of ignored ones)."""
     param_refs: list[ParamRef] = []
     shared_refs: list[ParamRef] = []
     ignored: dict[nn.Module, set[str]] = {}
@@ -256,10 +257,10 @@ def _shard(
     tracker: MemoryTracker,
     faces: Faces,
 ) -> tuple[list[tuple[FlatParamHandle, DataMesh]], list[ParamRef], list[TransformedParam], InitialChecksums | None]:
-    """Handles of what the unit will own, with the mesh of each; with what extensions made of it, and the sums of values
-    that ranks compare.
+    """Handles of the parameters that the unit will own, with the mesh of each; the transformed parameters, and the
+    checksums of values that ranks compare.
 
-    Where it fails, all is registered as it was.
+    On failure, all parameters are registered as before.
     """
     with ExitStack() as undo:
         for param_ref in param_refs:
@@ -296,8 +297,8 @@ def _flatten(
 ) -> list[tuple[FlatParamHandle, DataMesh]]:
     """A handle for each kind among `leaves`, given with their paths, and its mesh. They still show their own memory.
 
-    `packed`: the ids of those that are packed bytes; `parts`: of which wholes some are parts, `hooks`: decide what is
-    gathered of some, `mesh_of`: over which ranks each is sharded, by their ids.
+    `packed`: the ids of packed bytes. By ids: `parts`: positions of parts in their wholes, `hooks`: the gather hooks of
+    some leaves, `mesh_of`: the ranks over which each leaf is sharded.
     """
     kinds: dict[tuple[DataMesh, torch.dtype, bool, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:
@@ -345,7 +346,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     refuse_reparametrizations()
     model.observers.set(
         ProfilerRanges(model),
-        PostForwardShards(model.units, resources),  # over whose axes persistent parameters may be gathered
+        PostForwardShards(model.units, resources),  # persistent parameters may be gathered over its axes
         PersistentParams(model),
         ConditionalUnits(),
         UnsteppedCheck(model),
@@ -357,7 +358,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
 
 
 def _check_unwrapped(module: nn.Module) -> None:
-    """Refuse a module that is in a unit already, as a wrapper or inside of one."""
+    """Refuse a module that is in a unit already, as a wrapper or inside one."""
     wrapped = module.__dict__.get("_unit")
     if isinstance(wrapped, Unit) and wrapped.entries.in_place:
         raise UsageError(
@@ -378,7 +379,7 @@ def _check_unwrapped(module: nn.Module) -> None:
 
 
 def _check_new(module: nn.Module, nested: Iterable[Unit], front: Front) -> None:
-    """Refuse modules that are in a unit already, and models that are made by both fronts."""
+    """Refuse modules that are in a unit already, and models that use both public functions."""
     for each in front.entries or [module]:
         _check_unwrapped(each)
     _check_unattended(nested)
@@ -392,7 +393,7 @@ def _check_new(module: nn.Module, nested: Iterable[Unit], front: Front) -> None:
 
 
 def _check_unattended(nested: Iterable[Unit]) -> None:
-    """Refuse to take units from a root by which others go: they would lose them without an error."""
+    """Refuse to take units from a root that other objects track: they would lose the units without an error."""
     for unit in nested:
         if given := [each.requested_by for each in model_of(unit).observers.all if each.requested_by]:
             raise UsageError(
@@ -428,7 +429,7 @@ def _check_untransformed(param_refs: Iterable[ParamRef]) -> None:
 
 
 def _check_plain(param_refs: Iterable[ParamRef], transforms: Iterable[Transform] = ()) -> None:
-    """Refuse what is no plain tensor, and what those of `transforms` that apply refuse."""
+    """Refuse tensors that are not plain, unless one of `transforms` applies, and those that it refuses."""
     for param_ref in param_refs:
         applying = next((each for each in transforms if each.applies(param_ref.leaf)), None)
         if applying is not None:

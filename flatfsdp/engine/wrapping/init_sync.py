@@ -1,8 +1,8 @@
-"""What the constructors of all ranks do together: copy rank 0's values, fail, and put back what they have wrapped.
+"""Joint actions of all ranks' constructors: copy rank 0's values, fail, and undo their wrapping.
 
 [Note: constructors] Ranks meet in exchanges of one size, over the axes and in the order of the comparison at the first
-forward. So whoever waits for the others learns where they are instead, be it in another constructor, in one that
-failed, or in a forward.
+forward. So a rank that waits for the others gets a report of their position instead of a hang, be it in another
+constructor, in one that failed, or in a forward.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ def meeting_axes(groups: ProcessGroups, device: Device) -> list[Transport]:
 
 @contextmanager
 def reporting_failure(axes: list[Transport]) -> Iterator[None]:
-    """Where the enclosed code fails on this rank, ranks that come to `synchronize` fail as well.
+    """If the enclosed code fails on this rank, ranks that reach `synchronize` fail as well.
 
-    Collective over `axes` where it fails.
+    Collective over `axes` if it fails.
     """
     try:
         yield
     except Exception as error:
         failure = _in_words(error)
-        with suppress(RuntimeError):  # how the others react matters less than `error`
+        with suppress(RuntimeError):  # the other ranks' reaction matters less than `error`
             facts = [("construction", "failed", True)]
             compare_facts(axes, facts, reason=failure, doing=f"fails to wrap after {failure}")
         raise
 
 
 def agree_to_undo(count: int, axes: list[Transport], error: BaseException | None) -> None:
-    """After `error` in a constructor that has wrapped `count` modules: all ranks put them back. Collective over `axes`.
+    """After `error` in a constructor that has wrapped `count` modules: all ranks undo it. Collective over `axes`.
 
     Raises:
-        AgreementError: some do not. They learn of `error`, in a constructor that copies values or at their first
+        AgreementError: some do not. `error` is reported to them, in a constructor that copies values or at their first
             forward.
     """
     failure = _in_words(error)
@@ -67,11 +67,11 @@ def synchronize(
     axes: list[Transport],
     axes_of: Callable[[torch.Tensor], list[Transport]],
 ) -> None:
-    """Overwrite parameters and buffers with those of rank 0, each over those of `axes` along which ranks have the same
-    one, its `axes_of`. Collective over `axes`.
+    """Overwrite parameters and buffers with those of rank 0, each over those of `axes` along which ranks have equal
+    ones, its `axes_of`. Collective over `axes`.
 
     Raises:
-        AgreementError: on every rank, where ranks would send tensors that do not fit each other.
+        AgreementError: on every rank, if ranks would send tensors that do not fit each other.
     """
     if not axes:
         return
@@ -88,7 +88,7 @@ def synchronize(
         for tensor, _ in tensors:
             if not (same := axes_of(tensor)):
                 continue
-            # Of a DTensor the ranks of its own axes have the same part; others of the unit may have other parts.
+            # The ranks of a DTensor's own axes have the same part; other ranks of the unit may have other parts.
             here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             on_device = here.detach().to(axes[0].device.device).contiguous()
             for axis in same:

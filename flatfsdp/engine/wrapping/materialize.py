@@ -1,8 +1,8 @@
 """From the meta device to memory and values.
 
 [Note: materialization] A parameter on the meta device gets its memory in place: it stays the same object, so that ties
-inside a unit and across units, and optimizers that hold it, survive. A module whose initialisation raises is put back
-on the meta device, so that wrapping it can be tried again. `param_init_fn` sees it on the meta device still.
+inside a unit and across units, and optimizers that hold it, survive. A module whose initialization raises is put back
+on the meta device, so that wrapping it can be tried again. `param_init_fn` still sees it on the meta device.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def materialize(
 ) -> None:
     """Give memory and values to modules that hold parameters or buffers on the meta device.
 
-    `initialize(module)` is called for each, or the module's `reset_parameters()`. What the module holds elsewhere keeps
-    its values. Parameters in `skip` are left where they are; those with an owner belong to a unit already.
+    `initialize(module)` is called for each, or the module's `reset_parameters()`. The module's tensors on other devices
+    keep their values. Parameters in `skip` are left unchanged; those with an owner belong to a unit already.
     """
     if is_memoryless():
         _forget_values(modules, device, skip)
@@ -87,9 +87,9 @@ def replace_referenced(
     skip: set[nn.Parameter],
     owner_of: Callable[[torch.Tensor], Unit | None],
 ) -> list[nn.Parameter]:
-    """Put new parameters in the places of those on the meta device to which there are weak references, as recurrent
-    modules have them: such a one cannot get memory later as the same object. Returns those that were replaced. What has
-    an owner, and so is tied to a parameter of another unit, stays."""
+    """Replace parameters on the meta device that have weak references, as recurrent modules keep them: such a parameter
+    cannot get memory later as the same object. Returns the replaced ones. A parameter with an owner, which is tied to
+    one of another unit, stays."""
     made: dict[int, nn.Parameter] = {}  # tied ones stay tied
     replaced: list[nn.Parameter] = []
     for _, module in modules:
@@ -104,19 +104,19 @@ def replace_referenced(
                 vars(other).update(vars(parameter))
                 made[id(parameter)] = other
                 replaced.append(parameter)
-            setattr(module, name, made[id(parameter)])  # such modules follow an assignment
+            setattr(module, name, made[id(parameter)])  # such modules update their references on assignment
     return replaced
 
 
 def _forget_values(modules: Iterable[tuple[str, nn.Module]], device: torch.device, skip: set[nn.Parameter]) -> None:
-    """In a dry run nothing has memory, wherever it was, and nothing needs to be initialised."""
+    """In a dry run no tensor has memory, on any device, and none needs to be initialized."""
     for _, module in modules:
         for _, name, tensor in _held(module):
             if tensor in skip:
                 continue
             if not has_gather_hooks(tensor):
                 setattr(module, name, stand_in(tensor, device))
-            elif hasattr(tensor, "__tensor_flatten__"):  # else it is refused
+            elif hasattr(tensor, "__tensor_flatten__"):  # others are refused
                 setattr(module, name, rebuilt(tensor, partial(stand_in, device=device)))
 
 
@@ -131,18 +131,18 @@ def _held(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
 
 
 def _give_memory(module: nn.Module, tensor: torch.Tensor, device: torch.device) -> Callable[[], None]:
-    """Memory on `device` for `tensor`, undefined in value; returns what undoes it."""
+    """Memory on `device` for `tensor`, with undefined values; returns a function that undoes it."""
     empty = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         if type(empty) is nn.Parameter:
             empty.__class__ = type(tensor)
-    vars(empty).update(vars(tensor))  # what its own class keeps of it, such as the state of a quantised weight
+    vars(empty).update(vars(tensor))  # attributes of its class, such as the state of a quantized weight
     try:
         torch.utils.swap_tensors(tensor, empty)
         return lambda: torch.utils.swap_tensors(tensor, empty)
     except RuntimeError:
-        # Weak references forbid it. Modules that hold them (LSTM) follow an assignment.
+        # Weak references prevent it. Modules that hold them (LSTM) update them on assignment.
         names = [name for _, name, other in _held(module) if other is tensor]
 
         def put(value: torch.Tensor) -> None:
@@ -156,8 +156,8 @@ def _give_memory(module: nn.Module, tensor: torch.Tensor, device: torch.device) 
 def _substitute_stand_in(
     registry: dict[str, Any], name: str, leaf: torch.Tensor, owning_unit: Unit
 ) -> Callable[[], None]:
-    """A scratch tensor of the whole shape in place of `leaf`, of which `owning_unit` shows a shard; returns what ends
-    it."""
+    """A scratch tensor of the full shape in place of `leaf`, of which `owning_unit` shows a shard; returns a function
+    that ends it."""
     spec = next(
         handle.layout.params[index]
         for handle in owning_unit.handles
@@ -171,8 +171,8 @@ def _substitute_stand_in(
 def _initialize_by(initialize: Callable[[nn.Module], Any], module: nn.Module, path: str, names: list[str]) -> None:
     """Call `initialize` as if the tensors of these names were still on the meta device.
 
-    A function that looks at their devices, to create others there, must see the true ones. So it sees others only
-    when it has done nothing.
+    A function that reads their devices, to create other tensors there, must see the true ones. So they are shown as
+    meta only if it has done nothing.
     """
     tensors = [getattr(module, name) for name in names]
     for device in (False, True):
@@ -190,12 +190,12 @@ def _initialize_by(initialize: Callable[[nn.Module], Any], module: nn.Module, pa
 
 
 class _MetaDeviceMode(TorchFunctionMode):
-    """A context in which `tensors` show the meta device as theirs, each until something is done with it.
+    """A context in which the device of `tensors` appears to be meta, for each until it is used.
 
-    Programs guard functions that initialize by `if not parameter.is_meta: return`, so that what is initialized
-    elsewhere keeps its values. Taken literally that would leave parameters without any.
+    Programs guard initialization functions by `if not parameter.is_meta: return`, so that tensors initialized
+    elsewhere keep their values. Taken literally, that would leave parameters without any.
 
-    What creates tensors beside them reads their device, which is the true one unless `device` is set.
+    Code that creates tensors like them reads their device, which is the true one unless `device` is set.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, device: bool) -> None:
@@ -215,7 +215,7 @@ class _MetaDeviceMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def untouched(self) -> list[torch.Tensor]:
-        """Those with which nothing was done, by functions of torch or behind their back."""
+        """The tensors that no function of torch used, and whose memory and versions are unchanged."""
         return [
             tensor
             for tensor, address, version in self._as_they_were

@@ -2,8 +2,8 @@
 
 [Note: blueprint] A unit is rebuilt from plain data: its leaves and shards, layouts and settings, and the ranks of its
 axes. A copy shares the process groups; a pickle names their ranks and finds or makes groups over them when it is
-loaded, with the same world and on the same rank. Lists of what is gathered ahead go along, as far as they name units
-that do. Users' hooks are copied with their state, and not pickled.
+loaded, with the same world and on the same rank. Prefetch lists are included as far as the units that they name are
+included. Users' hooks are copied with their state, and not pickled.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from .wrapper_support import keep_model
 BUILT = ("traits", "mixed_precision", "cpu_offload", "island", "modules")
 OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch")
 HANDLE_SETTINGS = ("layout", "rank", "device")
-# Of pickles from before options were pickled as such.
+# For pickles from versions that did not pickle options as one object.
 HANDLE_OPTIONS = ("mixed_precision", "offload", "pin_memory", "trainable", "packed")
 
 T = TypeVar("T")
-# For each unit the places of those that it names: that it gathers ahead, in forward and in backward, and that come
-# right after its branch.
+# For each unit, the places of the units that it names: those that it prefetches, in forward and in backward, and those
+# that come right after its branch.
 _NAMING = ("forward_targets", "backward_targets", "branch_before")
 Lists = list[list[list[int]]]
 
-# Inside the pickling of an outer wrapper, nested ones are written in place, so that ties across them survive.
+# While an outer wrapper is pickled, nested ones are written in place, so that ties across them survive.
 _inside = False
 
 
 def state_of(wrapper: nn.Module) -> dict[str, Any]:
-    """What `restore` needs to build `wrapper` again."""
+    """The state that `restore` needs to rebuild `wrapper`."""
     unit: Unit = wrapper.__dict__["_unit"]
     attributes = {key: value for key, value in wrapper.__dict__.items() if key not in ("_unit", "_kept_root")}
     return {
@@ -83,7 +83,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
 
 
 def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
-    """Make `wrapper`, a blank instance, what `state` describes."""
+    """Rebuild in `wrapper`, a blank instance, the wrapper that `state` describes."""
     wrapper.__dict__.update(state["attributes"])
     plan = state["unit"]
     tracker = MemoryTracker()
@@ -113,7 +113,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     for module, attributes in plan["left_alone"]:
         ignore(module, attributes)
     model = rebuilt_model(unit, plan["root"], tracker, last=plan["is_last_backward"])
-    for each in model.units:  # the owners of what an inner one shares may have come after it
+    for each in model.units:  # the owners of an inner unit's shared parameters may have come after it
         each.share_params_of(owners_of(each.shared_refs))
     keep_model(wrapper, model)
     put_at_rest(unit)
@@ -122,18 +122,18 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
 
 
 def handle_plan(handle: FlatParamHandle) -> dict[str, Any]:
-    """What a handle is built again from, but for its leaves."""
+    """The data to rebuild a handle from, except its leaves."""
     settings = {name: getattr(handle, name) for name in HANDLE_SETTINGS}
     return {"shard": handle.shard.detach(), "options": handle.options, **settings}
 
 
 def settings_of(unit: Unit) -> ModelSettings:
-    """Those of the model of `unit`, as users have set them since."""
+    """The settings of the model of `unit`, with users' later changes."""
     return replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit)
 
 
 def check_rank(what: str, rank: int, groups: ProcessGroups) -> None:
-    """Refuse what was pickled on another `rank` of the shard group."""
+    """Refuse an object that was pickled on another `rank` of the shard group."""
     if rank != groups.shard.rank:
         raise UsageError(
             f"this {what} was pickled on rank {rank} of its shard group and is loaded on rank {groups.shard.rank}; "
@@ -142,14 +142,14 @@ def check_rank(what: str, rank: int, groups: ProcessGroups) -> None:
 
 
 def transformed(unit: Unit, leaf: nn.Parameter, state: Any, transform: Any) -> TransformedParam:
-    """What modules of `unit` see transformed of its `leaf`."""
+    """The transformed parameter of `leaf` for modules of `unit`."""
     return TransformedParam(
         leaf, state, as_transform(transform), [each for each in unit.param_refs if each.leaf is leaf]
     )
 
 
 def rebuilt_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, *, last: bool) -> Model:
-    """A model of `unit`, which was built again. `last`: as of `set_is_last_backward`."""
+    """A model of `unit`, which was rebuilt. `last`: the value given to `set_is_last_backward`."""
     settings = replace(settings, device=unit.handles[0].device) if unit.handles else settings
     model = new_model(unit, settings, tracker, units_inside(unit))
     model.backwards.is_last_backward = last
@@ -165,7 +165,7 @@ def _check_copyable(unit: Unit) -> None:
 
 
 def at_rest(wrapper: nn.Module) -> list[Unit]:
-    """The units inside, at rest: what a user put in a parameter's place lies in their shards."""
+    """The units inside, at rest: users' replacements for parameters have been copied into their shards."""
     units = units_in(wrapper)
     quiesce(units, collective=False, check=_check_copyable)
     for unit in units:
@@ -179,7 +179,7 @@ def at_rest(wrapper: nn.Module) -> list[Unit]:
 
 @contextmanager
 def _without_flat_params(units: list[Unit]) -> Iterator[None]:
-    """Modules have no flat parameters, which those that are copied of them get from `restore`."""
+    """Remove flat parameters from modules, whose copies get them from `restore`."""
     flat_refs = [param_ref for unit in units for param_ref in unit.leaves.listing.flat]
     taken = [each for each in flat_refs if each.module._parameters.pop(each.attribute, None) is not None]
     try:
@@ -199,7 +199,7 @@ def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
     restore(twin, state)
     unit, copied = wrapper.__dict__["_unit"], twin.__dict__["_unit"]
     for old, new in zip(unit.handles, copied.handles, strict=True):
-        memo[id(old.flat_param)] = new.flat_param  # an optimizer copied with the model follows it
+        memo[id(old.flat_param)] = new.flat_param  # an optimizer copied with the model refers to it
     memo.update({id(group): group for group in unit.groups.process_groups})
     copied.built = replace(copied.built, device_mesh=unit.built.device_mesh)
     model_of(copied).setup.set_options(
@@ -212,12 +212,12 @@ def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
-    """A copy of a user's hook, whose process groups are in `memo`; None where it cannot be copied."""
-    if id(hook) in memo:  # None, too, once a copy has failed
+    """A copy of a user-defined hook, whose process groups are in `memo`; None if it cannot be copied."""
+    if id(hook) in memo:  # None if a copy has failed before
         return memo[id(hook)]
     try:
         return copy.deepcopy(hook, memo)
-    except Exception as error:  # whatever a user's state raises
+    except Exception as error:  # any error of user-defined state
         warn_once_per_job(
             f"the copy of a wrapped model does not have what was given to {method}, which cannot be copied "
             f"({type(error).__name__}: {error}). Call {method} on the copy before it trains"
@@ -227,7 +227,7 @@ def copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
 
 
 def lists_of(units: list[Unit]) -> Lists:
-    """What `units` name, by their places among these."""
+    """The lists of units that `units` name, by their places among these."""
     places = {unit: place for place, unit in enumerate(units)}
 
     def known(targets: PrefetchTargets[Unit]) -> list[int]:
@@ -245,7 +245,7 @@ def set_lists(units: list[Unit], lists: Lists) -> None:
 
 
 def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
-    """What pickle writes for `wrapper`: every shard once, and no view of it."""
+    """The value of `__reduce_ex__` for `wrapper`: every shard once, and no view of it."""
     global _inside
     if _inside:
         return _blank, (type(wrapper),), state_of(wrapper)
@@ -273,7 +273,7 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
 
 
 def refuse_parts(units: list[Unit]) -> None:
-    """Refuse to pickle what tensor parallelism has split, or what else lies on a mesh of its own."""
+    """Refuse to pickle parameters that tensor parallelism has split, or that lie on a mesh of their own otherwise."""
     extended = ((unit, each) for unit in units for views in unit.views for each in views.extended)
     held = [(unit, each.param_refs[0]) for unit, each in extended if not each.transform.can_be_pickled(each.state)]
     if parts := [fqn(unit.name, param_ref.path) for unit, param_ref in held]:

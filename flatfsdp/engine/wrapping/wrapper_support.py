@@ -1,5 +1,5 @@
-"""What stands between a wrapper and its unit: the model that it keeps, what only the outermost wrapper may be called
-for, and `.to()` and its like."""
+"""The layer between a wrapper and its unit: the model that it keeps alive, calls that only the outermost wrapper
+accepts, and `.to()` and similar methods."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..runtime.unit import Unit
 
 
 def keep_model(wrapper: nn.Module, model: Model) -> None:
-    """Let `wrapper` have the outermost unit of `model`, and keep the model alive, and with it all units."""
+    """Let `wrapper` have the outermost unit of `model`, and keep the model alive with all its units."""
     wrapper.__dict__["_unit"], wrapper.__dict__["_kept_root"] = model.outermost, model
 
 
 def owner_of(wrapper: nn.Module, name: str, value: object) -> nn.Module | None:
-    """The module inside that an attribute of `wrapper` is set on: one that is a module or a parameter, or is put in the
-    place of one or of a buffer. The wrapper lists what that module has, and its forward uses nothing else."""
+    """The inner module on which an attribute of `wrapper` must be set: if the value is a module or a parameter, or
+    replaces one of them or a buffer. The wrapper lists the inner module's, and its forward uses nothing else."""
     inside: nn.Module | None = wrapper.__dict__.get("_modules", {}).get(WRAPPED)
     if inside is None or name in wrapper._modules or hasattr(type(wrapper), name):
         return None
@@ -96,7 +96,7 @@ def apply_to_tensors(
         for handle, views in zip(unit.handles, unit.views, strict=True):
             before = handle.shard.data_ptr()
             changed = change(handle.shard)
-            if changed is not handle.shard or changed.data_ptr() != before:  # share_memory_() moves it, too
+            if changed is not handle.shard or changed.data_ptr() != before:  # share_memory_() also moves it
                 views.replace_shard(changed.detach())
     model_of(unit).setup.placed = False
 
