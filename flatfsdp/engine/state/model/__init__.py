@@ -1,1 +1,1 @@
-"""State dicts of models: what wrapped modules give and take under plain names. [Note: state dicts]"""
+"""State dicts of models: values of wrapped modules under plain names, saved and loaded. [Note: state dicts]"""

@@ -1,8 +1,8 @@
-"""Values of state dicts that take communication: whole ones, those that only arrive where they are copied to, and those
-in torch's classes for distributed tensors, which other programs wrote, or need.
+"""Values of state dicts that take communication: full tensors, values that arrive only when they are copied to their
+target, and values in torch's classes for distributed tensors, which other programs wrote, or need.
 
-The latter split a tensor by rows, not where our shards end: both ways take communication. Where an `OwnedInterval` will
-do, nothing here is needed.
+The latter split a tensor by rows, not at the boundaries of our shards: both ways take communication. If an
+`OwnedInterval` suffices, this module is not needed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .types import StateDictRequest
 
 
 class LazyValue(torch.Tensor):
-    """A value that arrives by communication. `copy_` of it into a placeholder is kept there; into another tensor
-    it is carried out at once, in the order in which modules load, which is the same on all ranks.
+    """A value that arrives by communication. `copy_` of it into a placeholder is recorded there; into another tensor
+    it is executed at once, in the order in which modules load, which is the same on all ranks.
 
     Attributes:
-        value: what it is made of.
+        value: the data for it.
         why: completes "a value that ...".
     """
 
@@ -39,7 +39,7 @@ class LazyValue(torch.Tensor):
 
     @classmethod
     def of(cls, value: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        """The value, of this shape and dtype, without memory."""
+        """A value with this data, shape and dtype, without memory."""
         self = torch.empty((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
         self.value = value
         return self
@@ -52,12 +52,12 @@ class LazyValue(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Metadata can be read; for `copy_` see the class; everything else is refused."""
+        """Metadata can be read; for `copy_` see the class; all other operations are refused."""
         if is_query(func):
             with _torch.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         name = name_of(func)
-        if name == ".data":  # as modules read it that load parameters
+        if name == ".data":  # modules that load parameters read it
             return args[0]
         if name == "copy_()" and isinstance(args[1], LazyValue):
             target, source = args[0], args[1]
@@ -74,7 +74,7 @@ class LazyValue(torch.Tensor):
 
 
 class DistributedValue(LazyValue):
-    """A DTensor or a ShardedTensor as a value to be loaded. `value`: it."""
+    """A DTensor or a ShardedTensor as a value to be loaded, in the attribute `value`."""
 
     def fetch_into(self, target: torch.Tensor) -> None:
         target.copy_(whole_if_distributed(self.value))
@@ -94,7 +94,7 @@ def described(value: Any) -> tuple[torch.Size, torch.dtype]:
 
 
 def whole_if_distributed(value: Any) -> Any:
-    """The whole of a DTensor or a ShardedTensor, collective over its mesh or its process group; others as they are."""
+    """The full tensor of a DTensor or a ShardedTensor, collective over its mesh or process group; others unchanged."""
     if not is_distributed(value):
         return value
     return _dtensor.whole_of(value) if type(value).__name__ == "DTensor" else _whole_of_shards(value)
@@ -115,7 +115,7 @@ def _whole_of_shards(value: Any) -> torch.Tensor:
     for shard in shards:
         sizes = shard.metadata.shard_sizes
         block_of(unsharded, shard.metadata.shard_offsets, sizes).copy_(shard.tensor.view(sizes))
-    # Each byte comes from one rank, all others add zeros to it: as bytes, because -0.0 + 0.0 is 0.0.
+    # Each byte comes from one rank, and all others add zeros to it: as bytes, because -0.0 + 0.0 is 0.0.
     with blocked():
         dist.all_reduce(unsharded.view(-1).view(torch.uint8), group=group)
     return unsharded
@@ -130,13 +130,13 @@ def _require_ranks(axis: Axis) -> None:
 
 
 def flat_of(local: torch.Tensor, start: int, numel: int, axis: Axis) -> Any:
-    """A ShardedTensor of `numel` elements, of which this rank has `local` from `start` on. Collective over the axis."""
+    """A ShardedTensor of `numel` elements; this rank has `local`, from `start` on. Collective over the axis."""
     _require_ranks(axis)
     return _torch.sharded_tensor_of_rows(local, start, (numel,), axis.process_group)
 
 
 def carrier_of(unit: Unit, sharded_as: str) -> str:
-    """What is to carry values of `unit`: "interval", "sharded_tensor" or "dtensor", or "whole"."""
+    """The form for values of `unit`: "interval", "sharded_tensor" or "dtensor", or "whole"."""
     if sharded_as != "fsdp1":
         return sharded_as
     if unit.groups.shard.size == 1:
@@ -147,8 +147,8 @@ def carrier_of(unit: Unit, sharded_as: str) -> str:
 def carried(
     view: torch.Tensor, unit: Unit, kind: int, index: int, request: StateDictRequest, *, keeps: bool
 ) -> torch.Tensor | None:
-    """What a state dict has for `view`, what is stored here of parameter `index`, or of a state of it, unsharded: the
-    whole, for ranks that keep it, or rows; in memory of its own. Collective where it is a part, or becomes rows."""
+    """The value in a state dict for `view`, the unsharded form of parameter `index` as stored here, or of a state of
+    it: the full tensor, for ranks that keep it, or rows; in memory of its own. Collective for parts, and for rows."""
     carrier, offload = carrier_of(unit, request.carrier), request.offload_to_cpu
     if carrier == "dtensor" and unit.handles[kind].layout.params[index].part is not None:
         return _rows_of_part(view, unit, kind, index, offload_to_cpu=offload)
@@ -161,14 +161,14 @@ def carried(
 
 
 def _own_rows(unsharded: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This rank's rows, in memory of their own. They are split over `axis` as `torch.chunk` does, the last ranks may
-    have none."""
+    """This rank's rows, in memory of their own. They are split over `axis` as by `torch.chunk`; the last ranks may have
+    none."""
     chunks = unsharded.chunk(axis.size, 0)
     return (chunks[axis.rank] if axis.rank < len(chunks) else unsharded[:0]).clone()
 
 
 def _rows_of_part(stored: torch.Tensor, unit: Unit, kind: int, index: int, *, offload_to_cpu: bool) -> Any:
-    """This rank's rows of what is `stored` of a parameter, which is a part of a whole, as a DTensor of the whole. No
+    """This rank's rows of the part of a parameter that is `stored` here, as a DTensor of the whole. No
     communication."""
     found = transformed_of(unit, kind, index)
     assert found is not None
@@ -178,23 +178,23 @@ def _rows_of_part(stored: torch.Tensor, unit: Unit, kind: int, index: int, *, of
             'it device_mesh=mesh["dp"] instead of a process group, or use sharded_as="interval" in the config'
         )
     made: Any = found.transform.sharded(_own_rows(stored, unit.groups.shard), unit.built.device_mesh, found.state)
-    return made.cpu() if offload_to_cpu else made  # its mesh stays where it is
+    return made.cpu() if offload_to_cpu else made  # its mesh keeps its device
 
 
 def _rows_of(unsharded: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_to_cpu: bool) -> Any:
     """This rank's rows of `unsharded` as a DTensor or a ShardedTensor.
 
-    What has no rows stays a tensor (DTensor: replicated where it has no dimensions). A DTensor lies on the mesh that
-    the unit was given, on (Replicate, Shard(0)) of that of a hybrid. Collective over the shard axis.
+    Tensors without rows stay tensors (DTensor: replicated if there are no dimensions). A DTensor lies on the unit's
+    mesh, on (Replicate, Shard(0)) of that of a hybrid. Collective over the shard axis.
     """
     axis = unit.groups.shard
     _require_ranks(axis)
     own = _own_rows(unsharded, axis) if unsharded.dim() else unsharded.clone()
     if as_dtensor:
         made = _torch.dtensor_of_rows(own, unsharded, axis.process_group, unit.built.device_mesh)
-        return made.cpu() if offload_to_cpu else made  # its mesh stays where it is
+        return made.cpu() if offload_to_cpu else made  # its mesh keeps its device
     own = own.cpu() if offload_to_cpu else own
     if not unsharded.dim() or not unsharded.shape[0]:
-        return own  # of nothing torch makes no ShardedTensor
+        return own  # torch makes no ShardedTensor without rows
     first = min(axis.rank * -(-unsharded.shape[0] // axis.size), unsharded.shape[0])
     return _torch.sharded_tensor_of_rows(own, first, unsharded.shape, axis.process_group)

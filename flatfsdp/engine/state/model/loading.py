@@ -1,9 +1,9 @@
-"""`load_state_dict()` of wrapped modules, from whatever kind of state dict.
+"""`load_state_dict()` of wrapped modules, from any kind of state dict.
 
-[Note: loading] Modules load their state dict themselves, into placeholders that keep what they are given. When all
-modules of a unit have had their turn, each rank copies what it owns of the values into its shard: from whole tensors
-and from its own intervals without communication. Between the two torch walks from the wrapper to its modules, so what
-is under way is kept with the wrapper.
+[Note: loading] Modules load their state dict themselves, into placeholders that record the values. After all modules of
+a unit have loaded, each rank copies the elements that it owns into its shard: from full tensors and from its own
+intervals without communication. In between torch walks from the wrapper to its modules, so the state of the load is
+kept on the wrapper.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from .saving import check_flat, has_own_classes
 from .types import only_rank0
 
 UNDER_WAY = "_load_under_way"
-# How torch reports a state dict of another model: with every key, on every rank.
+# The start of torch's report of a state dict of another model, which lists every key, on every rank.
 _BEGIN = "Error(s) in loading state_dict for "
 _MOST = 3  # names of a kind
 _LIST = re.compile(r"^(\t(?:Missing|Unexpected) key\(s\) in state_dict: )(.*?)\. ?$")
 _NAME = re.compile(r'"[^"]*"')
-# Units whose modules read values of parameters while they load.
+# Units whose modules read values of parameters when they load.
 _read_values: weakref.WeakSet[Unit] = weakref.WeakSet()
-# Whether a wrapper was called, which tries again and clears up; a module around wrappers does neither.
+# Whether a wrapper was called: it retries and cleans up, which a module around wrappers does not.
 _in_wrapper: ContextVar[bool] = ContextVar("a wrapper loads a state dict", default=False)
 
 
 class UnitLoad:
-    """The loading of one unit, from its wrapper's turn until all modules inside have had theirs.
+    """The load of one unit, from the start of its wrapper's load until all modules inside have loaded.
 
     Attributes:
-        errors: where torch collects what to complain of.
+        errors: torch's list of errors.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class UnitLoad:
     def _take_intervals(
         self, state_dict: dict[str, Any], prefix: str, within: nn.Module | None
     ) -> dict[str, nn.Parameter]:
-        """Store the intervals that this rank owns, before modules are shown whole values; the leaves, by their keys."""
+        """Store the intervals that this rank owns, before modules see full values; returns the leaves by key."""
         keys = {
             id(param_ref.leaf): f"{prefix}{param_ref.path if within is None else param_ref.attribute}"
             for param_ref in self.unit.param_refs
@@ -98,7 +98,7 @@ class UnitLoad:
         return taken
 
     def close(self) -> None:
-        """Store what was received. Collective if it comes from the first rank, or in distributed tensors."""
+        """Store the received values. Collective if they come from the first rank, or in distributed tensors."""
         self._unsharded.close()
         if self._placeholders is None:
             return
@@ -112,14 +112,14 @@ class UnitLoad:
                 self._store_each(values)
 
     def _store_each(self, values: Sequence[tuple[NamedParam, Any]]) -> None:
-        """Copy what this rank owns of parameters of one handle from their values."""
+        """Copy this rank's elements of parameters of one handle from their values."""
         for param, value in values:
             handle = param.handle
             try:
                 given = whole_if_distributed(value.value) if isinstance(value, DistributedValue) else value
-                if not isinstance(given, torch.Tensor):  # like one, which reads a file when it is used (Lightning's)
+                if not isinstance(given, torch.Tensor):  # tensor-like, reads a file when it is used (Lightning's)
                     given = torch.detach(given)
-                if given.is_meta or given.layout is not torch.strided:  # refused by ranks that own nothing of it, too
+                if given.is_meta or given.layout is not torch.strided:  # also refused by ranks without elements of it
                     raise UsageError("it has no memory (meta)" if given.is_meta else f"it is {given.layout}, not dense")
                 store(handle.layout, handle.rank, handle.shard, param.index, given)
             except Exception as error:
@@ -128,18 +128,18 @@ class UnitLoad:
         _note_write(values)
 
     def abandon(self) -> None:
-        """Forget what was received: something raised on the way."""
+        """Forget the received values, after an error."""
         if self._placeholders is not None:
             self._placeholders.remove()
         self._unsharded.close()
 
     def clean_errors(self) -> None:
-        """Drop wrappers' names from what torch complains of."""
+        """Drop wrappers' names from torch's error messages."""
         self.errors[self._warned_of_dtypes :] = [clean_text(text) for text in self.errors[self._warned_of_dtypes :]]
 
 
 def _store_from_first(unit: Unit, kind: int, values: Sequence[tuple[NamedParam, Any]]) -> None:
-    """Copy what this rank owns of parameters of one handle from the first rank's values. Collective."""
+    """Copy this rank's elements of parameters of one handle from the first rank's values. Collective."""
     handle = unit.handles[kind]
     wholes = {param.index: value.value if isinstance(value, FromRank0) else value for param, value in values}
     shard = scatter_from_first(unit, kind, wholes)
@@ -149,7 +149,7 @@ def _store_from_first(unit: Unit, kind: int, values: Sequence[tuple[NamedParam, 
 
 
 def _note_write(values: Sequence[tuple[NamedParam, Any]]) -> None:
-    """The shard has been written to on all ranks, also where this one owns none of it."""
+    """Count a write to the shard on all ranks, also if this one owns none of the elements."""
     torch.autograd.graph.increment_version([param.handle.shard for param, _ in values[:1]])
 
 
@@ -160,7 +160,7 @@ def _may_read(unit: Unit) -> bool:
 def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any) -> Any:
     """`load(state dict)` for the module that `load_state_dict` was called on, if that is a wrapper.
 
-    Where a module reads values of parameters on its way, its unit is made whole for it, and all is loaded again.
+    If a module reads values of parameters, its unit is unsharded for it, and the whole load is repeated.
     """
     unit: Unit = wrapper.__dict__["_unit"]
     if isinstance(state_dict, Mapping) and unit.phase is not SUMMONED:
@@ -186,7 +186,7 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
 
 
 def _of_first(unit: Unit, state_dict: Any) -> Any:
-    """`state_dict` where the first rank's will do, whatever others give. Collective over both axes of `unit`.
+    """`state_dict`, or {} if only the first rank's matters and this one's is invalid. Collective over both axes.
 
     Raises:
         UsageError, AgreementError: on every rank: the first one's is no state dict.
@@ -205,7 +205,7 @@ def _of_first(unit: Unit, state_dict: Any) -> Any:
 
 
 def forget(module: nn.Module) -> None:
-    """Let the wrappers in `module` be as they were before a load that raised half-way."""
+    """Restore the wrappers in `module` to their state before a load that failed halfway."""
     if _in_wrapper.get():
         return
     for each in _under_way(module):
@@ -215,14 +215,14 @@ def forget(module: nn.Module) -> None:
 
 
 def _under_way(wrapper: nn.Module) -> list[UnitLoad]:
-    """What has begun inside `wrapper` and not ended, outermost first."""
+    """The unfinished loads inside `wrapper`, outermost first."""
     return [module.__dict__[UNDER_WAY] for module in wrapper.modules() if UNDER_WAY in module.__dict__]
 
 
 def begin(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """The wrapper's turn: let modules inside find their keys, and placeholders to copy into.
+    """Start the wrapper's load: let modules inside find their keys, and placeholders to copy into.
 
-    `rest`: as of `_load_from_state_dict`, the metadata of the module first, and what torch complains of last.
+    `rest`: as in `_load_from_state_dict`: the metadata of the module first, torch's list of errors last.
     """
     unit: Unit = wrapper.__dict__["_unit"]
     if (left := wrapper.__dict__.pop(UNDER_WAY, None)) is not None:  # of a call that raised
@@ -247,15 +247,15 @@ def begin(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
 
 
 def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
-    """Bring `unit` to rest, and make of `state_dict` one that modules can load."""
+    """Bring `unit` to rest, and convert `state_dict` into one that modules can load."""
     quiesce([unit], collective=False, check=lambda each: check_idle(each, "load_state_dict()"))
     model_of(unit).agreement.loaded = True
     defer_distributed(state_dict)
 
 
 def _take_own(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
-    """Parameters that `state_dict` has in their own place, taken out of it, as what this rank owns of them: torch's
-    `set_model_state_dict()` gives those that it was not given."""
+    """Remove the parameters that `state_dict` holds in their own place, and return this rank's elements of them:
+    torch's `set_model_state_dict()` adds such entries for parameters that it was not given."""
     if not any(isinstance(value, nn.Parameter) for value in state_dict.values()):
         return {}
     taken = {}
@@ -268,7 +268,7 @@ def _take_own(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str) -> di
 
 
 def end(wrapper: nn.Module, incompatible: Any) -> None:
-    """All modules inside have had their turn."""
+    """Finish the load after all modules inside have loaded."""
     load: UnitLoad | None = wrapper.__dict__.pop(UNDER_WAY, None)
     if load is not None:
         load.close()
@@ -278,7 +278,7 @@ def end(wrapper: nn.Module, incompatible: Any) -> None:
 
 
 def _with_metadata(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`state_dict` with the modules' versions under the paths by which torch walks, too."""
+    """`state_dict` with the modules' versions also under the paths that torch walks."""
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is None:
         return state_dict
@@ -291,10 +291,10 @@ def _with_metadata(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping
 
 
 def _rename(state_dict: dict[str, Any], prefix: str, wrapper: nn.Module) -> None:
-    """Give keys the paths by which torch walks from `wrapper` on: with the attributes under which torch.compile's
-    modules hold theirs. Other wrappers find their keys themselves."""
-    walked: dict[str, str] = {}  # paths of modules, as keys may have them
-    for path, _ in wrapper.get_submodule(WRAPPED).named_modules(remove_duplicate=False):  # what is inside comes later
+    """Give keys the paths that torch walks from `wrapper` on: with the attributes under which torch.compile's modules
+    hold their inner modules. Other wrappers find their keys themselves."""
+    walked: dict[str, str] = {}  # by a module's path, as keys may contain it
+    for path, _ in wrapper.get_submodule(WRAPPED).named_modules(remove_duplicate=False):  # inner modules come later
         walks = ".".join(part for part in path.split(".") if part == COMPILED or part not in TRANSPARENT)
         walked[clean(path)] = walked[walks] = walks
     for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -306,7 +306,7 @@ def _rename(state_dict: dict[str, Any], prefix: str, wrapper: nn.Module) -> None
 
 
 def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace flat shards (LOCAL_STATE_DICT) by what they hold of each parameter."""
+    """Replace flat shards (LOCAL_STATE_DICT) by their interval of each parameter."""
     for kind, handle in enumerate(unit.handles):
         key = prefix + flat_name(kind)
         if key not in state_dict and (key := f"{prefix}{COMPILED}.{flat_name(kind)}") not in state_dict:
@@ -330,10 +330,10 @@ def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
-    """This rank's elements of a flat parameter, without world padding, of ours or of FSDP1's.
+    """This rank's elements of a flat parameter, without world padding, of this package's or of FSDP1's format.
 
     Raises:
-        UsageError: it is of another layout.
+        UsageError: its layout differs.
     """
     value = value.value if isinstance(value, DistributedValue) else value
     layout = handle.layout
@@ -376,8 +376,8 @@ def _warn_of_dtypes(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None
 
 
 def _in_brief(error: RuntimeError) -> RuntimeError | None:
-    """`error` with some names of each kind, where torch reports a state dict that does not fit; None if it is as short,
-    or reports something else."""
+    """`error` with some names of each kind, if torch reports a state dict that does not fit; None if that is not
+    shorter, or for another error."""
     reported = str(error)
     if type(error) is not RuntimeError or not reported.startswith(_BEGIN):
         return None

@@ -1,4 +1,4 @@
-"""Placeholders in the modules of a unit, for as long as a state dict is made or loaded. [Note: placeholders]"""
+"""Placeholders in the modules of a unit, while a state dict is made or loaded. [Note: placeholders]"""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ...flat.placeholder import Placeholder
 from ...runtime.unit import Unit
 from ..named_param import NamedParam, params_of
 
-# By the id of the leaf: modules of several units hold the same placeholder where they hold the same parameter.
+# By the id of the leaf: modules of several units share the placeholder of a shared parameter.
 _standing: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDictionary()
 
 
 class Placeholders:
-    """Placeholders wherever modules of one unit hold parameters, its own and shared ones, or `within` one module.
+    """Placeholders for all parameters that modules of one unit hold, its own and shared ones, or `within` one module.
 
     Attributes:
-        unit: whose modules hold them.
+        unit: the unit whose modules hold them.
     """
 
     def __init__(self, unit: Unit, *, receives: bool, within: nn.Module | None = None) -> None:
         self.unit = unit
-        self._replaced: list[tuple[ParamRef, bool, Any]] = []  # what was there, and whether it was registered
+        self._replaced: list[tuple[ParamRef, bool, Any]] = []  # the replaced object, and whether it was registered
         self._placeholders: dict[int, Placeholder] = {}
         flat = unit.leaves.listing.flat
         self._hidden = unlist(places_of(each for each in flat if within is None or each.module is within))
@@ -45,15 +45,15 @@ class Placeholders:
             param_ref.module._parameters[param_ref.attribute] = placeholder
 
     def remove(self) -> dict[int, torch.Tensor]:
-        """Put back what was there; returns what parameters have received, or what was assigned in their place, by the
-        id of the leaf."""
+        """Restore the replaced objects; returns the values that parameters have received, or that were assigned in
+        their place, by the id of the leaf."""
         received = {key: each.received for key, each in self._placeholders.items() if each.received is not None}
         for param_ref, registered, before in reversed(self._replaced):
             now = param_ref.module._parameters.get(param_ref.attribute)
             if now is not None and type(now) is not Placeholder:
                 received[id(param_ref.leaf)] = now.detach()
             if registered:
-                param_ref.module._parameters[param_ref.attribute] = before  # in its place among the others
+                param_ref.module._parameters[param_ref.attribute] = before  # at its position among the others
             else:
                 param_ref.module._parameters.pop(param_ref.attribute, None)
                 param_ref.module.__dict__[param_ref.attribute] = before

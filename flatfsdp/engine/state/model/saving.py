@@ -1,8 +1,8 @@
-"""`state_dict()` of wrapped modules: whole values, what each rank owns, or flat shards.
+"""`state_dict()` of wrapped modules: full values, each rank's intervals, or flat shards.
 
 [Note: state dicts] Modules make their state dict themselves, while placeholders stand for the parameters of their unit.
-Then each unit replaces its placeholders by values, one unit after the other. Where a module reads values on the way (a
-hook that casts, parameters of a class of its own), its unit is made whole for it, and nested ones still come one by
+Then each unit replaces its placeholders by values, one unit after the other. If a module reads values in the process (a
+hook that casts, parameters of a special class), its unit is unsharded for it, and nested ones are still handled one by
 one.
 """
 
@@ -43,15 +43,15 @@ from .types import StateDictRequest, settings_of, shares_memory
 
 @dataclass
 class StateDictCall:
-    """One call from outside, and those that it leads to.
+    """One external call, and the calls that follow from it.
 
     Attributes:
-        request: what values are to be.
-        is_local: whether parameters are given as flat shards, where ranks split them.
-        keeps: whether this rank gets what is gathered.
+        request: the form of the values.
+        is_local: whether parameters that ranks split are returned as flat shards.
+        keeps: whether this rank gets the gathered values.
         active: units whose modules make their state dict at the moment, outermost first.
-        values: made so far, by the id of the leaf; they are kept, so that tied names share them.
-        made: the values that are not modules' own, by their ids, which are theirs as long as they are kept.
+        values: those made so far, by the id of the leaf; they are kept, so that tied names share them.
+        made: the values that are not modules' own, by their ids, which stay unique while they are kept.
         copies: of shards, by the id of the handle.
     """
 
@@ -69,7 +69,7 @@ class StateDictCall:
         return self.request.carrier != "interval"
 
     def is_flat(self, unit: Unit) -> bool:
-        """Whether the parameters of `unit` are given as flat shards."""
+        """Whether the parameters of `unit` are returned as flat shards."""
         return self.is_local and carrier_of(unit, self.request.carrier) != "whole"
 
     @property
@@ -82,7 +82,7 @@ _job: ContextVar[StateDictCall | None] = ContextVar("state dict under way", defa
 
 
 def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: bool) -> Any:
-    """What `nn.Module.state_dict` returns, for a wrapper. Collective for whole values."""
+    """The result of `nn.Module.state_dict` for a wrapper. Collective for full values."""
     unit: Unit = wrapper.__dict__["_unit"]
     if destination is None:
         destination = OrderedDict()
@@ -109,7 +109,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
 
 
 def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> StateDictCall:
-    """A call for `units`, outermost `unit`, which are brought to rest where they will be gathered."""
+    """A call for `units`, outermost `unit`, which are brought to rest if they will be gathered."""
     request = StateDictRequest.of(chosen.state_dict_config)
     is_local = chosen.state_dict_type is StateDictType.LOCAL_STATE_DICT
     first = is_first(unit.groups) and is_first_of(axes_of_parts(units))
@@ -125,10 +125,10 @@ def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> State
 
 
 def check_flat(unit: Unit) -> None:
-    """Refuse to make, or take, flat shards of `unit` where ranks split each of its parameters.
+    """Refuse to make, or load, flat shards of `unit` if ranks split each of its parameters.
 
     Raises:
-        UsageError: they do.
+        UsageError: they split each.
     """
     if any(handle.options.layout == "rows" and handle.layout.world > 1 for handle in unit.handles):
         raise UsageError(
@@ -172,12 +172,12 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
 
 
 def has_own_classes(unit: Unit) -> bool:
-    """Whether parameters are of users' classes, of which modules may need more than any parameter has."""
+    """Whether parameters have user-defined classes, on whose attributes modules may depend."""
     return any(type(each.leaf) is not nn.Parameter for each in params_of([unit])) and unit.shows_shard
 
 
 def _add_values(job: StateDictCall, unit: Unit, destination: Any, prefix: str, start: int) -> None:
-    """Let the modules of `unit` see whole parameters."""
+    """Let the modules of `unit` see full parameters."""
     with summon([unit]):
         unit.entries.first.state_dict(destination=destination, prefix=prefix, keep_vars=True)
         leaves = {id(each.leaf): each.leaf for each in params_of([unit])}
@@ -185,19 +185,19 @@ def _add_values(job: StateDictCall, unit: Unit, destination: Any, prefix: str, s
         for key, value in list(islice(destination.items(), start, None)):
             if id(value) in leaves:
                 destination[key] = placeholder_for(value, [unit])
-            elif id(value) not in job.made and _storage(value) in memory:  # made of a parameter, or a part of one
+            elif id(value) not in job.made and _storage(value) in memory:  # a view or a part of a parameter
                 _put(job, destination, key, job.request.copy(value))
 
 
 def _storage(value: Any) -> int | None:
-    """Where the memory of `value` begins, if it is a tensor that has some."""
+    """The address of the storage of `value`, if it is a tensor with memory."""
     if not isinstance(value, torch.Tensor) or isinstance(value, Placeholder | OwnedInterval) or not value.numel():
         return None
     return value.untyped_storage().data_ptr()
 
 
 def _rename(destination: Any, prefix: str, start: int) -> None:
-    """Drop the names of wrappers that do not do so themselves."""
+    """Drop the names of wrappers that do not drop them themselves."""
     keys = list(islice(destination, start, None))
     names = [prefix + clean(key.removeprefix(prefix)) for key in keys]
     if names != keys:
@@ -210,8 +210,8 @@ def _rename(destination: Any, prefix: str, start: int) -> None:
 
 
 def fill(job: StateDictCall, unit: Unit, destination: Any, among: Sequence[str], prefix: str) -> None:
-    """Replace placeholders `among` these keys for parameters of `unit`, and of owners that have no turn of their own,
-    by values."""
+    """Replace placeholders `among` these keys by values: for parameters of `unit`, and of owning units that make no
+    state dict of their own in this call."""
     waiting: dict[int, list[str]] = {}
     for key in among:
         if type(value := destination[key]) is Placeholder:
@@ -262,7 +262,7 @@ def _shard_of(job: StateDictCall, handle: FlatParamHandle) -> torch.Tensor:
 
 
 def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
-    """The flat shard without world padding. Collective if that becomes a ShardedTensor."""
+    """The flat shard without world padding. Collective if it becomes a ShardedTensor."""
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
     local = _shard_of(job, handle)[: span.numel]

@@ -1,7 +1,7 @@
-"""State dicts of a part of a unit: of a module that is inside a wrapper, and no wrapper itself.
+"""State dicts of a part of a unit: of a module that is inside a wrapper, and is not a wrapper itself.
 
-Nobody but torch sees such a call. Modules that hold parameters of a unit therefore have hooks, which let placeholders
-stand in during the call, if the module is called for itself and not on behalf of its wrapper. [Note:
+Such a call passes only through torch. Modules that hold parameters of a unit therefore have hooks, which put
+placeholders in place during the call, unless the call is made on behalf of the wrapper. [Note:
 placeholders]
 """
 
@@ -31,7 +31,7 @@ _UNDER_WAY = "_part_under_way"
 
 
 def watch(param_refs: Iterable[ParamRef]) -> None:
-    """Let the modules of `param_refs`, and what lists flat parameters, answer for themselves."""
+    """Register state dict hooks on the modules of `param_refs`, and on those that list flat parameters."""
     for module in {id(module): module for each in param_refs if (module := each.module_ref()) is not None}.values():
         if before_saving not in module._state_dict_pre_hooks.values():
             module.register_state_dict_pre_hook(before_saving)
@@ -41,7 +41,7 @@ def watch(param_refs: Iterable[ParamRef]) -> None:
 
 
 def _unit_called(module: nn.Module) -> Unit | None:
-    """The unit of `module`, if it is called for itself."""
+    """The unit of `module`, if the call is not made on behalf of its wrapper."""
     left = module.__dict__.pop(_UNDER_WAY, None)
     if left is not None:  # of a call that raised
         left.abandon()
@@ -54,7 +54,7 @@ def _unit_called(module: nn.Module) -> Unit | None:
 
 
 class _Saving(Placeholders):
-    """Placeholders in a module, and what they are replaced for."""
+    """Placeholders in a module, and the call for which they are replaced."""
 
     def __init__(self, unit: Unit, module: nn.Module) -> None:
         chosen = unit.options.state_dict
@@ -83,7 +83,7 @@ def before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any) -> None:
-    """torch's state dict post-hook. Collective for whole values."""
+    """torch's state dict post-hook. Collective for full values."""
     under_way = module.__dict__.pop(_UNDER_WAY, None)
     if not isinstance(under_way, _Saving):
         return
@@ -100,7 +100,7 @@ def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any
 
 
 def before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """torch's load state dict pre-hook; the last argument is the list of what torch complains of."""
+    """torch's load state dict pre-hook; the last argument is torch's list of errors."""
     unit = _unit_called(module)
     if unit is None:
         return

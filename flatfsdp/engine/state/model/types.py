@@ -1,5 +1,5 @@
-"""Which kind of state dict a model gives: a choice for all wrappers in a module, for the time of a context or from now
-on; what that asks of each value; and whether values share memory with the model."""
+"""The kind of a model's state dict: a setting of all wrappers in a module, for the time of a context or permanently;
+the form of values that follows from it; and whether values share memory with the model."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def settings_of(module: nn.Module) -> StateDictSettings:
 
 @dataclass(frozen=True)
 class StateDictRequest:
-    """What the values of a state dict are to be, of a model or of an optimizer.
+    """The form of the values of a state dict, of a model or of an optimizer.
 
     Attributes:
-        carrier: "whole" tensors; else what this rank has: an "interval", which takes no communication, rows as
+        carrier: "whole" tensors; otherwise this rank's elements: an "interval", which takes no communication, rows as
             "sharded_tensor" or "dtensor", or "fsdp1" (see `carrier_of`).
-        offload_to_cpu: whether tensors go to the CPU.
+        offload_to_cpu: whether tensors are copied to the CPU.
         rank0_only: whether only the first rank gets, or has, values; for whole tensors.
     """
 
@@ -60,18 +60,18 @@ class StateDictRequest:
 
     @classmethod
     def of(cls, config: StateDictConfig | OptimStateDictConfig) -> StateDictRequest:
-        """What `config` asks for."""
+        """The request that `config` stands for."""
         whole = isinstance(config, FullStateDictConfig | FullOptimStateDictConfig)
         carrier = "whole" if whole else getattr(config, "sharded_as", "interval")
         return cls(carrier, config.offload_to_cpu, getattr(config, "rank0_only", False))
 
     @property
     def device(self) -> torch.device | None:
-        """Where tensors go; None for where they are."""
+        """The device for tensors; None: each stays on its own."""
         return torch.device("cpu") if self.offload_to_cpu else None
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in memory of its own, where tensors go."""
+        """`tensor` in memory of its own, on the requested device."""
         return tensor.detach().to(self.device or tensor.device, copy=True)
 
 
@@ -81,7 +81,7 @@ def only_rank0(chosen: StateDictSettings) -> bool:
 
 
 class StateDictTypes:
-    """Methods of the wrapper that choose of which kind its state dicts are."""
+    """Methods of the wrapper that choose the kind of its state dicts."""
 
     @staticmethod
     @contextmanager
@@ -148,10 +148,10 @@ _shares_memory: ContextVar[bool] = ContextVar("values of state dicts share memor
 
 @contextmanager
 def sharing_memory() -> Iterator[None]:
-    """Inside, values of sharded state dicts share memory with what they are of.
+    """Inside, values of sharded state dicts share memory with the model or optimizer.
 
-    [Note: shared values] A checkpoint that is written at once needs no copies: what this rank owns of parameters, and
-    of an optimizer's states, is shown where it lies. Whole values are gathered, and are copies as always.
+    [Note: shared values] A checkpoint that is written at once needs no copies: this rank's elements of parameters, and
+    of an optimizer's states, are returned in place. Full values are gathered, and are always copies.
     """
     token = _shares_memory.set(True)
     try:

@@ -1,1 +1,1 @@
-"""State of optimizers by the names of parameters: gathered, scattered, under other keys."""
+"""State of optimizers by the names of parameters: gathered, scattered, rekeyed."""

@@ -23,9 +23,9 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 class OptimStates:
     """An optimizer's state by the names of parameters, independent of number of ranks and wrapping.
 
-    A state dict of names is `{"state": {name: {state: value}}, "param_groups": [...]}`, where param groups list names,
-    too. What is no tensor of its parameter's shape (a step count) is one value for a parameter, on the CPU. Saved and
-    loaded, an optimizer goes on as if it had never stopped; on another number of ranks, too.
+    A state dict of names is `{"state": {name: {state: value}}, "param_groups": [...]}`, where param groups also list
+    names. A state that is not a tensor of its parameter's shape (a step count) is one value for a parameter, on the
+    CPU. A saved and loaded optimizer continues exactly, even on another number of ranks.
     """
 
     @staticmethod
@@ -37,27 +37,27 @@ class OptimStates:
     ) -> dict[str, Any]:
         """The state of `optim` by names, of the kind that `set_state_dict_type` chose for `model`. Collective.
 
-        ``FULL_STATE_DICT``: whole tensors, gathered one state of one unit at a time; with `rank0_only` the dicts of
-        other ranks are empty. Otherwise values are `OwnedInterval`s, what this rank owns of each state: making them
-        sends descriptions only, and `torch.distributed.checkpoint` saves them and loads into them; or what else
-        `ShardedOptimStateDictConfig(sharded_as=...)` chooses, which is gathered like whole tensors. Tensors are on the
+        ``FULL_STATE_DICT``: full tensors, gathered one state of one unit at a time; with `rank0_only` the dicts of
+        other ranks are empty. Otherwise values are `OwnedInterval`s, this rank's elements of each state: making them
+        sends descriptions only, and `torch.distributed.checkpoint` saves them and loads into them; or the form that
+        `ShardedOptimStateDictConfig(sharded_as=...)` chooses, which is gathered like full tensors. Tensors are on the
         CPU with `offload_to_cpu`, which is the default, and never share memory with the optimizer's.
 
         An optimizer that has not stepped on any rank has the state that it would start its first step from: it is
-        found by a step of a copy on zeros, which takes the memory of parameters, gradients and state meanwhile.
+        found by a step of a copy on zeros, which temporarily takes the memory of parameters, gradients and state.
 
         Args:
-            model: what the optimizer was built on, usually the outermost wrapper.
+            model: the model on which the optimizer was built, usually the outermost wrapper.
             optim: the optimizer.
-            optim_state_dict: what `optim.state_dict()` gave, if that was changed; None to call that.
-            group: the ranks of which the first gets the dict, where one alone does; None for the model's.
+            optim_state_dict: a changed result of `optim.state_dict()`; None to call that.
+            group: the ranks of which the first gets the dict, if only one rank gets it; None for the model's.
 
         Raises:
-            UsageError: a state that has not the shape of its parameter where that is split over ranks; a parameter that
-                is not the model's.
-            AgreementError: ranks differ in what states a parameter has, or in their values.
+            UsageError: a state without the shape of its parameter if that is split over ranks; a parameter that does
+                not belong to the model.
+            AgreementError: ranks differ in the states of a parameter, or in their values.
 
-        Example (in a process group of one rank; before the first step, so all is as it begins):
+        Example (in a process group of one rank; before the first step, so with initial state):
             >>> from flatfsdp import FullyShardedDataParallel
             >>> model = FullyShardedDataParallel(nn.Linear(2, 1))
             >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -79,29 +79,29 @@ class OptimStates:
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict()` takes, out of a state dict of names. Collective.
+        """The argument for `optim.load_state_dict()`, made from a state dict of names. Collective.
 
-        Values may be whole tensors, `OwnedInterval`s of this rank's elements, torch's DTensors and ShardedTensors: from
-        `optim_state_dict()` here or of FSDP1, whatever the number of ranks and the wrapping was, or from a single
-        process. With `FullOptimStateDictConfig(rank0_only=True)` only rank 0 needs the dict, and sends each rank its
+        Values may be full tensors, `OwnedInterval`s of this rank's elements, torch's DTensors and ShardedTensors: from
+        `optim_state_dict()` here or of FSDP1, for any number of ranks and any wrapping, or from a single process. With
+        `FullOptimStateDictConfig(rank0_only=True)` only rank 0 needs the dict, and sends each rank its
         shards.
 
         A dict without "param_groups" gives one without; loaded directly, the optimizer keeps its own. Parameters that
         no unit manages may be missing in both, and have no state then.
 
-        With flat parameters (`use_orig_params=False`) those that lie in one share their states: tensors that are
-        missing for some are zeros, single values must be there for all and equal.
+        With flat parameters (`use_orig_params=False`) the parameters in one share their states: tensors that are
+        missing for some are zeros; single values must be there for all, and equal.
 
         Args:
             model, optim: as of `optim_state_dict`.
             optim_state_dict: the dict of names; it is not changed.
             is_named_optimizer: whether the optimizer's keys are names of `model.named_parameters()`, not numbers.
             load_directly: whether to load it, too.
-            group: the ranks of which the first has the dict, where one alone does; None for the model's.
+            group: the ranks of which the first has the dict, if only one rank has it; None for the model's.
 
         Raises:
             ConfigTypeError, ConfigValueError: a dict without "state", names or states that are not
-                this model's, in words.
+                this model's; the message names them.
             AgreementError: ranks have different dicts, or that of another rank is wrong.
         """
         from_first = StateDictRequest.of(settings_of(model).optim_state_dict_config).rank0_only
@@ -119,11 +119,11 @@ class OptimStates:
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """`optim_state_dict` with whole tensors on the CPU, whatever was chosen for `model`. Collective.
+        """`optim_state_dict` with full tensors on the CPU, independent of the setting of `model`. Collective.
 
         Args:
             model, optim, group: as of `optim_state_dict`.
-            optim_input: what the optimizer was built from, if its own param groups are not to be used.
+            optim_input: the input from which the optimizer was built, if its own param groups are not to be used.
             rank0_only: whether the dicts of ranks other than the first are empty.
         """
         wanted = StateDictRequest("whole", rank0_only=rank0_only)
@@ -131,8 +131,8 @@ class OptimStates:
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
-        """`optim_state_dict` with this rank's `OwnedInterval`s, whatever was chosen for `model`; under
-        `flatfsdp.as_torch` with torch's classes, as FSDP1 has it. Collective.
+        """`optim_state_dict` with this rank's `OwnedInterval`s, independent of the setting of `model`; under
+        `flatfsdp.as_torch` with torch's classes, as in FSDP1. Collective.
 
         `model`, `optim` and `group` are as there.
         """
@@ -145,13 +145,13 @@ class OptimStates:
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """`optim_state_dict_to_load` of a dict of whole tensors that every rank has. No communication.
+        """`optim_state_dict_to_load` for a dict of full tensors that every rank has. No communication.
 
         Args:
             full_optim_state_dict: the dict.
             model: as of `optim_state_dict`.
-            optim_input: what the optimizer was built from; None for what `optim` has, and without that for
-                `model.parameters()`.
+            optim_input: the input from which the optimizer was built; None for the param groups of `optim`, or without
+                that for `model.parameters()`.
             optim: the optimizer.
         """
         return load(model, optim, full_optim_state_dict, optim_input=optim_input, alone=True)
@@ -160,7 +160,7 @@ class OptimStates:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """`optim_state_dict_to_load` of a sharded dict, whatever was chosen for `model`. Collective.
+        """`optim_state_dict_to_load` for a sharded dict, independent of the setting of `model`. Collective.
 
         Args:
             sharded_optim_state_dict: this rank's.
@@ -176,12 +176,12 @@ class OptimStates:
         optim: torch.optim.Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """`optim_state_dict_to_load` of a dict of whole tensors that only the first rank has. Collective.
+        """`optim_state_dict_to_load` for a dict of full tensors that only the first rank has. Collective.
 
         The first rank sends shard by shard, others receive their own only.
 
         Args:
-            full_optim_state_dict: the dict; on other ranks it is not looked at.
+            full_optim_state_dict: the dict; ignored on other ranks.
             model, optim_input, optim: as of `shard_full_optim_state_dict`.
             group: the ranks of which the first has it; None for the model's.
         """
@@ -197,11 +197,11 @@ class OptimStates:
     ) -> dict[str, Any]:
         """A state dict of names with the numbers of the optimizer over `model`, or the reverse. No communication.
 
-        Between the dicts here and those of single processes, whose optimizers know numbers only: `model` and its
-        optimizer are then those that are not wrapped.
+        It converts between the dicts here and those of single processes, whose optimizers use numbers only: `model` and
+        its optimizer are then the unwrapped ones.
 
         Args:
-            optim_state_dict: the dict; returned as it is if it has such keys already.
+            optim_state_dict: the dict; returned unchanged if it has such keys already.
             optim_state_key_type: `OptimStateKeyType.PARAM_NAME` or `.PARAM_ID`.
             model, optim_input, optim: as of `shard_full_optim_state_dict`.
 
@@ -217,7 +217,7 @@ def _rekeyed(
 ) -> dict[str, Any]:
     """`state_dict` with keys of `key_type`; itself if it has them already. Tensors are not copied. No communication.
 
-    `groups`: the parameters of each param group of the optimizer over `model` that counts them.
+    `groups`: the parameters of each param group of the optimizer over `model`, whose numbers are used.
     """
     chosen = _key_type(key_type)
     checked = check_dict(state_dict)

@@ -1,9 +1,9 @@
-"""What states an optimizer has of each parameter: described by the ranks that own its elements, the same on all.
+"""Descriptions of an optimizer's states of each parameter, by the ranks that own its elements; equal on all of them.
 
 [Note: described states] A state is *shaped* if it has an element for each of the parameter's: it is split as the
-parameter is. Everything else (a step count, a flag) is one value for the whole parameter: the same on all ranks that
-own elements, and for a flat parameter the same for all that lie in it. A tensor of another shape is *kept* as it is
-where one rank sees the whole parameter; where ranks see parts of it, nobody knows how to put such tensors together. A
+parameter is. Every other state (a step count, a flag) is one value for the whole parameter: the same on all ranks that
+own elements, and for a flat parameter the same for all parameters in it. A tensor of another shape is *kept* unchanged
+if one rank sees the whole parameter; if ranks see parts of it, there is no rule for assembling such tensors. A
 rank that owns no element of a parameter does not describe it: optimizers have no state there, or an empty one.
 """
 
@@ -34,20 +34,20 @@ class ParamShaped:
 
 @dataclass(frozen=True)
 class OtherState:
-    """Something else that holds tensors. `value` is on the CPU; None where every rank has it itself."""
+    """Another object that holds tensors. `value` is on the CPU; None if every rank has it itself."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class UnsupportedState:
-    """What cannot be put together, in words."""
+    """The description of a state that cannot be assembled."""
 
     words: str
 
 
 def description_of(param: OptimizedParam, state: Mapping[str, Any]) -> Description:
-    """What this rank's `state` of `param` is."""
+    """The description of this rank's `state` of `param`."""
     found: Description = {}
     handle = param.handle
     for name, value in state.items():
@@ -66,7 +66,7 @@ def description_of(param: OptimizedParam, state: Mapping[str, Any]) -> Descripti
 
 
 def value_of(value: Any, *, device: torch.device | None = None) -> Any:
-    """A copy of `value`, tensors in it included, to outlive changes of the state; on `device`, by default the CPU."""
+    """A copy of `value`, including tensors in it, independent of later changes; on `device`, by default the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device or torch.device("cpu"), copy=True)
     if isinstance(value, dict):
@@ -77,12 +77,12 @@ def value_of(value: Any, *, device: torch.device | None = None) -> Any:
 
 
 def agree(by_rank: Mapping[int, Mapping[str, Description | None]]) -> dict[str, Description]:
-    """What all ranks' descriptions come to, for every parameter that has states, by its name. None stands for a
-    parameter that the rank's optimizer does not hold.
+    """The common description for every parameter that has states, by its name. None stands for a parameter that the
+    rank's optimizer does not hold.
 
     Raises:
-        AgreementError: ranks differ in which states there are, in their dtypes, or in values.
-        UsageError: a tensor that cannot be put together.
+        AgreementError: ranks differ in the set of states, in their dtypes, or in values.
+        UsageError: a tensor that cannot be assembled.
     """
     by_name: dict[str, dict[int, Description | None]] = {}
     for rank, described in by_rank.items():
@@ -136,7 +136,7 @@ def _refuse_unsupported(name: str, state: str, *values: Any) -> None:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two values of a state are the same, bit for bit."""
+    """Whether two values of a state are bitwise equal."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -152,7 +152,7 @@ def alike(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(alike, one, other))
     try:
         return bool(one == other) or pickle.dumps(one) == pickle.dumps(other)
-    except Exception:  # what does not compare, or not to one bool
+    except Exception:  # objects that cannot be compared, or not to one bool
         return pickle.dumps(one) == pickle.dumps(other)
 
 
@@ -161,7 +161,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shown(value: Any) -> str:
-    """A value of a state, or what it is, for messages."""
+    """A value of a state, or its description, for messages."""
     if isinstance(value, ParamShaped):
         return f"a tensor of its shape, {value.dtype}"
     if isinstance(value, UnsupportedState):

@@ -1,12 +1,12 @@
-"""The state that an optimizer has before its first step, which it makes in that step only.
+"""The state of an optimizer before its first step, which it creates only in that step.
 
 [Note: trial step] A copy of the optimizer steps on stand-ins: parameters of zeros, with gradients of zeros. Of each
-value of its state the first one assigned is kept: where an optimizer lays out its state before it computes, as most do,
-that is the state before the step (a step count of zero, moments of zero). What it assigns after it has computed is the
-state of one step without gradients (SGD's momentum: zero). A state that begins as a copy of its parameter (an average,
-schedule-free's z) shows in a second trial, on the parameters' values, which optimizers of torch do without. Neither the
-optimizer nor the parameters take part, nor do hooks of the optimizer, a scheduler that counts its steps, or the random
-numbers of torch and Python.
+value of its state the first one assigned is kept: if an optimizer creates its state before it computes, as most do,
+that is the state before the step (a step count of zero, moments of zero). Values that it assigns after it has computed
+are the state of one step without gradients (SGD's momentum: zero). A state that begins as a copy of its parameter (an
+average, schedule-free's z) is found by a second trial, on the parameters' values, which torch's optimizers do not need.
+Neither the optimizer nor the parameters take part, nor do hooks of the optimizer, a scheduler that counts its steps, or
+the random states of torch and Python.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .param_map import Key, OptimizedParam
 
 
 class _FirstValues(dict[Any, Any]):
-    """One parameter's state, which remembers what was assigned first. `first`: by the name of the state."""
+    """One parameter's state, which records first assignments. `first`: these, by the name of the state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class _FirstValues(dict[Any, Any]):
             self.first[key] = _copied(value)
         super().__setitem__(key, value)
 
-    # dict's own do not go through __setitem__.
+    # dict's own methods do not call __setitem__.
     setdefault: Any = MutableMapping.setdefault
     update: Any = MutableMapping.update
 
 
 class _States(defaultdict[Any, Any]):
-    """An optimizer's state whose entries remember."""
+    """An optimizer's state whose entries record first assignments."""
 
     def __init__(self) -> None:
         super().__init__(_FirstValues)
@@ -58,10 +58,10 @@ class _States(defaultdict[Any, Any]):
 def state_before_first_step(
     optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[OptimizedParam]]
 ) -> dict[Key, dict[str, Any]]:
-    """The state of each parameter that requires a gradient, by its key. No communication but the optimizer's own.
+    """The state of each parameter that requires a gradient, by its key. No communication except the optimizer's own.
 
-    Takes the memory of the parameters, their gradients and the state once more meanwhile. An optimizer that cannot step
-    on gradients of zeros (one that needs a closure, or sparse gradients), or of which no copy can be made, is left
+    Temporarily takes the memory of the parameters, their gradients and the state once more. An optimizer that cannot
+    step on gradients of zeros (one that needs a closure, or sparse gradients), or that cannot be copied, is left
     without state, with a warning.
     """
     found = _state_of_trial(optimizer, groups, on_values=False)

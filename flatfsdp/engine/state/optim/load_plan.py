@@ -1,8 +1,8 @@
-"""What is to come of each value of an optimizer's state dict, decided from a description of it alone.
+"""A plan for each value of an optimizer's state dict, made from a description of the dict alone.
 
-[Note: loading optimizer state] First what is to come of each value is decided from names, shapes, dtypes and the small
-values (`describe`, `plan`). All refusals are here: ranks that have the same dict refuse the same, and where only the
-first rank has it, its description is all that others need. Then tensors are cut (`loading`).
+[Note: loading optimizer state] First a plan for each value is made from names, shapes, dtypes and the small values
+(`describe`, `plan`). All refusals are here: ranks that have the same dict refuse the same, and if only the first rank
+has it, the others need only its description. Then tensors are cut (`loading`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .param_map import Key, OptimizedParam, ParamMap
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of a state dict. `span`: of an `OwnedInterval`, the elements that are there."""
+    """A tensor of a state dict. `span`: the elements that an `OwnedInterval` has."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,24 +40,24 @@ Values = dict[str, Any]  # by the name of the state: a TensorSpec, or the value 
 class StateDictSpec:
     """A state dict without its tensors."""
 
-    state: dict[str, Any]  # Values by the name of the parameter; what is no dict belongs to no parameter
+    state: dict[str, Any]  # Values by the name of the parameter; entries that are not dicts belong to no parameter
     param_groups: list[dict[str, Any]] | None
 
     def to_cpu(self) -> StateDictSpec:
-        """The same for another rank, whose accelerator may be another one."""
+        """The same for another rank, whose accelerator may differ."""
         return StateDictSpec(self.state, None if self.param_groups is None else value_of(self.param_groups))
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What an optimizer is to load.
+    """The values that an optimizer will load.
 
     Attributes:
-        states: by the optimizer's key, for each state `ParamShaped` where each rank gets its elements, the `TensorSpec`
-            of a tensor that every rank gets as it is, or the value itself.
-        sources: under which key the dict has the states of a parameter, by its name.
+        states: by the optimizer's key, for each state `ParamShaped` if each rank gets its elements, the `TensorSpec`
+            of a tensor that every rank gets unchanged, or the value itself.
+        sources: the dict's key for the states of a parameter, by its name.
         others: entries that belong to no parameter.
-        param_groups: as the optimizer has them, with its own keys; None if the dict has none.
+        param_groups: in the optimizer's structure, with its own keys; None if the dict has none.
     """
 
     states: dict[Key, dict[str, Any]]
@@ -70,7 +70,7 @@ def check_dict(state_dict: Any) -> dict[str, Any]:
     """`state_dict`, if it looks like an optimizer's.
 
     Raises:
-        ConfigTypeError, ConfigValueError: naming what is wrong with it.
+        ConfigTypeError, ConfigValueError: naming the fault.
     """
     if not isinstance(state_dict, dict):
         raise ConfigTypeError(f"optim_state_dict: got {type(state_dict).__name__}. Accepted: a dict")
@@ -86,10 +86,10 @@ def check_dict(state_dict: Any) -> dict[str, Any]:
 
 
 def describe(state_dict: Any) -> StateDictSpec:
-    """What `state_dict` holds. No communication.
+    """A description of `state_dict`. No communication.
 
     Raises:
-        ConfigTypeError, ConfigValueError: it is no optimizer's, or keyed by numbers.
+        ConfigTypeError, ConfigValueError: it is not an optimizer's, or keyed by numbers.
     """
     checked = check_dict(state_dict)
     param_groups = checked.get("param_groups")
@@ -119,12 +119,12 @@ def _described(value: Any) -> Any:
 
 
 def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] = ()) -> LoadPlan:
-    """What an optimizer over `holder`'s parameters loads. No communication.
+    """The plan for an optimizer over `holder`'s parameters. No communication.
 
-    `others`: what the optimizer's state has besides parameters.
+    `others`: entries of the optimizer's state that belong to no parameter.
 
     Raises:
-        ConfigValueError: a name that is no parameter's of the optimizer, or states that do not fit, in words.
+        ConfigValueError: a name of no parameter of the optimizer, or states that do not fit; the message names them.
     """
     by_name = {name: named for named in holder.params for name in named.names}
     beside = {key for key, entry in description.state.items() if key in others or not isinstance(entry, dict)}
@@ -177,8 +177,8 @@ def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] =
 
 
 def _with_scalars_shaped(named: NamedParam, values: Values, shaped: Collection[str]) -> Values:
-    """`values` of a parameter without dimensions, whose states of its shape look like single values: those are that
-    other parameters have in their shape; where none has any, all but the step count."""
+    """`values` of a parameter without dimensions. Its states of its own shape look like single values: they are those
+    that other parameters have in their shape or, if none has any, all but the step count."""
     if named.unit is None or named.spec.shape:
         return values
     return {
@@ -213,9 +213,9 @@ def _of_one(param: OptimizedParam, values: Values) -> dict[str, Any]:
 
 
 def _of_flat(param: OptimizedParam, entries: Mapping[str, Values]) -> dict[str, Any]:
-    """What a flat parameter loads from the states of the parameters in it: zeros where there is no tensor.
+    """The states that a flat parameter loads from those of the parameters in it: zeros where there is no tensor.
 
-    Those without elements do not count: whether optimizers have states of them depends on how they are wrapped.
+    Parameters without elements do not count: whether optimizers have states of them depends on how they are wrapped.
     """
     members = [named for named in param.params if named.spec.whole.numel] or list(param.params)
     entries = {named.name: entries[named.name] for named in members if named.name in entries}
@@ -301,7 +301,7 @@ def _check_interval(named: NamedParam, state: str, value: TensorSpec) -> None:
 
 
 def _owned_by_one(named: NamedParam) -> bool:
-    """Whether one rank owns all elements, the same on every rank's account."""
+    """Whether one rank owns all elements; the same result on every rank."""
     layout = named.handle.layout
     if named.spec.part is not None and not named.spec.part.is_whole:
         return False
@@ -312,8 +312,8 @@ def _owned_by_one(named: NamedParam) -> bool:
 def _groups(
     holder: ParamMap, given: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """The dict's param groups as the optimizer has its own: split and merged as far as their settings allow. Parameters
-    that no unit manages may be missing, as a part of the model that each rank keeps to itself."""
+    """The dict's param groups in the optimizer's structure: split and merged as far as their settings allow. Parameters
+    that no unit manages may be missing, such as a part of the model that each rank keeps to itself."""
     group_of = {name: number for number, group in enumerate(names) for name in group}
     out = []
     for number, group in enumerate(holder.groups):
@@ -325,7 +325,7 @@ def _groups(
             )
         covered = (named.name for param in group for named in param.params)
         sources = sorted({group_of[name] for name in covered if name in group_of})
-        if not sources:  # no parameter of it is known: its place decides
+        if not sources:  # no parameter of it is known: its position decides
             sources = [number] if number < len(given) else []
         settings = [{key: value for key, value in given[source].items() if key not in _KEYS} for source in sources]
         for other, source in zip(settings[1:], sources[1:], strict=True):

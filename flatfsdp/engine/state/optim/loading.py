@@ -1,7 +1,7 @@
-"""From an optimizer's state dict of names to what this rank's optimizer loads. [Note: loading optimizer state]
+"""From an optimizer's state dict of names to the state for this rank's optimizer. [Note: loading optimizer state]
 
-A rank that has a whole tensor, or the interval that it owns, needs nobody for its piece; from the first rank each rank
-gets its shard, one state of one unit at a time.
+A rank with a full tensor, or the interval that it owns, gets its piece without communication; from the first rank each
+rank gets its shard, one state of one unit at a time.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def load(
     alone: bool = False,
     group: Any = None,
 ) -> dict[str, Any]:
-    """What an optimizer loads by its own `load_state_dict()`.
+    """The argument for an optimizer's own `load_state_dict()`.
 
     Args:
         optim, optim_input: either gives the parameters that it has ([Note: optimized parameters]).
-        from_first: only the first rank has `state_dict`; that of others is not looked at.
+        from_first: only the first rank has `state_dict`; other ranks' are ignored.
         by_name: the optimizer's keys are names, not numbers.
-        alone: without communication; `state_dict` holds whole tensors, or the intervals that this rank owns.
+        alone: without communication; `state_dict` holds full tensors, or the intervals that this rank owns.
         group: the process group whose first rank has it; that must be the model's first.
 
     No value shares memory with `state_dict`'s. Collective over the axes of the model's units unless `alone`.
 
     Raises:
-        ConfigTypeError, ConfigValueError: what is wrong with the dict; on all ranks that have it.
+        ConfigTypeError, ConfigValueError: the dict is faulty; on all ranks that have it.
         AgreementError: ranks have different dicts, or another rank has a wrong one.
     """
     with collective_call(units_in(model), "optim_state_dict_to_load()", always=True, when=not alone):
@@ -82,7 +82,7 @@ def load(
 
 
 def _description_of_first(model: nn.Module, axes: list[Transport], state_dict: Any, group: Any) -> StateDictSpec:
-    """What the first rank's `state_dict` holds. Collective over `axes`.
+    """A description of the first rank's `state_dict`. Collective over `axes`.
 
     Raises:
         AgreementError, ConfigTypeError, ConfigValueError, UsageError: it is no such dict, or cannot reach all ranks.
@@ -105,7 +105,7 @@ def _description_of_first(model: nn.Module, axes: list[Transport], state_dict: A
                 )
         if first:
             own.append(describe(state_dict).to_cpu())
-            encode(own[0], objects=True)  # what cannot be sent is refused here, on all ranks
+            encode(own[0], objects=True)  # unsendable values are refused here, on all ranks
 
     all_or_none(axes, look, doing=FROM_FIRST)
     described: StateDictSpec = broadcast_value(axes, own[0] if first else None)
@@ -113,7 +113,7 @@ def _description_of_first(model: nn.Module, axes: list[Transport], state_dict: A
 
 
 def _refuse_difference(reported: Mapping[int, list[tuple[str, str]]]) -> NoReturn:
-    """Raise an AgreementError with the first difference between what ranks hand in."""
+    """Raise an AgreementError with the first difference between ranks' reports."""
     by_name = {rank: dict(each) for rank, each in reported.items()}
     for name in sorted({name for each in by_name.values() for name in each}):
         found = {rank: each.get(name, "no state") for rank, each in by_name.items()}
@@ -126,12 +126,12 @@ def _refuse_difference(reported: Mapping[int, list[tuple[str, str]]]) -> NoRetur
 
 
 class _Loading:
-    """What an optimizer is to load, and from there its tensors.
+    """The plan for an optimizer's state, and then its tensors.
 
     Attributes:
-        description: what the dict holds.
-        holder: what the optimizer holds.
-        plan: what is to come of each value.
+        description: of the dict.
+        holder: the parameters that the optimizer steps on.
+        plan: the plan for each value.
     """
 
     description: StateDictSpec
@@ -144,7 +144,7 @@ class _Loading:
         self._source: Mapping[str, Any] = {}
 
     def common(self) -> list[tuple[str, str]]:
-        """What ranks must have in common, where each has a dict: (name, tensors in words) of what is in units."""
+        """The facts that all ranks' dicts must share: (name, description of its tensors) of parameters in units."""
         outside = {name for named in self.holder.params if named.unit is None for name in named.names}
         found = []
         for name, values in self.description.state.items():
@@ -154,13 +154,13 @@ class _Loading:
         return sorted(found)
 
     def states(self, source: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
-        """What the optimizer loads, by its keys. Collective over the axes if there are any.
+        """The states that the optimizer loads, by its keys. Collective over the axes if there are any.
 
-        Parameters of which this rank has no element are left out, as optimizers do that step on gradients alone; those
-        that go by names have all.
+        Parameters of which this rank has no element are left out, as by optimizers that step on gradients alone; an
+        optimizer that uses names gets all.
 
         Args:
-            source: the state of the dict, empty where only the first rank has it.
+            source: the state of the dict; empty on ranks that do not have it.
         """
         self._source = source
         by_name = self.holder.by_name
@@ -194,7 +194,7 @@ class _Loading:
         return self.plan.states.get(param.key, {})
 
     def _value(self, named: NamedParam, state: str) -> Any:
-        """The tensor of the dict; None where it has none."""
+        """The tensor of the dict; None if it has none."""
         key = self.plan.sources.get(named.name)
         return None if key is None or not self._source else self._source[key].get(state)
 
@@ -214,7 +214,7 @@ class _Loading:
         return shard
 
     def _replicated(self, param: OptimizedParam, state: str, spec: TensorSpec) -> torch.Tensor:
-        """A tensor as the dict has it, where the parameter is."""
+        """A tensor of the dict, unchanged, on the parameter's device."""
         value, device = self._value(param.params[0], state), param.at_rest.device
         if self._from_first:
             value = broadcast_tensor(self._axes, value, spec.shape, spec.dtype, self._axes[0].device.device)

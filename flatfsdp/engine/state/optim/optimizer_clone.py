@@ -1,4 +1,4 @@
-"""Optimizers of the same class and settings over other parameters: for a step that the original does not take."""
+"""Optimizers of the same class and settings over other parameters: for a step that leaves the original unchanged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ITS_OWN = frozenset({"state", "param_groups"})
 
 
 def clone_over(optimizer: torch.optim.Optimizer, params: Sequence[list[nn.Parameter]]) -> torch.optim.Optimizer:
-    """`optimizer` over `params`, by param group, without hooks, which a base class's step would run. It shares all else
-    with the original, the state included."""
+    """`optimizer` over `params`, by param group, without hooks, which a base class's step would run. It shares all
+    other attributes with the original, including the state."""
     clone: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         clone.__dict__[name] = OrderedDict() if name.endswith("_hooks") else value
@@ -30,7 +30,7 @@ def copy_over(
     optimizer: torch.optim.Optimizer, stand_ins: dict[int, nn.Parameter], state: Any
 ) -> torch.optim.Optimizer:
     """`optimizer` over the stand-ins for its parameters, by their ids, with another state, and without hooks. It shares
-    nothing that a step could change; what has no copy (a process group, a lock) is shared.
+    nothing that a step could change; uncopyable attributes (a process group, a lock) are shared.
 
     Raises:
         UsageError: it could step on the real parameters.
@@ -42,7 +42,7 @@ def copy_over(
             clone.__dict__[name] = OrderedDict()
         elif name not in _ITS_OWN and not (callable(value) and hasattr(type(optimizer), name)):
             clone.__dict__[name] = _copied(name, value, memo)
-    # By attribute, and last: a wrapper around an optimizer hands them on to the copy of that.
+    # By attribute, and last: a wrapper around an optimizer passes them on to its copied inner optimizer.
     clone.param_groups = [
         {
             key: [stand_ins[id(each)] for each in value] if key == "params" else copy.deepcopy(value, memo)
@@ -66,8 +66,8 @@ def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
 
 
 def step_alone(clone: torch.optim.Optimizer) -> None:
-    """Let `clone` take the step of its class, inside of torch's wrapper that calls hooks. The random numbers of torch
-    and Python stay as they are."""
+    """Run the step of the class of `clone`, without torch's wrapper that calls hooks. The random states of torch
+    and Python stay unchanged."""
     step: Any = type(clone).step
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__

@@ -1,8 +1,8 @@
-"""What an optimizer holds of a model: each of its parameters, and the names of the model's parameters in it.
+"""Map between an optimizer's parameters and the names of the model's parameters in them.
 
 [Note: optimized parameters] An optimizer steps on flat parameters, on pieces of the user's parameters ([Note: faces]),
-or on parameters outside of every unit. It knows them by number, in the order of its own param groups, which may be
-another one on every rank. State dicts know names ([Note: clean names]); `OptimizedParam` is the bridge.
+or on parameters outside of every unit. It numbers them in the order of its own param groups, which may differ between
+ranks. State dicts use names ([Note: clean names]); `OptimizedParam` connects the two.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class OptimizedParam:
     """One parameter of an optimizer.
 
     Attributes:
-        key: how the optimizer's own state dict calls it: its number, or its name where optimizers go by names.
-        parameter: what the optimizer steps on.
+        key: its key in the optimizer's own state dict: its number, or its name if the optimizer uses names.
+        parameter: the tensor that the optimizer steps on.
         params: the model's parameters in it: one, or those of a flat parameter in layout order.
     """
 
@@ -37,7 +37,7 @@ class OptimizedParam:
 
     @property
     def name(self) -> str:
-        """The first name in it, which no other one has."""
+        """The first name in it, which is unique."""
         return self.params[0].name
 
     @property
@@ -53,7 +53,7 @@ class OptimizedParam:
 
     @property
     def at_rest(self) -> torch.Tensor:
-        """What this rank steps on: between forward and backward the parameter itself shows nothing."""
+        """The tensor that this rank steps on: between forward and backward the parameter itself shows nothing."""
         handle = self.handle
         if handle is None:
             return self.parameter.detach()
@@ -72,7 +72,7 @@ class OptimizedParam:
 
     @property
     def keeps_any_shape(self) -> bool:
-        """Whether states of other shapes mean something: they are those of a whole parameter."""
+        """Whether states of other shapes are valid: they are those of a full parameter."""
         named, handle = self.params[0], self.handle
         if handle is None:
             return True
@@ -80,7 +80,7 @@ class OptimizedParam:
         return not piecewise and named.span_in_shard.numel == named.spec.whole.numel
 
     def pieces_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's `state` of it, with pieces as the shard has them in the place of distributed tensors."""
+        """This rank's `state` of it, with pieces laid out as in the shard in place of distributed tensors."""
         handle = self.handle
         if handle is None or not handle.face.is_distributed:
             return state
@@ -96,12 +96,12 @@ class OptimizedParam:
 
 
 class ParamMap:
-    """What an optimizer holds of `model`.
+    """The parameters of `model` that an optimizer holds.
 
     Attributes:
         params: every parameter of the model, in the order of its state dict.
         groups: the optimizer's param groups.
-        by_name: what it holds, by the first names of the parameters in it.
+        by_name: the optimizer's parameters, by the first names of the model's parameters in them.
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[Iterable[torch.Tensor]], *, by_name: bool = False) -> None:
@@ -112,7 +112,7 @@ class ParamMap:
             UsageError: a parameter that is not the model's, or one that was flattened after the optimizer was built.
         """
         self.params = named_state(model)
-        inside: dict[int, list[NamedParam]] = {}  # by the id of what an optimizer can step on
+        inside: dict[int, list[NamedParam]] = {}  # by the id of the tensor that an optimizer can step on
         flattened: dict[int, NamedParam] = {}
         for named in self.params:
             holder = named.leaf if named.unit is None else named.handle.face.holder_of(named.index)
@@ -139,8 +139,8 @@ class ParamMap:
 def groups_of(
     model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: Any = None
 ) -> list[list[torch.Tensor]]:
-    """The parameters of each param group: of `optim_input`, as an optimizer takes it, else of `optim`, else all of the
-    model's as one group."""
+    """The parameters of each param group: of `optim_input`, in the form that optimizers accept, else of `optim`, else
+    all of the model's as one group."""
     if optim_input is None:
         if optim is None:
             return [list(model.parameters())]
@@ -168,7 +168,7 @@ def groups_of(
 
 
 def others_of(optim: torch.optim.Optimizer | None) -> list[Any]:
-    """The keys of an optimizer's state that are no parameters."""
+    """The keys of an optimizer's state that are not parameters."""
     return [] if optim is None else [key for key in optim.state if not isinstance(key, torch.Tensor)]
 
 

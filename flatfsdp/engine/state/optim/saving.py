@@ -1,9 +1,9 @@
-"""An optimizer's state by the names of the model's parameters: whole, or what this rank owns of it.
+"""An optimizer's state by the names of the model's parameters: full, or this rank's elements of it.
 
 [Note: optimizer state dicts] {"state": {name: {state: value}}, "param_groups": [...]}, like that of an optimizer over
-the model before it was wrapped, with names ([Note: clean names]) in place of numbers. Before anything is put together,
-ranks exchange what states they have ([Note: described states]), because a rank knows nothing of parameters of which it
-owns no element. Whole states are then gathered one state of one unit at a time; sharded ones need nothing more.
+the model before it was wrapped, with names ([Note: clean names]) for numbers. First, ranks exchange descriptions
+of their states ([Note: described states]), because a rank has no information on parameters without elements there.
+Full states are then gathered one state of one unit at a time; sharded ones need no further communication.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def state_by_name(
     optim_input: Any = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """[Note: optimizer state dicts]. `state_dict`: the optimizer's own, if something else than `optim.state_dict()`.
+    """[Note: optimizer state dicts]. `state_dict`: the optimizer's own, if it is not `optim.state_dict()`.
 
     Collective over the axes of the model's units. No value shares memory with the optimizer's.
     """
@@ -79,15 +79,15 @@ def state_by_name(
 
 
 def initialized_axes(model: nn.Module) -> list[Transport]:
-    """The axes over which units of `model` are spread, and those of parts, each once. Collective if nothing collective
-    came before."""
+    """The axes over which units of `model` are spread, and those of parts, each once. Collective if no collective
+    operation came before."""
     units = units_in(model)
     quiesce(units, shards=False)
     return every_axis(units)
 
 
 def is_source(axes: Sequence[Transport], group: Any) -> bool:
-    """Whether this rank is the first of `group`, else of the model: the one that gets what only one rank gets."""
+    """Whether this rank is the first of `group`, or else of the model: the one for values that only one rank gets."""
     if group is None:
         return is_first_of(axes)
     given = Axis.of(group, torch.device("cpu"))
@@ -102,11 +102,11 @@ def is_source(axes: Sequence[Transport], group: Any) -> bool:
 
 
 class _Saving:
-    """One state dict, put together from what this rank's optimizer has and what all ranks have described.
+    """One state dict, assembled from this rank's optimizer state and from all ranks' descriptions.
 
     Attributes:
-        keeps: whether this rank gets what is gathered.
-        holder: what the optimizer holds.
+        keeps: whether this rank gets the gathered values.
+        holder: the parameters that the optimizer steps on.
         own: its state by key, without entries that have no states.
         others: entries of its state that belong to no parameter.
     """
@@ -128,7 +128,7 @@ class _Saving:
         state_dict: dict[str, Any] | None,
         groups: list[list[torch.Tensor]],
     ) -> None:
-        """Find what this rank's optimizer has."""
+        """Read the state of this rank's optimizer."""
         own = optim.state_dict() if state_dict is None else check_dict(state_dict)
         self._param_groups = own.get("param_groups")
         if self._param_groups is None:
@@ -148,7 +148,7 @@ class _Saving:
         self.others = {key: entry for key, entry in own["state"].items() if key not in {*known}}
 
     def descriptions(self) -> dict[str, Description | None]:
-        """What this rank describes to the others: states of every parameter in units of which it has elements."""
+        """This rank's descriptions for the others: states of every parameter in units of which it has elements."""
         found: dict[str, Description | None] = {}
         for unit, kind, members in by_handle(self.holder.params):
             for named in _describing(unit.handles[kind], members):
@@ -161,8 +161,8 @@ class _Saving:
         return found
 
     def state_dict(self, agreed: Mapping[str, Description]) -> dict[str, Any]:
-        """All of it, in the order of the model's parameters; empty unless this rank `keeps` it. Collective where states
-        are gathered."""
+        """All states and groups, in the order of the model's parameters; empty unless this rank `keeps` them.
+        Collective if states are gathered."""
         for unit, kind, members in by_handle(self.holder.params):
             self._add(unit, kind, _by_name(unit.handles[kind], members, agreed))
         if not self.keeps:
@@ -181,7 +181,7 @@ class _Saving:
         return {"state": ordered, **self._named_groups()}
 
     def _add(self, unit: Unit, kind: int, described: Mapping[NamedParam, Description]) -> None:
-        """The states of the parameters of one handle. Collective where they are gathered."""
+        """Add the states of the parameters of one handle. Collective if they are gathered."""
         wanted, handle = self._wanted, unit.handles[kind]
         if wanted.carrier != "interval":
             for name, dtype in shaped_states(described.values()):
@@ -192,7 +192,7 @@ class _Saving:
                         if self.keeps:
                             self._made[named.name][name] = value
         for named, states in described.items():
-            # States of the parameter's shape come first: files have this order.
+            # States of the parameter's shape come first: files use this order.
             for name, each in sorted(states.items(), key=lambda item: not isinstance(item[1], ParamShaped)):
                 if not isinstance(each, ParamShaped):
                     value = each.value if isinstance(each, OtherState) else each
@@ -223,7 +223,7 @@ class _Saving:
         return shard
 
     def _local_of(self, handle: FlatParamHandle, named: NamedParam, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """What this rank owns of one state of its parameter's shape, in memory order, 1-D; in place where it has that
+        """This rank's elements of one state of its parameter's shape, in memory order, 1-D; in place if it has that
         order."""
         if named.span_in_param.is_empty:
             return torch.empty(0, dtype=dtype)
@@ -255,14 +255,14 @@ class _Saving:
 
 
 def _describing(handle: FlatParamHandle, members: Sequence[NamedParam]) -> Sequence[NamedParam]:
-    """Of the parameters of one handle those by whose names states are described: all, or a flat parameter's first."""
+    """The parameters of one handle by whose names states are described: all, or only the first of a flat parameter."""
     return members if not handle.face.is_flat else [min(members, key=lambda named: named.index)]
 
 
 def _by_name(
     handle: FlatParamHandle, members: Sequence[NamedParam], agreed: Mapping[str, Description]
 ) -> dict[NamedParam, Description]:
-    """What was agreed on, for each parameter of one handle that has states."""
+    """The agreed description for each parameter of one handle that has states."""
     first = _describing(handle, members)[0]
     names = {named: first.name if handle.face.is_flat else named.name for named in members}
     return {named: agreed[name] for named, name in names.items() if name in agreed}

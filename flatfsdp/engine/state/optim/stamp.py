@@ -1,10 +1,10 @@
-"""Which shards an optimizer's own state dict is of.
+"""A stamp in an optimizer's own state dict that identifies its shards.
 
 [Note: stamps] `optimizer.state_dict()` holds the pieces that this rank steps on, under numbers. On another rank they
-are other elements, which nothing shows where shards are equally large. So the dict carries a stamp beside "state" and
-"param_groups", which all others leave alone, and `load_state_dict()` compares it. torch has hooks for both on each
-optimizer, and no sign that one was made, so the two methods are wrapped in the class, once per process. Where every
-rank holds all (one rank, NO_SHARD) there is no stamp, and nothing is compared.
+are other elements, which remains unnoticed if shards are equally large. So the dict carries a stamp next to "state" and
+"param_groups", which other code ignores, and `load_state_dict()` compares it. torch has hooks for both methods, but per
+optimizer, and no event for a new one. So the two methods are wrapped in the class, once per process. If every
+rank holds all elements (one rank, NO_SHARD) there is no stamp and no comparison.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _installed = False
 
 
 def stamp_state_dicts() -> None:
-    """Let the state dicts of all optimizers of this process name the shards that they hold. Idempotent."""
+    """Add a stamp of its shards to the state dict of every optimizer of this process. Idempotent."""
     global _installed
     if not _installed:
         _installed = True
@@ -58,8 +58,8 @@ def _comparing(torchs_own: Callable[..., None]) -> Callable[..., None]:
 
 
 def stamp_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Whose shards `optimizer` steps on, as plain data: "shards", a [rank, number of ranks] for each axis over which
-    its parameters are split, and "layout", a digest of how. None where nothing is split. No communication."""
+    """The identity of the shards that `optimizer` steps on, as plain data: "shards", a [rank, number of ranks] for each
+    axis over which its parameters are split, and "layout", their digest. None if nothing is split. No communication."""
     split = [h for _, h in handles_of(optimizer) if h.layout.world > 1 and not h.face.is_distributed]
     layouts = {(h.rank, h.layout.world, h.layout.digest()) for h in split}
     if not layouts:
@@ -72,10 +72,10 @@ def stamp_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
 
 
 def _compare(given: dict[str, Any], own: dict[str, Any] | None) -> None:
-    """Refuse a state dict stamped `given` where the optimizer's own would be stamped otherwise.
+    """Refuse a state dict stamped `given` if the optimizer's own stamp differs.
 
     Raises:
-        UsageError: naming both, what may have happened and what to do.
+        UsageError: naming both, possible causes and remedies.
     """
     if own is None or given == own:
         return
@@ -92,7 +92,7 @@ def _compare(given: dict[str, Any], own: dict[str, Any] | None) -> None:
 
 
 def _words(stamp: dict[str, Any]) -> str:
-    """A stamp's shards for messages; it may come from any file."""
+    """A stamp's shards for messages; any file may contain it."""
     try:
         return " and ".join(f"shard {int(rank)} of {int(world)}" for rank, world in stamp["shards"])
     except (KeyError, TypeError, ValueError):
