@@ -1,9 +1,9 @@
-"""What this rank waits in, for whom and since when; when to poll the others; and the blocks that all ranks run.
+"""The current waits of this rank, the decision when to poll the other ranks, and the blocks that all ranks run.
 
-[Note: unresponsive store] A request to a store whose server is stopped, or cut off, does not return: no error, no time
-limit. Then the watch can neither read nor write notes ([Note: watch]), and would not come to what needs none: for how
-long this rank has been waiting. So a second thread looks at nothing but the clock and at since when the store has owed
-an answer. While that is short it reports nothing, since the watch can report more.
+[Note: unresponsive store] A request to a store whose server is stopped, or unreachable, does not return: no error, no
+time limit. Then the watch can neither read nor write notes ([Note: watch]), and cannot even check how long this rank
+has been waiting. So a second thread checks only the clock and the time since the oldest unanswered request. While that
+time is short it reports nothing, since the watch can report more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .store import StoreClient
 
 @dataclass(frozen=True)
 class AnnouncedWait:
-    """Where this rank waits for `ranks` before a model's first iteration, or in a call between iterations."""
+    """A wait of this rank for `ranks`, before a model's first iteration or in a call between iterations."""
 
     ranks: tuple[int, ...]
     what: str
@@ -37,26 +37,26 @@ class LocalWaits:
     """The waits of this rank.
 
     Attributes:
-        watched: the models, held weakly, each by its `OpSequence`.
-        announced: by thread, what it waits in now.
+        watched: the models, as weak references to their `OpSequence` objects.
+        announced: the current wait of each thread.
     """
 
     def __init__(self, store: StoreClient, *, time_limit: float, period: Callable[[], float]) -> None:
-        """`time_limit`: the seconds that the process group gives an operation; `period`: those between two looks."""
+        """`time_limit`: the process group's timeout in seconds; `period`: the seconds between two checks."""
         self.watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._store = store
         self._time_limit = time_limit
         self._period = period
         self.announced: dict[int, AnnouncedWait] = {}
         self._next_poll = 0.0  # seconds into an announced wait, at which to poll again
-        self._reported: float | None = None  # since when the wait lasts that was reported
-        self._standing, self._standing_since = "", 0.0  # where all ranks were found waiting [Note: deadlock]
+        self._reported: float | None = None  # the beginning of the wait that was reported
+        self._standing, self._standing_since = "", 0.0  # the places where all ranks waited [Note: deadlock]
         self._parted, self._parted_since = "", 0.0  # the waits in which ranks were found parted [Note: parted]
-        self._entered: dict[tuple[str, tuple[int, ...]], int] = {}  # places, the last one last, and how often each was
+        self._entered: dict[tuple[str, tuple[int, ...]], int] = {}  # numbers of entries by place, the latest place last
 
     def announce(self, ranks: Sequence[int], what: str, *, ends_by_notes: bool) -> AnnouncedWait | None:
-        """This thread waits for `ranks`; the wait around this one. Others than the main thread wait beside what the
-        rank does."""
+        """Record that this thread waits for `ranks`; returns the enclosing wait. Waits of threads other than the main
+        thread are not recorded."""
         before = self.announced.get(threading.get_ident())
         if threading.current_thread() is threading.main_thread():
             if not ends_by_notes:
@@ -66,20 +66,20 @@ class LocalWaits:
         return before
 
     def end(self, around: AnnouncedWait | None) -> None:
-        """This thread's wait is over; it goes on with that `around` it."""
+        """Record the end of this thread's wait, inside the enclosing wait `around`."""
         if around is not None:
             self.announced[threading.get_ident()] = around
         else:
             self.announced.pop(threading.get_ident(), None)
 
     def waited(self) -> tuple[float, AnnouncedWait | None]:
-        """Since when this process waits (infinity if it does not), and the wait that was announced, if one was."""
+        """The time at which this process began to wait (infinity if it does not), and its announced wait, if any."""
         announced = min(list(self.announced.values()), key=lambda wait: wait.since, default=None)
         since = min(waits.blocked_since(), self._store.waiting_since(threading.main_thread()))
         return (since, None) if announced is None else (min(since, announced.since), announced)
 
     def passed(self) -> tuple[Purpose, float] | None:
-        """The limit that this rank's wait has come to, and its seconds."""
+        """The limit that this rank's wait has exceeded, and its seconds; None if there is none."""
         since, announced = self.waited()
         now, chosen = time.monotonic(), waits.limits.raise_after
         if chosen is not None and now - since > chosen:
@@ -87,12 +87,12 @@ class LocalWaits:
         # The program's own operations have the limits of their own groups.
         ours = min(waits.blocked_since(by_ours=True), math.inf if announced is None else announced.since)
         limit = max([self._time_limit, *(each.time_limit for each in list(self.watched))])
-        if now - ours > limit - min(2 * self._period(), limit / 4):  # the others are still to be polled
+        if now - ours > limit - min(2 * self._period(), limit / 4):  # leaves time to poll the others
             return "timeout", limit
         return None
 
     def status(self) -> RankStatus:
-        """What this rank does."""
+        """The current status of this rank."""
         now = time.monotonic()
         since, announced = self.waited()
         stands = waits.standing()
@@ -108,7 +108,7 @@ class LocalWaits:
         return RankStatus(doing, now - (began if math.isinf(since) else since), stands=stands)
 
     def suspicion(self) -> Purpose | None:
-        """Why to poll the others, if there is a reason."""
+        """The purpose for which to poll the others now; None if there is no reason to."""
         since, announced = self.waited()
         waited = time.monotonic() - since
         if (passed := self.passed()) is not None:
@@ -126,17 +126,17 @@ class LocalWaits:
         return None
 
     def reports(self) -> None:
-        """The wait of now has been reported."""
+        """Record that the current wait has been reported."""
         since, _ = self.waited()
         self._reported = since if math.isfinite(since) else None
 
     @property
     def is_reported(self) -> bool:
-        """Whether the wait of now was reported."""
+        """Whether the current wait was reported."""
         return self._reported == self.waited()[0]
 
     def resumed(self) -> float | None:
-        """Since when a wait had lasted that was reported and is over now; None, also at a second call."""
+        """The beginning of a reported wait that is over now; None if there is none, or it was returned before."""
         before = self._reported
         if before is None or self.is_reported:
             return None
@@ -144,14 +144,14 @@ class LocalWaits:
         return before
 
     def proves(self, standing: str, *, proving: bool) -> bool:
-        """Whether ranks that are found `standing` now were found so before; `proving`: to have that proved."""
+        """Whether ranks are `standing` exactly as in the poll before; `proving`: this poll is held to prove that."""
         again = proving and standing != "" and standing == self._standing
         if proving or standing != self._standing:
             self._standing, self._standing_since = standing, time.monotonic()
         return again
 
     def proves_parted(self, waits: str) -> bool:
-        """Whether ranks that a poll found parted in `waits` ("" for none) were found so before, long enough ago."""
+        """Whether the ranks that a poll found parted in `waits` ("" for none) were already so long enough ago."""
         now = time.monotonic()
         if waits != self._parted:
             self._parted, self._parted_since = waits, now
@@ -168,37 +168,37 @@ class BlockFailure:
 
 
 class SharedBlocks:
-    """Blocks of code that all ranks run, and fail in together.
+    """Blocks of code that all ranks run, and in which all fail if one does.
 
     Attributes:
-        inside: those that the main thread is in.
-        failures: of other ranks, in blocks that this one may be in.
+        inside: the blocks that the main thread is in.
+        failures: failures of other ranks, in blocks that this one may be in.
     """
 
     def __init__(self) -> None:
         self.inside: list[str] = []
         self.failures: list[BlockFailure] = []
-        self._entered: Counter[str] = Counter()  # how many of a name: ranks count alike
+        self._entered: Counter[str] = Counter()  # numbers of blocks by name, the same on all ranks
 
     def name(self, what: str) -> str:
-        """The next one of that name, in words that are the same on all ranks."""
+        """A name for the next block called `what`, the same on all ranks."""
         self._entered[what] += 1
         return f"{what}, number {self._entered[what]}"
 
     def failures_inside(self) -> list[BlockFailure]:
-        """Those in blocks that this rank is in; others are forgotten."""
+        """The failures in blocks that this rank is in; others are dropped."""
         self.failures = [each for each in self.failures if each.block in self.inside]
         return self.failures
 
 
 class Timekeeper:
-    """The thread beside one watch. [Note: unresponsive store]"""
+    """The second thread of a watch, which needs no store. [Note: unresponsive store]"""
 
     def __init__(
         self, store: StoreClient, *, period: Callable[[], float], patience: float, judge: Callable[[float], None]
     ) -> None:
-        """Call `judge`, once per period, with the seconds for which the store has not answered, while these are more
-        than `patience` periods."""
+        """Once per period, call `judge` with the seconds for which the store has not answered, if these are more than
+        `patience` periods."""
         self._store = store
         self._period = period
         self._patience = patience
@@ -209,7 +209,7 @@ class Timekeeper:
         self._thread: threading.Thread | None = None
 
     def start(self, wanted: Callable[[], bool]) -> None:
-        """Look from now on, for as long as it is `wanted` or the store owes an answer."""
+        """Run the thread for as long as `wanted()` is true or a request to the store is unanswered."""
         with self._lock:
             self._wanted = wanted
             if self._thread is None and not self._over.is_set():
@@ -217,7 +217,7 @@ class Timekeeper:
                 self._thread.start()
 
     def stop(self) -> threading.Thread | None:
-        """Look no more; the thread that comes to its end now."""
+        """Let the thread end; returns it, or None if none runs."""
         self._over.set()
         return self._thread
 

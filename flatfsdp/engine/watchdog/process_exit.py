@@ -1,9 +1,9 @@
-"""The end of this process, reported to those who notify the other ranks.
+"""Callbacks at the end of this process, with which the other ranks are notified.
 
 [Note: process end] A program ends by an exception that reaches the interpreter (`sys.excepthook`) or that a process of
-`multiprocessing` catches (where finalizers see it, or the `SystemExit` that torch's `mp.spawn` makes of it), or it ends
-without one: finalizers run at the end of the interpreter, too. What kills a process at once, and `os._exit`, goes
-unheard.
+`multiprocessing` catches (where finalizers see it, or the `SystemExit` into which torch's `mp.spawn` turns it), or it
+ends without one: finalizers also run at the exit of the interpreter. An end by a fatal signal, or by `os._exit`, is not
+noticed here.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-GRACE = 4.0  # seconds that a blocked main thread gets to come back before its process is ended
+GRACE = 4.0  # seconds that a blocked main thread has to return before its process is ended
 
 ExitCallback = Callable[["BaseException | None"], None]
 
 explainers: list[Callable[[BaseException], str]] = []
-"""What has words for exceptions of others that end the program, printed after them; "" for none."""
+"""Functions that return an explanation of an exception that ends the program, printed after it; "" for none."""
 
 _callbacks: list[ExitCallback] = []
-_process: int | None = None  # whose end has to be reported; a fork of it ends on its own account
+_process: int | None = None  # the process whose end is reported; ends of its forks are not
 
 
 def at_end(callback: ExitCallback) -> None:
@@ -39,19 +39,19 @@ def at_end(callback: ExitCallback) -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """The class and text of `error`, not more than some lines of it."""
+    """The class and text of `error`, shortened to 500 characters."""
     text = "".join(traceback.format_exception_only(error)).strip()
     return text if len(text) < 500 else f"{text[:500]} ..."
 
 
 def print_immediately(sentence: str) -> None:
-    """Print `sentence` at once, whatever the main thread is doing."""
+    """Print `sentence` to standard error and flush it, from any thread."""
     with contextlib.suppress(OSError, ValueError):
         print(sentence, file=sys.stderr, flush=True)
 
 
 def end_process_unless(come_back: Callable[[], bool]) -> None:
-    """End this process with status 1 if `come_back()` does not turn true within `GRACE` seconds (on the thread)."""
+    """End this process with status 1 unless `come_back()` returns true within `GRACE` seconds; blocks until then."""
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline:
         if come_back():
@@ -80,7 +80,7 @@ def _chain_excepthook() -> None:
 def _at_end_of_process() -> None:
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
-        if error.__context__ is not None:  # what the exit was made of
+        if error.__context__ is not None:  # the exception that led to the exit
             error = error.__context__
         elif not error.code:
             error = None

@@ -1,4 +1,4 @@
-"""The watch of this process, and the code that waits for other ranks, or fails together with them."""
+"""The watch of this process, and contexts for code that waits for other ranks or fails together with them."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def _new_watch() -> Watchdog:
 def _publish_exit_record(
     watch: weakref.ref[Watchdog], store: StoreClient, rank: int, error: BaseException | None
 ) -> None:
-    """The process ends: notify the others, also those who look for this rank after it destroyed its process group."""
+    """At the end of the process, notify the others, also ranks that poll after this one destroyed its process group."""
     found = watch()
     last = found.last_step() if found is not None else ""
     words = f"{NORMALLY}{last}" if error is None else f"ended with {in_words(error)}{last}"
     cause = str(error) if isinstance(error, AgreementError) else None
-    if store.unanswered_for() > 1.0:  # this process would not come to its end
+    if store.unanswered_for() > 1.0:  # the process could not end
         return
     with contextlib.suppress(RuntimeError):
         ExitRecord(rank, words, cause).publish(store, alarm=error is not None)
 
 
 def expecting(ranks: Sequence[int], what: str) -> contextlib.AbstractContextManager[None]:
-    """The enclosed code waits for `ranks`: report it if they are waiting elsewhere.
+    """A context for code that waits for `ranks`: it is reported if they wait elsewhere.
 
-    `what` completes "rank 0 ...". Process groups that move nothing wait for nobody.
+    `what` completes "rank 0 ...". The context does nothing for one rank and for fake process groups.
     """
     if len(ranks) == 1 or "fake" in str(dist.get_backend_config()):
         return contextlib.nullcontext()
@@ -57,26 +57,26 @@ def expecting(ranks: Sequence[int], what: str) -> contextlib.AbstractContextMana
 
 
 def fail_together(what: str) -> contextlib.AbstractContextManager[Callable[[BaseException], None]]:
-    """A context for what all ranks run: an exception on one of them, which leaves it, reaches those that wait for it.
+    """A context for code that all ranks run: an exception that leaves it on one rank reaches the ranks that wait.
 
-    For programs that catch exceptions and live on, like notebooks; one that ends a process reaches the others anyway.
-    The rank that fails raises what it has. Another one, if it is inside, too, and has been waiting for some seconds in
-    a collective (of a model, or of the program's in `collective_region`), prints an `AgreementError` with that rank and
-    its exception, and raises it from the next step of its model. Where nothing wakes it, its process ends. Ranks that
-    all fail, in whatever way, raise each their own.
+    It is for programs that catch exceptions and continue, like notebooks; exceptions that end a process reach the other
+    ranks without it. The failing rank raises its own exception. Another rank that is inside the context and has waited
+    for some seconds in a collective (of a model, or of the program's own in a `collective_region`) prints an
+    `AgreementError` with the failed rank and its exception, and raises it from the next step of its model. If its wait
+    does not end, its process is ended. If all ranks fail, each raises its own exception.
 
     Enter it equally often on all ranks. Nothing is communicated unless one fails.
 
     Args:
-        what: a name for it, the same on all ranks; completes "rank 0 failed in ...".
+        what: a name for the code, the same on all ranks; completes "rank 0 failed in ...".
 
     Returns:
-        What `with ... as report` gives: `report(error)` reports an exception that is still to be raised.
+        A context manager that yields a function `report`: `report(error)` reports an exception before it is raised.
 
     Example:
         >>> import flatfsdp
         >>> with flatfsdp.fail_together("the evaluation"):
-        ...     pass  # forwards, and what is made of their outputs
+        ...     pass  # forwards, and the processing of their outputs
     """
     alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     if alone or "fake" in str(dist.get_backend_config()):
@@ -86,14 +86,14 @@ def fail_together(what: str) -> contextlib.AbstractContextManager[Callable[[Base
 
 @contextlib.contextmanager
 def collective_region() -> Iterator[None]:
-    """The enclosed code waits for other ranks, in a collective of the program's own.
+    """A context for code that waits for other ranks in a collective of the program's own.
 
-    Reports separate such a rank from one that computes (see `set_collective_timeout`), and a connection that breaks is
-    explained. Not collective, and quick enough for every step.
+    Reports then distinguish the waiting rank from one that computes (see `set_collective_timeout`), and a broken
+    connection is explained. Not collective, and fast enough for every step.
 
     Raises:
-        LostRankError: in place of the backend's error, where a connection broke: which rank ended, and with what, as
-            far as that is known.
+        LostRankError: instead of the backend's error, if a connection broke: names the rank that ended and its
+            exception, as far as they are known.
 
     Example:
         >>> import flatfsdp, torch

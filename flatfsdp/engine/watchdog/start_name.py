@@ -1,15 +1,15 @@
 """A name for one start of a job's processes.
 
-[Note: starts] torchrun starts ranks again in front of the same store, after a failure or with more or fewer nodes. In
-it stands what the ranks before have left: ends that they reported, meetings that they had. Nothing in the environment
-distinguishes one start from the next on all nodes, and a rank may look at the store alone, so no collective can bring a
-name. Time does: a launcher starts processes when those of the start before have ended, and ranks look at the store once
-their process group is there, which takes all of them. The first rank that looks claims a name; one that was claimed
-before a process was started is of an earlier start, for it and for all that were started with it.
+[Note: starts] torchrun restarts ranks with the same store, after a failure or with more or fewer nodes. The store then
+still has the notes of earlier ranks: ends that they reported, meetings that they held. No environment variable
+distinguishes one start from the next on all nodes, and a rank may access the store alone, so a collective cannot
+distribute a name. Times can: a launcher starts processes after those of the previous start have ended, and ranks access
+the store after their process group exists, which requires all of them. The first rank to do so claims a name. A name
+that was claimed before a process was started belongs to an earlier start, for all processes of the current one.
 
-Ranks of one machine compare by the clock since it was booted, those of several by the time of day: it has to be right
-to about a second there, the time in which a process starts. Where a process cannot find out when it was started
-(without Linux) it takes the name that stands there.
+Ranks on one machine compare times since boot, ranks on several machines the time of day: clocks have to agree to about
+a second, the time in which a process starts. A process that cannot determine its start (without Linux) uses the name in
+the store.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 
 from ..base.foreign_text import parse
 
-PLACE = "start"  # of the claim
-TRIES = 8  # others may claim meanwhile, and what others write may be anything
+PLACE = "start"  # the key of the claim
+TRIES = 8  # others may claim in the meantime, or write anything else there
 
 
 class Moment(NamedTuple):
-    """When something was, by two clocks.
+    """A point in time, by two clocks.
 
     Attributes:
-        machine: the boot of a machine that `since_boot`, in seconds, counts from; "" where it is not known.
-        time: of day, in seconds.
+        machine: identifies the boot from which `since_boot`, in seconds, counts; "" if it is not known.
+        time: the time of day, in seconds.
     """
 
     machine: str
@@ -41,27 +41,27 @@ class Moment(NamedTuple):
 
     @classmethod
     def now(cls) -> Moment:
-        """This one."""
+        """The current time."""
         if not (machine := _machine()):
             return cls("", 0.0, time.time())
         return cls(machine, time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
 
     def is_before(self, other: Moment) -> bool:
-        """Whether it was earlier."""
+        """Whether it is earlier than `other`."""
         if self.machine and self.machine == other.machine:
             return self.since_boot < other.since_boot
         return self.time < other.time
 
 
 class Claim(NamedTuple):
-    """The name that somebody gave a start, and when."""
+    """A claimed name of a start, and the time of the claim."""
 
     name: str
     at: Moment
 
     @classmethod
     def of(cls, text: str) -> Claim | None:
-        """The claim of that `text`, None if it is none."""
+        """The claim that `text` has; None if it is not a claim."""
         match parse(text):
             case [str(name), [str(machine), int() | float() as since_boot, int() | float() as seconds]]:
                 return cls(name, Moment(machine, since_boot, seconds))
@@ -69,7 +69,7 @@ class Claim(NamedTuple):
 
 
 def state_of(pid: int) -> tuple[str, str]:
-    """The letter of a process's state and when it was started, by Linux; two times "" where there is none."""
+    """Linux's letter for the state of a process, and its start in clock ticks; ("", "") if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -79,7 +79,7 @@ def state_of(pid: int) -> tuple[str, str]:
 
 
 def started_at() -> Moment | None:
-    """When this process was started; None where it cannot find out."""
+    """The time at which this process was started; None if that cannot be determined."""
     now, (_, ticks) = Moment.now(), state_of(os.getpid())
     if not (now.machine and ticks):
         return None
@@ -88,7 +88,7 @@ def started_at() -> Moment | None:
 
 
 def name_of_this_start(store: Any) -> str:
-    """The name in `store` of the start that this process belongs to, which it claims if nobody has. One or two
+    """The name in `store` of the start that this process belongs to, which it claims if no rank has. One or two
     requests."""
     started, own = started_at(), json.dumps(Claim(uuid.uuid4().hex, Moment.now()))
     expected = ""
@@ -98,11 +98,11 @@ def name_of_this_start(store: Any) -> str:
         if claim is not None and (started is None or not claim.at.is_before(started)):
             return claim.name
         expected = found
-    return "unnamed"  # somebody writes there what is no claim, for all ranks
+    return "unnamed"  # the key is overwritten by other code, so no rank finds a claim
 
 
 def _machine() -> str:
-    """What distinguishes the clock since boot of this machine from those of others; "" where it is not known."""
+    """An identifier of this machine's clock since boot, different on other machines; "" if it is not known."""
     with contextlib.suppress(OSError, AttributeError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/time')}"
     return ""

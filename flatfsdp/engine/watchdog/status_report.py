@@ -1,22 +1,22 @@
-"""What all ranks do at this moment, requested and reported through the store.
+"""Status polls: the current status of all ranks, requested and reported through the store.
 
-[Note: status poll] A rank that waited for too long, or has lost a connection, *polls* all; the watch of each rank
-answers with what that rank does, and the one that polls collects the answers, puts them together and posts the result
-for all. There is one poll at a time: of those that want to poll, one wins, and the others take the result that comes.
+[Note: status poll] A rank that has waited for too long, or has lost a connection, *polls* all ranks. The watch of each
+rank answers with that rank's status; the polling rank collects the answers and posts the combined result for all. There
+is one poll at a time: if several ranks want to poll, one wins, and the others use its result.
 
-Of W ranks each posts one answer and counts it, and looks for the result twice per period until it is there, within
-`ANSWER` periods; who collects reads 2 W notes and removes those of the poll before the last. All that the others
-read is one text in which ranks that do the same share a line.
+Each of W ranks posts one answer and counts it, and checks for the result twice per period until it is there, within
+`ANSWER` periods. The polling rank reads 2 W notes and removes those of the poll before the last. The other ranks read
+only one text, in which ranks with the same status share a line.
 
-[Note: deadlock] Whether ranks wait for each other for ever can be decided where all of them answer, none runs anything
-but a wait, and they are not all in the same place, which they would leave together. One such poll may have met them on
-their way. A second one, a report's time later, that finds every rank in the very same operation as the first is taken
-as proof. A rank that computes, compiles, reads data, or does not answer forbids it.
+[Note: deadlock] A deadlock can be recognized if all ranks answer, all of them wait, and they are not all in the same
+place, which they would leave together. One such poll may have found ranks between two waits. A second one, after the
+time of a report, that finds every rank in the same operation as the first is taken as proof. It is not proved if a rank
+computes, compiles, reads data, or does not answer.
 
-[Note: parted] Two ranks with announced waits, each for ranks with the other among them, need neither answers of all nor
-a report's time. A rank may be slow to leave a wait, by seconds on a busy machine, while the others wait elsewhere. So
-each counts how often it has entered each wait: ranks have parted only where neither has come to what the other waits
-in. Two polls, `APART` periods apart, that find the very same waits are taken as proof.
+[Note: parted] If two ranks are in announced waits, each for ranks that include the other, a proof needs neither all
+answers nor the time of a report. A rank may be slow to leave a wait, by seconds on a busy machine, while the others
+already wait elsewhere. So each rank counts its entries of each wait: ranks have parted only if neither has reached the
+other's wait. Two polls, `APART` periods apart, that find the same waits are taken as proof.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from .store import StoreClient, launcher_serves_it, server_in_words
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
 APART = 1.0  # periods between two polls that prove that ranks have parted
-ENTERED = 64  # places of an answer: those that a rank entered last
-REFUSALS = 5  # looks after which one that polled first, and reports nothing, counts for nothing
+ENTERED = 64  # places in an answer: the last ones that a rank entered
+REFUSALS = 5  # attempts after which the claim of a poll without an alarm is ignored
 NORMALLY = "exited normally"
 UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
 MOST_RECORDS = 64  # ends of processes that a poll reads at most
 
-# Why a poll is held: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error, by what
-# the user chose or by the time limit of the process group; a deadlock is to be proved; a connection was lost.
+# Purposes of a poll: ranks may wait in different places ("meet"); a wait is to be reported, or is to be an error, by
+# the user's limit ("raise") or the process group's ("timeout"); a deadlock is to be proved; a connection was lost.
 Purpose = Literal["meet", "report", "prove", "raise", "timeout", "lost"]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 
 
 class RankStatus(NamedTuple):
-    """What a rank does.
+    """The status of a rank.
 
     Attributes:
-        doing: follows "rank 0: "; equal where ranks do the same.
-        seconds: for how long it has.
-        waits_for: in a wait for ranks that must all come to the same place: these ranks.
-        stands: what it waits in, by since when by its own clock; nothing where it does anything else. The same as
-            before where it has not moved.
-        entered: by the digest of a place that ranks must all come to, how often it has: the last ones, and this one.
+        doing: follows "rank 0: "; equal for ranks with the same status.
+        seconds: the seconds since this status began.
+        waits_for: in a wait for ranks that must all reach the same place: these ranks.
+        stands: identifies its waits, by the times of their beginnings on its own clock; empty if it does anything else.
+            Equal in two answers if the rank has not moved.
+        entered: by the digest of a place that ranks must all reach: its number of entries; the last places only.
     """
 
     doing: str
@@ -69,7 +69,7 @@ class RankStatus(NamedTuple):
 
     @classmethod
     def of(cls, text: str | None) -> RankStatus | None:
-        """The answer of that `text`, None if it is none."""
+        """The answer that `text` has; None if it is not an answer."""
         match parse(text):
             case [str(doing), int(seconds) | float(seconds), [*waits_for], [*stands], dict(entered)] if all(
                 type(each) is int for each in (*waits_for, *entered.values())
@@ -80,7 +80,7 @@ class RankStatus(NamedTuple):
 
 
 class ProcessIdentity(NamedTuple):
-    """A process as others on its machine can find it."""
+    """The identity of a process, by which others on its machine can find it."""
 
     pid: int
     host: str
@@ -92,19 +92,19 @@ class ProcessIdentity(NamedTuple):
 
     @classmethod
     def this(cls) -> ProcessIdentity:
-        """This one."""
+        """The identity of this process."""
         return cls(os.getpid(), socket.gethostname(), _namespace(), state_of(os.getpid())[1])
 
     @classmethod
     def of(cls, found: object) -> ProcessIdentity | None:
-        """The process that these values are, None if they are none."""
+        """The identity that was decoded to `found`; None if it is not one."""
         match found:
             case [int(pid), str(host), str(namespace), str(started)]:
                 return cls(pid, host, namespace, started)
         return None
 
     def is_gone(self) -> bool | None:
-        """Whether it has ended; None where that cannot be seen from here, of other machines or without Linux."""
+        """Whether the process has ended; None if that cannot be determined: on other machines, and without Linux."""
         if not self.started or (self.host, self.namespace) != (socket.gethostname(), _namespace()):
             return None
         state, started = state_of(self.pid)
@@ -119,17 +119,17 @@ def _namespace() -> str:
 
 
 class StatusReport(NamedTuple):
-    """What a poll brought to light.
+    """The result of a poll.
 
     Attributes:
-        purpose: why it was held; by: by whom.
-        lines: what each rank does, in words.
+        purpose: the purpose of the poll; by: the rank that polled.
+        lines: the status of each rank, in words.
         lost: the exit records of ranks that ended.
-        unresponsive: the processes of ranks that began with flatfsdp and do not answer.
-        parted: what ranks do that wait for each other in different places, or "". [Note: parted]
-        parted_in: what stands for their waits, or "".
-        answered: how many ranks answered.
-        standing: where all ranks wait, in different places: what stands for where each of them is; or "".
+        unresponsive: the processes of ranks that have used flatfsdp and do not answer.
+        parted: the status of ranks that wait for each other in different places, or "". [Note: parted]
+        parted_in: a digest of their waits, or "".
+        answered: the number of ranks that answered.
+        standing: if all ranks wait, in different places: a digest of these waits; or "".
     """
 
     purpose: Purpose
@@ -144,7 +144,7 @@ class StatusReport(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> StatusReport | None:
-        """The result of that `text`, None if it is none."""
+        """The result that `text` has; None if it is not a result."""
         match parse(text):
             case [str(why), int(by), [*lines], [*lost], dict(gone), str(parted), str(part), int(count), str(where)] if (
                 why in PURPOSES
@@ -181,21 +181,21 @@ class StatusPoll:
 
     @property
     def period(self) -> float:
-        """Seconds between two looks of a watch at the store."""
+        """Seconds between two reads of the store by a watch."""
         return stores.PERIOD * max(1.0, self._world / stores.READS)
 
     @property
     def is_open(self) -> bool:
-        """Whether a result is awaited."""
+        """Whether this rank waits for a result."""
         return bool(self._open)
 
     def start(self, purpose: Purpose, *, alarms: int) -> None:
-        """Poll all ranks, unless somebody does. `alarms`: the alarms that this rank knows of."""
+        """Poll all ranks, unless a poll is open. `alarms`: the number of alarms that this rank has received."""
         if self._open:
             return
         if alarms != self._refused_at:
             self._refused_at, self._refusals = alarms, 0
-        # A rank that won, and raised no alarm, has died at once.
+        # A rank that won the claim, but raised no alarm, has died.
         claim = f"claims/{alarms}/{self._refusals // REFUSALS}"
         if self._store.set_if_absent(claim, str(self._rank)) == str(self._rank):
             number = self._store.count("polls")
@@ -205,13 +205,13 @@ class StatusPoll:
             self._refusals += 1
 
     def answer(self, number: int, by: int, purpose: Purpose, answer: RankStatus) -> None:
-        """Poll `number` was noticed: answer it."""
+        """Answer poll `number` of rank `by`."""
         self._store.post(f"poll/{number}/{self._rank}", json.dumps(answer))
         self._store.count(f"poll/{number}/here")
         self._open.append(_OpenPoll(number, by, purpose, time.monotonic()))
 
     def results(self) -> Iterator[tuple[int, StatusReport]]:
-        """The polls, by number, that have a result now."""
+        """The open polls that have a result now, by number; closes them."""
         for poll in list(self._open):
             waited = time.monotonic() - poll.began
             if poll.by == self._rank:
@@ -220,11 +220,11 @@ class StatusPoll:
                 self._open.remove(poll)
                 if (result := StatusReport.of(text)) is not None:
                     yield poll.number, result
-            elif waited > 2 * ANSWER * self.period:  # who polled has ended
+            elif waited > 2 * ANSWER * self.period:  # the polling rank has ended
                 self._open.remove(poll)
 
     def let_all_read(self, place: str, readers: int | None = None) -> None:
-        """As of the store; `readers`: all ranks but one without."""
+        """`StoreClient.let_all_read`; `readers`: all ranks but one by default."""
         self._store.let_all_read(place, self._world - 1 if readers is None else readers, self.period * ANSWER / 2)
 
     def _collect(self, poll: _OpenPoll, *, late: bool) -> None:
@@ -245,9 +245,9 @@ class StatusPoll:
                 unresponsive[rank] = process
             else:
                 absent.append(rank)
-        if (unresponsive or absent) and not late:  # some answered and ended
+        if (unresponsive or absent) and not late:  # some ranks both answered and ended, and were counted twice
             return
-        # A wait that is older than the poll was there when all others' were, however far apart ranks answered.
+        # A wait that is older than the poll existed while the others' did, even if ranks answered at different times.
         stuck = parted(answers, patience=2 * self.period + time.monotonic() - poll.began)
         result = StatusReport(
             poll.purpose,
@@ -274,11 +274,11 @@ class StatusPoll:
 
 
 class ExitRecord(NamedTuple):
-    """How a rank's process ended.
+    """The record of the end of a rank's process.
 
     Attributes:
         words: complete "rank 0 ...".
-        cause: the disagreement that it ended with, in the words that the others are to get, or None.
+        cause: the message of the disagreement with which it ended, which the others raise as well; or None.
     """
 
     rank: int
@@ -286,7 +286,7 @@ class ExitRecord(NamedTuple):
     cause: str | None = None
 
     def publish(self, notes: StoreClient, *, alarm: bool) -> None:
-        """Write it down, for the watches of the others with `alarm`."""
+        """Write the record to the store; with `alarm`, notify the watches of the other ranks."""
         number = notes.count("ended")
         notes.post(f"ended/{number}", json.dumps(self))
         if alarm:
@@ -294,12 +294,12 @@ class ExitRecord(NamedTuple):
 
     @classmethod
     def read(cls, notes: StoreClient, number: int) -> ExitRecord | None:
-        """The one of that `number`, from 1 on in the order of ends."""
+        """The record with that `number`: from 1, in the order of ends."""
         return cls.of(parse(notes.read(f"ended/{number}")))
 
     @classmethod
     def of(cls, found: object) -> ExitRecord | None:
-        """The one that these values are, None if they are none."""
+        """The record that was decoded to `found`; None if it is not one."""
         match found:
             case [int(rank), str(words), str() | None as cause]:
                 return cls(rank, words, cause)
@@ -307,14 +307,14 @@ class ExitRecord(NamedTuple):
 
     @classmethod
     def read_all(cls, notes: StoreClient) -> dict[int, ExitRecord]:
-        """All, by rank."""
+        """All records, by rank."""
         count = min(notes.count("ended", 0), MOST_RECORDS)
         found = [each for number in range(1, count + 1) if (each := cls.read(notes, number)) is not None]
         return {each.rank: each for each in sorted(found, key=lambda each: each.rank)}
 
 
 def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:
-    """Whose end the remaining ranks cannot continue after."""
+    """The message for the remaining ranks about these `exit_records`."""
     for each in exit_records:
         if each.cause is not None:
             return each.cause
@@ -324,12 +324,12 @@ def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:
 
 
 def server_ended() -> str:
-    """A rank that took the store with it could not report how it ended: out of batches before the others, it may be."""
+    """The message for a lost store; if a rank served it, that may have run out of batches before the others."""
     return f"{server_in_words()} has ended{'' if launcher_serves_it() else UNEVEN}"
 
 
 def lines_of(answers: dict[int, RankStatus]) -> list[str]:
-    """One line for all ranks that do the same."""
+    """One line for each group of ranks with the same status."""
     lines = []
     for doing, ranks in ranks_by_value({rank: answer.doing for rank, answer in answers.items()}).items():
         seconds = sorted(round(answers[rank].seconds) for rank in ranks)
@@ -339,17 +339,17 @@ def lines_of(answers: dict[int, RankStatus]) -> list[str]:
 
 
 def name_of_place(doing: str, waits_for: Sequence[int]) -> str:
-    """The digest of a place that ranks must all come to: the same on all of them."""
+    """The digest of a place that ranks must all reach: the same on all of them."""
     return _digest((doing, tuple(waits_for)))
 
 
 def parted(answers: dict[int, RankStatus], *, patience: float) -> list[list[int]]:
-    """The ranks, by place, that have waited for each other, in different places, for more than `patience` seconds."""
+    """The ranks, by place, that have waited for each other in different places for more than `patience` seconds."""
     waiting = {rank: answer for rank, answer in answers.items() if answer.waits_for and answer.seconds > patience}
     places = ranks_by_value({rank: (answer.doing, answer.waits_for) for rank, answer in waiting.items()})
 
     def entries(ranks: Sequence[int], awaited: Sequence[int], here: str, there: str) -> set[tuple[int, int]]:
-        """How often those of `ranks` that are `awaited` have entered the place where they are, and another."""
+        """The numbers of entries of `here` and of `there`, by each of `ranks` that is `awaited`."""
         counts = (waiting[rank].entered for rank in set(ranks) & set(awaited))
         return {(count.get(here, 0), count.get(there, 0)) for count in counts}
 
@@ -366,7 +366,7 @@ def parted(answers: dict[int, RankStatus], *, patience: float) -> list[list[int]
 
 
 def standing(answers: dict[int, RankStatus]) -> str:
-    """What stands for where ranks are that all wait, in different places; or "". [Note: deadlock]"""
+    """A digest of the waits of all ranks, if all wait and not in the same place; or "". [Note: deadlock]"""
     alike = len({answer.doing for answer in answers.values()}) == 1
     if alike or not all(answer.stands for answer in answers.values()):
         return ""

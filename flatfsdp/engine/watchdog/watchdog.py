@@ -1,31 +1,31 @@
 """Reports between ranks outside of collectives: the thread that explains a wait, or the end of a rank.
 
-[Note: watch] A rank that waits in a collective for peers that went elsewhere cannot learn that by a collective. What is
-left is the store of the default process group. A rank that does something unexpected leaves a note there and sounds an
-*alarm*. On every rank one daemon thread reads the number of alarms once per period (`PERIOD`, more where ranks are so
-many that the store would have more than `READS` such reads per second); nothing else is read or written as long as all
-is well. The thread runs from a model's first forward, or the first wait before it, until its models are gone, or the
-process group is destroyed. Limits of waiting are judged beside it where the store does not answer ([Note: unresponsive
-store]).
+[Note: watch] A rank that waits in a collective while its peers are in another one cannot learn that by a collective,
+only through the store of the default process group. A rank that does something unexpected leaves a note there and
+raises an *alarm*. On every rank one daemon thread reads the number of alarms once per period (`PERIOD`, or longer with
+so many ranks that the store would have more than `READS` such reads per second); nothing else is read or written in
+normal operation. The thread runs from a model's first forward, or the first wait before it, until its models are
+deleted or the process group is destroyed. If the store does not answer, a second thread checks the limits of waits
+([Note: unresponsive store]).
 
-What it costs in a world of W ranks, in requests to the store:
+The cost in a world of W ranks, in requests to the store:
 
-- while all is well, one read per rank and period, so at most min(W, `READS`) per second in all;
-- per alarm, one count and one note by who sounds it, and two reads by every rank;
-- per meeting of notes ([Note: agreement]), four requests by every rank and its looks for the outcome, ever more rarely;
-  one rank removes the W notes of the meeting before. Only who words an error reads all W notes;
-- per status poll ([Note: status poll]), four requests by every rank and its looks for the result, and 3 W by one rank;
-- at its beginning three or four requests by every process, and at its end two or three.
+- in normal operation, one read per rank and period: at most min(W, `READS`) per second in total;
+- per alarm, one count and one note by the rank that raises it, and two reads by every rank;
+- per meeting of notes ([Note: agreement]), four requests by every rank, and its checks for the outcome at growing
+  intervals; one rank removes the W notes of the previous meeting, and only a rank that composes an error reads all W;
+- per status poll ([Note: status poll]), four requests by every rank and its checks for the result, and 3 W by one rank;
+- three or four requests by every process at its beginning, and two or three at its end.
 
-A count that adds is two requests: what stands there is looked at first. [Note: trust]
+An increment is two requests, since the value is read and validated first. [Note: trust]
 
-Where communicators are made, models compared and notes met, every wait of more than two periods leads to polls,
-ever more rarely: two ranks that wait for each other in different places never meet, and no connection breaks there when
-a rank dies.
+During the creation of communicators, comparisons of models and meetings of notes, every wait of more than two periods
+leads to polls at growing intervals: two ranks that wait for each other in different places never meet, and no
+connection breaks there when a rank dies.
 
-A blocked wait cannot be called off: gloo's `abort` blocks as well, and an aborted NCCL kernel lets the host go on with
-garbage. So the thread prints the message and leaves the main thread `GRACE` seconds to come back by itself, which it
-does when the ranks that parted close their connections; only then it ends the process.
+A blocked wait cannot be canceled: gloo's `abort` blocks as well, and after the abort of an NCCL kernel the host would
+continue with garbage. So the thread prints the message and gives the main thread `GRACE` seconds to return, which it
+does if the parted ranks close their connections; otherwise the thread ends the process.
 """
 
 from __future__ import annotations
@@ -52,33 +52,33 @@ from .local_waits import BlockFailure, LocalWaits, SharedBlocks, Timekeeper
 from .process_exit import end_process_unless, in_words, print_immediately
 from .store import AlarmReader, StoreClient, StoreGone, does_not_answer, where_it_was
 
-JOIN = 10.0  # seconds that the thread gets to finish its output, when the interpreter ends
-LAST_ERRANDS = 0.3  # seconds that errands get then
-MISSED = 3.0  # periods without an answer of the store after which the watch cannot be relied on
-PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late for good reasons: torch's own bound
+JOIN = 10.0  # seconds that the thread has to finish its output when the interpreter exits
+LAST_ERRANDS = 0.3  # seconds that errands have then
+MISSED = 3.0  # periods without an answer of the store after which the second thread takes over
+PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late legitimately: torch's own limit
 
 
 class Watchdog:
-    """The thread of one default process group, and who is watched."""
+    """The thread of one default process group, and the models that it watches."""
 
     def __init__(self, store: StoreClient, *, rank: int, world: int, time_limit: float = math.inf) -> None:
-        """`time_limit`: the seconds that the process group gives an operation."""
+        """`time_limit`: the process group's timeout in seconds."""
         self.store = store
         self._rank = rank
         self._polls = reports.StatusPoll(store, rank=rank, world=world)
         self._local = LocalWaits(store, time_limit=time_limit, period=self._period)
         self._blocks = SharedBlocks()
-        self._left: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # of which models
-        self._open: list[str] = []  # alarms that models have yet to judge
+        self._left: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # models, with their `publish`
+        self._open: list[str] = []  # alarms that models have yet to process
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._store_is_gone = False
-        self._errands: list[Callable[[], bool]] = []  # of others, done when the thread looks
-        # The main thread lost a connection, and waits until this is true; and how it was lost.
+        self._errands: list[Callable[[], bool]] = []  # called by the thread once per period
+        # Set while the main thread, after a lost connection, waits until the first is true; and the poll's purpose.
         self._requested_poll: tuple[Callable[[], Any], reports.Purpose] | None = None
-        self._lost: AgreementError | None = None  # what it is to raise
+        self._lost: AgreementError | None = None  # the error for the main thread to raise
         self._timekeeper = Timekeeper(store, period=self._period, patience=MISSED, judge=self._judge_without_store)
         atexit.register(close_watch, weakref.ref(self))
         self._timekeeper.start(self._runs)
@@ -89,8 +89,8 @@ class Watchdog:
         return self._polls.period
 
     def add(self, watched: Any, publish: Callable[[], None] = lambda: None) -> None:
-        """Look after `watched`, an `OpSequence`, until it is gone; starts the thread if none runs. When it is gone, or
-        the watch ends, `publish`, which must not hold it, writes to the store what others may still need of it."""
+        """Watch `watched`, an `OpSequence`, until it is deleted; starts the thread if none runs. When it is deleted, or
+        the watch ends, `publish`, which must not reference it, writes its last notes for the other ranks."""
         with self._lock:
             self._local.watched.add(watched)
             self._left.append((weakref.ref(watched), publish))
@@ -98,7 +98,7 @@ class Watchdog:
             self._start()
 
     def run(self, errand: Callable[[], bool]) -> None:
-        """Let the thread call `errand`, soon and then once per period, until it returns True."""
+        """Let the thread call `errand` at once and then once per period, until it returns True."""
         with self._lock:
             self._errands.append(errand)
             self._start()
@@ -106,9 +106,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self, ranks: Sequence[int], what: str, *, ends_by_notes: bool = False) -> Iterator[None]:
-        """The enclosed code waits until all `ranks` are at the same place, which `what` describes.
+        """A context for code that waits until all `ranks` are at the same place, which `what` describes.
 
-        `ends_by_notes`: or until it has read from them that they are not.
+        `ends_by_notes`: or until it has read in their notes that they are not.
 
         Raises:
             LostRankError: a connection broke.
@@ -128,16 +128,16 @@ class Watchdog:
 
     @contextlib.contextmanager
     def fail_together(self, what: str) -> Iterator[Callable[[BaseException], None]]:
-        """The enclosed block is run by all ranks: where one fails in it, those that wait for it there fail, too."""
+        """A context for code that all ranks run: if one fails in it, ranks that wait for it there fail, too."""
         block = self._blocks.name(what)
         reported = False
 
         def report(error: BaseException) -> None:
             nonlocal reported
-            if reported or isinstance(error, AgreementError):  # which all ranks learn by other channels
+            if reported or isinstance(error, AgreementError):  # all ranks get an AgreementError by other channels
                 return
             reported = True
-            with contextlib.suppress(RuntimeError):  # the store is gone; what is under way matters more
+            with contextlib.suppress(RuntimeError):  # the store is gone; the current exception matters more
                 words = f"failed in {what} with {in_words(error)}"
                 self.store.raise_alarm(json.dumps(["failed", block, self._rank, words]))
 
@@ -154,8 +154,8 @@ class Watchdog:
             self._wake.set()
 
     def explain(self, error: BaseException, otherwise: Callable[[], Any] = lambda: None) -> AgreementError:
-        """What is behind `error`, a lost connection. Waits for the others' answers, some seconds at most, or until
-        `otherwise()` is true."""
+        """The error that explains `error`, a lost connection. Waits for the others' answers, some seconds at most, or
+        until `otherwise()` is true."""
         broken = str(error).splitlines()[0] if str(error) else type(error).__name__
         self._requested_poll = lambda: self._lost or otherwise(), "timeout" if _RAN_OUT.search(broken) else "lost"
         self._wake.set()
@@ -178,12 +178,12 @@ class Watchdog:
         )
 
     def last_step(self) -> str:
-        """What this rank did last with a model, to follow a sentence; "" where there is none."""
+        """The last step of this rank with a model, in words that follow a sentence; "" if there is none."""
         models = sorted(self._local.watched, key=lambda each: each.doing[1])
         return models[-1].last_step if models else ""
 
     def close(self) -> None:
-        """Stop the threads: at the end of the interpreter they would die in the middle of a call."""
+        """Stop the threads: otherwise the interpreter's exit would end them in the middle of a call."""
         self._closed = True
         self._wake.set()
         if self.store.unanswered_for() < self._polls.period:
@@ -192,7 +192,7 @@ class Watchdog:
         deadline = time.monotonic() + JOIN
         for thread in (self._thread, self._timekeeper.stop()):
             while thread not in (None, threading.current_thread()) and thread.is_alive():
-                # One that waits for an unresponsive store stays until the process ends.
+                # A thread that waits for an unresponsive store stays until the process ends.
                 if time.monotonic() > deadline or self.store.unanswered_for() > self._polls.period:
                     break
                 thread.join(timeout=0.1)
@@ -202,12 +202,12 @@ class Watchdog:
 
     @property
     def failure(self) -> AgreementError | None:
-        """What ended the last wait that was in vain."""
+        """The error of the last wait that cannot complete."""
         return self._lost
 
     @property
     def _is_alive(self) -> bool:
-        """Whether the thread still takes notes."""
+        """Whether the thread runs and can still read and write notes."""
         return self._thread is not None and not self._store_is_gone
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Watchdog:
                     self.look()
             if not self._closed:
                 self._publish_left()
-        except RuntimeError:  # the store is gone, and with it all that it held
+        except RuntimeError:  # the store is gone, and all notes with it
             self._store_is_gone = True
             self._outlive_the_store()
 
@@ -242,7 +242,7 @@ class Watchdog:
             return False
 
     def look(self) -> None:
-        """Read what is new, and report what is to be reported."""
+        """Read new alarms, follow up on polls, and report waits."""
         self._receive()
         self._judge_failures()
         for number, result in self._polls.results():
@@ -257,14 +257,14 @@ class Watchdog:
         self._publish_left()
 
     def _publish_left(self, *, of_all: bool = False) -> None:
-        with self._lock:  # the main thread, at the end, may meet the watch's here
+        with self._lock:  # at exit, the main thread may run this at the same time
             gone = [words for words in self._left if of_all or words[0]() is None]
             self._left = [words for words in self._left if words not in gone]
         for _, publish in gone:
             publish()
 
     def _run_errands(self) -> bool:
-        """Go on with what others requested; True when all of it is done."""
+        """Call all errands; returns whether all are done."""
         for errand in [*self._errands]:
             if errand():
                 self._errands.remove(errand)
@@ -284,13 +284,13 @@ class Watchdog:
                     self._open.append(alarm or "")
         watched = list(self._local.watched)
         self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in watched])]
-        for number in ended:  # after the alarms that led to it
+        for number in ended:  # after the alarms that preceded the end
             exit_record = reports.ExitRecord.read(self.store, number)
             if exit_record is not None and exit_record.rank != self._rank:
                 self._lose([exit_record], leave=functools.partial(self._polls.let_all_read, f"ended/{number}"))
 
     def _judge_failures(self) -> None:
-        """Does this rank wait, in a block, for one that failed there? All may fail alike, each in its time."""
+        """Fail if this rank waits, in a block, for a rank that failed there: after a time, since all may fail alike."""
         failures = self._blocks.failures_inside()
         if failures and time.monotonic() - self._local.waited()[0] > reports.ANSWER * self._polls.period:
             reported = "; ".join(f"rank {each.rank} {each.words}" for each in failures)
@@ -299,7 +299,7 @@ class Watchdog:
                 AgreementError(f"{reported}. The remaining ranks cannot continue"), [each.rank for each in failures]
             )
 
-    # -- what a status poll leads to ---------------------------------------------------------------------------------
+    # -- consequences of a status poll -------------------------------------------------------------------------------
 
     def _follow(self, number: int, result: reports.StatusReport) -> None:
         since, announced = self._local.waited()
@@ -356,9 +356,9 @@ class Watchdog:
     def _fail(
         self, error: AgreementError, ranks: Sequence[int] | None, *, leave: Callable[[], None] | None = None
     ) -> None:
-        """Nothing that needs one of `ranks` (None: any other) goes on: the main thread raises `error` at its next step,
-        if it comes to one. `leave` gives the others time to read it, before this process and perhaps the store
-        end."""
+        """Fail everything that needs one of `ranks` (None: any other): the main thread raises `error` at its next step,
+        if it reaches one. `leave` gives the others time to read it, before this process ends and possibly the store
+        with it."""
         if leave is not None and self._lost is None:
             leave()
         since, announced = self._local.waited()
@@ -375,7 +375,7 @@ class Watchdog:
             end_process_unless(lambda: self._local.waited()[0] != since)
 
     def _outlive_the_store(self) -> None:
-        """No rank can be polled any more: a wait that goes on is for a rank that served the store, or lost it, too."""
+        """Fail long waits without polls: the awaited rank served the lost store, or has lost it, too."""
         gone_at = time.monotonic()
         while self._wanted():
             self._wake.wait(self._polls.period)
@@ -393,7 +393,7 @@ class Watchdog:
                 )
 
     def _judge_without_store(self, seconds: float) -> None:
-        """Keep the limits of this rank's wait though the store does not answer. Called by the timekeeper."""
+        """Enforce the limits of this rank's wait while the store does not answer. Called by the timekeeper."""
         since, announced = self._local.waited()
         waited = time.monotonic() - since
         in_store = announced is None and math.isinf(waits.blocked_since())
@@ -411,12 +411,12 @@ class Watchdog:
             self._fail(WaitError(reported), None)
 
 
-# Of gloo, and of torch's stores.
+# Timeouts in messages of gloo and of torch's stores.
 _RAN_OUT = re.compile("Timed out waiting|wait timeout")
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether a backend lost its peers; gloo raises a plain `RuntimeError` then."""
+    """Whether `error` means that a backend lost its peers; gloo raises a plain `RuntimeError` then."""
     if isinstance(error, (dist.DistError, StoreGone)):
         return True
     is_ours = isinstance(error, FlatFSDPError)
@@ -424,7 +424,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def close_watch(watch: weakref.ref[Watchdog]) -> None:
-    """Close it if it is still there."""
+    """Close the watch if it still exists."""
     found = watch()
     if found is not None:
         found.close()
