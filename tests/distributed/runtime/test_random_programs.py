@@ -711,6 +711,9 @@ def through_torchs_functions(player: Player) -> None:
     state, states = get_state_dict(player.model, player.optimizer, options=options)
     player.optimizer = player._optimizer(player.parameters_of(player.model))
     set_state_dict(player.model, player.optimizer, model_state_dict=state, optim_state_dict=states, options=options)
+    for parameter in player.alone.parameters():
+        if not parameter.requires_grad:
+            player.plain.state.pop(parameter, None)  # as torch's functions lose it, also in one process
     if player.flat_steps:
         fuse_optimizer_steps(player.optimizer)
 
