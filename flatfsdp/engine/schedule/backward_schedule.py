@@ -347,7 +347,7 @@ class BackwardSchedule(Generic[U]):
                 if self._driver.in_inner_task():
                     return
                 if rests and not self._driver.brings_gradients():
-                    if not clock.recomputed and self.reductions.at_the_end():
+                    if self.reductions.at_the_end():
                         self._driver.report_no_gradients()
                     resting = True
                     continue

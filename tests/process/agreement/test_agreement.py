@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from flatfsdp.engine.watchdog.status_report import ProcessIdentity
 from flatfsdp.errors import UsageError
@@ -164,13 +165,27 @@ class Behind(Net):
         return super().forward(x, order=(1, 2)), 2 * x
 
 
+class BehindRecomputed(Aside):
+    """Returns what two frozen blocks made of its input, too; and another one, recomputed reentrantly, follows."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        for index in (0, 1, 4):
+            self.blocks[index].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x = self.blocks[1](self.blocks[0](x))
+        of_all = Net.forward(self, x, order=(2, 3))
+        return checkpoint(self.blocks[4], of_all, use_reentrant=True), checkpoint(self.blocks[4], x, use_reentrant=True)
+
+
 class Frozen(Aside):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
 
 
-def reach(rank: int, world: int, usual: str, accumulates: bool, net: type[Net] = Aside, **kwargs: int) -> None:
+def reach(rank: int, world: int, usual: str, accumulates: bool, net: type[Net] = Aside, **kwargs: Any) -> None:
     """Backwards of one kind on all ranks, then one that is not on the last."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -204,6 +219,22 @@ def test_one_backward_reaches_no_parameter(outcomes: list[fresh.Outcome], usual:
 @pytest.mark.ranks(2, reach, "parameters", accumulates=False, net=Behind, join_units_below=0, timeout=LIMIT)
 def test_so_it_is_where_that_backward_waits_for_a_frozen_unit(outcomes: list[fresh.Outcome]) -> None:
     """Which the others gather when they have reduced, with that rank, what it does not reach."""
+    text = "rank 0 went on in a backward; rank 1 ended a backward that computed no gradient of a parameter"
+    assert reported_to_all(outcomes).startswith(f"ranks diverged at step 4: {text}.")
+
+
+@pytest.mark.ranks(
+    2,
+    reach,
+    "parameters",
+    accumulates=False,
+    net=BehindRecomputed,
+    join_units_below=0,
+    backward_prefetch="BACKWARD_POST",
+    timeout=LIMIT,
+)
+def test_so_it_is_where_another_frozen_unit_is_recomputed(outcomes: list[fresh.Outcome]) -> None:
+    """Random model 33194: that rank waited for ever, as a reentrant checkpoint might have brought gradients."""
     text = "rank 0 went on in a backward; rank 1 ended a backward that computed no gradient of a parameter"
     assert reported_to_all(outcomes).startswith(f"ranks diverged at step 4: {text}.")
 
