@@ -184,7 +184,6 @@ def drawn_program(seed: int) -> Program:
             targets=tuple(rng.choices(listed, k=rng.choice((1, 1, 2)))) if rng.random() < targeting else (),
             reduces=rng.random() < 0.97,
             stays_unsharded=rng.random() < 0.05,
-            is_conditional=name in together,
         )
         for name in names
     }
@@ -562,7 +561,13 @@ class SimulatedRank:
             return
         self._tasks = [self.brought(call for call in self._calls() if not call.is_reentrant)]
         self.schedule = self._schedule_class(
-            record, program.rules, self.facts(), self, coalesce=program.cut, together=program.together
+            record,
+            program.rules,
+            self.facts(),
+            self,
+            coalesce=program.cut,
+            together=program.together,
+            conditional=program.together,
         )
         for unit in record.anchored:
             if self._leaves(unit):

@@ -25,6 +25,10 @@ class ConditionalUnits(Observer, Turns):
     """
 
     plain = False
+    never_stay = (
+        "It is of a part that was given to ensure_unit_participation(), so it cannot stay unsharded as other units "
+        "would: ranks that do not run it free it."
+    )
 
     def __init__(self) -> None:
         self.cursors: list[ParticipationCursor[Unit]] = []
@@ -35,14 +39,10 @@ class ConditionalUnits(Observer, Turns):
 
     def forward_order(self, units: Sequence[Unit]) -> Turns | None:
         """These turns, if units of the model, the outermost last, are of branches."""
-        self._units, self._plan = (
-            units,
-            ParticipationPlan(
-                nesting(units[-1]),
-                {unit: branch for unit in units if (branch := _branch_of(unit)) is not None},
-                {unit: later for unit in units for later in unit.options.branch_before.units()},
-            ),
-        )
+        branches = {unit: branch for unit in units if (branch := _branch_of(unit)) is not None}
+        before = {unit: later for unit in units for later in unit.options.branch_before.units()}
+        self._units, self.conditional = units, branches.keys()
+        self._plan = ParticipationPlan(nesting(units[-1]), branches, before)
         return self if self._plan.slot else None
 
     def begin(self, *, training: bool, new_record: bool) -> None:

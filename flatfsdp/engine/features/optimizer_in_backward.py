@@ -119,11 +119,9 @@ class StepInBackward(Finisher):
         self._streams = model.resources.streams
         self._observers, self._accumulators = model.observers, model.accumulators
         # Whatever this backward still shows: late gradients come late. Units of branches come in any order.
-        self._come_once = frozenset(
-            unit
-            for unit in model.iteration.record.anchored
-            if unit.leaves.single_use and unit.options.schedule.branch is None
-        )
+        iteration = model.iteration
+        come_once = frozenset(unit for unit in iteration.record.anchored if unit.leaves.single_use)
+        self._come_once = come_once.difference(iteration.turns.conditional)
         self._stepped: dict[Unit, None] = {}
 
     def reduced(self, units: Iterable[Unit]) -> None:

@@ -77,7 +77,6 @@ def rules_of(unit: Unit, *, reduces: bool) -> UnitRules[Unit]:
         reduces=reduces,
         stays_unsharded=not (reduces or unit.built.traits.reshard_without_sync) if frees is None else not frees,
         owners=tuple(unit.owning_units),
-        is_conditional=chosen.branch is not None,
     )
 
 
@@ -173,6 +172,7 @@ class Backward:
             weakref.proxy(self),  # no circle, which only the collector would see: it holds units
             coalesce=coalescer.gathers,
             together=turns.coalesced(record.anchored),
+            conditional=turns.conditional,
         )
         self._reductions = schedule.reductions
         self._reduced_last: Sequence[Unit] = ()  # which may be under way
@@ -248,8 +248,8 @@ class Backward:
 
     def join_reductions(self) -> None:
         """All units that take part are known, as far as they are the same on all ranks: let small ones go together."""
-        unused = self.agreement.unused
-        if not self._turns.plain and any(unit.options.schedule.branch for unit in self._reductions.outstanding()):
+        unused, conditional = self.agreement.unused, self._turns.conditional
+        if conditional and any(unit in conditional for unit in self._reductions.outstanding()):
             unused.branch()
         self._reductions.coalesce(self._coalescer.reductions)
         self.schedule.expect_recomputed()

@@ -281,7 +281,7 @@ class ForwardDriver:
             awaited = inputs
         if not awaited:
             return None
-        timed = unit.options.schedule.branch is None and not _torch.in_backward()
+        timed = unit not in self.iteration.turns.conditional and not _torch.in_backward()
         call = ForwardCall(self.iteration.record.entered_at if timed else None)
         held = self.backwards.of_unit[unit]
         if len(awaited) == 1 and flow.follow_output(awaited[0], held, call):
@@ -379,11 +379,8 @@ class ForwardDriver:
             "Return tensors in tuples, lists, dicts or dataclasses, or call it under torch.no_grad() if it needs no "
             "gradient"
         )
-        if unit.options.schedule.branch is not None:
-            raise UsageError(
-                f"{cause}It is of a part that was given to ensure_unit_participation(), so it cannot stay unsharded as "
-                f"other units would: ranks that do not run it free it. {remedy}"
-            )
+        if unit in self.iteration.turns.conditional:
+            raise UsageError(f"{cause}{self.iteration.turns.never_stay} {remedy}")
         if is_new("unanchored", of=unit):
             warn_once_per_job(f"{cause}It stays unsharded until the end of backward. {remedy}")
         unit.backward.keep_unsharded = True

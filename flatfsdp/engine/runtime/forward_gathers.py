@@ -70,7 +70,7 @@ class ForwardGathers(ForwardSchedule[Unit]):
             for act in self.observers.first_gather_agreed:
                 act()
         record = self.iteration.record
-        if torch.is_grad_enabled() or (self.iteration.training and unit.options.schedule.branch is not None):
+        if torch.is_grad_enabled() or (self.iteration.training and unit in self.iteration.turns.conditional):
             record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
             for owning_unit in unit.owning_units:
                 record.enter_sharing(owning_unit)

@@ -7,7 +7,7 @@ what users chose has changed. Where turns are `plain`, forwards and backwards do
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from .unit import Unit
@@ -17,6 +17,8 @@ class Turns:
     """The plain turns, and what others may decide instead, who gather by the `ForwardGathers` that they are given."""
 
     plain = True
+    conditional: Collection[Unit] = ()  # which a rank reaches or not, and others do not know
+    never_stay = ""  # why these cannot stay unsharded until all of a backward is over, in a sentence
 
     def begin(self, *, training: bool, new_record: bool) -> None:
         """An outermost forward begins. `new_record`: the next backward will not reach what ran until now."""

@@ -22,7 +22,6 @@ class UnitRules(Generic[U]):
         reduces: whether its gradients are reduced, and not added up unsharded.
         stays_unsharded: whether it is left unsharded after its part.
         owners: units of which it uses parameters, gathered whenever it is.
-        is_conditional: whether ranks run it or not as their data will have it.
     """
 
     prefetch: Literal["before", "halfway", "after"] | None = "before"
@@ -31,7 +30,6 @@ class UnitRules(Generic[U]):
     reduces: bool = True
     stays_unsharded: bool = False
     owners: tuple[U, ...] = ()
-    is_conditional: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ this backward does not compute, need not be awaited any longer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Generic, TypeVar
 
@@ -59,10 +59,12 @@ class BackwardSchedule(Generic[U]):
         *,
         coalesce: Cut[U],
         together: Mapping[U, Sequence[U]],
+        conditional: Collection[U] = (),
     ) -> None:
-        """`coalesce` cuts the gathers into groups. `together`: units that are gathered when one of them is needed."""
+        """`coalesce` cuts the gathers into groups. `together`: units that are gathered when one of them is needed;
+        `conditional`: those that ranks run or not as their data will have it."""
         clock = self.clock = BackwardClock(record, driver.will_recompute)
-        self._rules, self._facts, self._driver = rules, facts, driver
+        self._rules, self._facts, self._driver, self._conditional = rules, facts, driver, conditional
         self._knows_late = record.knows_late
         record.asks_late = record.asks_late or bool(clock.in_passes)
         targets = {unit: rules[unit].targets for unit in record.anchored if rules[unit].targets}
@@ -241,7 +243,7 @@ class BackwardSchedule(Generic[U]):
     def _gather_unreached(self) -> None:
         """No gradient completes units here: gather those that other ranks may have, where conditional units make
         ranks differ."""
-        if not any(self._rules[unit].is_conditional for unit in self.clock.sequence):
+        if not any(unit in self._conditional for unit in self.clock.sequence):
             return
         for unit in self.clock.sequence:
             if not self.gathers.is_past(unit):

@@ -50,10 +50,7 @@ def passed_over_before_what_is_listed() -> Program:
 def conditional_listed_and_next() -> Program:
     """`e`, gathered with `f`, gathers half-way what `f` lists: one of two units, of which ranks run any."""
     steps = [["a", "b"], call("c"), call("d", checkpoint=Region(reentrant=True)), call("e", call("f"))]
-    rules = {
-        name: UnitRules("halfway", targets=("a",) if name == "f" else (), is_conditional=name in "ab")
-        for name in "abcdef"
-    }
+    rules = {name: UnitRules("halfway", targets=("a",) if name == "f" else ()) for name in "abcdef"}
     return program_of(steps, rules, joined="ef", together="ab")
 
 
