@@ -273,7 +273,7 @@ class Unit:
     @property
     def post_forward_axis(self) -> Any:
         """Among which ranks parameters stay between forward and backward: `ranks`, and its `rank` there."""
-        (transport,) = self._inner.kept.post_forward.values()
+        (transport,) = self._inner.kept.retain.transports.values()
         return transport.group
 
     @property

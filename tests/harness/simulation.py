@@ -349,7 +349,7 @@ class SimulatedForwards(ForwardSchedule[str]):
                 coalesced=coalesced,
                 reshards=program.frees.__contains__,
                 stays=lambda unit: False,
-                has_post_forward_shards=lambda unit: (),
+                retains=lambda unit: (),
                 lacks=lambda unit, ran: False,
             )
         )
@@ -358,7 +358,7 @@ class SimulatedForwards(ForwardSchedule[str]):
     def gather(self, units: Sequence[str], *, ahead: bool) -> None:
         self._rank.gather(units, ahead=ahead)
 
-    def free(self, unit: str, *, keeps_post_forward_shard: bool) -> None:
+    def free(self, unit: str, *, retains: bool) -> None:
         self._rank.reshard(unit)
 
     def leave_unsharded(self, unit: str) -> None:

@@ -57,6 +57,11 @@ class Schedule:
         return None if count is None or isinstance(count, bool) or not self.unshard_in_backward else count
 
     @property
+    def gathers_alone(self) -> bool:
+        """Whether its gathers are shared with no other unit's: among fewer ranks, or where a user asks for them."""
+        return self.post_forward_ranks is not None or self.unshard_async_op
+
+    @property
     def keeps_by_choice(self) -> bool:
         """Whether parameters may stay unsharded between iterations because a user chose it."""
         return self.reshard_after_forward is False or self.reshard_after_backward is False

@@ -165,18 +165,18 @@ class BackwardHooks:
         if self.iteration.depth:
             self.iteration.turns.check_backward_inside()
         setup, sync = self.setup, self.sync
-        post_forward = tuple(
+        retained = tuple(
             unit.place.index
             for unit in setup.units
-            if unit.kept.post_forward
+            if unit.kept.retain is not None
             and any(handle.kept_source is not None and handle.kept_source.as_of_forward for handle in unit.handles)
         )
         begun, anchored = record.entered, record.anchored
         # Hashed at every step: units by identity, and no dict.
-        plan = sync, begun, anchored, (tuple(flags), tuple(flags.values())), post_forward, setup.description
+        plan = sync, begun, anchored, (tuple(flags), tuple(flags.values())), retained, setup.description
         self.agreement.check_backward(
             plan,
-            lambda: backward_plan(sync, begun, anchored, flags, post_forward, setup.description),
+            lambda: backward_plan(sync, begun, anchored, flags, retained, setup.description),
             reduces=reduces,
         )
 

@@ -81,8 +81,7 @@ class Coalescer:
 
     def _gather_of(self, unit: Unit) -> tuple[int, object] | None:
         size = self._bytes.get(unit)
-        schedule = unit.options.schedule
-        alone = unit.groups.shard.size == 1 or schedule.post_forward_ranks is not None or schedule.unshard_async_op
+        alone = unit.groups.shard.size == 1 or unit.options.schedule.gathers_alone
         return None if size is None or alone else (size, id(unit.axes.own_transports.quantized))
 
     def _reduction_of(self, unit: Unit) -> tuple[int, object] | None:

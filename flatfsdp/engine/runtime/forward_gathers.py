@@ -11,8 +11,7 @@ import torch
 from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base.events import Observers
-from ..flat.sources import PostForwardShard
-from ..flat.states import FORWARD, SUMMONED, UNSHARDED
+from ..flat.states import FORWARD, SUMMONED
 from ..flat.views import SHOWS_NOTHING
 from ..schedule.forward_schedule import ForwardFacts, ForwardSchedule
 from .coalesced_collectives import Coalescer
@@ -101,14 +100,10 @@ class ForwardGathers(ForwardSchedule[Unit]):
         self.coalescer.launch_unshard(units, ahead=ahead)
         self.iteration.ahead.update(dict.fromkeys(units if ahead else units[1:]))
 
-    def free(self, unit: Unit, *, keeps_post_forward_shard: bool) -> None:
-        """Free the unsharded parameters; the ranks of the post-forward axis may keep them.
-        [Note: post-forward shards]"""
-        if keeps_post_forward_shard:
-            for handle, neighbors in unit.kept.post_forward.items():
-                if handle.state is UNSHARDED and handle.persistence is None:
-                    handle.keep(PostForwardShard(handle.unsharded, neighbors, tracker=handle.tracker))
-            unit.record_event("post_forward_shard")
+    def free(self, unit: Unit, *, retains: bool) -> None:
+        """Free the unsharded parameters; `retains`: but for what a feature keeps for the backward."""
+        if retains and unit.kept.retain is not None:
+            unit.kept.retain(unit)
         self.iteration.has_freed = True
         unit.reshard(SHOWS_NOTHING, unreached=self.iteration.backward is not None)
 
@@ -130,6 +125,6 @@ FACTS: ForwardFacts[Unit] = ForwardFacts(
     coalesced=lambda unit, following: (unit,),
     reshards=attrgetter("reshards_after_forward"),
     stays=attrgetter("backward.keep_unsharded"),
-    has_post_forward_shards=attrgetter("kept.post_forward"),
+    retains=attrgetter("kept.retain"),
     lacks=lambda unit, ran: unit.entries.lacks(ran),
 )

@@ -179,7 +179,7 @@ def backward_plan(
     entered: Iterable[Unit],
     anchored: Iterable[Unit],
     trained: Mapping[Unit, Flags],
-    post_forward: Sequence[int],
+    retained: Sequence[int],
     schedule: str,
 ) -> BackwardPlan:
     """A backward of these units in numbers. `trained`: which of their parameters require a gradient."""
@@ -189,7 +189,7 @@ def backward_plan(
         [unit.place.index for unit in anchored],
         [(unit.place.index, kind) for unit, flags in trained.items() for kind, each in enumerate(flags) if any(each)],
         sum(bits_of(itertools.chain(*flags)) << unit.place.first_parameter for unit, flags in trained.items()),
-        [*post_forward],
+        [*retained],
         schedule,
     )
 

@@ -236,5 +236,5 @@ def reshard(unit: Unit) -> None:
     check_left_unsharded(unit)
     awaits_backward = not iteration.record.consumed and unit in iteration.record.entered
     unit.reshard(SHOWS_NOTHING if awaits_backward else SHOWS_SHARD, unreached=iteration.backward is not None)
-    unit.drop_post_forward_shards()
+    unit.drop_retained()
     unit.kept.end_choice()

@@ -311,7 +311,7 @@ class Unit:
         if freed:
             self.record_event("reshard")
 
-    def drop_post_forward_shards(self) -> None:
+    def drop_retained(self) -> None:
         """A backward that still comes gathers over the shard axis."""
         for handle in self.handles:
             if handle.kept_source is not None and handle.kept_source.as_of_forward:
@@ -384,8 +384,8 @@ class Unit:
             self.reshard(SHOWS_SHARD)
         if self.kept.shards:  # of what was on its way
             self.kept.shards.clear()
-        if self.kept.post_forward:
-            self.drop_post_forward_shards()
+        if self.kept.retain is not None:
+            self.drop_retained()
         if self.leaves.listing.leaves:
             self.leaves.listing.show(False)
         self.phase = IDLE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ from ..base import _torch
 from ..base import autograd as hooks
 from ..comm.transport import Reducer, Transport
 from ..config.strategy import Traits
-from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import Listing, ParamRef
 
 
@@ -82,7 +81,7 @@ class KeptUnsharded:
         trusted: nobody writes to its shards meanwhile, so that what is kept is not compared with them.
         maybe_stale: some ranks may have written to their shards since, and others not.
         versions: of the shards of its handles, when a user asked for the unit; shards: copies of them, of DTensors.
-        post_forward: the transports of handles over their post-forward axes. [Note: post-forward shards]
+        retain: keeps something of the unit, which a forward is about to free, from which its backward gathers then.
     """
 
     by_choice: bool = False
@@ -90,7 +89,7 @@ class KeptUnsharded:
     maybe_stale: bool = False
     versions: list[tuple[int, ...]] = field(default_factory=list)
     shards: list[torch.Tensor] = field(default_factory=list)
-    post_forward: dict[FlatParamHandle, Transport] = field(default_factory=dict)
+    retain: Callable[[Any], None] | None = None
 
     def end_choice(self) -> None:
         """What a user chose, or asked for, keeps it no longer."""

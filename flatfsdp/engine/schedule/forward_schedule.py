@@ -44,7 +44,7 @@ class ForwardFacts(Generic[U]):
         coalesced: it with those of the units that follow it that share its gather.
         reshards: whether it is freed between forward and backward.
         stays: whether no end of its backward can be observed, so that it is left unsharded until all is over.
-        has_post_forward_shards: whether the ranks of a smaller axis can keep it between forward and backward.
+        retains: whether something of it can be kept between forward and backward, which gathers from that.
         lacks: whether more of its entries are to run than these, given by id.
     """
 
@@ -59,7 +59,7 @@ class ForwardFacts(Generic[U]):
     coalesced: Callable[[U, Iterable[U]], Sequence[U]]
     reshards: Callable[[U], bool]
     stays: Callable[[U], bool]
-    has_post_forward_shards: Callable[[U], object]
+    retains: Callable[[U], object]
     lacks: Callable[[U, set[int]], bool]
 
 
@@ -83,8 +83,8 @@ class ForwardSchedule(ABC, Generic[U]):
         """Issue the gather of whatever is sharded of a group, maybe `ahead` of its use."""
 
     @abstractmethod
-    def free(self, unit: U, *, keeps_post_forward_shard: bool) -> None:
-        """Free the unsharded parameters; the ranks of the post-forward axis may keep them."""
+    def free(self, unit: U, *, retains: bool) -> None:
+        """Free the unsharded parameters; `retains`: but for what is kept for the backward."""
 
     @abstractmethod
     def leave_unsharded(self, unit: U) -> None:
@@ -134,14 +134,13 @@ class ForwardSchedule(ABC, Generic[U]):
         if keep or in_use or unit in self.lacking or not facts.reshards(unit):
             self.leave_unsharded(unit)
         else:
-            again = bool(facts.has_post_forward_shards(unit)) and record.awaits(unit)
-            self.free(unit, keeps_post_forward_shard=again)
+            self.free(unit, retains=bool(facts.retains(unit)) and record.awaits(unit))
         for owner in owners:
             if facts.runs(owner) or facts.is_requested(owner) or facts.stays(owner) or self._in_use(owner):
                 continue
             if facts.reshards(owner):
-                again = bool(facts.has_post_forward_shards(owner)) and (record.awaits(owner) or record.awaits(unit))
-                self.free(owner, keeps_post_forward_shard=again)
+                awaited = bool(facts.retains(owner)) and (record.awaits(owner) or record.awaits(unit))
+                self.free(owner, retains=awaited)
             else:
                 self.leave_unsharded(owner)
 
@@ -150,8 +149,7 @@ class ForwardSchedule(ABC, Generic[U]):
         whose entry may be called again."""
         for unit in self.lacking:
             if unit is not outermost and self._facts.reshards(unit) and not self._facts.stays(unit):
-                again = bool(self._facts.has_post_forward_shards(unit)) and record.awaits(unit)
-                self.free(unit, keeps_post_forward_shard=again)
+                self.free(unit, retains=bool(self._facts.retains(unit)) and record.awaits(unit))
         self.lacking.clear()
 
     def _in_use(self, unit: U) -> bool:

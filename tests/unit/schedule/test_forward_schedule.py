@@ -56,7 +56,7 @@ class Played(ForwardSchedule[str]):
                 coalesced=coalesced,
                 reshards=lambda unit: unit not in units.stay,
                 stays=lambda unit: False,
-                has_post_forward_shards=units.post_forward.__contains__,
+                retains=units.post_forward.__contains__,
                 lacks=lambda unit, ran: len(ran) < units.entries[unit],
             )
         )
@@ -67,8 +67,8 @@ class Played(ForwardSchedule[str]):
             self.actions += (" >" if ahead else " +") + "".join(new)
             self.units.unsharded.update(new)
 
-    def free(self, unit: str, *, keeps_post_forward_shard: bool) -> None:
-        self.actions += (" ~" if keeps_post_forward_shard else " -") + unit
+    def free(self, unit: str, *, retains: bool) -> None:
+        self.actions += (" ~" if retains else " -") + unit
         self.units.unsharded.discard(unit)
 
     def leave_unsharded(self, unit: str) -> None:
