@@ -234,7 +234,7 @@ class Unit:
     @property
     def name(self) -> str:
         """The path of its module, "" of the outermost one; known once the first forward has begun."""
-        found: str = self._inner.name
+        found: str = self._inner.place.name
         return found
 
     @property

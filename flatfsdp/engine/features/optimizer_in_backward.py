@@ -136,7 +136,7 @@ class StepInBackward(Finisher):
         """Steps on the others, and on what earlier backwards left, to which this one adds none."""
         for unit in units:
             if unit not in self._stepped:
-                self._step(unit, earlier=self._sync and unit.completes)
+                self._step(unit, earlier=self._sync and bool(unit.resolved.completes))
         return []  # whose hooks ran before the steps
 
     def _step(self, unit: Unit, *, earlier: bool = False) -> None:

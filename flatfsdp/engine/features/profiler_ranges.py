@@ -37,20 +37,20 @@ class Range(NamedTuple):
 
     stage: str
     happens: Callable[[Any], bool] = lambda owner: True
-    names: Callable[..., Iterable[str]] = lambda unit, *args, **kwargs: (unit.name,)
+    names: Callable[..., Iterable[str]] = lambda unit, *args, **kwargs: (unit.place.name,)
     labels_reductions: bool = False
 
 
 def _name_of_unit(owner: object, unit: Unit, *args: Any, **kwargs: Any) -> Iterable[str]:
-    return (unit.name,)
+    return (unit.place.name,)
 
 
 def _name_of_hooks(owner: UnitHooks, *args: Any) -> Iterable[str]:
-    return (unit.name,) if (unit := owner.unit()) is not None else ()
+    return (unit.place.name,) if (unit := owner.unit()) is not None else ()
 
 
 def _names_of_group(owner: object, units: Sequence[Unit], **kwargs: Any) -> Iterable[str]:
-    return (unit.name for unit in units)
+    return (unit.place.name for unit in units)
 
 
 def _names_of_parts(reduction: Reduction) -> Iterable[str]:

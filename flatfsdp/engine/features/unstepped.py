@@ -82,7 +82,7 @@ class UnsteppedCheck(Observer):
             self._end(model)
         elif not self._before and not backward.deferred:  # to read a deferred gradient is to wait for it
             self._before = [
-                _ParamSnapshot(handle, fqn(unit.name, flat_name(kind)))
+                _ParamSnapshot(handle, fqn(unit.place.name, flat_name(kind)))
                 for unit in model.units
                 for kind, handle in enumerate(unit.handles)
                 if any(p.grad is not None for p in handle.face.holders)
@@ -150,7 +150,7 @@ def _warn(model: Model, in_vain: str) -> None:
         return  # it steps later, after some backwards more perhaps
     cause = "Take them from model.named_parameters(), after wrapping"
     if any(handle.face.is_flat for unit in model.units for handle in unit.handles):
-        names = [f"{unit.name}._flat_param".lstrip(".") for unit in model.units if unit.handles]
+        names = [f"{unit.place.name}._flat_param".lstrip(".") for unit in model.units if unit.handles]
         cause = f"Names of flat parameters end in '_flat_param' ({few(names)}), {FlatFace.words.names}"
     with one_rank_warns(this_rank=model.agreement.peers.is_first):
         warn_once(

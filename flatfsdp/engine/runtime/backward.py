@@ -361,7 +361,7 @@ class Backward:
         older.finish()
         newer.release_input()
         if self.agreement.unused.foreseen is not None:
-            completed = [unit for unit in group if unit.completes]
+            completed = [unit for unit in group if unit.resolved.completes]
             self.agreement.unused.before_reduction((parameters_of(unit), lacking_in(unit)) for unit in completed)
         self._in_flight = newer, InFlightReductions(group, self._coalescer.reduce(group))
         self.reduced += group
@@ -391,7 +391,7 @@ class Backward:
         """Whether nothing is left to be gathered, and what was gathered last is to compute alone. [Note: half-way]"""
         if after.options.backward_targets or not self.schedule.gathers.is_over:
             return False
-        return any(unit.reshards_after_forward for unit in self._reductions.outstanding())
+        return any(unit.resolved.reshards_after_forward for unit in self._reductions.outstanding())
 
     def release_inputs(self) -> None:
         """Let no reduction hold what it reads. Collective over both axes, and over what hooks use."""
@@ -424,7 +424,7 @@ class Backward:
                 for grads in unit.grads:
                     grads.keep_in_window()
         else:
-            gathers = any(unit.reshards_after_forward for unit in self.schedule.clock.sequence)
+            gathers = any(unit.resolved.reshards_after_forward for unit in self.schedule.clock.sequence)
             rest = self._reductions.due(rest=True) if self.sync else self.schedule.windows and gathers
             if not self._no_gradients_came and rest:
                 self.agreement.check_gradients(came=False)
@@ -439,7 +439,7 @@ class Backward:
         lacking: dict[Unit, int] = {}
         for unit in self.reduced:
             for grads in unit.grads:
-                if not grads.expected <= grads.contributed and unit.completes:
+                if not grads.expected <= grads.contributed and unit.resolved.completes:
                     lacking[unit] = lacking_in(unit)
         absent = self.agreement.unused.lacked_by_all(functools.reduce(operator.or_, lacking.values(), 0))
         for unit in lacking:

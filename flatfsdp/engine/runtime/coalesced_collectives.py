@@ -87,11 +87,12 @@ class Coalescer:
     def _reduction_of(self, unit: Unit) -> tuple[int, object] | None:
         size, options = self._bytes.get(unit), unit.options
         hooked = options.all_reduce_hook is not None or options.comm_hook is not None
-        travels = unit.groups.shard.size > 1 or unit.reducers[1] is not None
-        if size is None or not travels or hooked:
+        if size is None or hooked:
             return None
+        reducers = unit.resolved.reducers[unit.handles[0]]
+        travels = unit.groups.shard.size > 1 or reducers[1] is not None
         feedback = unit.built.mixed_precision.reduce_error_feedback
-        return size, (*map(id, unit.reducers), feedback)
+        return (size, (*map(id, reducers), feedback)) if travels else None
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class Coalescer:
         for unit in units:
             for part in unit.reduction_inputs():
                 by_dtype[part.handle.precision.reduce].append(part)
-        reducers, streams = first.reducers, first.resources.streams
+        reducers, streams = first.resolved.reducers[first.handles[0]], first.resources.streams
         return [
             Reduction(parts, *reducers, streams.reduce, streams.replicate, coalesced=True)
             for parts in by_dtype.values()

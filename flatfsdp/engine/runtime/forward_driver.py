@@ -228,7 +228,7 @@ class ForwardDriver:
         self, unit: Unit, outermost: bool, recomputing: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ForwardCall | None, tuple[Any, ...], dict[str, Any], torch.dtype | None]:
         """Gather `unit`, and cast its inputs; the last item is the dtype to which outputs are cast back."""
-        precision, outer_dtype = unit.built.mixed_precision, unit.built.output_dtype
+        outer_dtype = unit.built.output_dtype
         if recomputing and any(grads.arrived for grads in unit.grads):
             unit.leaves.single_use = False  # parameters are read after their gradients have come
         unit.enter_phase(FORWARD)
@@ -242,9 +242,8 @@ class ForwardDriver:
         if unit.built.island:
             outer_dtype = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
             args, kwargs = cast_floating((args, kwargs), unit.handles[0].shard.dtype if unit.handles else torch.float32)
-        casts = precision.cast_root_forward_inputs if unit in self.setup.entries else precision.cast_forward_inputs
-        if casts and precision.param_dtype is not None and not unit.in_full_precision:
-            args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
+        if (dtype := unit.resolved.input_dtype) is not None and not unit.in_full_precision:
+            args, kwargs = cast_floating((args, kwargs), dtype)
         if not recomputing:
             for observe in self.observers.forward_begins:
                 observe(unit, (args, kwargs), outermost=outermost)

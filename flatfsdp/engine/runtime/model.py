@@ -83,7 +83,8 @@ class Model:
     def _take(self, unit: Unit) -> None:
         _models[unit] = weakref.ref(self)
         unit.resources = self.resources
-        unit.place = UnitPlace(unit.place.index, unit.place.first_parameter, unit is self.outermost)
+        place = unit.place
+        unit.place = UnitPlace(place.name, place.index, place.first_parameter, unit is self.outermost)
         for handle, _, grads in unit.kinds:
             handle.move_to_tracker(self.resources.tracker)
             if grads.residuals is not None:

@@ -31,7 +31,7 @@ from .model_facts import axes_of, describe, initial_checksums, names_in, names_o
 from .module_tree import entries
 from .resources import ModelSettings, Resources
 from .unit import Unit
-from .unit_state import Transports, UnitPlace
+from .unit_state import Resolved, Transports, UnitPlace
 from .user_writes import write_back
 
 
@@ -80,16 +80,16 @@ class Setup:
                 f"the modules {outermost.entries.class_name} were given to fully_shard() as a list, and no module "
                 "around them was. Shard the model that holds them, too, and call that first"
             )
+        self.entries = entries(outermost)
         names = {module: name for name, module in outermost.entries.first.named_modules()}
         parameters = 0
         for index, unit in enumerate(units):
-            unit.name = unit.entries.name(lambda module: names.get(module, ""))
-            unit.place = UnitPlace(index, parameters, unit is outermost)
+            name = unit.entries.name(lambda module: names.get(module, ""))
+            unit.place = UnitPlace(name, index, parameters, unit is outermost)
             for handle in unit.handles:
-                handle.name = unit.name
+                handle.name = name
                 parameters += len(handle.leaves)
             self.connect(unit)
-        self.entries = entries(outermost)
         fast_paths.keep_out_inside(names, units)
         check_hooked(units)
         check_targets(units)
@@ -144,6 +144,22 @@ class Setup:
     def connect(self, unit: Unit) -> None:
         """Give `unit` its transports."""
         unit.axes.connect({id(groups): self._transports(unit, groups) for groups in unit.axes.all})
+        self._resolve(unit)
+
+    def _resolve(self, unit: Unit) -> None:
+        """Settle what `unit`, which is connected, does from now on."""
+        precision, chosen = unit.built.mixed_precision, unit.options.schedule
+        casts = precision.cast_root_forward_inputs if unit in self.entries else precision.cast_forward_inputs
+        reshards = chosen.reshard_after_forward
+        if reshards is None:  # the outermost unit's backward begins where its forward ends: freeing would gain nothing
+            reshards = unit.built.traits.reshard_after_forward and not unit.place.is_outermost
+        over = {handle: unit.axes.transports_of(handle).reducers for handle in unit.handles}
+        unit.resolved = Resolved(
+            precision.param_dtype if casts else None,
+            bool(reshards),
+            over if chosen.all_reduce else {handle: (scatter, None) for handle, (scatter, _) in over.items()},
+            frozenset(handle for handle, (_, across) in over.items() if chosen.all_reduce or across is None),
+        )
 
     def _transports(self, unit: Unit, groups: ProcessGroups) -> Transports:
         """Those of `unit` over `groups`. [Note: communication hooks]"""
@@ -202,6 +218,8 @@ class Setup:
     def set_options(self, unit: Unit, **changes: Any) -> None:
         """Change what users chose for `unit`; ranks compare it at the next forward or backward."""
         unit.options = replace(unit.options, **changes)
+        if self.ready:
+            self._resolve(unit)
         self.options_changed()
 
     def options_changed(self) -> None:

@@ -21,7 +21,6 @@ from torch import nn
 from ...errors import UsageError, fail, label_of
 from ..base import _torch
 from ..comm.axes import ProcessGroups
-from ..comm.transport import Reducer
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
@@ -33,7 +32,7 @@ from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ParamViews
 from .entries import Entries
 from .resources import Resources
 from .unit_axes import UnitAxes
-from .unit_state import BuiltWith, KeptUnsharded, UnitBackward, UnitPlace, WatchedLeaves
+from .unit_state import BuiltWith, KeptUnsharded, Resolved, UnitBackward, UnitPlace, WatchedLeaves
 
 _state_of, _requires_grad = attrgetter("state"), attrgetter("requires_grad")  # faster than a generator each time
 
@@ -42,7 +41,6 @@ class Unit:
     """The parameters that one wrapped module and no nested unit owns.
 
     Attributes:
-        name: path from the model's outermost module, "" for that; of several entries, all of their paths.
         entries: the modules whose forward runs it.
         place: where it is in its model.
         handles: one per kind of parameter, none if the unit owns no parameter.
@@ -52,12 +50,13 @@ class Unit:
             is. shared_refs: where modules of this unit hold those.
         sharing_units: units that hold parameters of this one too, weakly.
         groups: the axes over which it is sharded; axes: those of handles that are elsewhere, too.
-        options: what users chose.
+        options: what users chose; resolved: what that comes to, once the unit is connected.
         phase: [Note: states].
         backward: how far its backward has come.
     """
 
     resources: Resources
+    resolved: Resolved
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class Unit:
         owning_units: Sequence[Unit] = (),
         shared_refs: Sequence[ParamRef] = (),
     ) -> None:
-        self.name, self.place = "", UnitPlace()
+        self.place = UnitPlace()
         self.entries = entries
         self.handles = list(handles)
         self.views = [ParamViews(handle) for handle in self.handles]
@@ -102,7 +101,7 @@ class Unit:
     @property
     def label(self) -> str:
         """The name in messages."""
-        return label_of(self.name)
+        return label_of(self.place.name)
 
     def share_params_of(self, owning_units: Sequence[Unit]) -> None:
         """Hold parameters of `owning_units` too."""
@@ -130,7 +129,7 @@ class Unit:
     def record_event(self, kind: str) -> None:
         """Record an event of this unit."""
         append = self.resources.events.append  # which is no method: faster than a call of one
-        append((kind, self.name, self.phase._value_))
+        append((kind, self.place.name, self.phase._value_))
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -177,18 +176,6 @@ class Unit:
     def shows_shard(self) -> bool:
         """Whether the leaves show the shard, as between iterations."""
         return all(views.mode is SHOWS_SHARD for views in self.views)
-
-    @property
-    def reshards_after_forward(self) -> bool:
-        """Whether the unsharded parameters are freed between forward and backward.
-
-        The outermost unit's backward begins where its forward ends: unless a user sets it, freeing them would gain
-        nothing.
-        """
-        chosen = self.options.schedule.reshard_after_forward
-        if chosen is not None:
-            return bool(chosen)
-        return self.built.traits.reshard_after_forward and not self.place.is_outermost
 
     @property
     def expects_gradients(self) -> bool:
@@ -321,13 +308,10 @@ class Unit:
 
     def reduce(self) -> list[Reduction]:
         """Issue the reductions of all kinds that take part. Collective over the shard axis."""
-        streams, (scatter, across) = self.resources.streams, self.reducers
+        streams, reducers = self.resources.streams, self.resolved.reducers
         made = []
-        for part in self.reduction_inputs():
-            if self.axes.elsewhere:
-                scatter, second = self.axes.transports_of(part.handle).reducers
-                across = second if self.options.schedule.all_reduce else None
-            made.append(Reduction([part], scatter, across, streams.reduce, streams.replicate))
+        for part in self.reduction_inputs():  # a comprehension is a call
+            made.append(Reduction([part], *reducers[part.handle], streams.reduce, streams.replicate))
         return made
 
     def reduction_inputs(self) -> list[ReductionInput]:
@@ -339,28 +323,12 @@ class Unit:
                 # Memory is free when the device is past this unit: before the next gather, unless that is not ahead.
                 self.resources.limiter.make_room(None, ahead=True)
         self.record_event("reduce")
-        everywhere, hook = self.options.schedule.all_reduce, self.options.all_reduce_hook
+        completes, hook = self.resolved.completes, self.options.all_reduce_hook
         return [
-            grads.start_reduction(
-                completes=everywhere or self.axes.transports_of(grads.handle).reducers[1] is None,
-                hook=hook,
-            )
+            grads.start_reduction(completes=grads.handle in completes, hook=hook)
             for grads in self.grads
             if grads.participates
         ]
-
-    @property
-    def completes(self) -> bool:
-        """Whether a reduction brings some gradient, not only partial sums. [Note: partial sums]"""
-        if self.options.schedule.all_reduce:
-            return True
-        return any([self.axes.transports_of(handle).reducers[1] is None for handle in self.handles])
-
-    @property
-    def reducers(self) -> tuple[Reducer, Reducer | None]:
-        """What carries out both stages of a reduction over the unit's own axes now; None where there is no second."""
-        scatter, across = self.axes.own_transports.reducers
-        return scatter, across if self.options.schedule.all_reduce else None
 
     def finalize_grads(self) -> list[FlatParamHandle]:
         """Make the reduced gradients `.grad`; the handles of which that completes them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..base import _torch
 from ..base import autograd as hooks
 from ..comm.transport import Reducer, Transport
 from ..config.strategy import Traits
+from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import Listing, ParamRef
 
 
@@ -22,11 +23,13 @@ class UnitPlace:
     """Where a unit is in its model.
 
     Attributes:
+        name: path from the model's outermost module, "" for that; of several entries, all of their paths.
         index: among the units, children before parents.
         first_parameter: of its first parameter among those of all units.
         is_outermost: whether it is the unit of the outermost wrapper.
     """
 
+    name: str = ""
     index: int = 0
     first_parameter: int = 0
     is_outermost: bool = False
@@ -70,6 +73,23 @@ class Transports:
     replicate: Transport | None
     reducers: tuple[Reducer, Reducer | None]
     quantized: Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What the arguments of a unit, its place and what users chose of it come to; another one when these change.
+
+    Attributes:
+        input_dtype: to which inputs of its forward are cast, unless it computes in full precision; None: they are not.
+        reshards_after_forward: whether the unsharded parameters are freed between forward and backward.
+        reducers: by handle, what carries out both stages of a reduction now; None where there is no second.
+        completes: handles of which a reduction brings gradients, not only partial sums. [Note: partial sums]
+    """
+
+    input_dtype: torch.dtype | None
+    reshards_after_forward: bool
+    reducers: Mapping[FlatParamHandle, tuple[Reducer, Reducer | None]]
+    completes: frozenset[FlatParamHandle]
 
 
 @dataclass

@@ -276,7 +276,7 @@ def refuse_parts(units: list[Unit]) -> None:
     """Refuse to pickle parameters that tensor parallelism has split, or that lie on a mesh of their own otherwise."""
     extended = ((unit, each) for unit in units for views in unit.views for each in views.extended)
     held = [(unit, each.param_refs[0]) for unit, each in extended if not each.transform.can_be_pickled(each.state)]
-    if parts := [fqn(unit.name, param_ref.path) for unit, param_ref in held]:
+    if parts := [fqn(unit.place.name, param_ref.path) for unit, param_ref in held]:
         raise UsageError(
             f"a sharded model with DTensors ({few(parts)}) cannot be pickled: they lie on a mesh of this job, and "
             "torch's tensor parallelism leaves hooks in modules that no pickle can hold. Save its state_dict()"
