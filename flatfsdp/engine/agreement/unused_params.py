@@ -200,7 +200,7 @@ class UnusedParams:
         self.expects = self._expected is not None and not self._rounds_left
         self._all_participate = outcome is None or self._expected is not None or self.with_data is not None
 
-    def branch(self) -> None:
+    def all_take_part(self) -> None:
         """Ranks run parts of the model as their data will have it: all take part."""
         self._all_participate = True
 

@@ -250,7 +250,7 @@ class Backward:
         """All units that take part are known, as far as they are the same on all ranks: let small ones go together."""
         unused, conditional = self.agreement.unused, self._turns.conditional
         if conditional and any(unit in conditional for unit in self._reductions.outstanding()):
-            unused.branch()
+            unused.all_take_part()
         self._reductions.coalesce(self._coalescer.reductions)
         self.schedule.expect_recomputed()
         if not self.finisher.ends_with_all:

@@ -186,7 +186,7 @@ class Unit:
 
     def launch_unshard(self, *, ahead: bool = False) -> bool:
         """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis, or
-        in a backward over the post-forward axis. False if there was nothing to gather from other ranks."""
+        over that of what a feature retained. False if there was nothing to gather from other ranks."""
         resources = self.resources
         sharded = self.prepare_unshard(ahead=ahead)
         for handle, source in sharded:

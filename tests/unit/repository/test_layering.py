@@ -327,6 +327,24 @@ def test_seams_of_torch(names: str, allowed: frozenset[str]) -> None:
     assert not found, f"these belong into {', '.join(sorted(allowed))}:\n" + "\n".join(found)
 
 
+# Of single features: what users choose, and the sources of unsharded parameters that a feature hands down.
+OF_FEATURES = frozenset("branch branch_before keep_frozen post_forward_ranks HostCache PostForwardShard".split())
+
+
+def test_the_runtime_knows_of_no_feature() -> None:
+    found = [
+        f"{source.at(node.lineno)}: {name}"
+        for source in sources()
+        if source.unit == "engine/runtime"
+        for node in ast.walk(source.tree)
+        for name in (getattr(node, kind, None) for kind in ("id", "attr", "name", "arg"))
+        if name in OF_FEATURES
+    ]
+    assert not found, "these belong into engine/features:\n" + "\n".join(found)
+    named = {name for source in sources() for name in re.findall(r"\w+", source.path.read_text())}
+    assert named >= OF_FEATURES, f"these are called otherwise: {OF_FEATURES - named}"
+
+
 @pytest.mark.parametrize("folder", ["flatfsdp/engine/schedule", "tests/unit/schedule"])
 def test_the_order_is_pure(folder: str) -> None:
     texts = [path.read_text() for path in (PACKAGE.parent / folder).glob("*.py")]
