@@ -1,6 +1,6 @@
-"""A trainer on top of the engine: from a model and data to checkpoints that any number of ranks goes on from.
+"""A trainer on top of the engine: it trains a model on data, and any number of ranks can resume its checkpoints.
 
-It is a program like any user's: of flatfsdp it imports public names only, so what it does, any training script can do.
+It imports only public names of flatfsdp, so any training script can do the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports at first access: what reads data, starts ranks or keeps checkpoints needs none of the extra `train`."""
+    """Import at first access: data loading, launching and checkpoints need no package of the extra `train`."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name], __name__), name)

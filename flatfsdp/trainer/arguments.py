@@ -1,7 +1,7 @@
-"""The arguments of a run of the trainer: how the model is sharded, how it is trained, and what is trained on what.
+"""The arguments of a run of the trainer: how the model is sharded, how it is trained, the model and the data.
 
-Checks that need neither model nor ranks are made as an instance is made; messages name the field, what was found, what
-is accepted, and the nearest name. Values are in one normal form afterwards: names in lower case, dtypes as
+Checks that need neither model nor ranks are made at construction; messages name the field, the given value, the
+accepted values, and the nearest name. Values are in one normal form afterwards: names in lower case, dtypes as
 `torch.dtype`, paths as `Path`.
 """
 
@@ -55,7 +55,7 @@ _ELEMENTWISE = "AdamW Adam SGD Adadelta Adagrad Adamax ASGD NAdam RAdam RMSprop 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): getattr(torch.optim, name) for name in _ELEMENTWISE.split()
 }
-"""Those of torch that are element-wise, hence give the same numbers on any number of ranks."""
+"""Optimizers of torch that are element-wise, so that results do not depend on the number of ranks."""
 
 NOT_BY_NAME = {
     "adafactor": "Adafactor looks at rows and columns, of which a rank may have parts.",
@@ -63,11 +63,11 @@ NOT_BY_NAME = {
     "lbfgs": "LBFGS calls the model several times in a step, which the trainer does not.",
     "sparseadam": "SparseAdam needs sparse gradients, and reduced ones are dense.",
 }
-"""Those of torch that settings do not name, each with the reason."""
+"""Optimizers of torch that settings do not accept, each with the reason."""
 
 
 def stay_then_decay(done: float, *, decay: float = 0.2) -> float:
-    """The schedule "wsd" (warmup, stable, decay): 1, and over the last share `decay` linear down to 0.
+    """The schedule "wsd" (warmup, stable, decay): 1, then linearly down to 0 over the last share `decay`.
 
     Source: MiniCPM, arXiv:2404.06395, section 4.
     """
@@ -80,7 +80,7 @@ SCHEDULERS: Mapping[str, Callable[..., float]] = {
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
     "wsd": stay_then_decay,
 }
-"""Names of schedules: the share of the highest learning rate when a share of the run after the warmup is over."""
+"""Names of schedules: the factor of the highest learning rate, by the finished share of the run after the warmup."""
 
 Strategy = Annotated[str, PlainValidator(Name(tuple(STRATEGIES)))]
 OptimizerName = Annotated[
@@ -93,16 +93,16 @@ SchedulerName = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPArguments(Settings):
-    """How the model is sharded; what the arguments of `FullyShardedDataParallel`, or of `fully_shard`, are made of.
+    """Sharding: settings for the arguments of `FullyShardedDataParallel`, or of `fully_shard`.
 
     Raises:
         ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
     """
 
     front: Front = setting(
-        "wrapper", "what shards the model: a FullyShardedDataParallel around it, or fully_shard in place, with DTensors"
+        "wrapper", "front of the engine: a FullyShardedDataParallel around the model, or fully_shard, with DTensors"
     )
-    strategy: Strategy = setting("full_shard", "what is split over ranks, and for how long")
+    strategy: Strategy = setting("full_shard", "the parts of the state that are sharded over ranks, and when")
     reshard_after_forward: Count | bool | None = setting(
         None,
         "whether parameters are freed between forward and backward, or among how many ranks they stay; "
@@ -125,14 +125,14 @@ class FSDPArguments(Settings):
         None, "bits of a number when gradients travel, 8 or 4 with a scale for each 256; none for reduce_dtype"
     )
     reduce_error_feedback: bool = setting(
-        False, "add to gradients in reduce_bits what earlier ones have lost, which is kept on the device"
+        False, "add to gradients in reduce_bits the loss of earlier reductions, which is kept on the device"
     )
     cpu_offload: bool = setting(False, "keep shards, gradients and optimizer state in host memory")
     use_orig_params: bool = setting(True, "the optimizer sees the original parameters, or one flat parameter per unit")
     layout: Layout | None = setting(
         None,
         "ranks split all parameters of a unit as one, with the least padding (flat), or each of them by whole rows; "
-        "none for what the front has: the wrapper flat, fully_shard rows",
+        "none for the front's default: the wrapper flat, fully_shard rows",
     )
     activation_checkpointing: bool = setting(False, "compute the activations of each unit again in the backward")
     checkpoint_every: Count = setting(1, "with activation_checkpointing: of every so many units one")
@@ -154,7 +154,7 @@ class FSDPArguments(Settings):
 
     @property
     def scales_losses(self) -> bool:
-        """Whether gradients are fp16 somewhere, and small ones would be lost."""
+        """Whether gradients are fp16 anywhere, so that small ones would underflow."""
         return torch.float16 in (self.param_dtype, self.reduce_dtype)
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class FSDPArguments(Settings):
             self.refuse("layout", f"{front} ranks split each parameter by rows")
 
     def _set_precision(self) -> None:
-        """Put what `bf16` and `fp16` stand for into its fields."""
+        """Set the dtypes that `bf16` and `fp16` stand for."""
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             if not getattr(self, name):
                 continue
@@ -200,9 +200,9 @@ class FSDPArguments(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingArguments(Settings):
-    """How the model is trained, evaluated and saved.
+    """Training, evaluation and checkpoints.
 
-    A run ends at the first of its limits `steps`, `epochs` and `minutes`; without any after one epoch.
+    A run ends at the first of its limits `steps`, `epochs` and `minutes`; without any, after one epoch.
 
     Raises:
         ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
@@ -272,15 +272,15 @@ class TrainingArguments(Settings):
     progress: bool = setting(True, "show a progress bar")
     callbacks: Named = setting(
         (),
-        "what watches the run besides: tensorboard, wandb, early_stop, loss_plot or module:function, with options "
+        "more callbacks of the run: tensorboard, wandb, early_stop, loss_plot or module:function, with options "
         "as wandb:project=mine,mode=offline; in a file also as tables with a name",
     )
     early_stop: Count | None = setting(None, "end when best_by has not improved for so many evaluations in a row")
     profile: Steps | None = setting(None, "write a trace of these steps, as 10..12, into the output folder")
     peak_tflops: Positive | None = setting(
         None,
-        "what a device computes at most, in 10^12 operations per second, for the utilization in metrics; none "
-        "for what is known of it",
+        "peak of a device, in 10^12 operations per second, for the utilization in metrics; none for that of its "
+        "data sheet",
     )
     plot: bool = setting(False, "draw the losses as a picture in the output folder")
     device: Text = setting("auto", "cpu, cuda or another accelerator; auto takes an accelerator where there is one")
@@ -330,10 +330,10 @@ class TrainingArguments(Settings):
 
 @dataclass(frozen=True)
 class Task(Settings):
-    """What is trained, on what.
+    """The model and its data.
 
-    The model, data, objective and tokenizer are the objects themselves, or functions that make them; `collate` is the
-    function itself. Each may be given by its place as text: "package.module:name".
+    The model, data, objective and tokenizer are objects, or functions that make them; `collate` is a
+    function. Each may be named by a text: "package.module:name".
 
     Raises:
         ConfigTypeError, ConfigValueError: at construction, for a field that is none of these.
@@ -343,22 +343,22 @@ class Task(Settings):
     train_data: Data = setting(..., "the dataset to train on, or a function that makes it")
     eval_data: Data | None = setting(None, "the dataset to evaluate on, or a function that makes it")
     objective: Annotated[Any, PlainValidator(Name(thing="an objective or a function"))] | None = setting(
-        None, "what is minimised; none for the model's own loss"
+        None, "the objective to minimize; none for the model's own loss"
     )
     collate: Annotated[Any, PlainValidator(Name(thing="a function", is_thing=callable))] | None = setting(
         None, "makes a microbatch of a list of samples; none for torch's"
     )
     tokenizer: Annotated[Any, PlainValidator(Name(thing="a tokenizer, a processor or a function"))] | None = setting(
-        None, "saved beside the model"
+        None, "saved with the model"
     )
     metrics: Annotated[Any, PlainValidator(Name(thing="a function", is_thing=callable))] | None = setting(
-        None, "more metrics of evaluations: of logits and a batch, by name sums over what the objective weighs"
+        None, "more metrics of evaluations: from logits and a batch to sums, by name, over the tokens that count"
     )
     options: Options = setting({}, "arguments of these functions, by name")
 
 
 def check_run(training: TrainingArguments, task: Task, fsdp: FSDPArguments) -> None:
-    """Refuse what `training` needs and the others cannot give.
+    """Raise for settings of `training` that contradict the others.
 
     Raises:
         ConfigValueError: evaluations without data for them; steps in the backward of losses that are scaled.

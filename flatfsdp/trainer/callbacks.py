@@ -1,4 +1,4 @@
-"""Callbacks of a run: progress, logs, pictures, generated text, a summary, an early end."""
+"""Callbacks of a run: progress bar, logs, plots, generated text, a summary, early stopping."""
 
 from __future__ import annotations
 
@@ -29,48 +29,48 @@ __all__ = ["Callback", "EarlyStop", "LossPlot", "MetricsLog", "ProgressBar", "Sa
 
 METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
-PLAIN_LINES = 20  # lines of a run whose output is not a terminal
-BAR = 23  # columns: percentage, bar, hours, minutes and seconds that remain, what stands between, and one to spare
-TEMPERATURE = 0.8  # below it small models repeat themselves, spaces above all
+PLAIN_LINES = 20  # progress lines of a run where the output is not a terminal
+BAR = 23  # columns: percentage, bar, remaining time, separators, and one to spare
+TEMPERATURE = 0.8  # at lower ones, small models repeat themselves, mostly spaces
 
 
 class Callback:
     """The base of callbacks; each method does nothing.
 
-    All of them are called on every rank, at the same points and with the same values (but for a report's `ids`). So
-    they may call what is collective, and `trainer.ask_to_stop()`; what prints or writes checks `trainer.world.leads`.
-    What one raises on a rank ends the run on all: the others raise an `AgreementError` that names it.
+    All methods are called on every rank, at the same points and with the same values (except for a report's `ids`). So
+    they may make collective calls, and call `trainer.ask_to_stop()`; to print or write, check `trainer.world.leads`.
+    An exception on one rank ends the run on all: the others raise an `AgreementError` that names it.
     """
 
     def on_begin(self, trainer: Run) -> None:
-        """Before the first step, after a checkpoint was loaded."""
+        """Called before the first step, after a checkpoint was loaded."""
 
     def on_step_begin(self, trainer: Run, step: int) -> None:
-        """Before a step of that number, from 1 on, is computed."""
+        """Called before step number `step`, counted from 1, is computed."""
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
-        """After a step, when its numbers have arrived: often during the next one."""
+        """Called after a step, once its metrics have arrived: often during the next step."""
 
     def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
-        """After an evaluation."""
+        """Called after an evaluation."""
 
     def on_save(self, trainer: Run, path: Path, stall_seconds: float) -> None:
-        """After a checkpoint was begun; training waited for it so long. An asynchronous one is complete later."""
+        """Called once a save has begun, which stalled training so long. An asynchronous one completes later."""
 
     def on_end(self, trainer: Run, result: TrainingResult) -> None:
-        """After the last step, its evaluation and its checkpoint."""
+        """Called after the last step, its evaluation and its checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it needs back when a run goes on: plain values and tensors, the same on all ranks."""
+        """The state that a resumed run restores: plain values and tensors, the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore a state from `state_dict`."""
 
 
 def keep_earlier(trainer: Run, name: str) -> None:
-    """Keep what another run has written as `name` into the run's folder, where this one will write it: in a folder
-    `aside-<number>`. By the rank that leads, in `on_begin`; a run that goes on after its last checkpoint keeps writing.
+    """Move the file `name` of an earlier run, which this run will write anew, to `aside-<number>` in its folder.
+    For `on_begin`, on the rank that leads. A run that resumes from its last checkpoint keeps writing the file.
     """
     path = trainer.output / name
     if not (path.is_file() and path.stat().st_size):
@@ -82,7 +82,7 @@ def keep_earlier(trainer: Run, name: str) -> None:
         print_line(f"{trainer.output} has files of an earlier run, which are in {trainer.aside} now")
     if trainer.begins and trainer.aside is not None:
         path.rename(trainer.aside / name)
-    elif trainer.aside is not None:  # a branch goes on with it
+    elif trainer.aside is not None:  # a branch continues it
         shutil.copyfile(path, trainer.aside / name)
 
 
@@ -92,10 +92,10 @@ class EarlyStop(Callback):
     Args:
         by: a metric of evaluations.
         mode: "min" if smaller is better, "max" if larger is.
-        least: by how much it has to be better to have improved.
+        least: the smallest difference that counts as an improvement.
 
     Raises:
-        ConfigValueError: no such patience or mode.
+        ConfigValueError: an invalid patience or mode.
     """
 
     def __init__(self, patience: int = 3, *, by: str = "eval_loss", mode: str = "min", least: float = 0.0) -> None:
@@ -127,9 +127,9 @@ class EarlyStop(Callback):
 
 
 class ProgressBar(Callback):
-    """tqdm's bar on a terminal, some lines on stderr elsewhere; of rank 0.
+    """A tqdm bar on a terminal, otherwise some lines on stderr; on rank 0.
 
-    The first of the callbacks: what others print at the end comes when the bar is closed.
+    The first of the callbacks: the others print at the end, when the bar is closed.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class ProgressBar(Callback):
 
 
 def fitting(text: str, footprint: MemoryFootprint, width: int | None) -> str:
-    """`text`, and of a rank's bytes what a line of `width` has room for beside the bar: each kind, or their sum."""
+    """`text`, with the longest form of a rank's bytes that fits into a line of `width` next to the bar, if any."""
     whole = footprint.parameters + footprint.gradients + footprint.optimizer + footprint.in_flight
     room = (width or 1000) - BAR - len(text)
     ends = (f"; per rank {footprint}", f"; {footprint}", f"; {sizes_in_words(whole)} per rank")
@@ -182,7 +182,7 @@ def _tqdm_bar(done: float) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log, in order. A last line that was not written to its end is left out; no file, no rows."""
+    """The rows of a log, in order. An incomplete last line is left out. Without a file, there are no rows."""
     if not path.exists():
         return []
     rows = []
@@ -197,12 +197,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class MetricsLog(Callback):
     """Write `metrics.jsonl` into the run's folder, by rank 0.
 
-    A run that goes on from a checkpoint drops the rows of what came after it, which comes again: each step is there
-    once, and each evaluation. The log as it was before a branch is set aside, and so is that of another run. Losses are
-    in the objective's units (nats per token), times in seconds of training, sizes in bytes.
+    A resumed run drops the rows after its checkpoint, which will be written again: each step and each evaluation is
+    there once. Before a branch, the log is set aside, as is the log of another run. Losses are in the objective's units
+    (nats per token), times in seconds of training, sizes in bytes.
 
     Args:
-        every: of so many steps one has a row.
+        every: one row for every so many steps.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -250,9 +250,9 @@ def _is_before(row: Mapping[str, Any], progress: Progress) -> bool:
 
 
 class LossPlot(Callback):
-    """At the end draw the losses of `metrics.jsonl` (see `MetricsLog`) into `loss.png` beside it, by rank 0.
+    """At the end, plot the losses of `metrics.jsonl` (see `MetricsLog`) to `loss.png` next to it, on rank 0.
 
-    Without matplotlib a line in the log names the command that installs it.
+    Without matplotlib, a line in the log has the command that installs it.
     """
 
     def on_begin(self, trainer: Run) -> None:
@@ -270,7 +270,7 @@ class LossPlot(Callback):
 
 
 def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the loss of every step, smoothed as well, and evaluations, of rows as `read_metrics` gives them.
+    """Plot the loss of every step, the smoothed loss, and evaluations; `rows` are from `read_metrics`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -295,7 +295,7 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def smoothed(losses: Sequence[float], *, keep: float = 0.95) -> list[float]:
-    """Exponential moving average of `losses`, without the pull towards zero at its start."""
+    """Exponential moving average of `losses`, corrected for its bias towards zero at the start."""
     averages, average, weight = [], 0.0, 0.0
     for loss in losses:
         average = keep * average + (1 - keep) * loss
@@ -306,17 +306,17 @@ def smoothed(losses: Sequence[float], *, keep: float = 0.95) -> list[float]:
 
 @dataclass(eq=False)
 class SampleText(Callback):
-    """Let the model continue `prompt` by `length` tokens after each evaluation or at the end only, and print it.
+    """Generate `length` tokens after `prompt`, after each evaluation or only at the end, and print the text.
 
     Collective: all ranks generate, rank 0 prints.
 
     Args:
-        prompt: its beginning, at least one token.
+        prompt: the beginning of the text, at least one token.
         length: how many tokens to add.
         encode, decode: text to tokens and back.
         context: how many of the last tokens the model sees; None for all.
         only_at_end: not after evaluations.
-        temperature: divides the logits; or a function that gives it for what follows a token.
+        temperature: divides the logits; or a function of the previous token that returns it.
     """
 
     prompt: str
@@ -333,12 +333,12 @@ class SampleText(Callback):
             self._show(trainer, sys.stderr, f"step {trainer.progress.step}: {self.sample(trainer)!r}")
 
     def on_end(self, trainer: Run, result: TrainingResult) -> None:
-        if result.stopped_by:  # who stops a run does not want to wait
+        if result.stopped_by:  # a stopped run must end quickly
             return
         self._show(trainer, sys.stdout, f"\ntext generated by all ranks together:\n{self.sample(trainer)}\n")
 
     def sample(self, trainer: Run) -> str:
-        """The prompt and what the model makes of it; the same on all ranks."""
+        """The prompt and its generated continuation; the same on all ranks."""
         tokens = generate(
             trainer.model,
             self.encode(self.prompt),
@@ -366,18 +366,18 @@ def generate(
     seed: int,
     temperature: float | Callable[[int], float] = TEMPERATURE,
 ) -> list[int]:
-    """`tokens`, and `length` ones that `model` continues them with.
+    """`tokens`, followed by `length` tokens generated by `model`.
 
     Collective: parameters are gathered once, at the beginning (`flatfsdp.inference`). All ranks draw from equally
-    seeded generators and get the same tokens. Its modules are left in the modes, training or not, that they were in.
+    seeded generators and get the same tokens. Modules keep their modes (training or not).
 
     Args:
-        model: a wrapper; takes tokens, int64 (1, time), and gives logits (1, time, vocabulary), plainly or as an output
-            of transformers.
+        model: a wrapper; takes tokens, int64 (1, time), and returns logits (1, time, vocabulary), as a tensor or in an
+            output of transformers.
         tokens: at least one.
-        context: how many of the last tokens it sees; None for all.
-        temperature: divides the logits; 0 always takes the likeliest token. A function is asked for each token, with
-            the one before it.
+        context: how many of the last tokens the model sees; None for all.
+        temperature: divides the logits; 0 always takes the likeliest token. A function is called for each token, with
+            the previous token.
     """
     generator = torch.Generator().manual_seed(seed)
     made = list(tokens)
@@ -395,9 +395,9 @@ def generate(
 
 
 class Summary(Callback):
-    """Print the units at the beginning, and at the end the facts of the run, one a line; by rank 0, on stdout.
+    """Print the units at the beginning, and the facts of the run at the end, one per line; on rank 0, to stdout.
 
-    The last of the callbacks: the facts name what the others have written.
+    The last of the callbacks: the facts include the files written by the others.
     """
 
     def on_begin(self, trainer: Run) -> None:
@@ -416,7 +416,7 @@ class Summary(Callback):
 
     @staticmethod
     def plan(trainer: Run) -> str:
-        """Until when the run trains, and where it writes."""
+        """The limits of the run, and its output folder."""
         training, planned = trainer.training, trainer.planned_steps()
         limits = [] if planned is None else [f"step {planned:,}"]
         limits += [] if training.minutes is None else [f"{training.minutes:g} minutes of training"]
@@ -424,7 +424,7 @@ class Summary(Callback):
 
     @staticmethod
     def facts(trainer: Run, result: TrainingResult) -> dict[str, str]:
-        """The lines, by name."""
+        """The facts, by name."""
         world, dtype = trainer.world, trainer.fsdp.param_dtype
         sent = ", ".join(
             f"{kind} {sizes_in_words(size)} in {calls} call{'' if calls == 1 else 's'}"
@@ -437,7 +437,7 @@ class Summary(Callback):
             "parameters": f"{trainer.size.parameters:,} in total{held}",
             "units": f"{flatfsdp.stats(trainer.model).units:,}",
         }
-        if result.taken:  # what a step shows
+        if result.taken:  # measured in a step
             facts |= {"per rank": f"{result.footprint}", "per step": sent or "no communication"}
         facts |= {"steps": f"{result.steps:,} of {result.tokens:,} tokens", "ended by": result.ended_by}
         steps = f"{result.taken:,} step{'' if result.taken == 1 else 's'}"

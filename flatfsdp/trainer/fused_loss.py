@@ -1,12 +1,12 @@
-"""An objective whose logits are never in memory together: head and cross entropy are computed in chunks of rows.
+"""An objective that never has all logits in memory: head and cross entropy are computed in chunks of rows.
 
-[Note: chunks] A chunk's logits are made, read for the loss and, where one is wanted, for its gradient, and dropped: in
-the forward, so that nothing is computed twice. What is kept for the backward has the size of the hidden states and of
-the layer's weight, which its gradient takes anyway.
+[Note: chunks] The logits of a chunk are computed, used for the loss and, where needed, for its gradient, and dropped,
+all in the forward, so that nothing is computed twice. The backward needs tensors of the sizes of the hidden states and
+of the weight, which are needed for the gradients in any case.
 
-[Note: heads] Models do not declare where their logits come from, nor whether they scale or cap them afterwards. So a
-model runs twice on next to nothing: once to see which linear layer's output has the shape of the logits, once with a
-number in that output's place, which has to come out as it went in. What is put there in training is a loss.
+[Note: heads] Models do not declare which layer computes their logits, nor whether they scale or cap them afterwards. So
+a model runs twice on a tiny input: first to find the linear layer whose output has the shape of the logits, then with a
+number in place of that output, which has to be returned unchanged. In training, the loss takes the place of the output.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from flatfsdp.trainer.model.sharding import is_recomputed
 from flatfsdp.trainer.objectives import CausalLM, Objective, call, check_fit, evaluating, logits_of
 from flatfsdp.trainer.process_group import warn_for_all
 
-LEAST_ROWS = 256  # of a chunk: fewer would keep an accelerator waiting
-_NUMBER = 12345.678  # no cap and no scale leaves it alone, nor a dtype with less precision than a loss needs
+LEAST_ROWS = 256  # of a chunk: fewer would leave an accelerator idle
+_NUMBER = 12345.678  # changed by every cap or scale, and by a dtype with less precision than a loss needs
 
 
 def fused(objective: Objective, model: nn.Module, *, example: Any = None, rows: int | None = None) -> Objective:
-    """`objective` with head and cross entropy of `model` in chunks of rows: logits are never whole in memory.
+    """`objective` with head and cross entropy of `model` in chunks of rows: logits are never in memory all at once.
 
-    For `CausalLM`, and any model whose logits are what an `nn.Linear` returns, with nothing after it, tied or not; no
-    protocol is asked for. Which one that is shows in two forwards without gradients, so call it after sharding, on all
-    ranks. Where there is none it warns why, and returns `objective` as it is.
+    For `CausalLM`, and any model whose logits are the unchanged output of an `nn.Linear`, tied or not; the model needs
+    no special method. That layer is found in two forwards without gradients, so call this after sharding, on all ranks.
+    If there is no such layer, it warns with the reason, and returns `objective` unchanged.
 
     Args:
         objective: the objective to compute.
         model: the sharded model; the objective returned is for this one, and does not keep it alive.
         example: a small batch for those forwards, of the same size on all ranks; None for two tokens.
-        rows: tokens of a chunk; None for so many that their logits are about as large as the hidden states.
+        rows: tokens of a chunk; None for a number whose logits are about as large as the hidden states.
 
-    Values and gradients are those of `objective` but for the order of sums. A loss has one backward.
+    Values and gradients are those of `objective`, except for the order of sums. A loss has only one backward.
     """
     try:
         if not isinstance(objective, CausalLM):
@@ -62,7 +62,7 @@ def fused(objective: Objective, model: nn.Module, *, example: Any = None, rows: 
 
 @dataclass(frozen=True)
 class _FusedCausalLM:
-    """`CausalLM` whose loss is computed where the model calls its head, which therefore is gathered as always."""
+    """`CausalLM` whose loss is computed inside the model's call of its head, where the head is gathered as usual."""
 
     objective: CausalLM
     head: ref[nn.Linear]
@@ -99,18 +99,18 @@ def _two_tokens(model: nn.Module) -> Any:
 
 
 class NoHeadError(Exception):
-    """There is no layer whose output could be replaced; its text is the reason."""
+    """There is no layer whose output can be replaced; the message is the reason."""
 
 
 def find_head(model: nn.Module, logits: Callable[[], Tensor]) -> nn.Linear:
-    """The linear layer whose output the logits of `model` are. Collective: runs the model twice, without gradients.
+    """The linear layer whose output is the logits of `model`. Collective: runs the model twice, without gradients.
 
     Args:
         model: the model, sharded or not.
-        logits: runs it on something small and returns its logits.
+        logits: runs it on a small input and returns its logits.
 
     Raises:
-        NoHeadError: there is none, or something comes after it.
+        NoHeadError: there is none, or its output is changed before it is returned.
     """
     names = {module: name for name, module in model.named_modules()}
     with evaluating(model), torch.no_grad():
@@ -118,7 +118,7 @@ def find_head(model: nn.Module, logits: Callable[[], Tensor]) -> nn.Linear:
         hooks = [
             module.register_forward_hook(lambda module, _, output: calls.append((module, output.shape)))
             for module in names
-            if class_of(module) is nn.Linear  # what derives from it may compute something else
+            if class_of(module) is nn.Linear  # a subclass may compute something else
         ]
         try:
             shape = _tried(logits).shape
@@ -134,7 +134,7 @@ def find_head(model: nn.Module, logits: Callable[[], Tensor]) -> nn.Linear:
         with in_place_of_head(head, lambda hidden: torch.tensor(_NUMBER, device=hidden.device)):
             found = _tried(logits)
     if found.dim() or found.dtype != torch.float32 or found.item() != torch.tensor(_NUMBER).item():
-        raise NoHeadError(f"what {names[head]!r} returns is changed (scaled, capped, cast) before it is returned")
+        raise NoHeadError(f"the output of {names[head]!r} is changed (scaled, capped, cast) before it is returned")
     for module, name in names.items():
         if module is not head and is_recomputed(module) and head in set(module.modules()):
             raise NoHeadError(
@@ -145,7 +145,7 @@ def find_head(model: nn.Module, logits: Callable[[], Tensor]) -> nn.Linear:
 
 @contextmanager
 def in_place_of_head(head: nn.Linear, replacement: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Calling `head` calls `replacement` inside, with its parameters there as for its own forward."""
+    """Inside, calls of `head` call `replacement`, with parameters gathered as for its own forward."""
     own: Any = head.__dict__.get("forward")
     head.forward = replacement  # type: ignore[method-assign, assignment]
     try:
@@ -176,23 +176,23 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     rows: int | None = None,
 ) -> Tensor:
-    """`cross_entropy(linear(hidden, weight, bias), targets, reduction="sum")`, never more than a chunk of it at a time.
+    """`cross_entropy(linear(hidden, weight, bias), targets, reduction="sum")`, with one chunk of logits at a time.
 
     Args:
         hidden: (..., features), floating-point.
         weight: (classes, features), of the same dtype.
         bias: (classes,), or None.
-        targets: as many as rows of `hidden`, int64: classes, or `ignore_index` where nothing counts.
+        targets: as many as rows of `hidden`, int64: classes, or `ignore_index` for rows that do not count.
         ignore_index: marks rows without a target.
-        rows: of a chunk; None for so many that its logits are about as large as `hidden`, but not fewer than 256.
+        rows: of a chunk; None for a number whose logits are about as large as `hidden`, at least 256.
 
-    Returns the sum over all rows that count, fp32 without dimensions. It has one backward; gradients of the weight add
-    up in fp32 over chunks.
+    Returns the sum over all rows that count, fp32 without dimensions. It has only one backward; gradients of the weight
+    are summed in fp32 over chunks.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     if rows is None:
         rows = max(LEAST_ROWS, -(-flat.numel() // weight.shape[0]))
-    if not torch.is_grad_enabled():  # which a Function's forward does not see
+    if not torch.is_grad_enabled():  # a Function's forward cannot see this
         flat, weight, bias = flat.detach(), weight.detach(), None if bias is None else bias.detach()
     total: Tensor = _LinearCrossEntropy.apply(flat, weight, bias, targets.reshape(-1), ignore_index, rows)
     return total
@@ -218,7 +218,7 @@ class _LinearCrossEntropy(Function):
             total += (normalizer - logits.gather(1, index)[:, 0]).where(counts, 0).sum()
             if not (of_hidden or of_weight or of_bias):
                 continue
-            # The gradient of a row of logits: its softmax, less one at its target.
+            # The gradient of a row of logits: its softmax, minus one at its target.
             slope = logits.sub_(normalizer[:, None]).exp_()
             slope.scatter_add_(1, index, slope.new_full(index.shape, -1.0)).mul_(counts[:, None])
             if for_bias is not None:
@@ -236,7 +236,7 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: there is no memory to spare here. A second backward would notice, and fail.
+        # In place: memory is scarce here. A second backward fails for this reason.
         scaled = (None if each is None else each.mul_(gradient) for each in ctx.saved_tensors)
         found = (None if each is None else each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True))
         return *found, None, None, None

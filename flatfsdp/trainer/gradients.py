@@ -1,8 +1,8 @@
 """The gradients of one step, and the loss of an evaluation.
 
 [Note: loss weights] A step's loss is the sum of all its tokens' losses divided by their number, over all ranks and
-microbatches, however they are spread; the objective decides what counts as a token. The number comes with the samples,
-so gradients are those of that mean without being scaled afterwards.
+microbatches, regardless of their distribution; the objective defines which tokens count. The number is known before the
+step, so gradients are those of that mean without rescaling.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from flatfsdp.trainer.preemption import StopRequest
 
 
 def weight_of(microbatch: Microbatch, objective: Objective) -> int:
-    """What `microbatch` counts; 0 for a stand-in, which a rank runs because the others run something."""
+    """The weight of `microbatch`; 0 for a stand-in, which a rank runs because the others run a forward."""
     return int(objective.weight(microbatch.inputs)) if microbatch.ids else 0
 
 
 def loss_of(microbatch: Microbatch, objective: Objective, model: nn.Module, world: RankContext) -> Tensor:
-    """The sum of its losses, fp32; 0 of a stand-in, with gradients of 0."""
+    """The sum of its losses, fp32; 0 for a stand-in, with zero gradients."""
     loss = objective.loss(model, on_device(microbatch.inputs, world.device))
     return loss if microbatch.ids else loss * 0.0
 
@@ -53,7 +53,7 @@ def add_gradients(
         The sum of this rank's losses, an fp64 scalar on the device.
     """
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    # The engine averages gradients over ranks; this is a mean over tokens.
+    # The engine averages gradients over ranks; the loss is a mean over tokens.
     share = world.size / max(step.weight, 1)
     for number, microbatch in enumerate(step.microbatches, 1):
         with nullcontext() if number == len(step.microbatches) else without_reductions(model):
@@ -64,7 +64,7 @@ def add_gradients(
 
 
 def on_device(inputs: Any, device: torch.device) -> Any:
-    """`inputs` with all tensors in dicts, lists and tuples on `device`; of other things with a method `to`, too."""
+    """`inputs` with all tensors in dicts, lists and tuples on `device`, and all other objects with a method `to`."""
     if isinstance(inputs, Mapping):
         return {key: on_device(value, device) for key, value in inputs.items()}
     if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
@@ -76,7 +76,7 @@ def on_device(inputs: Any, device: torch.device) -> Any:
     return inputs.to(device) if callable(getattr(inputs, "to", None)) else inputs
 
 
-# Of logits and a batch, by name sums over what the objective weighs.
+# From logits and a batch to sums, by name, over the items that the objective counts.
 Metrics = Callable[[Tensor, Any], Mapping[str, Any]]
 
 
@@ -89,16 +89,16 @@ def evaluate(
     stop: StopRequest,
     metrics: Metrics | None = None,
 ) -> tuple[dict[str, float], int]:
-    """Mean loss over the tokens of all ranks' `batches`, equally many on each, and the number of these tokens.
+    """Mean loss over the tokens of all ranks' `batches`, in the same number on each, and the number of these tokens.
 
-    Collective; the same on all ranks. Its modules are left in the modes, training or not, that they were in.
+    Collective; the same on all ranks. Modules keep their modes (training or not).
 
     Args:
-        metrics: more sums, whose means over the tokens are reported by their names; besides those that the objective
-            has as a method of that name. The same names for each batch.
+        metrics: more sums, whose means over the tokens are reported by their names, in addition to those of the
+            objective's method `metrics`. The same names for each batch.
 
     Returns:
-        The metrics, and 0; or nothing, and who requested a stop of some rank meanwhile ([Note: stopping]).
+        The metrics, and 0; or no metrics, and the number of a request that stopped a rank ([Note: stopping]).
     """
     functions = [each for each in (getattr(objective, "metrics", None), metrics) if each is not None]
     sums: dict[str, Tensor] = {}
@@ -118,14 +118,14 @@ def evaluate(
             if functions:
                 logits, inputs = logits_of(last.output), on_device(microbatch.inputs, world.device)
                 for name, value in (pair for function in functions for pair in function(logits, inputs).items()):
-                    add(name, value if microbatch.ids else value * 0)  # a stand-in counts for nothing
+                    add(name, value if microbatch.ids else value * 0)  # a stand-in does not count
             last.output = None
     return _means(sums, objective, world), 0
 
 
 @dataclass
 class _LastOutput:
-    """What the model returned last."""
+    """The last output of the model."""
 
     output: Any = None
 
@@ -141,7 +141,7 @@ def _last_output(model: nn.Module) -> Iterator[_LastOutput]:
 
 
 def _means(sums: Mapping[str, Tensor], objective: Objective, world: RankContext) -> dict[str, float]:
-    """The sums over all ranks, divided by the tokens. Collective."""
+    """The sums over all ranks, divided by the number of tokens. Collective."""
     names = sorted({"loss", "tokens", *sums})
     whole = torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64, device=world.device)) for name in names])
     with collective_region():
@@ -151,13 +151,13 @@ def _means(sums: Mapping[str, Tensor], objective: Objective, world: RankContext)
     loss = found.pop("loss") / max(tokens, 1.0)
     metrics = {"eval_loss": loss, "eval_tokens": int(tokens)}
     if getattr(objective, "has_perplexity", False):
-        metrics["eval_perplexity"] = math.exp(min(loss, 700.0))  # of larger ones there is no float
+        metrics["eval_perplexity"] = math.exp(min(loss, 700.0))  # the exponential of a larger loss overflows a float
     return metrics | {f"eval_{name}": value / max(tokens, 1.0) for name, value in found.items()}
 
 
 def _requests_of_ranks(stop: StopRequest, world: RankContext) -> Callable[[], int]:
-    """Sends whether this rank is to stop, which goes to all while the next forward runs; what reads the highest
-    number of a request, or 0."""
+    """Send this rank's request to stop, if any, to all ranks while the next forward runs. Returned: a function that
+    waits for the highest number of a request, or 0."""
     most = torch.tensor(float(stop.number), device=world.device)
     work = dist.all_reduce(most, dist.ReduceOp.MAX, async_op=True)
 

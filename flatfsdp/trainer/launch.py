@@ -1,8 +1,8 @@
-"""Ranks: spawn them on this machine, or join the world that a launcher made.
+"""Ranks: spawn them on this machine, or join those that a launcher started.
 
-`run` ends in the same call of a job, `job(world, *arguments)`, once on every rank, inside a process group.
-`RankContext.join` is for programs that a launcher starts, or nobody: one process is a world of one rank, on the same
-path.
+`run` calls a job, `job(world, *arguments)`, once on every rank, inside a process group, in either case.
+`RankContext.join` is for programs started by a launcher, or directly: one process is a world of one rank, in the same
+way.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from flatfsdp.trainer.rendezvous import store_of_this_start
 from flatfsdp.trainer.terminal import print_line
 
 RANKS_ON_CPU = 2
-PATIENCE = 10.0  # seconds that ranks have to end at once
-LOOPBACK = ("lo", "lo0")  # how Linux and macOS name it
+PATIENCE = 10.0  # seconds that ranks have to end when asked to
+LOOPBACK = ("lo", "lo0")  # the names on Linux and macOS
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """Where one rank stands.
+    """The position of one rank in its job.
 
     Attributes:
         rank: this process among all, 0 to size - 1.
@@ -52,17 +52,17 @@ class RankContext:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that prints and writes for all."""
+        """Whether this rank prints and writes for all."""
         return self.rank == 0
 
     @classmethod
     def join(cls, device: str = "auto") -> RankContext:
-        """This process in the default process group, which is made where there is none: of the ranks that the launcher
-        started (collective over them), or of this one alone.
+        """Join the default process group. It is made if it does not exist: of the ranks that the launcher started
+        (collective over them), or of this process alone.
 
         Args:
-            device: a type of device, or "auto" for cuda where there is one. Where the group exists, the program has
-                chosen among those of the machine: this rank has torch's current one.
+            device: a type of device, or "auto" for cuda if available. Where the group already exists, the program has
+                chosen among the devices of the machine: this rank uses torch's current one.
 
         Raises:
             ConfigValueError: this machine has no such device.
@@ -86,11 +86,11 @@ class Placement:
 
     @classmethod
     def of(cls, ranks: int | None = None, device: str = "auto") -> Placement:
-        """What was asked for, or else what the environment offers: the launcher's ranks, or one per device, or
+        """The requested placement, or by default that of the environment: the launcher's ranks, or one per device, or
         `RANKS_ON_CPU`.
 
         Raises:
-            ConfigValueError: this machine, or the world that was given, cannot provide it.
+            ConfigValueError: this machine, or the launcher's world, cannot provide it.
         """
         device_type = device_type_of(device)
         devices = _device_count(device_type)
@@ -112,7 +112,7 @@ class Placement:
 
 
 def device_type_of(device: str) -> str:
-    """`device` itself, or for "auto" cuda where there is one, and the CPU elsewhere.
+    """`device` itself, or for "auto" cuda if available, and otherwise the CPU.
 
     Raises:
         ConfigValueError: torch cannot use such a device here.
@@ -129,16 +129,16 @@ def under_launcher() -> bool:
 
 
 def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
-    """Run `job` on every rank of `placement`; returns when those that this process is responsible for are done.
+    """Run `job` on every rank of `placement`; returns when the ranks that this process is responsible for are done.
 
-    SIGINT, SIGTERM and SIGUSR1 go on to the ranks that were spawned, which may end in their own time
-    ([Note: stopping]); the second one ends them at once. They do not outlive this process.
+    SIGINT, SIGTERM and SIGUSR1 are forwarded to the spawned ranks, which may take their time to end
+    ([Note: stopping]); a second signal ends them at once. They do not outlive this process.
 
     Args:
-        job: what a rank does, `job(world, *arguments)`; it returns an exit code. All of it can be pickled.
+        job: the function that a rank runs, `job(world, *arguments)`; it returns an exit code. All can be pickled.
 
     Returns:
-        The highest exit code of the ranks in this process' care; 128 and its number if a signal stopped them.
+        The highest exit code of these ranks; 128 plus its number if a signal stopped them.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a spawned rank failed, or was killed.
@@ -149,9 +149,9 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
     context = mp.get_context("spawn")
     code, stop = context.Value("i", 0), context.Value("i", 0, lock=False)
     shared = (store.port, code, stop, job, placement, arguments)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # that the others end, too, is no news
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # hides that the other ranks end, too
     with _signals_forwarded(stop) as started:
-        # Processes do not get SIGINT while they import; for this one it waits.
+        # New processes ignore SIGINT while they import; for this process it stays pending.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             ranks = mp.spawn(_spawned, args=shared, nprocs=placement.ranks, join=False)
@@ -166,7 +166,7 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
                 raise
             print_line(f"stopped by {in_words(stop.value)} while no step was running: there is nothing more to save")
         finally:
-            _end(ranks.processes)  # after an exception that reached only this process they would train on
+            _end(ranks.processes)  # after an exception in this process only, they would continue to train
     return 128 + stop.value if stop.value else int(code.value)
 
 
@@ -176,22 +176,22 @@ def _end(processes: Sequence[Any]) -> None:
     deadline = time.monotonic() + PATIENCE
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-        process.kill()  # nothing where it has ended
+        process.kill()  # no effect where it has ended
 
 
 @contextmanager
 def _signals_forwarded(stop: Any) -> Iterator[Callable[[Sequence[Any]], None]]:
-    """A context in which the first signal that comes to this process is forwarded to the ranks that it has started, and
-    its number is in `stop`, which they share ([Note: stopping]). What it gives is to be called with their processes."""
+    """A context that forwards the first signal of this process to the ranks that it has started, and stores its number
+    in `stop`, which they share ([Note: stopping]). It yields a function, to be called with their processes."""
     ranks: list[Any] = []
     came: dict[int, float] = {}
 
     def forward() -> None:
         for process in ranks:
-            process.terminate()  # SIGTERM: SIGINT they leave to this process, see `_spawned`
+            process.terminate()  # SIGTERM: they ignore SIGINT, see `_spawned`
 
     def note(number: int, frame: FrameType | None) -> None:
-        if not is_first(signal.SIGTERM, came):  # of whatever kind: one is forwarded
+        if not is_first(signal.SIGTERM, came):  # of any kind: only one is forwarded
             raise KeyboardInterrupt
         if not stop.value:
             stop.value = number
@@ -221,7 +221,7 @@ def _spawned(
     meant_by(stop)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     ranks = str(placement.ranks)
-    # What torchrun would have set: hybrid strategies read which ranks share a node, logs read the rank.
+    # The variables of torchrun: hybrid strategies read which ranks share a node, logs read the rank.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     if placement.device_type == "cpu":
         torch.set_num_threads(max(1, _cores() // placement.ranks))
@@ -232,23 +232,23 @@ def _spawned(
 
 
 def _store_on_loopback() -> dist.TCPStore:
-    """The store of ranks on this machine, kept by their parent: its port is taken before any of them starts, so none
-    can be lost to another program. A store that opens its own socket listens on all interfaces."""
+    """The store of ranks on this machine, kept by their parent: its port is bound before any of them starts, so no
+    other program can take it. A store that opens its own socket would listen on all interfaces."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _stay_on_loopback() -> None:
-    """Let the backends of this process, whose peers are all on this machine, listen on its loopback interface only:
-    who reaches their ports takes part. What the environment names may be a network's."""
+    """Let the backends of this process, whose peers are all on this machine, listen only on its loopback interface: any
+    program that reaches their ports can take part. An interface named by the environment may be a network's."""
     for _, name in socket.if_nameindex():
         if name in LOOPBACK:
             os.environ.update(GLOO_SOCKET_IFNAME=name, NCCL_SOCKET_IFNAME=name)
 
 
 def _end_with_the_parent() -> None:
-    """Else ranks whose parent was killed would train on unseen, into the folder of the run that goes on from there."""
+    """End with the parent: ranks of a killed parent would otherwise train on, in the folder of the run that resumes."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -267,7 +267,7 @@ def _run_rank(
 
 
 def _context(device_type: str) -> RankContext:
-    """Where this process stands by its environment, which is that of torchrun or empty."""
+    """The context of this process from its environment, which is that of torchrun or empty."""
     rank = int(os.environ.get("RANK", 0))
     local = int(os.environ.get("LOCAL_RANK", rank))
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local)
@@ -291,7 +291,7 @@ def _init(context: RankContext, store: dist.Store | None = None) -> None:
 
 
 def _device_count(device_type: str) -> int:
-    """How many devices of that type torch can use here; 1 for the CPU and 0 for a type that torch does not know."""
+    """The number of devices of a type that torch can use here; 1 for the CPU, 0 for a type unknown to torch."""
     if device_type == "cpu":
         return 1
     try:
@@ -302,7 +302,7 @@ def _device_count(device_type: str) -> int:
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

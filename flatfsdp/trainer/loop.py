@@ -1,4 +1,4 @@
-"""The loop: what one rank does from the first batch of a run to its last step."""
+"""The training loop of one rank, from the first batch of a run to its last step."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from flatfsdp.trainer.process_group import LocalFailure
 from flatfsdp.trainer.run import MemoryFootprint, Run, StepReport, TrainingResult
 from flatfsdp.trainer.utilization import peak_tflops
 
-SETTLING_STEPS = 2  # these also agree on layouts and order; what a step holds and sends shows the one after them
+SETTLING_STEPS = 2  # these also agree on layouts and order; the next step shows the memory and traffic of a step
 
 
 class Loop:
-    """The steps of one run of `trainer`, which may be the continuation of another.
+    """The steps of one run of `trainer`, which may be resumed from another.
 
     Attributes:
-        taken: steps.
-        stopped_by: 0, or who requested a stop of all ranks ([Note: stopping]).
+        taken: the number of steps taken.
+        stopped_by: 0, or the number of the request that stopped all ranks ([Note: stopping]).
     """
 
     def __init__(self, trainer: Run) -> None:
         self._trainer = trainer
         self._planned = trainer.planned_steps()
-        self._before = replace(trainer.progress)  # what runs before this one did
+        self._before = replace(trainer.progress)  # the progress of earlier runs
         self._started = time.monotonic()
         self.taken = 0
         self._stats = flatfsdp.stats(trainer.model)
@@ -47,14 +47,14 @@ class Loop:
         self._communication: dict[str, tuple[int, int]] = {}
         self._losses: list[float] = []  # of the first step, and of the last
         self.stopped_by = 0
-        self._failure: LocalFailure | None = None  # that the other ranks do not know of yet
+        self._failure: LocalFailure | None = None  # not reported to the other ranks yet
 
     def run(self) -> None:
         """Take the steps that the limits allow. Collective."""
         trainer, training, progress = self._trainer, self._trainer.training, self._trainer.progress
         trainer.model.train()
         if progress.step and self._is_due(training.eval_every) and progress.evaluated < progress.step:
-            self.stopped_by = trainer.evaluate_once()  # the run before was stopped in its place
+            self.stopped_by = trainer.evaluate_once()  # an evaluation that the previous run was stopped before
             if not self.stopped_by:
                 trainer.save_once()
         arrive: Callable[[], None] | None = None
@@ -85,7 +85,7 @@ class Loop:
         return every is not None and self._trainer.progress.step % every == 0
 
     def result(self) -> TrainingResult:
-        """What the run came to."""
+        """The result of the run."""
         trainer, progress = self._trainer, self._trainer.progress
         return TrainingResult(
             steps=progress.step,
@@ -114,14 +114,14 @@ class Loop:
         return "the last of the data"
 
     def _done(self, step: int) -> float:
-        """The share of the run that is over after `step`: 1 or more is the end. Of time, as of the last step that has
-        arrived."""
+        """The finished share of the run after `step`: 1 or more is the end. Time counts as of the last step whose
+        metrics have arrived."""
         if self._planned == 0:
             return 1.0
         return max(self._trainer.time_over, 0.0 if self._planned is None else step / self._planned)
 
     def _take(self, step: Step) -> Callable[[], None]:
-        """One step of the optimizer; what is to be called for its numbers, which are still on their way."""
+        """Take one step of the optimizer. Returned: a function that reads its metrics, which are still in transit."""
         trainer, world = self._trainer, self._trainer.world
         if self.taken <= SETTLING_STEPS:
             self._stats.reset()
@@ -147,22 +147,22 @@ class Loop:
         return partial(self._arrive, trainer.progress.step, metrics, lr, self._footprint, ids)
 
     def _update(self) -> None:
-        """What a step ends with once its gradients are there: the optimizer's own step, and the scheduler's."""
+        """End a step whose gradients are complete: the steps of the optimizer and of the scheduler."""
         trainer = self._trainer
         trainer.scaler.step(trainer.optimizer)
         trainer.scaler.update()
-        if self.taken <= SETTLING_STEPS:  # the same in all that follow: it goes through all modules and states
+        if self.taken <= SETTLING_STEPS:  # equal in all later steps, and slow: it visits all modules and states
             self._footprint = MemoryFootprint.measure(self._stats, trainer.optimizer)
             self._communication = self._stats.comm
         trainer.optimizer.zero_grad(set_to_none=True)
         if isinstance(trainer.scheduler, WarmupDecayLR):
-            trainer.scheduler.done = self._done(trainer.progress.step + 1)  # of a run that is limited by the clock
+            trainer.scheduler.done = self._done(trainer.progress.step + 1)  # for a run that is limited by the clock
         trainer.scheduler.step()
 
     def _arrive(
         self, number: int, metrics: MetricsReduction, lr: float, footprint: MemoryFootprint, ids: tuple[int, ...]
     ) -> None:
-        """The numbers of a step have come from all ranks."""
+        """Process the metrics of a step, which have arrived from all ranks."""
         trainer, progress = self._trainer, self._trainer.progress
         loss, self.stopped_by, progress.seconds, most, grad_norm = metrics.read()
         progress.tokens += metrics.weight
@@ -194,19 +194,19 @@ class Loop:
 
 
 class MetricsReduction:
-    """The metrics of a step on their way to every rank.
+    """The metrics of a step, in transit to every rank.
 
-    Read one step later than sent, so that an accelerator never idles while the host waits for a number. All ranks read
-    the same values, hence take the same decisions.
+    They are read one step later, so that an accelerator never idles while the host waits for a number. All ranks read
+    the same values, and so make the same decisions.
 
-    What an accelerator computes, it copies to the host as soon as it is there: a copy that is asked for when the number
-    is read would come after the step that is on its way by then, and leave nothing to do for the accelerator.
+    An accelerator's results are copied to the host as soon as they exist: a copy requested at the time of reading would
+    be queued after the step in progress, and leave the accelerator without work.
 
     Args:
-        loss: the sum of this rank's, a scalar on the device.
-        weight: of all ranks.
-        stop, seconds, peak_bytes: this rank's.
-        grad_norm: a scalar on the device, the same on all ranks; it is read with the others.
+        loss: the sum of this rank's losses, a scalar on the device.
+        weight: the total weight of all ranks.
+        stop, seconds, peak_bytes: this rank's values.
+        grad_norm: a scalar on the device, equal on all ranks; read together with the others.
     """
 
     def __init__(
@@ -232,14 +232,14 @@ class MetricsReduction:
         self._norm = loss.new_empty(0) if grad_norm is None else grad_norm.detach().to(loss).view(1)
         self._copied: Any = None
         if loss.device.type != "cpu":
-            found = self._arrived()  # for the accelerator; the host goes on
+            found = self._arrived()  # on the accelerator; the host goes on
             self._found = torch.empty_like(found, device="cpu", pin_memory=True).copy_(found, non_blocking=True)
             self._copied = torch.get_device_module(loss.device).Event()
             self._copied.record()
 
     def read(self) -> tuple[float, int, float, int, float | None]:
-        """After waiting for them: the mean loss (0 of nothing), the highest number of a request to stop, rank 0's
-        clock, the bytes of the rank that has held most, and the norm as given."""
+        """Wait for the values: the mean loss (0 without any), the highest number of a request to stop, the clock of
+        rank 0, the largest peak bytes of any rank, and the given norm."""
         with flatfsdp.collective_region():
             if self._copied is None:
                 self._found = self._arrived()
@@ -255,7 +255,7 @@ class MetricsReduction:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held: by the device's allocator, or of a CPU the largest resident set."""
+    """Peak memory of this process: from the device's allocator, or, for a CPU, the largest resident set."""
     if device.type == "cpu":
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most if sys.platform == "darwin" else most * 1024

@@ -1,8 +1,8 @@
-"""Estimate the memory and traffic of each rank of a run of any size, before anything of it is built.
+"""Estimate the memory and traffic of each rank of a run of any size, without starting it.
 
 The model is made on the meta device, sharded and trained in a dry run (`flatfsdp.dry_run`): no rank, no accelerator
-and no memory is needed. Activations are not estimated, as nothing is computed: no arithmetic predicts what a step keeps
-of them for its backward, so one is taken, and autograd's hooks count.
+and no memory is needed. Activations are not estimated, as nothing is computed: their size can only be measured in a
+real step, where autograd's hooks count the saved tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.optimizers import make_optimizer
 from flatfsdp.trainer.terminal import size_in_words
 
-# What the engine holds, in the words of the table and in its order.
+# The engine's kinds of memory, with their names in the table and in its order.
 _WORDS = {
     "shard": "parameters (shards)",
     "unsharded": "parameters, gathered",
@@ -52,15 +52,15 @@ _ON_HOST = frozenset({"shard", "reduced", "host copy"})  # with offload
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What rank 0 of a run holds and sends. The others differ by padding, and on gloo those between the first and the
-    last by as much scratch again, while a reduction runs.
+    """Memory and traffic of rank 0 of a run. The others differ by padding, and on gloo, the ranks between the first and
+    the last need the same amount of scratch again while a reduction runs.
 
     Attributes:
         ranks, microbatches: of the run, and of each of its steps.
         accelerator: whether it runs on accelerators with NCCL, or on CPUs with gloo.
         cpu_offload: whether shards, their gradients and the optimizer's state are in host memory.
         optimizer: the class of the optimizer.
-        optimizer_unknown: why the optimizer's state cannot be estimated; "" where it can.
+        optimizer_unknown: the reason why the optimizer's state cannot be estimated; "" where it can.
         units: the units of the model, as `flatfsdp.summary` shows them.
         plan: the figures, in bytes.
     """
@@ -75,7 +75,7 @@ class MemoryEstimate:
     plan: flatfsdp.Plan
 
     def render(self) -> str:
-        """All of it as text for people: the units, what a rank holds, what it sends, and what is left out."""
+        """The estimate as text: the units, memory and traffic of a rank, and the parts that are left out."""
         blocks = (self._title(), self.units, *map("\n".join, (self._memory(), self._traffic(), self._left_out())))
         return "\n\n".join(blocks)
 
@@ -89,7 +89,7 @@ class MemoryEstimate:
         state = sum(plan.optimizer.values())
         always = [(f"optimizer: {', '.join(plan.optimizer)}", state), ("buffers", plan.buffers)]
         held = {"shard": plan.params, "residual": plan.residuals}
-        in_step = plan.grads + sum(held.values()) > sum(plan.at_peak.values())  # of the optimizer, not in a backward
+        in_step = plan.grads + sum(held.values()) > sum(plan.at_peak.values())  # the peak is in the optimizer's step
         at_peak = held | {"reduced": plan.grads} if in_step else plan.at_peak
         rows = [("each rank holds", "between steps", "at the peak")]
         for kind in [*_WORDS, *(at_peak.keys() - _WORDS.keys())]:
@@ -110,7 +110,7 @@ class MemoryEstimate:
         return _aligned([("sent in a step", "calls", "of"), *rows], right=(1, 2))
 
     def _left_out(self) -> Iterator[str]:
-        yield "Not in it: activations; what the optimizer needs while it steps; torch, the backend and fragmentation."
+        yield "Not in it: activations; temporary memory of the optimizer's step; torch, the backend and fragmentation."
         if self.optimizer_unknown:
             yield f"Nor the optimizer's state: {self.optimizer_unknown}"
         yield "Units are taken to run once each, in the order in which the model declares them."
@@ -119,20 +119,20 @@ class MemoryEstimate:
 def forecast(
     make_model: Callable[[], nn.Module], *, fsdp: FSDPArguments, training: TrainingArguments, ranks: int
 ) -> MemoryEstimate:
-    """What rank 0 of a run on `ranks` ranks will hold and send in each step of training.
+    """Estimate the memory and traffic of rank 0 in each training step of a run on `ranks` ranks.
 
-    Nothing is communicated, and neither memory nor an accelerator is needed. It belongs before `init_process_group()`,
-    or into another process.
+    Nothing is communicated, and neither memory nor an accelerator is needed. Call it before `init_process_group()`,
+    or in another process.
 
     Args:
         make_model: called once, under `torch.device("meta")`.
         fsdp: how the model is sharded.
-        training: how it is trained; of it count the optimizer, microbatches, clipping, and the device ("auto": as this
-            machine has it).
-        ranks: of the run.
+        training: how it is trained; only the optimizer, microbatches, clipping and the device matter ("auto": that of
+            this machine).
+        ranks: the number of ranks of the run.
 
     Raises:
-        ConfigTypeError, ConfigValueError: as the run itself would: what contradicts the model or the number of ranks.
+        ConfigTypeError, ConfigValueError: as in the run: arguments that contradict the model or the number of ranks.
         UsageError: this process is a rank of a job already.
     """
     if ranks < 1:
@@ -159,7 +159,7 @@ def forecast(
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of `model` on the meta device, for `forecast`: `model.to("meta")` would untie its tied parameters."""
+    """A copy of `model` on the meta device, for `forecast`: `model.to("meta")` would untie tied parameters."""
     memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -167,7 +167,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> list[str]:
-    """`rows` as lines of columns, those of `right` flush right."""
+    """`rows` as lines of aligned columns; those in `right` are right-aligned."""
     columns = []
     for number, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
@@ -177,10 +177,10 @@ def _aligned(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> list
 
 @dataclass(eq=False)
 class SavedActivations:
-    """What autograd keeps.
+    """Tensors that autograd saves for backwards.
 
     Attributes:
-        peak_bytes: the most at one time: of whole storages, each once, but not of parameters.
+        peak_bytes: their largest total size at one time: of whole storages, each once, without parameters.
     """
 
     peak_bytes: int = 0
@@ -189,9 +189,9 @@ class SavedActivations:
     _parameters: set[int] = field(default_factory=set)
 
     def keep(self, tensor: Tensor) -> _SavedTensor:
-        """Count a tensor that an operation keeps."""
+        """Count a tensor that an operation saves."""
         saved, storage = _SavedTensor(tensor), tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()  # the same for all views, and no other's while one of them lives
+        key, size = storage._cdata, storage.nbytes()  # equal for all views, and unique while one of them is alive
         if key not in self._parameters and not isinstance(tensor, nn.Parameter):
             self._uses[key] += 1
             self._bytes += size if self._uses[key] == 1 else 0
@@ -204,20 +204,20 @@ class SavedActivations:
         self._bytes -= 0 if self._uses[key] else size
 
     def note_parameters(self, module: nn.Module, _: Any) -> None:
-        """Of a module that is about to run, and so has its parameters whole."""
+        """Record the parameters of a module that is about to run, and so has them unsharded."""
         self._parameters.update(each.untyped_storage()._cdata for each in module.parameters(recurse=False))
 
 
 @dataclass(eq=False)
 class _SavedTensor:
-    """A tensor as long as an operation keeps it."""
+    """A tensor for as long as an operation saves it."""
 
     tensor: Tensor
 
 
 @contextmanager
 def activations_counted() -> Iterator[SavedActivations]:
-    """A context whose forwards and backwards are counted."""
+    """A context that counts the activations of forwards and backwards inside."""
     activations = SavedActivations()
     noting = register_module_forward_pre_hook(activations.note_parameters)
     try:

@@ -1,9 +1,9 @@
 """Objectives: the weight of a batch, and the sum of its losses.
 
-[Note: sums] An objective gives sums, not means, so that a step's loss is averaged over all that its microbatches hold
-on all ranks, however unevenly. `weight` is how much that is, without running the model.
+[Note: sums] An objective returns sums, not means, so that a step's loss is averaged over the tokens of all microbatches
+on all ranks, however unevenly distributed. `weight` is their number, without running the model.
 
-A batch is a mapping (handed to the model by keywords, but for "labels"), a pair (inputs, targets), or a tensor.
+A batch is a mapping (passed to the model by keywords, except for "labels"), a pair (inputs, targets), or a tensor.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ IGNORED = -100
 
 
 class Objective(Protocol):
-    """What a trainer needs of an objective.
+    """The interface of objectives for the trainer.
 
-    One may also have `metrics(logits, batch)`: by name sums over what it weighs, whose means evaluations report.
+    Optionally also `metrics(logits, batch)`: sums by name over the counted items, whose means evaluations report.
     """
 
     def weight(self, batch: Any) -> int:
-        """How many tokens, samples, ... the loss of this batch sums over; no forward is needed for it."""
+        """The number of tokens, samples, ... that the loss of this batch sums over, without a forward."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The sum over them, fp32 without dimensions, with its graph. Runs `model` once; collective if that is."""
+        """The sum of their losses, an fp32 scalar, with its graph. Runs `model` once; collective if that is."""
 
 
 @dataclass(frozen=True)
 class CausalLM:
-    """Cross entropy of each token after those before it, summed over tokens that have a target.
+    """Cross entropy of each next token, summed over tokens that have a target.
 
-    Of a mapping, "input_ids" (batch, time) are the tokens and "labels", of the same shape, the targets before they are
-    shifted by one; without labels they are the tokens, but for those that "attention_mask" leaves out. Of a pair
-    (tokens, targets) the targets are in their places already. The model returns logits (batch, time, vocabulary):
-    a tensor, the first of a tuple, or `.logits` or ["logits"] of what it returns.
+    In a mapping, "input_ids" (batch, time) are the tokens and "labels", of the same shape, the targets before the shift
+    by one; without labels, the targets are the tokens, except for those masked by "attention_mask". In a pair
+    (tokens, targets), the targets are already shifted. The model returns logits (batch, time, vocabulary): a tensor,
+    the first element of a tuple, or an object with `.logits` or ["logits"].
 
     Attributes:
         ignore_index: the target of tokens that do not count.
@@ -57,18 +57,18 @@ class CausalLM:
         return int((self.targets(batch) != self.ignore_index).sum())
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The sum of their cross entropies, in nats."""
+        """The sum of the tokens' cross entropies, in nats."""
         logits, targets = logits_of(call(model, batch)), self.targets(batch)
         check_fit(logits, targets, model)
         flat = logits.float().flatten(0, -2)
         return F.cross_entropy(flat, targets.to(flat.device).flatten(), ignore_index=self.ignore_index, reduction="sum")
 
     def metrics(self, logits: Tensor, batch: Any) -> dict[str, Tensor]:
-        """Sums that evaluations report the means of: "accuracy", tokens whose target is the likeliest one."""
+        """Sums whose means evaluations report: "accuracy", tokens whose target has the highest logit."""
         return {"accuracy": (logits.argmax(-1) == self.targets(batch).to(logits.device)).sum()}
 
     def targets(self, batch: Any) -> Tensor:
-        """For each position of the logits its target, or `ignore_index`; int64 of the shape of the tokens."""
+        """The target of each position of the logits, or `ignore_index`; int64, of the shape of the tokens."""
         if not isinstance(batch, Mapping):
             return _pair(batch, "CausalLM")[1].long()
         if (labels := batch.get("labels")) is None:
@@ -81,13 +81,13 @@ class CausalLM:
 
 @dataclass(frozen=True)
 class Classification:
-    """Cross entropy of classes, summed over what has a label.
+    """Cross entropy of classes, summed over labeled items.
 
-    Labels are those of a mapping's "labels", or the second of a pair: (batch, ...) int64, for logits
-    (batch, classes, ...), which the model returns as `CausalLM` describes.
+    Labels are a mapping's "labels", or the second element of a pair: (batch, ...) int64, for logits
+    (batch, classes, ...), which the model returns as described for `CausalLM`.
 
     Attributes:
-        ignore_index: the label of what does not count.
+        ignore_index: the label of items that do not count.
     """
 
     ignore_index: int = IGNORED
@@ -97,13 +97,13 @@ class Classification:
         return int((self._labels(batch) != self.ignore_index).sum())
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The sum of their cross entropies, in nats."""
+        """The sum of the items' cross entropies, in nats."""
         logits = logits_of(call(model, batch)).float()
         labels = self._labels(batch).to(logits.device)
         return F.cross_entropy(logits, labels, ignore_index=self.ignore_index, reduction="sum")
 
     def metrics(self, logits: Tensor, batch: Any) -> dict[str, Tensor]:
-        """Sums that evaluations report the means of: "accuracy", labels that are the likeliest class."""
+        """Sums whose means evaluations report: "accuracy", labels with the highest logit."""
         return {"accuracy": (logits.argmax(1) == self._labels(batch).to(logits.device)).sum()}
 
     def _labels(self, batch: Any) -> Tensor:
@@ -112,8 +112,8 @@ class Classification:
 
 
 def counted_in(batch: Any) -> int:
-    """What models average over: labels, where a mapping has whole numbers under "labels", that are not -100; else
-    samples, the size of the first dimension of the first tensor."""
+    """The number of items that models average over: labels other than -100 if a mapping has integers under "labels";
+    otherwise samples, the size of the first dimension of the first tensor."""
     if isinstance(batch, Mapping):
         labels = batch.get("labels")
         if isinstance(labels, Tensor) and not labels.is_floating_point():
@@ -124,23 +124,23 @@ def counted_in(batch: Any) -> int:
 
 @dataclass(frozen=True)
 class FromOutput:
-    """The loss that the model computes itself, a mean over what `count` counts in its batch.
+    """The loss that the model computes itself, a mean over `count(batch)` items.
 
-    The whole batch is the model's, by keywords, as a tuple, or as it is. The loss is the tensor that the model returns,
-    the first of a tuple, or `.loss` or ["loss"] of what it returns.
+    The model gets the whole batch, by keywords, as a tuple, or as it is. The loss is the tensor that the model returns,
+    the first element of a tuple, or `.loss` or ["loss"] of an object.
 
     Attributes:
-        count: what the model averages over.
+        count: returns the number of items that the model averages over.
     """
 
     count: Callable[[Any], int] = counted_in
 
     def weight(self, batch: Any) -> int:
-        """What `count` returns."""
+        """The result of `count`."""
         return self.count(batch)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The model's mean, times the weight. Raises UsageError where the weight is 0: such a mean is none."""
+        """The model's mean, times the weight. Raises UsageError where the weight is 0: the mean is undefined."""
         weight = self.weight(batch)
         output = call(model, batch, labels=True)
         mean = _found(output, "loss")
@@ -162,7 +162,7 @@ class FromOutput:
 
 
 def check_fit(logits: Tensor, targets: Tensor, model: nn.Module) -> None:
-    """Refuse logits, or the hidden states that they are made of, that do not have one row for each target."""
+    """Raise for logits, or hidden states before them, that do not have one row for each target."""
     if logits.shape[:-1] != targets.shape:
         raise UsageError(
             f"CausalLM: expected logits for each of the targets {tuple(targets.shape)} and found "
@@ -172,15 +172,15 @@ def check_fit(logits: Tensor, targets: Tensor, model: nn.Module) -> None:
 
 
 def objective_for(model: nn.Module) -> Objective:
-    """What `model` is trained for by default: its own loss; of transformers `CausalLM` for such a model, and
-    `Classification` for one of sequences into several classes."""
+    """The default objective of `model`: for a model of transformers, `CausalLM`, or `Classification` for one that sorts
+    sequences into several classes; otherwise its own loss."""
     if is_causal(model):
         return CausalLM()
     return Classification() if classifies(model) else FromOutput()
 
 
 def call(model: nn.Module, batch: Any, *, labels: bool = False) -> Any:
-    """What `model` returns for a batch, of which it gets the labels only where they are needed."""
+    """The output of `model` for a batch, which includes the labels only if `labels`."""
     if isinstance(batch, Mapping):
         given = {name: value for name, value in batch.items() if labels or name != "labels"}
         return model(**{**without_cache(model), **given})
@@ -190,7 +190,7 @@ def call(model: nn.Module, batch: Any, *, labels: bool = False) -> Any:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in what a model returned.
+    """The logits in an output of a model.
 
     Raises:
         UsageError: there are none.
@@ -206,7 +206,7 @@ def logits_of(output: Any) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode, which draws no random numbers and follows no statistics; each module is as it was afterwards."""
+    """Inside, modules are in eval mode, without random numbers and statistics; then each in its previous mode."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -21,20 +21,20 @@ from flatfsdp.trainer.settings.references import check_all_taken, resolve, takes
 def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
     """The optimizer over the trainable parameters of `model`, which has been sharded.
 
-    Weight decay is for parameters of two dimensions and more: of norms, biases and other vectors there is a param
-    group without it. A flat parameter holds both kinds; with `use_orig_params=False` all of it decays.
+    Weight decay applies to parameters of two dimensions and more: norms, biases and other vectors are in a param group
+    without it. A flat parameter holds both kinds; with `use_orig_params=False`, all of it decays.
 
-    A user-defined function is called with parameters, or param groups where it takes `weight_decay`; with `lr` where
-    it takes that; and with `optimizer_options`. With `optimizer_in_backward` the optimizer steps in the backward, and
-    its `step()` has nothing left to do: call it all the same. One of `OPTIMIZERS` takes fused steps
+    A user-defined function is called with parameters, or param groups if it takes `weight_decay`; with `lr` if it takes
+    that; and with `optimizer_options`. With `optimizer_in_backward`, the optimizer steps in the backward, and its
+    `step()` has nothing left to do, but must still be called. One of `OPTIMIZERS` takes fused steps
     (`flatfsdp.fuse_optimizer_steps`).
 
     Every rank calls it at the same point; nothing is communicated.
 
     Raises:
         ConfigValueError: it cannot be imported, an option is not one of its arguments, `lr` or `weight_decay` were
-            given to one that has none, or it refuses what it is given.
-        ConfigTypeError: what it makes is no optimizer.
+            given for one without them, or it rejects its arguments.
+        ConfigTypeError: its result is not an optimizer.
         UsageError: with `optimizer_in_backward`: the optimizer cannot step on some parameters at a time.
     """
     factory = _function(arguments, "optimizer", OPTIMIZERS)
@@ -48,11 +48,11 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
     parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ConfigValueError("optimizer: no parameter of the model is trainable; each has requires_grad=False")
-    if "weight_decay" in options:  # of 0, too: a checkpoint goes into as many groups as it came from
+    if "weight_decay" in options:  # for 0, too: a checkpoint needs the same number of groups
         parameters = _groups(model, arguments.weight_decay)
     try:
         optimizer = factory(parameters, **options)
-    except (TypeError, ValueError) as error:  # of the value of an option
+    except (TypeError, ValueError) as error:  # for the value of an option
         raise ConfigValueError(f"optimizer_options: {shown(factory)} refuses {options}: {error}") from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigTypeError(
@@ -67,10 +67,10 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
 
 @contextmanager
 def options_kept(optimizer: Optimizer, arguments: TrainingArguments) -> Iterator[None]:
-    """A context in which a checkpoint's state may be loaded into `optimizer`: `arguments` count afterwards.
+    """A context for loading a checkpoint's state into `optimizer`: afterwards, the options of `arguments` apply.
 
-    A state of an optimizer holds the weight decay and the other options that it was saved with, and would put them in
-    the place of those that this run was given. The learning rate is the scheduler's.
+    The state of an optimizer holds the weight decay and the other options of the saving run, and loading it would
+    replace those of this run. The learning rate is the scheduler's.
     """
     names = {"weight_decay", *arguments.optimizer_options}
     own = [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
@@ -81,10 +81,10 @@ def options_kept(optimizer: Optimizer, arguments: TrainingArguments) -> Iterator
 
 @contextmanager
 def warn_of_other_rates(scheduler: LRScheduler, *, leads: bool) -> Iterator[None]:
-    """A context in which a checkpoint's state may be loaded into `scheduler`.
+    """A context for loading a checkpoint's state into `scheduler`.
 
-    A user-defined one may bring other learning rates than this run was given, of which the rank that `leads` warns.
-    Schedules of the trainer's own follow the run.
+    A user-defined scheduler may restore other learning rates than this run's; the rank that `leads` warns of that.
+    Schedules of the trainer follow the run.
     """
     given = _base_rates(scheduler)
     yield
@@ -102,7 +102,7 @@ def _base_rates(scheduler: LRScheduler) -> list[str]:
 
 
 def _function(arguments: TrainingArguments, name: str, known: Mapping[str, Any]) -> Callable[..., Any]:
-    """What the argument `name` is by its `known` names, or the function that it is or names."""
+    """The value of argument `name`: from its `known` names, or the function that it is or names."""
     given = getattr(arguments, name)
     found = known[given] if isinstance(given, str) and given in known else resolve(given, argument=name)
     if not callable(found):
@@ -127,22 +127,22 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 class WarmupDecayLR(LambdaLR):
-    """The learning rate as a function of how much of the run is over: it rises linearly, then follows a schedule.
+    """The learning rate as a function of the finished share of the run: it rises linearly, then follows a schedule.
 
-    It follows from steps where their number is known, and besides from the clock: a run that is limited by minutes
-    sets `done` before each `step()`, and the larger of both counts. The learning rates that schedules start
-    from, and the number of steps, are this run's, not in the state: a run that goes on with other ones follows them.
+    The share follows from steps where their number is known, and also from the clock: a run that is limited by minutes
+    sets `done` before each `step()`, and the larger of both applies. The base learning rates and the number of steps
+    are this run's, not in the state: a resumed run with other values follows these.
 
     Args:
         optimizer: whose param groups get their own learning rates times the factor.
-        schedule: the factor of the learning rate when a share (0 to 1) of what comes after the warmup is over.
-        warmup: share of the run in which the factor rises to 1; from 0 to below 1.
-        warmup_steps: steps in which it does; in place of the share.
-        least: the factor at which the schedule ends.
-        steps: how many there will be; None where it is not known.
+        schedule: the factor of the learning rate as a function of the finished share (0 to 1) of the run after warmup.
+        warmup: the share of the run in which the factor rises to 1; from 0 to below 1.
+        warmup_steps: the number of steps in which it rises; replaces `warmup`.
+        least: the factor at the end of the schedule.
+        steps: the number of steps of the run; None if unknown.
 
     Attributes:
-        done: share of the run that is over, 0 to 1, besides steps.
+        done: the finished share of the run, 0 to 1, by the clock.
         steps: as given.
     """
 
@@ -164,8 +164,8 @@ class WarmupDecayLR(LambdaLR):
         super().__init__(optimizer, self.factor)
 
     def factor(self, step: int) -> float:
-        """The share of the highest learning rates after so many steps."""
-        # From the first step on something: a learning rate of 0 would be a step for nothing.
+        """The factor of the highest learning rates after so many steps."""
+        # Positive from the first step on: a step with a learning rate of 0 would be wasted.
         if step < self._warmup_steps:
             return (step + 1) / (self._warmup_steps + 1)
         done = min(1.0, max(self.done, step / self.steps if self.steps else 0.0))
@@ -177,20 +177,20 @@ class WarmupDecayLR(LambdaLR):
         return self._least + (1.0 - self._least) * left
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """The learning rates that the param groups have."""
+        """The learning rates of the param groups."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the run is: plain values."""
+        """The progress of the run: plain values."""
         return {"last_epoch": self.last_epoch, "done": self.done}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there, with the learning rates of this run; to be called after the optimizer's."""
+        """Resume at such a state, with the learning rates of this run; to be called after the optimizer's."""
         self.last_epoch, self.done = state_dict["last_epoch"], state_dict["done"]
         self._set_rates()
 
     def follow(self, *, steps: int | None, done: float) -> None:
-        """Go on as in a run of so many `steps`, a share `done` of which is over besides; rates are of that at once."""
+        """Continue as in a run of `steps` steps with a share `done` finished by the clock; sets the rates at once."""
         self.steps, self.done = steps, done
         self._set_rates()
 
@@ -203,14 +203,14 @@ def make_scheduler(optimizer: Optimizer, arguments: TrainingArguments, steps: in
     """The scheduler of `arguments`, whose `step()` is called after every step of the optimizer.
 
     Args:
-        optimizer: what `make_optimizer` made.
+        optimizer: the result of `make_optimizer`.
         arguments: name the schedule, or a function `(optimizer, steps) -> LRScheduler`.
-        steps: how many steps the run will have; None where only the clock ends it: set `done` of the `WarmupDecayLR`
-            then.
+        steps: the number of steps of the run; None if only the clock ends it: then set `done` of the
+            `WarmupDecayLR`.
 
     Raises:
-        ConfigValueError: a function cannot be imported, or would need a number of steps that there is not.
-        ConfigTypeError: what it makes is no scheduler.
+        ConfigValueError: a function cannot be imported, or needs a number of steps that is unknown.
+        ConfigTypeError: its result is not a scheduler.
     """
     found = _function(arguments, "scheduler", SCHEDULERS)
     if found in SCHEDULERS.values():

@@ -1,18 +1,18 @@
 """Stop a run early, with a checkpoint: signals, and requests of the program.
 
-[Note: stopping] A signal, or a callback, requests a stop of one rank. It goes on with its step; the request travels
-with the loss, so that all ranks know of it after the same step, and stop there, with a checkpoint. A second signal of
-the same kind is no request: it does what it did before the run. One that comes `ECHO_SECONDS` after the first at most
-is the same one on another way: who ends a job (Slurm, systemd, `timeout`) signals all its processes, and the process
-that started the ranks signals them, too.
+[Note: stopping] A signal, or a callback, requests a stop of one rank. It goes on with its step; the request is reduced
+together with the loss, so that all ranks learn of it after the same step, and stop there, with a checkpoint. A second
+signal of the same kind is not a request: it has the effect that it had before the run. A signal at most `ECHO_SECONDS`
+after the first is a copy of it: programs that end a job (Slurm, systemd, `timeout`) signal all its processes, and the
+process that started the ranks signals them, too.
 
-A process that started the ranks forwards any signal to them as SIGTERM, with the number of the original (`meant_by`): a
-terminal sends its SIGINT to all processes, hence ranks leave that to the process that started them.
+A process that started the ranks forwards any signal to them as SIGTERM, with the number of the original (`meant_by`). A
+terminal sends its SIGINT to all processes, so ranks leave it to the process that started them.
 
 [Note: blocked main thread] Python handles signals in its main thread, between two of its own instructions. A thread
-that is blocked in C, for example waiting for a rank that hangs, never gets there. Another thread reads signals from a
-pipe: it announces the first at once, reports where a run is that does not stop, and ends the process when a second
-signal is not handled.
+that is blocked in C, for example while it waits for a hanging rank, never gets there. Another thread reads signals from
+a pipe: it announces the first at once, reports the place of a run that does not stop, and ends the process when a
+second signal is not handled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import Any
 
 from flatfsdp.trainer.terminal import print_line
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: what Slurm sends some time before the end
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: sent by Slurm some time before the end
 ECHO_SECONDS = 3.0
-REPORT_SECONDS = 30.0  # from a request to the report where the run is
-BLOCKED_SECONDS = 2.0  # that the main thread has for a second signal
-REQUESTED = 1  # a request's number where the program made it; otherwise the signal's
+REPORT_SECONDS = 30.0  # from a request to the report of the place of the run
+BLOCKED_SECONDS = 2.0  # for the main thread to handle a second signal
+REQUESTED = 1  # the number of a request by the program; otherwise it is the signal's
 
 
 class StopRequest:
@@ -49,12 +49,12 @@ class StopRequest:
         self.number = 0
 
     def request(self) -> None:
-        """Request it from within the program; a signal that came goes first."""
+        """Request a stop from within the program; an earlier signal takes precedence."""
         self.number = self.number or REQUESTED
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """A context in which signals are requests. In other threads than the main one signals stay what they are."""
+        """A context in which signals are requests. In threads other than the main one, it has no effect."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -74,7 +74,7 @@ class StopRequest:
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[dict[signal.Signals, Any]]:
-    """A context in which `handler` handles `SIGNALS`, but those that are ignored; gives what handles them otherwise."""
+    """A context in which `handler` handles `SIGNALS` that are not ignored; yields their previous handlers."""
     before = {number: found for number in SIGNALS if (found := signal.getsignal(number)) is not signal.SIG_IGN}
     try:
         for number in before:
@@ -87,8 +87,8 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[dic
 
 @contextmanager
 def _read_by_a_thread(numbers: Collection[int]) -> Iterator[threading.Event]:
-    """A context in which a thread reads signals of these `numbers`, whatever the main thread does ([Note: blocked main
-    thread]). What it gives is to be set where the main thread sees to a second signal itself."""
+    """A context in which a thread reads signals of these `numbers`, even while the main thread is blocked ([Note:
+    blocked main thread]). It yields an event for the main thread to set where it handles a second signal itself."""
     relieved = threading.Event()
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -103,7 +103,7 @@ def _read_by_a_thread(numbers: Collection[int]) -> Iterator[threading.Event]:
         relieved.set()
         signal.set_wakeup_fd(before)
         _pipes.discard(write_end)
-        os.write(write_end, _END)  # to close it is no end where a process that was forked has it, too
+        os.write(write_end, _END)  # closing would not end it while a forked process has the pipe, too
         thread.join()
         os.close(write_end)
         os.close(read_end)
@@ -127,7 +127,7 @@ def _listen(read_end: int, before: int, numbers: Collection[int], relieved: thre
         for number in (each for each in received if each in numbers):
             if not came:
                 report_at = time.monotonic() + REPORT_SECONDS
-                if rank == "0":  # for all: they stop together
+                if rank == "0":  # for all ranks: they stop together
                     _print(f"{in_words(meant(number))}: stopping after this step, saving")
             if not is_first(number, came) and not relieved.wait(BLOCKED_SECONDS):
                 ends = f"ends by a second {in_words(number)}, which its main thread did not see to: it was at"
@@ -138,7 +138,7 @@ def _listen(read_end: int, before: int, numbers: Collection[int], relieved: thre
 
 
 def _place_of(thread: int) -> str:
-    """Where a thread is in the program, the innermost call last."""
+    """The call stack of a thread, the innermost call last."""
     stack = traceback.extract_stack(sys._current_frames().get(thread))
     return " > ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in stack[-4:])
 
@@ -148,13 +148,13 @@ def _print(words: str) -> None:
         print_line(words)
 
 
-_END = b"\0"  # no signal's number
+_END = b"\0"  # not the number of a signal
 _pipes: set[int] = set()
 
 
 def _leave_pipe() -> None:
-    """A process that is forked, such as one that reads data, has signals of its own, and its parent's pipe."""
-    with suppress(ValueError):  # forked from another thread than the main one, whose child does not see to signals
+    """Detach a forked process, such as a data worker, from its parent's pipe: it has separate signals."""
+    with suppress(ValueError):  # forked from another thread: such a child does not handle signals
         found = signal.set_wakeup_fd(-1)
         if found != -1 and found not in _pipes:
             signal.set_wakeup_fd(found)
@@ -164,7 +164,7 @@ os.register_at_fork(after_in_child=_leave_pipe)
 
 
 def is_first(number: int, came: dict[int, float]) -> bool:
-    """Whether a signal is the first of its kind, or one with it; `came` notes when the first came."""
+    """Whether a signal is the first of its kind, or a copy of it; `came` has the arrival of the first."""
     now = time.monotonic()
     return now - came.setdefault(number, now) < ECHO_SECONDS
 
@@ -173,16 +173,16 @@ _meant: Any = None
 
 
 def meant_by(value: Any) -> None:
-    """Signals that come mean the one whose number `value.value` is, unless that is 0. [Note: stopping]"""
+    """Interpret arriving signals as the one with number `value.value`, unless that is 0. [Note: stopping]"""
     global _meant
     _meant = value
 
 
 def meant(number: int) -> int:
-    """The signal that is meant by one that came."""
+    """The original of an arriving signal."""
     return (_meant.value or number) if _meant is not None else number
 
 
 def in_words(number: int) -> str:
-    """The name of a request's number: "SIGTERM", or "the program"."""
+    """The name of a request: "SIGTERM", or "the program"."""
     return "the program" if number == REQUESTED else signal.Signals(number).name

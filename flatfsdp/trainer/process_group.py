@@ -1,7 +1,7 @@
-"""The ranks of a run, which exchange values and failures on the host.
+"""The ranks of a run, and their exchange of values and failures on the host.
 
-Whatever may fail on some ranks alone (a disk, a user-defined function) goes through `TrainerRanks.collective_call`, so
-that no rank waits for another that has raised. All of it is exchanged on the host.
+Work that may fail on only some ranks (a disk, a user-defined function) goes through `TrainerRanks.collective_call`, so
+that no rank waits for another that has raised. All exchanges are on the host.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from flatfsdp.messages import gather, on_all_ranks
 
 T = TypeVar("T")
 
-EXCHANGE = "exchanges what a trainer or loader has"
+EXCHANGE = "exchanges values of a trainer or loader"
 
-# A group that only accelerators communicate over gets one beside it that the host does: one, whoever needs it.
+# A group that only accelerators communicate over gets a second one for the host, shared by all its users.
 _on_host: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class LocalFailure:
-    """An exception of this rank's that is raised once the others know of it.
+    """An exception of this rank, to be raised once it is reported to the others.
 
     Attributes:
-        doing: at what it was raised, to follow "failed in".
+        doing: the failed operation, to follow "failed in".
     """
 
     doing: str
@@ -42,7 +42,7 @@ class LocalFailure:
 
     @property
     def words(self) -> str:
-        """The line that the others raise with."""
+        """The message of the exception on the others."""
         return f"{self.doing} with {type(self.error).__name__}: {self.error}"
 
 
@@ -51,7 +51,7 @@ class TrainerRanks:
 
     Attributes:
         group: the process group; None for the default one, or where there is none.
-        host: one of the same ranks whose collectives take tensors on the CPU; None for this process alone.
+        host: a group of the same ranks whose collectives take CPU tensors; None for this process alone.
         rank, world: this rank's number in the group, and how many there are.
 
     Raises:
@@ -77,7 +77,7 @@ class TrainerRanks:
             )
 
     def rows(self, *numbers: int) -> list[list[int]]:
-        """Every rank's `numbers`, as many on each. Collective."""
+        """Every rank's `numbers`, in the same count on each. Collective."""
         if self.host is None:
             return [list(numbers)]
         own = torch.tensor(numbers)
@@ -90,15 +90,15 @@ class TrainerRanks:
         """Every rank's `value`, plain data. Collective.
 
         Raises:
-            AgreementError: on every rank: some make another call.
+            AgreementError: on every rank: some ranks make another call.
         """
         return [value] if self.host is None else gather(value, self.host, call=EXCHANGE)
 
     def collective_call(self, doing: str, work: Callable[[], T]) -> list[T]:
-        """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
+        """Run `work` on every rank. Returned: the results in the order of ranks. Collective.
 
         Raises:
-            CheckpointError: on every rank, where some raised; `doing` is what failed, in the message.
+            CheckpointError: on every rank, where some raised; `doing` names the operation in the message.
         """
 
         def problem(failed: Mapping[int, str], own: Exception | None) -> CheckpointError:
@@ -108,14 +108,14 @@ class TrainerRanks:
         return on_all_ranks(work, self.host, call=EXCHANGE, raises=problem)
 
     def share(self, failure: LocalFailure | None) -> None:
-        """Go on where no rank has a `failure`. Collective.
+        """Raise on all ranks where any has a `failure`. Collective.
 
         Raises:
-            Exception: this rank's own, as it was raised.
+            Exception: this rank's own, where it has one.
             AgreementError: on the other ranks, where some have one.
         """
         lines: list[str | None] = []
-        with nullcontext() if failure is None else suppress(AgreementError):  # the others have ended: that is less
+        with nullcontext() if failure is None else suppress(AgreementError):  # the others have ended: less important
             lines = self.values(None if failure is None else failure.words)
         if failure is not None:
             raise failure.error
@@ -130,7 +130,7 @@ class TrainerRanks:
     def members(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
         """The numbers of a group's ranks among these, in order. No communication.
 
-        None is this rank alone.
+        For None, only this rank's.
         """
         if group is None:
             return (self.rank,)
@@ -139,12 +139,12 @@ class TrainerRanks:
 
 
 def node() -> str:
-    """What distinguishes this rank's node from others: its number, where torchrun gave one, or the host's name."""
+    """An identifier of this rank's node: its number, if torchrun set one, or the host's name."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
 def warn_for_all(message: str) -> None:
-    """Warn once of what is the same on all ranks. No communication."""
+    """Warn once of a fact that is the same on all ranks. No communication."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         warn(message)
 
@@ -154,7 +154,7 @@ def _for_host(group: Any) -> Any:
         return group
     if group not in _on_host:
         members = dist.get_process_group_ranks(group)
-        # Groups that their members alone make have names by their ranks, which an earlier group may have had.
+        # Groups made only by their members are named by their ranks, and an earlier group may have had that name.
         some = len(members) < dist.get_world_size()
         _on_host[group] = dist.new_group(members, backend="gloo", use_local_synchronization=some)
     return _on_host[group]

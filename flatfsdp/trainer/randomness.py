@@ -1,4 +1,4 @@
-"""Seeds, and the generators of random numbers that programs share: of Python, of torch, of numpy where it is in use."""
+"""Seeds, and the global random number generators of Python, of torch, and of numpy where it is in use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed of 63 bits that follows from `numbers` and has nothing in common with that of others, however close."""
+    """A 63-bit seed determined by `numbers`, unrelated to the seeds of other numbers, however close."""
     digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -39,7 +39,7 @@ def host_states() -> tuple[Any, ...]:
 
 
 def restore_host(of_python: Any, of_torch: torch.Tensor, of_numpy: Any) -> None:
-    """Put the generators on the host back into such states."""
+    """Restore such states of the generators on the host."""
     random.setstate(of_python)
     torch.default_generator.set_state(of_torch)
     if (numpy := sys.modules.get("numpy")) is not None and of_numpy is not None:
@@ -48,7 +48,7 @@ def restore_host(of_python: Any, of_torch: torch.Tensor, of_numpy: Any) -> None:
 
 @contextmanager
 def untouched_randomness() -> Iterator[None]:
-    """The generators on the host are as before in the end."""
+    """A context that restores the generators on the host at its end."""
     before = host_states()
     try:
         yield

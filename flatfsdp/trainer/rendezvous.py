@@ -1,9 +1,9 @@
-"""A store of its own for each start of the ranks under torchrun.
+"""A separate store for each start of the ranks under torchrun.
 
-torchrun starts ranks again, after a failure or with more or fewer nodes, in front of the same store, in which stands
-what the ones before have left: addresses that nobody listens at, and what the watchdog reported of processes that are
-gone. Nothing in the environment distinguishes one start from the next on all nodes. So rank 0 draws a name, and each
-rank requests it with a number of its own: an answer to that number cannot be an old one.
+torchrun restarts ranks, after a failure or with more or fewer nodes, with the same store, which still holds the keys of
+earlier starts: addresses without a listener, and watchdog reports of processes that have ended. Nothing in the
+environment distinguishes one start from the next on all nodes. So rank 0 draws a name, and each rank requests it with a
+random number: an answer with that number cannot be an old one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch.distributed as dist
 from flatfsdp.errors import UsageError
 
 PATIENCE = timedelta(minutes=30)  # as that of torch's process groups
-_PAUSE = 0.05  # seconds between two looks
+_PAUSE = 0.05  # seconds between two polls
 
 
 @contextmanager
 def store_of_this_start() -> Iterator[dist.Store | None]:
-    """The store to make the process group with, inside; None where torchrun keeps none.
+    """A context with the store for making the process group; None where torchrun keeps none.
 
     Raises:
-        UsageError: rank 0 has not come.
+        UsageError: rank 0 has not started.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield None
@@ -65,7 +65,7 @@ def _request(store: dist.Store, rank: int) -> str:
 
 
 def _answer(store: dist.Store, world: int, name: str, over: threading.Event) -> None:
-    """Answer the ranks until the process group is there: a request may be one of a start before, and come anew."""
+    """Answer the ranks until the process group exists: a request may be an earlier start's, and be replaced."""
     answered: dict[int, str] = {}
     while not over.wait(_PAUSE):
         for rank in range(1, world):
@@ -76,5 +76,5 @@ def _answer(store: dist.Store, world: int, name: str, over: threading.Event) -> 
 
 
 def _read(store: dist.Store, key: str) -> str:
-    """What stands there; "" for nothing."""
+    """The value of `key`; "" without one."""
     return store.get(key).decode() if store.check([key]) else ""

@@ -1,4 +1,4 @@
-"""What people read: lines above a progress bar, as wide as the terminal; bytes with binary units; metrics."""
+"""Output for people: lines above a progress bar, as wide as the terminal; bytes with binary units; metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def print_line(text: str, file: TextIO | None = None) -> None:
 
 
 def columns(file: TextIO) -> int | None:
-    """How wide the terminal is that `file` is; None where it is none, and lines may have any length."""
+    """The width of the terminal `file`; None where it is not a terminal, and lines may have any length."""
     try:
         return os.get_terminal_size(file.fileno()).columns or None
     except (OSError, ValueError):
@@ -29,14 +29,14 @@ def columns(file: TextIO) -> int | None:
 
 
 def size_in_words(count: int) -> str:
-    """With the binary unit that suits it and three digits: "1.25 GiB"."""
+    """A number of bytes with a suitable binary unit and three digits: "1.25 GiB"."""
     power = _power(count)
     number = count / 1024**power
     return f"{number:.{0 if power == 0 or number >= 100 else 1 if number >= 10 else 2}f} {_UNITS[power]}"
 
 
 def sizes_in_words(*counts: int) -> str:
-    """Several, with the unit that suits the largest: "0.8, 1.6 MiB"."""
+    """Several numbers of bytes, with a unit that suits the largest: "0.8, 1.6 MiB"."""
     power = _power(max(counts))
     return f"{', '.join(f'{count / 1024**power:.{1 if power else 0}f}' for count in counts)} {_UNITS[power]}"
 
@@ -46,5 +46,5 @@ def _power(count: int) -> int:
 
 
 def shown(value: float) -> str:
-    """A metric: counts are whole."""
+    """A metric as text: counts without decimals."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

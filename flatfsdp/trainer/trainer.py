@@ -1,9 +1,9 @@
 """The trainer: from a task and its settings to a trained model, once or in several runs.
 
-[Note: resuming] All that a run has become by a step is in that step's checkpoint: model, optimizer, learning rates,
-position in the data, progress, random numbers of each rank, callbacks. A run that goes on takes the samples that come
-next in the order of the whole run, whatever number of ranks there are now. On as many ranks as before it does exactly
-what it would have done; on another number sums are made in another order, and random numbers start anew.
+[Note: resuming] A step's checkpoint contains the full state of a run: model, optimizer, learning rates, position in the
+data, progress, random numbers of each rank, callbacks. A resumed run takes the next samples in the order of the whole
+run, on any number of ranks. On the same number of ranks, it computes exactly the same steps as an uninterrupted run; on
+another number, sums are computed in another order, and random numbers start anew.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _NO_END = "a dataset of unknown length does not show how much of the run is over
 class Trainer(Run):
     """Trains a task under FSDP.
 
-    Sharding happens here, before the optimizer is built on what is left of the parameters. Collective, as are all
-    methods: every rank makes a trainer of the same task and settings. Where there is no process group yet it is made:
+    The constructor shards the model, and then builds the optimizer on its sharded parameters. It is collective, as are
+    all methods: every rank makes a trainer of the same task and settings. If there is no process group yet, it is made:
     of the launcher's ranks, or of this process alone. Its attributes are those of `Run`.
 
     Args:
-        task: model, data and what belongs to them.
+        task: model, data, and their objective, collation and tokenizer.
         training, fsdp: how to train and how to shard.
-        callbacks: called in this order; as many, of the same kinds, on every rank. A `ProgressBar` comes before them,
-            unless there is one, or `training.progress` is off; those that `training` names come before them, too.
+        callbacks: called in this order; the same number, of the same kinds, on every rank. A `ProgressBar` precedes
+            them, unless there is one, or `training.progress` is off; so do those that `training` names.
 
     Raises:
         ConfigValueError, ConfigTypeError: settings that contradict one another, or this machine.
@@ -81,12 +81,12 @@ class Trainer(Run):
         with flatfsdp.fail_together("making the trainer"):
             check_run(training, task, fsdp)
             check_options(task)
-            seed_all(training.seed)  # the same weights on all ranks, whatever draws them
+            seed_all(training.seed)  # the same initial weights on all ranks
             plain = make(task, "model")
             elements = sum(parameter.numel() for parameter in plain.parameters())
             size = ModelSize(elements, flops_per_token(plain.parameters()))
             files = files_of(plain, make(task, "tokenizer"))
-            # A model that was made elsewhere has whatever values each rank drew for it.
+            # A model that was made elsewhere may have different values on each rank.
             synced = dataclasses.replace(fsdp, sync_module_states=fsdp.sync_module_states or plain is task.model)
             model = shard(plain, synced, device=world.device)
             pretrained = named(task, "model")
@@ -113,18 +113,18 @@ class Trainer(Run):
             seed_all(training.seed + 1 + world.rank)  # dropout differs between ranks
 
     def train(self) -> TrainingResult:
-        """Train to the end that the settings give, from the checkpoint that they name, if they do.
+        """Train up to the limits of the settings, from their checkpoint, if they name one.
 
         SIGTERM, SIGINT and SIGUSR1 end it within three steps, with a checkpoint ([Note: stopping]). An evaluation that
-        is due then is made up for when the run goes on, and the checkpoint saved again, with its metrics. A run that
-        goes on from another checkpoint than its last, "best" or a path, sets the later ones aside first.
+        was due then is done when the run is resumed, and the checkpoint is saved again, with its metrics. A run that
+        resumes from another checkpoint than its last, "best" or a path, sets the later ones aside first.
 
         Raises:
-            Exception: what a callback, the objective, the optimizer or the scheduler raised on this rank.
+            Exception: from a callback, the objective, the optimizer or the scheduler on this rank.
             AgreementError: another rank raised such an exception ([Note: failing alone]).
-            CheckpointError: on every rank: the checkpoint is not there or does not fit, or one could not be saved.
-            ConfigValueError: the run's folder has checkpoints, and this run goes on from none of them; there is nothing
-                to train on, or no end that the schedule of the learning rate could know of.
+            CheckpointError: on every rank: the checkpoint is missing or does not fit, or one could not be saved.
+            ConfigValueError: the run's folder has checkpoints, and this run resumes from none of them; or there is no
+                training data, or no known end for the schedule of the learning rate.
         """
         looking = flatfsdp.detect_nonfinite(self.model) if self.training.detect_nonfinite else nullcontext()
         with flatfsdp.fail_together("training") as self.report:
@@ -149,16 +149,16 @@ class Trainer(Run):
         return result
 
     def resume(self) -> None:
-        """Go on from the checkpoint that `training.resume` names; `train` begins with it. Nothing is moved or removed.
+        """Load the checkpoint that `training.resume` names; `train` begins with this. Nothing is moved or removed.
 
-        The learning rate, weight decay and optimizer options are this run's; a scheduler of your own keeps what its
-        state has, with a warning.
+        The learning rate, weight decay and optimizer options are this run's; a user-defined scheduler keeps those of
+        its state, with a warning.
 
-        With "latest" a run that has no checkpoint yet starts anew.
+        With "latest", a run that has no checkpoint yet starts from the beginning.
 
         Raises:
-            CheckpointError: on every rank: the checkpoint is not there or does not fit.
-            ConfigValueError: "best" is to be gone on from, and there is no checkpoint yet.
+            CheckpointError: on every rank: the checkpoint is missing or does not fit.
+            ConfigValueError: `training.resume` is "best", and there is no checkpoint yet.
         """
         given = self.training.resume
         if given is None:
@@ -189,10 +189,10 @@ class Trainer(Run):
             print_line(f"resume: from {self.shown(self.checkpoint)}, after step {self.progress.step:,}")
 
     def measure(self) -> int:
-        """Take forwards and backwards of the next step's samples, which are consumed then, and forget the gradients.
+        """Run forwards and backwards for the next step's samples, which consumes them, and drop the gradients.
 
         Returns:
-            The bytes of activations that were kept for its backward at most: of the rank that kept most.
+            The peak bytes of saved activations, on the rank with the most.
         """
         step = self.loader.next_step()
         if step is None:
@@ -203,13 +203,13 @@ class Trainer(Run):
         return max(most for (most,) in self.ranks.rows(activations.peak_bytes))
 
     def export(self, folder: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> None:
-        """Write the model, with its configuration and tokenizer where it has them, as a folder that `from_pretrained`
-        of transformers loads; floating-point values as `dtype`. Of a model with adapters of PEFT the adapters alone, as
-        its `save_pretrained` writes them.
+        """Write the model, with its configuration and tokenizer if it has them, as a folder that `from_pretrained`
+        of transformers loads; floating-point values as `dtype`. For a model with adapters of PEFT, write only the
+        adapters, like its `save_pretrained`.
 
         Raises:
-            CheckpointError: on every rank: it could not be written; there is something, and without `overwrite`, or it
-                is no export.
+            CheckpointError: on every rank: it could not be written; or the folder is not empty, and `overwrite` is
+                False, or its contents are not an export.
         """
         files = self.checkpoints.files
         if is_adapted(self.model):
@@ -218,8 +218,8 @@ class Trainer(Run):
         checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite, files=files)
 
     def _check_folder(self) -> None:
-        """Refuse to begin a run among the checkpoints of another: a path that leads elsewhere begins one, too, and a
-        job that its scheduler starts again would come back to it each time."""
+        """Refuse to begin a run among the checkpoints of another. Resuming from a path elsewhere counts as a beginning,
+        too: a job that its scheduler restarts would go back to that path each time."""
         given, manager = self.training.resume, self.checkpoints.manager
         if given in ("latest", "best") or (given is not None and Path(given).absolute().parent == manager.folder):
             return
@@ -275,12 +275,12 @@ def _manager(training: TrainingArguments) -> CheckpointManager:
 
 
 def _optional_components(scaler: ShardedGradScaler, callbacks: Sequence[Callback], seed: int) -> Iterator[Component]:
-    """What a checkpoint may lack. Random numbers come last: loading the others may draw some."""
-    if scaler.is_enabled():  # another one has no state, and takes none
+    """Components that a checkpoint may lack. Random numbers come last: loading the others may draw some."""
+    if scaler.is_enabled():  # a disabled one has no state, and loads none
         yield stateful_component("scaler", scaler, required=False)
-    names: Counter[str] = Counter()  # of its kind the first, the second, ...: other kinds may come and go
+    names: Counter[str] = Counter()  # numbers within each kind: other kinds may come and go
     for callback in callbacks:
-        if type(callback).state_dict is not Callback.state_dict:  # empty as yet or not: it may be full when saved
+        if type(callback).state_dict is not Callback.state_dict:  # even if empty now: it may be filled when saved
             kind = type(callback).__name__
             yield stateful_component(f"callback.{kind}.{names[kind]}", callback, required=False)
             names[kind] += 1

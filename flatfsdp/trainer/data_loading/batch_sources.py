@@ -1,7 +1,7 @@
-"""How a step's microbatches come to their ranks: each rank reads its own, or rank 0 reads all and sends.
+"""Distribution of a step's microbatches: each rank reads its own, or rank 0 reads all and sends them.
 
-What one rank could not read is reported to all ranks before any of them waits for the others: for that they exchange
-two numbers in every step.
+A failed read of one rank is reported to all ranks before any of them waits for the others: they exchange two numbers
+for this in every step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from flatfsdp.trainer.process_group import EXCHANGE, LocalFailure, TrainerRanks
 
 from .sample_reader import DataError, StepPart
 
-# The parts that a range of ranks has of step after step, read by this process.
+# Opens a stream of the parts of each step for a range of ranks, read by this process.
 OpenParts = Callable[[range], Iterator[StepPart]]
 
-ALIGNMENT = 16  # of tensors in a message: the itemsize of the largest dtype
+ALIGNMENT = 16  # of tensors in a message, in bytes: the itemsize of the largest dtype
 
 # In place of a number of samples or bytes:
 END = -1
@@ -35,14 +35,14 @@ FAILED = -2
 
 
 class ShardedSource:
-    """Each rank reads what is its own. Methods are collective."""
+    """Each rank reads its own microbatches. Methods are collective."""
 
     def __init__(self, open_parts: OpenParts, ranks: TrainerRanks) -> None:
         self._ranks = ranks
         self._parts = open_parts(range(ranks.rank, ranks.rank + 1))
 
     def next(self, local: LocalFailure | None = None) -> StepPart | None:
-        """This rank's part of the next step, with the weight of the whole; as `Loader.next_step` returns and raises."""
+        """This rank's part of the next step, with the weight of all ranks'; otherwise as `Loader.next_step`."""
         part, failure = (None, None) if local is not None else _attempt(self._parts)
         own = FAILED if failure or local else END if part is None else part.after.position
         found, weights = zip(*self._ranks.rows(own, 0 if part is None else part.weight), strict=True)
@@ -53,24 +53,24 @@ class ShardedSource:
         return None if part is None else replace(part, weight=sum(weights))
 
     def close(self) -> None:
-        """End what reads ahead; at the same step on all ranks."""
+        """End the reading ahead; called at the same step on all ranks."""
         self._parts = iter(())
 
 
 @dataclass(frozen=True)
 class _PrefetchedStep:
-    """A step that was read ahead of the one that is computed."""
+    """A step that was read during the previous one."""
 
     size: int  # bytes of each rank's message, END or FAILED
-    part: StepPart | None = None  # what rank 0 keeps of it; None on the others
-    failure: DataError | None = None  # on rank 0, why it was not read
-    message: Tensor | None = None  # what arrives on the others
-    work: Any = None  # its arrival, to be waited for
-    buffers: list[Tensor] = field(default_factory=list)  # what it reads and writes, which has to stay until then
+    part: StepPart | None = None  # rank 0's own part; None on the others
+    failure: DataError | None = None  # on rank 0, the error of reading it
+    message: Tensor | None = None  # on the others, the message to receive
+    work: Any = None  # the pending transfer
+    buffers: list[Tensor] = field(default_factory=list)  # memory of the transfer, kept until it is done
 
 
 class DispatchedSource:
-    """Rank 0 reads for all ranks, one step ahead; its messages travel while the step before is computed."""
+    """Rank 0 reads for all ranks, one step ahead; its messages are sent while the previous step is computed."""
 
     def __init__(self, open_parts: OpenParts, ranks: TrainerRanks) -> None:
         self._ranks = ranks
@@ -96,7 +96,7 @@ class DispatchedSource:
         self._coming, self._parts = None, iter(())
 
     def _send_ahead(self, problem: DataError | None, local: LocalFailure | None = None) -> _PrefetchedStep:
-        """Read and send the next step, once no rank has a `problem` with the one before. Collective."""
+        """Read and send the next step, once no rank has a `problem` with the previous one. Collective."""
         part, failure, messages = self._read_ahead() if self._ranks.rank == 0 else (None, None, [])
         size = FAILED if failure is not None else max((message.numel() for message in messages), default=END)
         rows = self._ranks.rows(FAILED if problem is not None or local is not None else 0, size)
@@ -112,7 +112,7 @@ class DispatchedSource:
         return _PrefetchedStep(size, part=part, message=own if part is None else None, work=work, buffers=[own, *sent])
 
     def _read_ahead(self) -> tuple[StepPart | None, DataError | None, list[Tensor]]:
-        """This rank's part of the next step, and for each rank a message with its own: none at the end."""
+        """This rank's part of the next step, and for each rank a message with its part; at the end, none."""
         whole, failure = _attempt(self._parts)
         if whole is None:
             return None, failure, []
@@ -120,20 +120,20 @@ class DispatchedSource:
         try:
             return parts[0], None, [torch.empty(1, dtype=torch.uint8), *map(pack, parts[1:])]
         except Exception as error:  # of pickle, about user-defined values
-            return None, DataError.of(error, at="sending what collate made"), []
+            return None, DataError.of(error, at="sending the result of collate"), []
 
 
 def _attempt(parts: Iterator[StepPart]) -> tuple[StepPart | None, DataError | None]:
-    """The next of `parts`, None where there is none, or why it cannot be had."""
+    """The next of `parts` (None at the end), or the error that reading it raised."""
     try:
         return next(parts, None), None
-    except Exception as error:  # for example, a process that read has died
+    except Exception as error:  # for example, a worker process has died
         found = error if isinstance(error, DataError) and error.trace else DataError.of(error)
-        return None, found.with_traceback(None)  # whose frames hold on to the processes that read
+        return None, found.with_traceback(None)  # frames of a traceback keep the workers alive
 
 
 def _raise_failures(ranks: TrainerRanks, local: LocalFailure | None, failure: DataError | None) -> None:
-    """Raise on all ranks what failed on some, `local` ones of other things than reading first. Collective."""
+    """Raise failures of some ranks on all ranks: first `local` ones, which are outside of reading. Collective."""
 
     def fail() -> None:
         if failure is not None:
@@ -155,10 +155,10 @@ def _difference(found: Sequence[int]) -> str:
 
 
 def pack(value: Any) -> Tensor:
-    """Any value as a 1-D tensor of uint8. Tensors in it are copied once, on the sending rank.
+    """Any value as a 1-D tensor of uint8. Tensors inside are copied once, on the sending rank.
 
-    The bytes are how many are pickled, the value pickled without its tensors, then the tensors, each at a multiple of
-    16.
+    The bytes are the number of pickled bytes, the value pickled without its tensors, then the tensors, each at a
+    multiple of 16.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -174,14 +174,14 @@ def pack(value: Any) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Any:
-    """What was packed; bytes behind it are of no matter. Tensors in it are views of `packed`."""
+    """The inverse of `pack`; trailing bytes are ignored. Tensors inside are views of `packed`."""
     size = int(packed[:8].view(torch.int64)[0])
     pickled = ctypes.string_at(packed[ALIGNMENT:].data_ptr(), size)
     return _Unpickler(io.BytesIO(pickled), packed[ALIGNMENT + _aligned(size) :]).load()
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves a plain tensor out, and writes its place instead."""
+    """Replaces a plain tensor by its place."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
@@ -194,7 +194,7 @@ class _Pickler(pickle.Pickler):
             return None
         if value.requires_grad or value.is_quantized:
             return None
-        if id(value) not in self._seen:  # `tensors` keeps it alive: no other gets the same id
+        if id(value) not in self._seen:  # `tensors` keeps it alive, so its id stays unique
             self._seen[id(value)] = self.size, value.dtype, tuple(value.shape)
             self.tensors.append((self.size, value))
             self.size += _aligned(value.nbytes)

@@ -1,4 +1,4 @@
-"""Datasets of text, and samples of different lengths in one batch."""
+"""Datasets of text, and collation of samples of different lengths."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from flatfsdp.errors import ConfigTypeError, ConfigValueError, shown
 
 
 class TokenWindows:
-    """A long text cut into windows of `context` tokens, one after the other; sample i is the i-th window.
+    """A long text split into consecutive windows of `context` tokens; sample i is the i-th window.
 
-    A sample is {"input_ids": ..., "labels": ...}, both int64, (context,), and the window's tokens unless labels are
-    given: what is to be predicted from a token is the one behind it, and whoever computes the loss shifts. Tokens at
-    the end that do not fill a window are left out.
+    A sample is {"input_ids": ..., "labels": ...}, both int64 of shape (context,). Labels are the window's tokens unless
+    `labels` are given. They are not shifted: the target of a token is the label after it, and the loss shifts. Tokens
+    at the end that do not fill a window are left out.
 
     Args:
         tokens: 1-D, of any integer dtype; it is not copied.
-        context: tokens of a window.
-        labels: those of the tokens, in place of these, as many.
+        context: the number of tokens in a window.
+        labels: the labels of the tokens, in the same number; None for the tokens themselves.
 
     Raises:
-        ConfigValueError: `tokens` has another shape, or does not fill one window.
+        ConfigValueError: `tokens` is not 1-D, or does not fill one window.
     """
 
     def __init__(self, tokens: Tensor, *, context: int, labels: Tensor | None = None) -> None:
@@ -61,10 +61,10 @@ class TokenWindows:
 class JsonLines:
     """A file of lines, each of which is a JSON value; sample i is the i-th line that is not blank.
 
-    Lines are read when they are asked for; where they begin is held in memory, 8 bytes a line.
+    Lines are read on access; memory holds only their offsets, 8 bytes a line.
 
     Raises:
-        ConfigValueError: there is no such file, or it has no lines.
+        ConfigValueError: the file does not exist, or has no lines.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -88,24 +88,24 @@ class JsonLines:
     def __getitem__(self, number: int) -> Any:
         if not 0 <= number < len(self):
             raise IndexError(f"line {number} of {len(self)}")
-        with self.path.open("rb") as file:  # each time: workers would share an open one's position
+        with self.path.open("rb") as file:  # each time: workers would share the position of an open file
             file.seek(self._starts[number])
             return json.loads(file.readline())
 
 
 @dataclass(frozen=True)
 class PadCollate:
-    """Pads token ids, and what comes with them, on the right, to the longest sample of the microbatch.
+    """Pads token ids, and sequences of the same length, on the right, to the longest sample of the microbatch.
 
-    A sample is a mapping. Its "input_ids", "labels", "attention_mask" and "token_type_ids", as far as it has them, are
+    A sample is a mapping. Those of "input_ids", "labels", "attention_mask" and "token_type_ids" that it has are
     sequences of numbers or 1-D tensors; the batch holds them as int64 of shape (samples, longest). "attention_mask" is
-    there always, 1 where a sample has a token. What else a sample has, "labels" that are one number, a class, included,
-    is left to torch's `default_collate`.
+    always there, 1 where a sample has a token. Other entries of a sample, including "labels" that are one number, a
+    class, are left to torch's `default_collate`.
 
     Attributes:
-        pad: what to fill "input_ids" up with.
-        label_pad: the same for "labels": what the loss passes over.
-        multiple_of: the padded length is a multiple of this: fewer shapes for what is compiled.
+        pad: fills "input_ids".
+        label_pad: fills "labels": a value that the loss ignores.
+        multiple_of: the padded length is a multiple of this, for fewer shapes with torch.compile.
     """
 
     pad: int = 0
@@ -116,7 +116,7 @@ class PadCollate:
         """The batch.
 
         Raises:
-            ConfigTypeError, ConfigValueError: samples are no mappings, or have other names than the first one, or a
+            ConfigTypeError, ConfigValueError: samples are not mappings, or have other keys than the first one, or a
                 sample's sequences have different lengths.
         """
         first = samples[0]

@@ -1,4 +1,4 @@
-"""The loader: step after step of a dataset, from any position, on any number of ranks."""
+"""The loader: the steps of a dataset, from any position, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Step:
     """This rank's part of a step.
 
     Attributes:
-        microbatches: as many on all ranks, at least one.
-        weight: what the microbatches of all ranks count for together.
+        microbatches: at least one, and as many on all ranks.
+        weight: the total weight of the microbatches of all ranks.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -56,31 +56,31 @@ class Step:
 
 
 class Loader(AbstractContextManager["Loader"]):
-    """What a rank trains on, step after step. Collective: every rank makes one.
+    """The training samples of a rank, step by step. Collective: every rank makes one.
 
-    Which samples make a step depends on the position and the global batch alone. [Note: position]
+    The samples of a step depend only on the position and the global batch. [Note: position]
 
     Args:
-        dataset: with `__len__` and `__getitem__`: samples are asked for by number, in any order. Or iterable: read in
-            its own order, which has to be the same each time and on every rank; every epoch goes through it once more,
-            and is announced by `set_epoch(epoch)` where it has that. One with `state_dict()` and
-            `load_state_dict(state)`, from which the next iterator goes on and any later one begins anew, resumes by
-            them; others by reading once more what was consumed. In dispatch mode the dataset of rank 0 counts; the
-            others may give None.
-        batch: the most samples of a microbatch.
+        dataset: with `__len__` and `__getitem__`: samples are read by number, in any order. Or iterable: read in its
+            own order, which must be the same each time and on every rank. Every epoch iterates over it once, after
+            `set_epoch(epoch)` if it has that method. If it has `state_dict()` and `load_state_dict(state)`, so that the
+            next iterator continues from a state and later ones start from the beginning, it resumes by them; otherwise
+            by reading the consumed samples again. In dispatch mode, only the dataset of rank 0 is used; the others may
+            pass None.
+        batch: the largest number of samples in a microbatch.
         accumulate: microbatches of each rank in a step.
-        global_batch: samples of a step, over all ranks; then there are as many microbatches as that takes.
+        global_batch: samples of a step, over all ranks; then the number of microbatches follows from it.
         collate: makes inputs of a list of samples; default: torch's `default_collate`.
-        weigh: what the inputs of a microbatch count for, for example tokens; default: the number of samples. Ranks get
-            the sum over a step together with whether all could read it.
-        shuffle: whether each epoch is a permutation of its own. An iterable dataset has to see to that itself.
-        seed: of the permutations, and of what samples draw at random. [Note: randomness]
-        epochs: how often the dataset is gone through; None: for ever.
-        drop_last: leave out the last step where it is smaller than the others.
-        limit: the most samples of all steps together; None: no such limit.
-        mode: "sharded": each rank reads what is its own. "dispatch": rank 0 reads, a step ahead, and sends.
-        workers: processes that read ahead, on each rank that reads; one at most reads an iterable dataset.
-        process_group: the ranks that load together; default: all, or this process alone where there are no others.
+        weigh: the weight of the inputs of a microbatch, for example its tokens; default: the number of samples. Ranks
+            exchange the sum over a step together with whether all could read it.
+        shuffle: whether each epoch is a new permutation. An iterable dataset has to do that itself.
+        seed: of the permutations, and of random numbers drawn by samples. [Note: randomness]
+        epochs: the number of passes over the dataset; None: unlimited.
+        drop_last: leave out the last step if it is smaller than the others.
+        limit: the largest number of samples in all steps together; None: no limit.
+        mode: "sharded": each rank reads its own samples. "dispatch": rank 0 reads, a step ahead, and sends.
+        workers: processes that read ahead, on each rank that reads; at most one for an iterable dataset.
+        process_group: the ranks that load together; default: all, or this process alone without a process group.
 
     Raises:
         ConfigValueError, ConfigTypeError: an argument is not accepted; the other ranks get a DataError with the reason.
@@ -141,17 +141,17 @@ class Loader(AbstractContextManager["Loader"]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the position is in, from 0; of an iterable dataset the one of the last sample consumed."""
+        """The epoch of the position, from 0; for an iterable dataset, the epoch of the last consumed sample."""
         return self._place.epoch
 
     @property
     def accumulate(self) -> int:
-        """Microbatches of each rank in a step that is not the last."""
+        """The number of microbatches of each rank in every step except the last."""
         return self._steps(None).microbatches(self.global_batch)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """How many steps it takes to consume a whole epoch; None for an iterable dataset that does not know its length.
+        """The number of steps that consume a whole epoch; None for an iterable dataset of unknown length.
 
         Steps cross the borders of epochs: several epochs may take fewer steps than this many times their number.
         """
@@ -160,7 +160,7 @@ class Loader(AbstractContextManager["Loader"]):
 
     @property
     def steps_left(self) -> int | None:
-        """How many steps there are from here to the end of all epochs; None where that is not known, or never comes."""
+        """The number of steps from here to the end of all epochs; None where it is unknown or unlimited."""
         total = self._plan.total(self._extent.length)
         return self._steps(total).left(self.position)
 
@@ -168,12 +168,12 @@ class Loader(AbstractContextManager["Loader"]):
         """This rank's part of the next step; None on all ranks once there is none. Collective.
 
         Args:
-            local: what this rank has failed at since the last step, outside of the loader: with it, all ranks raise,
-                unless there is no next step. It costs no exchange besides that of every step.
+            local: a failure of this rank since the last step, outside of the loader: all ranks raise because of it,
+                unless there is no next step. It needs no additional exchange.
 
         Raises:
             Exception: the `local` failure's own; AgreementError on the other ranks.
-            DataError: on all ranks: a sample could not be read, put together, or sent. The position stays where it was.
+            DataError: on all ranks: a sample could not be read, collated, or sent. The position is unchanged.
             AgreementError: on all ranks: an iterable dataset gives them different samples.
             LostRankError: another rank has ended.
         """
@@ -185,7 +185,7 @@ class Loader(AbstractContextManager["Loader"]):
         try:
             part = self._delivery.next(local)
         except Exception:
-            with suppress(LostRankError):  # the error that is there explains more
+            with suppress(LostRankError):  # the first error is more informative
                 self.close()
             raise
         if part is None:
@@ -196,7 +196,7 @@ class Loader(AbstractContextManager["Loader"]):
         return Step(part.shares[0], part.weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what the order that it stands in follows from; the same on all ranks.
+        """The position, and the parameters that determine the order of samples; the same on all ranks.
 
         A step counts as consumed from when `next_step` returned it: to be saved between the steps of a training.
         """
@@ -209,20 +209,20 @@ class Loader(AbstractContextManager["Loader"]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state`, from `state_dict` of any number of ranks, was taken; on all ranks alike.
+        """Resume at `state`, from `state_dict` on any number of ranks; called equally on all ranks.
 
-        The global batch and the order are those of `state`, with a warning where batch, accumulate and ranks would make
-        another. A global batch that the loader was made with goes before, with a warning; so does the end: epochs,
+        The global batch and the order are those of `state`, with a warning where batch, accumulate and ranks would give
+        another. A global batch passed to the constructor takes precedence, with a warning; so do the limits: epochs,
         limit, drop_last.
 
         Raises:
-            CheckpointError: it was taken of another dataset, or is no state of a loader.
+            CheckpointError: it is for another dataset, or is not a state of a loader.
         """
         missing = sorted(self.state_dict().keys() - state.keys())
         if missing:
             raise CheckpointError(
-                f"data position: the state of the loader lacks {', '.join(map(repr, missing))}; give what state_dict() "
-                "of a Loader returned, or resume without its data position"
+                f"data position: the state of the loader lacks {', '.join(map(repr, missing))}; give a result "
+                "of state_dict() of a Loader, or resume without its data position"
             )
         length = _length(self._extent)
         if state["length"] != length:
@@ -256,7 +256,7 @@ class Loader(AbstractContextManager["Loader"]):
         self._is_over = False
 
     def close(self) -> None:
-        """End the processes that read ahead, and forget what they read; `next_step` starts them again at the position.
+        """End the worker processes and drop their prefetched samples; `next_step` starts them again at the position.
 
         To be called at the same step on all ranks.
         """
@@ -272,7 +272,7 @@ class Loader(AbstractContextManager["Loader"]):
         return StepLayout(self.global_batch, plan.batch, self._ranks.world, total=total, drop_last=plan.drop_last)
 
     def _open(self, ranks: range) -> Iterator[StepPart]:
-        """The parts of `ranks` in step after step from the position on. Processes that read start with the first: where
+        """The parts of `ranks` in all steps from the position on. Worker processes start with the first part: where
         that fails, all ranks raise."""
         return weighed(self._stream(ranks) if self._extent.is_stream else self._map(ranks), self._weigh)
 
@@ -320,15 +320,15 @@ class Loader(AbstractContextManager["Loader"]):
 
 
 def evaluation(dataset: Any, *, batch: int, limit: int | None = None, **options: Any) -> Iterator[Microbatch]:
-    """This rank's microbatches of `dataset`, read once in its order; equally many on all ranks. Collective.
+    """This rank's microbatches of `dataset`, read once in its order; in the same number on all ranks. Collective.
 
-    Every sample is in one microbatch of one rank. Where that leaves a rank without one, its microbatch is a stand-in
-    (`ids` empty), to be weighed 0. Errors are those of `Loader`.
+    Every sample is in one microbatch of one rank. A rank that is left without one gets a stand-in (`ids` empty), to be
+    weighed 0. Errors are those of `Loader`.
 
     Args:
         dataset, batch, options: as of `Loader`: collate, mode, workers, process_group.
-        limit: the first `limit * batch` samples only: so many batches over all ranks together, that what is evaluated
-            does not depend on how many ranks there are. None: all.
+        limit: only the first `limit * batch` samples: that many batches over all ranks together, so that the evaluated
+            samples do not depend on the number of ranks. None: all.
     """
     samples = None if limit is None else limit * batch
     loader = Loader(dataset, batch=batch, shuffle=False, epochs=1, limit=samples, **options)
@@ -343,7 +343,7 @@ def evaluation(dataset: Any, *, batch: int, limit: int | None = None, **options:
 
 @dataclass(frozen=True)
 class _DatasetExtent:
-    """What kind of dataset it is, and how many samples it has, as far as it knows."""
+    """The kind of a dataset, and its number of samples where known."""
 
     is_stream: bool
     length: int | None
@@ -355,11 +355,11 @@ class _DatasetExtent:
         if isinstance(dataset, IterableDataset) or not by_number:
             if not hasattr(kind, "__iter__"):
                 raise ConfigTypeError(
-                    f"dataset: got {shown(dataset)}. Accepted: what has __len__ and __getitem__, or is iterable."
+                    f"dataset: got {shown(dataset)}. Accepted: a dataset with __len__ and __getitem__, or an iterable."
                 )
             try:
                 return cls(True, len(dataset))
-            except TypeError:  # some have the method and raise this from it
+            except TypeError:  # some define the method and raise this
                 return cls(True, None)
         if not len(dataset):
             raise ConfigValueError("dataset: it has no samples")
@@ -368,7 +368,7 @@ class _DatasetExtent:
 
 @dataclass(frozen=True)
 class _CommonArguments:
-    """The arguments that ranks must have in common; `extent` is None where the dataset of this rank does not count."""
+    """The arguments that ranks must have in common; `extent` is None where the dataset of this rank is not used."""
 
     extent: _DatasetExtent | None
     batch: int
@@ -403,16 +403,16 @@ class _CommonArguments:
             raise ConfigValueError(f"mode: got {self.mode!r}. Accepted: {', '.join(map(repr, MODES))}.")
 
     def total(self, length: int | None) -> int | None:
-        """Samples of all steps together, of a dataset of `length` samples."""
+        """The number of samples in all steps together, for a dataset of `length` samples."""
         ends = [] if length is None or self.epochs is None else [length * self.epochs]
         return min([*ends, *([] if self.limit is None else [self.limit])], default=None)
 
 
 def _agreed(ranks: TrainerRanks, make: Callable[[], _CommonArguments]) -> _CommonArguments:
-    """The plan that every rank made, with the extent of those that read. Collective.
+    """The common plan of all ranks, with the extent of the ranks that read. Collective.
 
     Raises:
-        FlatFSDPError: what `make` raised, on the rank where it did; DataError on the others.
+        FlatFSDPError: on a rank where `make` raised one; DataError on the others.
         AgreementError: on all ranks: they differ.
     """
 

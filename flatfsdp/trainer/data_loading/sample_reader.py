@@ -1,14 +1,14 @@
-"""Read samples into microbatches; a failure is a value with its reason.
+"""Reading of samples into microbatches; failures are returned as values.
 
-[Note: randomness] What a sample draws of the global generators (of torch, `random`, and numpy where it is imported)
-follows from the seed and the sample's position alone: not from the rank that reads it, nor from the process it is read
-in, nor from what was read before. The generators of the process that reads are as before afterwards: dropout does not
-notice how data are read.
+[Note: randomness] Random numbers that a sample draws from the global generators (torch, `random`, and numpy where it is
+imported) depend only on the seed and the sample's position: not on the rank or process that reads it, nor on earlier
+reads. The generators of the reading process are restored afterwards, so that dropout does not depend on how data are
+read.
 
-[Note: sample streams] Whoever reads an iterable dataset goes through the whole stream, whichever ranks it reads for:
-the order of samples is that of the stream, and where it ends, which shows only when it is there, decides how the last
-step is divided ([Note: position]). A place in it is found again by the dataset's own `state_dict()` and
-`load_state_dict(state)`, else by reading up to it once more.
+[Note: sample streams] Every reader of an iterable dataset goes through the whole stream, for any set of ranks: the
+order of samples is that of the stream, and its end, which is known only once it is reached, decides how the last step
+is divided ([Note: position]). A position in it is found again by the dataset's own `state_dict()` and
+`load_state_dict(state)`, or else by reading up to it once more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Weigh = Callable[[Any], int]
 
 
 class DataError(FlatFSDPError, RuntimeError):
-    """Samples could not be read, put together or sent; raised on all ranks, in words that name rank and sample.
+    """Samples could not be read, collated or sent; raised on all ranks, with a message that names rank and sample.
 
     Attributes:
         trace: the traceback, perhaps of another process; "" where the exception itself has it.
@@ -46,7 +46,7 @@ class DataError(FlatFSDPError, RuntimeError):
 
     @classmethod
     def of(cls, error: Exception, *, at: str = "") -> DataError:
-        """`error`, which happened at what `at` names."""
+        """The DataError for `error`; `at` describes the failed operation."""
         last = traceback.extract_tb(error.__traceback__)[-1:]
         line = "".join(f" ({frame.filename}:{frame.lineno}, in {frame.name})" for frame in last)
         words = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}{line}"
@@ -57,10 +57,10 @@ class DataError(FlatFSDPError, RuntimeError):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward takes.
+    """The input of one forward.
 
     Attributes:
-        inputs: what `collate` made of the samples; tensors in it are on the CPU.
+        inputs: the result of `collate`; tensors in it are on the CPU.
         ids: the numbers of the samples, in the order that all ranks share: in the dataset, or within the epoch of an
             iterable one. Empty for a stand-in, whose inputs are to be weighed 0.
     """
@@ -71,12 +71,12 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StepPart:
-    """What was read of one step.
+    """The samples of one step that this process has read.
 
     Attributes:
         shares: for each rank that was read for, its microbatches.
-        after: the place behind the step.
-        weight: what they count for together.
+        after: the position after the step.
+        weight: their total weight.
     """
 
     shares: tuple[tuple[Microbatch, ...], ...]
@@ -86,12 +86,12 @@ class StepPart:
 
 @dataclass(frozen=True)
 class MicrobatchSlice:
-    """What one microbatch is to hold.
+    """The samples of one microbatch.
 
     Attributes:
         ids: the numbers of its samples in the dataset.
         positions: their positions.
-        stand_in: whether it is one: a sample that is read, and not counted.
+        stand_in: whether it is a stand-in: a sample that is read and not counted.
     """
 
     ids: tuple[int, ...]
@@ -101,9 +101,9 @@ class MicrobatchSlice:
 
 @dataclass(eq=False)
 class SampleReader:
-    """Makes microbatches of a dataset with a length; it goes to the processes that read.
+    """Makes microbatches of a dataset with a length; pickled or forked into worker processes.
 
-    What dataset or collate raise is returned: a process that reads for another has to name the sample.
+    Exceptions of dataset and collate are returned: a process that reads for another has to name the sample.
     """
 
     dataset: Any
@@ -127,7 +127,7 @@ class SampleReader:
 
 
 def of_samples(call: str, ids: Sequence[int]) -> str:
-    """In words: a `call` with the samples `ids`."""
+    """A description of a `call` with the samples `ids`."""
     return f"{call} of sample{'s' if len(ids) > 1 else ''} {few([str(number) for number in ids])}"
 
 
@@ -135,7 +135,7 @@ def weighed(parts: Iterator[StepPart], weigh: Weigh | None) -> Iterator[StepPart
     """`parts`, each with the weight of its microbatches, or the number of their samples; stand-ins have none.
 
     Raises:
-        DataError: while iterating: one cannot be weighed; and what `parts` raises.
+        DataError: while iterating: a microbatch cannot be weighed; and errors of `parts`.
     """
     for part in parts:
         weight = 0
@@ -148,7 +148,7 @@ def weighed(parts: Iterator[StepPart], weigh: Weigh | None) -> Iterator[StepPart
 
 
 def raised(found: Iterator[Any]) -> Iterator[Any]:
-    """`found`, but what is a failure, perhaps of another process, is raised."""
+    """`found`, except that failures, which may come from another process, are raised."""
     for each in found:
         if isinstance(each, DataError):
             raise each from DataError(each.trace)
@@ -166,9 +166,9 @@ def map_parts(
     workers: int,
     position: int,
 ) -> Iterator[StepPart]:
-    """The parts of step after step that some `ranks` have, from `position` on.
+    """The parts of some `ranks` in each step from `position` on.
 
-    With `workers` processes that many read ahead, two microbatches each; else each is read when it is asked for.
+    With `workers`, that many processes read ahead, two microbatches each; otherwise each is read on demand.
 
     Raises:
         DataError: while iterating: a microbatch could not be made.
@@ -184,7 +184,7 @@ def map_parts(
 
 
 def planned(order: SampleOrder, steps: StepLayout, *, ranks: range, position: int) -> Iterator[MicrobatchSlice]:
-    """The cells of `ranks` in step after step from `position` on. [Note: position]"""
+    """The cells of `ranks` in each step from `position` on. [Note: position]"""
     while step := steps.at(position):
         for share in steps.shares(step, ranks):
             for positions in share:
@@ -196,17 +196,17 @@ def planned(order: SampleOrder, steps: StepLayout, *, ranks: range, position: in
 
 
 def stream_parts(source: StreamSource, *, workers: int) -> Iterator[StepPart]:
-    """The parts of step after step that `source` gives, read ahead by another process if there are `workers`.
+    """The parts of each step of `source`, read ahead by another process if there are `workers`.
 
     Raises:
-        DataError: while iterating: a sample could not be read, or samples not be put together.
+        DataError: while iterating: a sample could not be read, or samples could not be collated.
     """
     yield from raised(in_processes(source, 1) if workers else iter(source))
 
 
 @dataclass(eq=False)
 class StreamSource(IterableDataset[Any]):
-    """The parts of step after step that some `ranks` have of `dataset`, from `place` on; it goes to the process that
+    """The parts of some `ranks` in each step of `dataset`, from `place` on; pickled or forked into the process that
     reads.
     """
 
@@ -237,7 +237,7 @@ class StreamSource(IterableDataset[Any]):
             yield part
 
     def _samples(self) -> Iterator[tuple[int, int, Any]]:
-        """The samples from the place on: epoch, number within the epoch, sample."""
+        """The samples from `place` on: (epoch, number within the epoch, sample)."""
         start, begun = self.place, self.place.position - self.place.offset
         for epoch in count(start.epoch) if self.epochs is None else range(start.epoch, self.epochs):
             resuming = epoch == start.epoch
@@ -248,7 +248,7 @@ class StreamSource(IterableDataset[Any]):
             if restored:
                 self.dataset.load_state_dict(start.dataset)
             found = passed if restored else 0
-            seed_host(seed_of(self.seed, begun))  # an iterator may shuffle as it is made
+            seed_host(seed_of(self.seed, begun))  # an iterator may shuffle when it is created
             iterator = iter(self.dataset)
             while True:
                 seed_host(seed_of(self.seed, begun + found))
@@ -268,8 +268,8 @@ class StreamSource(IterableDataset[Any]):
                 )
             if not found:
                 raise DataError(
-                    f"the dataset gave no sample in epoch {epoch}; what can be gone through only once, such as a "
-                    "generator, does for epochs=1"
+                    f"the dataset gave no sample in epoch {epoch}; an iterable that can be read only once, such as "
+                    "a generator, works only with epochs=1"
                 )
             begun += found
 
@@ -293,11 +293,11 @@ class StreamSource(IterableDataset[Any]):
 
 
 def in_processes(source: Any, workers: int, *, sampler: Iterator[MicrobatchSlice] | None = None) -> Iterator[Any]:
-    """What `source` gives, read by `workers` processes, which end when the iterator is given up.
+    """The results of `source`, read by `workers` processes, which end when the iterator is dropped.
 
-    `source` is an iterable, which one worker goes through, or one that is asked for what `sampler` yields, in order.
-    On Linux they are forks: in a rank that was spawned itself they would else be spawned, too, which takes seconds, and
-    a dataset that can be pickled.
+    `source` is an iterable, for one worker, or maps the items of `sampler`, in order, to results. On Linux the workers
+    are forks: in a rank that was itself spawned, they would otherwise be spawned, too, which takes seconds and needs a
+    dataset that can be pickled.
     """
     loader = DataLoader(
         source,
@@ -307,7 +307,7 @@ def in_processes(source: Any, workers: int, *, sampler: Iterator[MicrobatchSlice
         collate_fn=_as_it_is,
         worker_init_fn=_ignore_signals_but_the_rank_s,
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
-        generator=torch.Generator(),  # else it draws from the global one, once per iterator
+        generator=torch.Generator(),  # otherwise it draws from the global one, once per iterator
     )
     return iter(loader)
 
@@ -317,8 +317,8 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _ignore_signals_but_the_rank_s(worker: int) -> None:
-    """A signal to all processes of a job stops its ranks in good order; a worker that it ended would break that off,
-    since torch raises an error in a rank whose worker dies."""
+    """Ignore signals that ranks handle. A signal to all processes of a job lets its ranks stop in an orderly way; an
+    ended worker would interrupt that, since torch raises an error in a rank whose worker dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

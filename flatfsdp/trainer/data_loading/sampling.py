@@ -1,14 +1,14 @@
 """The samples of each step, divided over ranks and microbatches: integers only.
 
-[Note: position] There is one order of samples for all ranks: epoch after epoch, each a permutation that follows from
-(seed, epoch), or the order of the dataset. A *position* is the number of samples that all ranks together have consumed,
-and so the place of the next one in that order. A *step* takes the next `global_batch` samples; steps cross the borders
-of epochs, and only the last step of the last epoch may be smaller. So a position is all there is to know about what
-was seen: any number of ranks can go on from it, in either mode, with nothing seen twice and nothing lost.
+[Note: position] All ranks share one order of samples: epoch after epoch, each a permutation determined by (seed,
+epoch), or the order of the dataset. A *position* is the number of samples that all ranks together have consumed, and so
+the place of the next one in that order. A *step* takes the next `global_batch` samples; steps may span two epochs, and
+only the last step of the last epoch may be smaller. So a position fully describes the consumed samples: any number of
+ranks can resume from it, in either mode, with no sample repeated or lost.
 
-A step is cut into *cells*, a microbatch each, and as many on every rank: as few as `batch` allows. They are contiguous,
-those of rank 0 come first, and no two differ by more than one sample; nor do what ranks have of the step. Where there
-are fewer samples than cells, some are empty: their microbatches are *stand-ins*, a sample of the step to be weighed 0.
+A step is divided into *cells*, one for each microbatch, with the same number on every rank, as small as `batch` allows.
+Cells are contiguous, those of rank 0 come first, and their sizes, and those of ranks' shares, differ by at most one
+sample. If there are fewer samples than cells, the microbatches of empty cells are *stand-ins*: a sample of weight 0.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from flatfsdp.trainer.randomness import seed_of
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Between which two samples a loader stands. [Note: position]
+    """A position of a loader, between two samples. [Note: position]
 
     Attributes:
         position: samples consumed by all ranks together.
-        epoch, offset: the epoch of the last sample consumed, or of the next one, and how many of it are consumed.
-        dataset: what the `state_dict()` of an iterable dataset returned here; None where it has none.
+        epoch, offset: the epoch of the last or the next consumed sample, and how many of its samples are consumed.
+        dataset: the `state_dict()` of an iterable dataset at this position; None where it has none.
     """
 
     position: int = 0
@@ -42,14 +42,14 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """How an order of samples is cut into steps, and a step into cells. [Note: position]
+    """The division of an order of samples into steps, and of a step into cells. [Note: position]
 
     Attributes:
-        global_batch: samples of a step.
-        batch: the most samples of a microbatch.
+        global_batch: the number of samples in a step.
+        batch: the largest number of samples in a microbatch.
         ranks: how many ranks share a step.
-        total: samples of all epochs together; None where there is no end, or it shows only by reading.
-        drop_last: the smaller step at the end is left out.
+        total: the number of samples in all epochs together; None where it is unlimited, or known only by reading.
+        drop_last: whether a smaller last step is left out.
     """
 
     global_batch: int
@@ -59,25 +59,25 @@ class StepLayout:
     drop_last: bool
 
     def at(self, position: int) -> range:
-        """The positions of the samples of the step that begins at `position`; empty where no step does."""
+        """The positions of the samples of the step that begins at `position`; empty where there is none."""
         stop = position + self.global_batch
         if self.total is None or stop <= self.total:
             return range(position, stop)
         return range(position, position if self.drop_last else max(position, self.total))
 
     def left(self, position: int) -> int | None:
-        """How many steps begin at `position` or after it; None where that is not known."""
+        """The number of steps that begin at `position` or later; None where it is unknown."""
         if self.total is None:
             return None
         samples = max(0, self.total - position)
         return samples // self.global_batch if self.drop_last else _ceil(samples, self.global_batch)
 
     def microbatches(self, samples: int) -> int:
-        """How many microbatches each rank has in a step of `samples` samples."""
+        """The number of microbatches of each rank in a step of `samples` samples."""
         return _ceil(samples, self.ranks * self.batch)
 
     def shares(self, step: range, ranks: range) -> list[list[range]]:
-        """For each of `ranks` the cells of `step` that are its own, as positions; the same number for each."""
+        """For each of `ranks`, its cells of `step` as positions; the same number for each."""
         each = self.microbatches(len(step))
         cells = self.ranks * each
         borders = [step.start + _ceil(len(step) * cell, cells) for cell in range(cells + 1)]
@@ -92,14 +92,14 @@ class SampleOrder:
         self.length = length
         self._shuffle = shuffle
         self._seed = seed
-        self._shuffled: tuple[int, Tensor] | None = None  # an epoch and its permutation, 8 bytes a sample
+        self._shuffled: tuple[int, Tensor] | None = None  # an epoch and its permutation, 8 bytes per sample
 
     def ids(self, positions: range) -> tuple[int, ...]:
         """The numbers in the dataset of the samples at `positions`."""
         return tuple(number for part in self._parts(positions) for number in part)
 
     def place(self, position: int) -> DataPosition:
-        """The place at `position`."""
+        """The DataPosition for `position`."""
         return DataPosition(position, *divmod(position, self.length))
 
     def _parts(self, positions: range) -> Iterator[list[int] | range]:

@@ -1,10 +1,10 @@
 """The model: a decoder-only transformer over bytes, pre-norm, with rotary positions.
 
-A position begins as the sum of vectors for its byte and for those just before it, one by one and together: two blocks
-are enough to spell words after a minute.
+The vector of a position begins as the sum of vectors for its byte and the preceding bytes, individually and together:
+two blocks are enough to spell words after a minute.
 
-`Block` is what the trainer wraps as one FSDP unit; embedding, last norm and head stay with the root. What a block adds
-to the stream starts at zero, and so do the logits: the first loss is ln 256.
+The trainer wraps each `Block` as one FSDP unit; embedding, last norm and head stay with the root. The output of each
+block's layers starts at zero, and so do the logits: the first loss is ln 256.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY = 256  # every byte is a token
-RECENT = 4  # bytes that a position begins with: its own and those before
-TOGETHER = 4096  # vectors for the last two bytes together, as many for the last three, and so on
+RECENT = 4  # bytes in the first vector of a position: its own and the preceding ones
+TOGETHER = 4096  # vectors for the last two bytes together; as many for the last three, and so on
 
 
 class RecentBytes(nn.Module):
-    """Each position as the sum of vectors: of its byte, of the byte before it, and so on, `RECENT` in all; and of the
-    last two, three, ... `RECENT` bytes together. Those that a hash puts into one place of the table share it.
+    """Each position as the sum of vectors: for each of the last `RECENT` bytes by its distance, and for the last two,
+    three, ... `RECENT` bytes together. Groups of bytes that hash to the same place of the table share a vector.
     """
 
     def __init__(self, width: int) -> None:
@@ -30,7 +30,7 @@ class RecentBytes(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         time = input_ids.shape[1]
-        padded = F.pad(input_ids, (RECENT - 1, 0))  # zeros stand before the text
+        padded = F.pad(input_ids, (RECENT - 1, 0))  # zeros before the text
         rows = []
         together = torch.zeros_like(input_ids)
         for back in range(RECENT):
@@ -43,7 +43,7 @@ class RecentBytes(nn.Module):
 
 
 def spread(numbers: Tensor) -> Tensor:
-    """Numbers below `TOGETHER` in place of any, by a multiplicative hash."""
+    """Map any numbers to numbers below `TOGETHER`, by a multiplicative hash."""
     return (numbers * 2654435761 & 0xFFFFFFFF) * TOGETHER >> 32
 
 
@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of features of `x` (..., time, features) by the angle of its position; the dtype stays."""
+    """Turn each pair of features of `x` (..., time, features) by the angle of its position; the dtype is kept."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).type_as(x)
 

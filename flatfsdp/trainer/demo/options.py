@@ -1,7 +1,7 @@
-"""The options of the demonstration, and the task that they make.
+"""The options of the demonstration, and the task made from them.
 
-The text is the bytes of files, split by position into a part to train on and a part held out. The default one every
-machine has: the sources of the Python standard library.
+The text is the bytes of files, split by position into a part to train on and a held-out part. By default, it is the
+sources of the Python standard library, which every machine has.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from flatfsdp.trainer.objectives import CausalLM
 from flatfsdp.trainer.settings import Field, Settings, dataclass, setting
 from flatfsdp.trainer.settings.types import Count, FilePath, Text, Whole
 
-# Other people's packages, and what is full of data: tests, which are a third of the bytes, and tables.
+# Third-party packages, and files that are mostly data: tests, which are a third of the bytes, and tables.
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 )
 
-# Steps, so that two runs do the same; minutes, for a machine slower than expected.
+# Steps, so that two runs are equal; minutes, for machines that are slower than expected.
 DEFAULTS = TrainingArguments(
     steps=1200, minutes=1.5, batch=8, lr=4e-3, warmup=0.05, weight_decay=0.1, clip=1.0, eval_batches=64,
     plot=True,
 )  # fmt: skip
-"""Settings of a run that is given no others."""
+"""Default settings of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,10 @@ class DemoOptions(Settings):
             self.refuse("heads", f"{self.called('width')} {self.width} must be a multiple of twice {self.heads}")
 
     def held_out(self, size: int | None = None) -> int:
-        """How many bytes of a text of `size` are held out, its last ones; None for the text's, by its files' sizes.
+        """The number of bytes held out at the end of a text of `size` bytes; None for this text's size, from its files.
 
         Raises:
-            ConfigValueError: there is no such text, or a part of it is too short for one sequence.
+            ConfigValueError: the text does not exist, or a part of it is too short for one sequence.
         """
         size = sum(file.stat().st_size for file in corpus_files(self.text)) if size is None else size
         valid = int(size * self.valid_part)
@@ -80,7 +80,7 @@ class DemoOptions(Settings):
         return valid
 
     def task(self) -> Task:
-        """The task; the text is read when a rank needs it."""
+        """The task; the text is read when a rank first needs it."""
         train, valid = (partial(_windows, self, part) for part in (0, 1))
         return Task(model=self.model, train_data=train, eval_data=valid, objective=CausalLM())
 
@@ -89,7 +89,7 @@ class DemoOptions(Settings):
         return ByteTransformer(width=self.width, layers=self.layers, heads=self.heads, context=self.context)
 
     def callbacks(self) -> list[Callback]:
-        """The text at the end, if any."""
+        """The callback that generates text at the end, if any."""
         if not self.sample:
             return []
         sample = SampleText(
@@ -129,19 +129,19 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """The text that bytes make, as far as they do."""
+    """The text of bytes, with invalid ones replaced."""
     return bytes(tokens).decode(errors="replace")
 
 
 def temperature(byte: int) -> float:
-    """Of what follows `byte`: a word that has begun is spelled as the model knows it, while what comes next, and how
-    far a line is indented, is drawn more freely. (Runs of blanks would never end otherwise.)"""
+    """The temperature after `byte`: low inside words, so that they are spelled as learned, and higher for the next word
+    and the indentation of lines. (Runs of blanks would never end otherwise.)"""
     return 0.3 if chr(byte).isalpha() else 0.8
 
 
 @lru_cache(1)
 def _parts(options: DemoOptions) -> tuple[Tensor, Tensor]:
-    """The bytes to train on, and those held out; uint8, 1-D; read once."""
+    """The training bytes and the held-out bytes; uint8, 1-D; read once."""
     joined = bytearray(b"".join(file.read_bytes() for file in corpus_files(options.text)))
     valid = options.held_out(len(joined))
     train, held_out = torch.frombuffer(joined, dtype=torch.uint8).split([len(joined) - valid, valid])

@@ -1,4 +1,4 @@
-"""What the trainer takes by name: models, tokenizers and adapters of Hugging Face's libraries, and text to train on.
+"""Objects that settings name: models, tokenizers and adapters of Hugging Face's libraries, and training text.
 
-Each library is imported where a run needs it; a clear line names the extra that installs it.
+Each library is imported only where a run needs it; the error for a missing one names the extra that installs it.
 """

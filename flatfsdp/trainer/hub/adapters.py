@@ -23,7 +23,7 @@ _SHORT = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target
 
 
 def lora_options(value: Any) -> dict[str, Any]:
-    """A table of LoRA's options: of a mapping, of `key=value` texts, or of one text with commas between them."""
+    """A table of LoRA's options, from a mapping, from `key=value` texts, or from one comma-separated text."""
     texts = value if isinstance(value, list) else [value]
     split = [part for each in texts for part in (separate(each) if isinstance(each, str) else [each])]
     found = options(split)
@@ -41,7 +41,7 @@ LoraOptions = Annotated[dict[str, Any], PlainValidator(lora_options)]
 
 
 def add_lora(model: nn.Module, given: Mapping[str, Any], *, wanted_by: str, classifies: bool) -> nn.Module:
-    """`model` inside a `PeftModel`, its own parameters frozen; on the meta device its adapters have their values.
+    """`model` inside a `PeftModel`, its own parameters frozen; on the meta device, only the adapters have values.
 
     Args:
         given: rank (8), alpha (twice the rank), dropout, targets (PEFT's for the model, or "all-linear"), and
@@ -68,7 +68,7 @@ def add_lora(model: nn.Module, given: Mapping[str, Any], *, wanted_by: str, clas
 
 
 def _give_values(layer: Any) -> None:
-    """PEFT's own first values: made with the model they have none where that is on the meta device."""
+    """Give adapters PEFT's own initial values, which they lack where the model is on the meta device."""
     parts = [layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B]
     if any(parameter.is_meta for part in parts for parameter in part.parameters()):
         for part in parts:
@@ -78,7 +78,7 @@ def _give_values(layer: Any) -> None:
 
 
 def name_in_base(name: str) -> str | None:
-    """What a parameter of a `PeftModel` is called in the model that it adapts; None for what that has not."""
+    """The name of a `PeftModel`'s parameter in the adapted model; None for parameters that the latter lacks."""
     own = name.removeprefix("base_model.model.")
     if ".lora_" in own or ".modules_to_save." in own:
         return None
@@ -86,7 +86,7 @@ def name_in_base(name: str) -> str | None:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether `model`, sharded or not, is one of PEFT's."""
+    """Whether `model`, sharded or not, is a model of PEFT."""
     return hasattr(inside(model), "peft_config")
 
 
@@ -99,17 +99,17 @@ def export_adapter(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the adapters of `model` as `PeftModel.save_pretrained` does, by rank 0. Collective.
+    """Write the adapters of `model` like `PeftModel.save_pretrained`, on rank 0. Collective.
 
-    Units, or parameters, are gathered one after the other, so that no rank holds more than one of them whole.
+    Units, or parameters, are gathered one after the other, so that no rank holds more than one of them unsharded.
 
     Args:
-        files: puts small files beside, such as the tokenizer's.
-        dtype: of what is written; None for its own.
-        overwrite: replace an adapter that is there.
+        files: writes small files next to the adapters, such as the tokenizer's.
+        dtype: the dtype of written tensors; None for their own.
+        overwrite: replace an existing adapter.
 
     Raises:
-        CheckpointError: on every rank: the folder holds something, or cannot be written to.
+        CheckpointError: on every rank: the folder is not empty, or cannot be written to.
     """
     doing = f"exporting to {folder}"
     leads = ranks.rank == 0

@@ -1,4 +1,4 @@
-"""From the settings of a command line or a file to a task of things by name."""
+"""Builds the task of a command line or a settings file from objects by name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flatfsdp.trainer.settings.command_line import flag_of
 
 
 def with_options(task: Task, model: ModelOptions, data: DataOptions) -> Task:
-    """`task`, in which names of models and of text stand with their options.
+    """`task`, with the options added to the models and texts that it names.
 
     Raises:
-        ConfigValueError: options are given, and nothing by name has them.
+        ConfigValueError: options are given, and no named object takes them.
     """
     changes: dict[str, Any] = {}
     if isinstance(task.model, str) and task.model.startswith(PREFIX):
@@ -40,11 +40,11 @@ def with_options(task: Task, model: ModelOptions, data: DataOptions) -> Task:
 
 
 def changed_flag(group: Settings) -> str:
-    """The flag of the first field that has not its default; "" where there is none."""
+    """The flag of the first field that differs from its default; "" where there is none."""
     return next(iter(changed_flags(group)), "")
 
 
 def changed_flags(group: Settings) -> list[str]:
-    """The flags of the fields that have not their defaults."""
+    """The flags of the fields that differ from their defaults."""
     given, default = vars(group), vars(type(group)())
     return [flag_of(name) for name in default if given[name] != default[name]]

@@ -1,4 +1,4 @@
-"""From a name to a folder on this machine, and from a library to a line that names its extra."""
+"""Folders of this machine for names on the Hub, and imports of optional libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from flatfsdp.errors import ConfigValueError
 
-# Libraries that an extra installs, or what it installs.
+# By library: the extra that installs it.
 EXTRAS = {"transformers": "hf", "peft": "hf", "datasets": "hf", "huggingface_hub": "hf"}
 
 
@@ -17,7 +17,7 @@ def library(name: str, *, wanted_by: str) -> Any:
     """The library `name`.
 
     Raises:
-        ConfigValueError: it is not installed; the line has the command that installs it.
+        ConfigValueError: it is not installed; the message has the command that installs it.
     """
     try:
         return importlib.import_module(name)
@@ -28,11 +28,11 @@ def library(name: str, *, wanted_by: str) -> Any:
 
 
 def folder_of(name: str, *, kind: str = "model") -> Path:
-    """The folder that `name` means: a folder of this machine, or a repository of the Hugging Face Hub in its cache,
-    where it is downloaded to if it is not there (`HF_HUB_OFFLINE=1`: never).
+    """The folder for `name`: a folder of this machine, or a repository of the Hugging Face Hub in its cache, where it
+    is downloaded to if it is missing (`HF_HUB_OFFLINE=1`: never).
 
     Raises:
-        ConfigValueError: there is no such folder, and the Hub has none, or cannot be reached.
+        ConfigValueError: there is no such folder, and the Hub has no such repository, or cannot be reached.
     """
     path = Path(os.path.expanduser(name))
     if path.is_dir():
@@ -40,10 +40,10 @@ def folder_of(name: str, *, kind: str = "model") -> Path:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigValueError(f"hf:{name}: there is no folder {str(path)!r}")
     hub = library("huggingface_hub", wanted_by=f"hf:{name}")
-    for local in (True, False):  # what is in the cache needs no network, and no time
+    for local in (True, False):  # the cache needs no network, and is fast
         try:
             return Path(hub.snapshot_download(name, repo_type=kind, local_files_only=local))
-        except Exception as error:  # of the network, of names, of rights: many kinds
+        except Exception as error:  # many classes: of the network, of names, of permissions
             reason = error
     why = str(reason).strip().partition("\n")[0]
     raise ConfigValueError(

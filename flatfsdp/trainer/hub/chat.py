@@ -1,4 +1,4 @@
-"""Conversations as a tokenizer's chat template writes them, with the loss on the answers alone."""
+"""Conversations in the format of a tokenizer's chat template, with the loss only on the answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ IGNORED = -100  # the label of a token that does not count
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of a record, and of each its label; or one label for all, a class."""
+    """Tokens of a record, with a label for each; or one label for all, a class."""
 
     tokens: Sequence[int]
     labels: Sequence[int] | int
 
     def sample(self, longest: int) -> dict[str, Any]:
-        """As a sample of at most `longest` tokens."""
+        """A sample of at most `longest` tokens."""
         labels = self.labels if isinstance(self.labels, int) else torch.tensor(self.labels[:longest])
         return {"input_ids": torch.tensor(self.tokens[:longest]), "labels": labels}
 
@@ -35,11 +35,11 @@ class Encoded:
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, where: str) -> Encoded:
     """The tokens of a conversation, and labels for the assistant's turns, their ends included.
 
-    A template that marks what the assistant generates is used. Of others the tokens up to each answer, with the
-    prompt to generate it, have to be the beginning of those up to its end.
+    A template that marks the assistant's output is used for that. For others, the tokens up to each answer, including
+    the generation prompt, have to be a prefix of the tokens up to its end.
 
     Raises:
-        ConfigValueError: there is no chat template, or one that writes earlier turns in another way later on.
+        ConfigValueError: there is no chat template, or it renders earlier turns differently once more turns follow.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigValueError(f"{where}: records are conversations, and the tokenizer has no chat template")

@@ -1,6 +1,6 @@
-"""Tokens of all records end to end, in a file that the ranks of a machine map and later runs find again.
+"""The concatenated tokens of all records, in a file that the ranks of a machine map and later runs reuse.
 
-The first process that needs the file writes it, under a lock; the others wait for that.
+The first process that needs the file writes it, under a lock; the others wait.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.data_loading.datasets import TokenWindows
 from flatfsdp.trainer.hub.records import Records
 
-FOLDER = "FLATFSDP_CACHE"  # the environment variable that names it; by default below the user's cache
+FOLDER = "FLATFSDP_CACHE"  # the environment variable for the folder; by default inside the user's cache
 
 
 def packed_on_disk(records: Records, encode: Any, length: int) -> TokenWindows:
-    """Windows over the tokens of all `records`, which `encode` makes.
+    """Windows over the tokens of all `records`, made by `encode`.
 
     Raises:
-        ConfigValueError: all of them together fill no window; the folder cannot be written to.
+        ConfigValueError: all tokens together do not fill a window; the folder cannot be written to.
     """
     folder = Path(os.environ.get(FOLDER) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "flatfsdp"))
     path = folder.expanduser() / "tokens" / f"{_key(records, encode)}.i32"

@@ -1,4 +1,4 @@
-"""Models of transformers by name: built without memory, sharded, then each rank reads the weights that it owns."""
+"""Models of transformers by name: built on the meta device and sharded, then each rank reads its weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _FOUR_BITS = ("nf4", "fp4")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Settings):
-    """What a model of transformers, `--model hf:NAME`, becomes before it is sharded."""
+    """Changes to a model of transformers, `--model hf:NAME`, before it is sharded."""
 
     from_scratch: bool = setting(False, "random weights, of the model's configuration alone")
     labels: Count | None = setting(None, "classes: the model with a head that classifies sequences")
     lora: LoraOptions | None = setting(
         None,
-        "train low-rank adapters only: rank=8, alpha=16, targets=q_proj,v_proj or all-linear, and what else "
-        "LoraConfig of PEFT takes",
+        "train low-rank adapters only: rank=8, alpha=16, targets=q_proj,v_proj or all-linear, and other "
+        "arguments of LoraConfig of PEFT",
     )
     quantize: Annotated[str, PlainValidator(Name(_FOUR_BITS))] | None = setting(
         None, "hold the frozen weights under adapters in 4 bits, by bitsandbytes"
@@ -46,12 +46,12 @@ class ModelOptions(Settings):
 class Pretrained:
     """A causal language model or a classifier of transformers, by its folder or its name on the Hugging Face Hub.
 
-    As the `model` of a `Task`: built on the meta device, sharded, then filled from the folder's safetensors files, each
-    rank reading what it owns. Its tokenizer becomes the task's. A folder with `pytorch_model.bin` alone, and weights in
-    4 bits, are loaded whole on each rank before they are sharded.
+    As the `model` of a `Task`: built on the meta device, sharded, then filled from the folder's safetensors files; each
+    rank reads only what it owns. Its tokenizer becomes the task's. A folder with only `pytorch_model.bin`, and weights
+    in 4 bits, are loaded unsharded on each rank first.
 
     Args:
-        name: a folder with `config.json`, or a repository, which is looked for in the cache first.
+        name: a folder with `config.json`, or a repository, for which the cache is searched first.
         options: the fields of `ModelOptions`.
 
     Raises:
@@ -67,7 +67,7 @@ class Pretrained:
 
     @cached_property
     def folder(self) -> Path:
-        """Where its files are. Raises ConfigValueError where there is none."""
+        """The folder of its files. Raises ConfigValueError where there is none."""
         folder = folder_of(self.name)
         if not (folder / "config.json").is_file():
             raise ConfigValueError(f"{self}: {folder} has no config.json, so it is no model of transformers")
@@ -75,12 +75,12 @@ class Pretrained:
 
     @property
     def loads_sharded(self) -> bool:
-        """Whether ranks read what they own once the model is sharded."""
+        """Whether ranks read only the weights that they own, after sharding."""
         options = self.options
         return not options.from_scratch and options.quantize is None and any(self.folder.glob("*.safetensors"))
 
     def make(self) -> nn.Module:
-        """The model, before it is sharded; on the meta device where its weights come later.
+        """The model, before it is sharded; on the meta device where its weights are loaded later.
 
         Raises:
             ConfigValueError: a library is missing, or transformers cannot build it.
@@ -105,14 +105,14 @@ class Pretrained:
         return add_lora(model, self.options.lora, wanted_by=str(self), classifies=self.options.labels is not None)
 
     def load_into(self, model: nn.Module) -> None:
-        """Read the weights into the sharded `model`, each rank its own. Collective.
+        """Read the weights into the sharded `model`, each rank its own elements. Collective.
 
         Raises:
             CheckpointError: on every rank: files are damaged, or do not fit the model.
         """
         if self.loads_sharded:
             names: Callable[[str], str | None] | None = name_in_base if self.options.lora is not None else None
-            # A head that classifies may be new: it keeps the random values that it has.
+            # A classification head may be new: it keeps its random values.
             checkpoint.load_safetensors(model, self.folder, strict=self.options.labels is None, names=names)
 
     @cached_property
@@ -139,8 +139,8 @@ class Pretrained:
 
 
 def _keep_storage(model: nn.Module) -> None:
-    """Keep bitsandbytes from storing weights in another form in an evaluation on a CPU: it does so once, in what is
-    gathered then, and takes what is gathered later for the same form."""
+    """Keep bitsandbytes from converting the storage of weights in an evaluation on a CPU: it does so only once, on the
+    gathered weights of that time, and then takes weights that are gathered later for converted ones."""
     for module in model.modules():
         if "support_avx512bf16_for_cpu" in vars(module):
             vars(module)["support_avx512bf16_for_cpu"] = False

@@ -1,4 +1,4 @@
-"""Records of text by name: of files, of lines of JSON, of datasets."""
+"""Records of text by name: from files, from lines of JSON, from datasets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Records:
     """Records in an order, each a mapping; with a length unless they are a stream.
 
     Attributes:
-        identity: what changes where the records do.
+        identity: a text that changes whenever the records do.
     """
 
     def __init__(self, name: str, source: Any, identity: str) -> None:
@@ -38,7 +38,7 @@ class Records:
 
     @cached_property
     def first(self) -> Mapping[str, Any]:
-        """The first record, which shows what the others are. Raises ConfigValueError where there is none."""
+        """The first record, which shows the form of the others. Raises ConfigValueError where there is none."""
         state = self.state_dict() if hasattr(self._source, "state_dict") else None
         found = next(iter(self), None)
         if found is None:
@@ -48,11 +48,11 @@ class Records:
         return found
 
     def state_dict(self) -> Any:
-        """The place in a stream."""
+        """The position in a stream."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Continue from such a position."""
         self._source.load_state_dict(state)
 
     def _mapping(self, record: Any) -> Mapping[str, Any]:
@@ -77,10 +77,10 @@ class _TextFiles:
 
 
 def records_of(name: str, *, split: str, streaming: bool = False) -> Records:
-    """The records that `name` means: `text:PATH`, `jsonl:FILE`, `hf:DATASET` or `hf:DATASET:CONFIG`.
+    """The records for `name`: `text:PATH`, `jsonl:FILE`, `hf:DATASET` or `hf:DATASET:CONFIG`.
 
     Raises:
-        ConfigValueError: there are none of that name; files cannot be streams; `datasets` is missing.
+        ConfigValueError: there are none of that name; files cannot be streamed; `datasets` is missing.
     """
     kind, _, rest = name.partition(":")
     if kind == "hf":
@@ -107,7 +107,7 @@ def _of_library(name: str, rest: str, split: str, streaming: bool) -> Records:
             found = found.to_iterable_dataset() if streaming else found
         else:
             found = datasets.load_dataset(place, config or None, split=split, streaming=streaming)
-    except Exception as error:  # of files, of the network, of names: many kinds
+    except Exception as error:  # many classes: of files, of the network, of names
         why = str(error).strip().partition("\n")[0]
         raise ConfigValueError(f"{name}: split {split!r} cannot be loaded: {type(error).__name__}: {why}") from error
     return Records(name, found, json.dumps([rest, split, getattr(found, "_fingerprint", "")]))

@@ -1,7 +1,7 @@
-"""Text to train on, by name: files, JSON lines, and datasets of the `datasets` library; tokenized for a model.
+"""Training text by name: files, JSON lines, and datasets of the `datasets` library; tokenized for a model.
 
-[Note: samples of text] A record with "messages" is a conversation, of which the answers count; one with "prompt" and
-"completion" counts the completion; of any other a column is text that counts as a whole, or the text of a "label".
+[Note: samples of text] In a record with "messages", a conversation, the answers count; with "prompt" and "completion",
+the completion. In any other, a column is text that counts as a whole, or the text for a "label".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["SOURCES", "DataOptions", "TextData"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(Settings):
-    """How text by name, `--train-data text:PATH`, `jsonl:FILE` or `hf:DATASET`, becomes samples."""
+    """Conversion of named text, `--train-data text:PATH`, `jsonl:FILE` or `hf:DATASET`, to samples."""
 
     column: Text = setting("text", "the column with the text, of records that are no conversations")
     sequence_length: Count = setting(512, "tokens of a sample, at most")
@@ -43,7 +43,7 @@ class TextData:
     """Samples of text, as `train_data` or `eval_data` of a `Task`.
 
     A sample is a mapping with "input_ids" and "labels", int64, at most `sequence_length` of them; labels are -100
-    where a token does not count ([Note: samples of text]), or one number where it is a class. Packed samples are all of
+    for tokens that do not count ([Note: samples of text]), or one number for a class. Packed samples all have
     the same length, and attention reaches from one text into the one before it.
 
     Args:
@@ -85,18 +85,18 @@ class TextData:
         return EncodedRecords(records, encode)
 
     def collate(self, tokenizer: Any) -> PadCollate:
-        """What makes microbatches of its samples."""
+        """The function that collates its samples."""
         return PadCollate(pad=tokenizer.pad_token_id or 0)
 
 
 @plain_dataclass(frozen=True)
 class Encode:
-    """From a record to tokens and labels.
+    """Converts a record to tokens and labels.
 
     Attributes:
-        name: of the data, for messages.
-        column: with the text, where a record is no conversation.
-        longest: tokens that are kept of a record; packing keeps all.
+        name: the name of the data, for messages.
+        column: the column with the text, for records that are not conversations.
+        longest: the number of tokens that are kept of a record; packing keeps all.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Encode:
     longest: int
 
     def is_plain(self, record: Mapping[str, Any]) -> bool:
-        """Whether all of a text counts."""
+        """Whether all tokens of the record count."""
         return not ({"messages", "label"} & record.keys() or {"prompt", "completion"} <= record.keys())
 
     def __call__(self, record: Mapping[str, Any]) -> Encoded:
@@ -128,18 +128,18 @@ class Encode:
         return Encoded(tokens, int(record["label"]) if "label" in record else tokens)
 
     def sample(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """A record as a sample of its own, cut to `longest`."""
+        """A record as a separate sample, truncated to `longest`."""
         return self(record).sample(self.longest)
 
     def _tokens(self, text: str, *, special: bool) -> list[int]:
         found: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         eos = self.tokenizer.eos_token_id
-        return found[:-1] if special and found and found[-1] == eos else found  # some tokenizers put it there
+        return found[:-1] if special and found and found[-1] == eos else found  # some tokenizers add it
 
 
 @plain_dataclass(frozen=True, eq=False)
 class EncodedRecords:
-    """Sample i is record i, tokenized when it is asked for."""
+    """Sample i is record i, tokenized on access."""
 
     records: Records
     encode: Encode
@@ -152,12 +152,12 @@ class EncodedRecords:
 
 
 class TextStream(IterableDataset[dict[str, Tensor]]):
-    """Samples of a stream of records, each of its own or packed; where it is, is in its state."""
+    """Samples of a stream of records, separate or packed. Its state has its position."""
 
     def __init__(self, records: Records, encode: Encode, length: int, *, packs: bool) -> None:
         self._records, self._encode = records, encode
         self._length, self._packs = length, packs
-        self._rest: list[tuple[int, int]] = []  # tokens with their labels that fill no sample as yet
+        self._rest: list[tuple[int, int]] = []  # tokens with their labels that do not fill a sample yet
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if not self._packs:
@@ -176,10 +176,10 @@ class TextStream(IterableDataset[dict[str, Tensor]]):
             yield {"input_ids": tokens.contiguous(), "labels": labels.contiguous()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Its place in the records, and what is left of the one before."""
+        """Its position in the records, and the tokens left over from earlier ones."""
         return {"records": self._records.state_dict(), "rest": list(self._rest)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from such a position."""
         self._records.load_state_dict(state["records"])
         self._rest = [(int(token), int(label)) for token, label in state["rest"]]

@@ -1,1 +1,1 @@
-"""From a plain model to a sharded one: its units, its wrapper, what is computed again; models of transformers."""
+"""From a plain model to a sharded one: its units, its wrapper, activation checkpointing; models of transformers."""

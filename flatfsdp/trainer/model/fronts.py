@@ -1,5 +1,5 @@
-"""What differs between the fronts of the engine, for the rest of the trainer: after `FullyShardedDataParallel` there is
-a wrapper around the model; after `fully_shard` the model itself holds its parameters, as DTensors."""
+"""Differences between the fronts of the engine, for the rest of the trainer: `FullyShardedDataParallel` wraps the
+model; after `fully_shard`, the model itself holds its parameters, as DTensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatfsdp.trainer.process_group import TrainerRanks
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """The model as its author wrote it, whatever holds its parameters now."""
+    """The model as its author wrote it, without a wrapper."""
     return model.module if isinstance(model, FullyShardedDataParallel) else model
 
 
@@ -28,7 +28,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def sharded_inside(model: nn.Module) -> list[nn.Module]:
-    """The modules of the units inside `model` but the outermost, in the order of `modules()`."""
+    """The modules of the units inside `model` except the outermost, in the order of `modules()`."""
     if isinstance(model, FullyShardedDataParallel):
         wrappers = FullyShardedDataParallel.fsdp_modules(model)
         return [inside(each) for each in wrappers if each is not model]
@@ -37,7 +37,7 @@ def sharded_inside(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def without_reductions(model: Any) -> Iterator[None]:
-    """A context whose backwards add whole gradients up, until the next one outside of it reduces them."""
+    """A context whose backwards accumulate unsharded gradients, until the next backward outside of it reduces them."""
     if isinstance(model, FullyShardedDataParallel):
         with model.no_sync():
             yield
@@ -46,7 +46,7 @@ def without_reductions(model: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(UsageError):  # what failed may not be over
+        with suppress(UsageError):  # the failed backward may not be finished
             model.set_requires_gradient_sync(True)
         raise
     model.set_requires_gradient_sync(True)
@@ -56,7 +56,7 @@ def without_reductions(model: Any) -> Iterator[None]:
 
 
 def whole_parameters(model: nn.Module, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters with the names that are `wanted`, whole, one unit or one parameter after the other. Collective."""
+    """The parameters with `wanted` names, unsharded, one unit or one parameter after the other. Collective."""
     if not isinstance(model, FullyShardedDataParallel):
         for name, parameter in model.named_parameters():
             if wanted(name):
@@ -69,7 +69,7 @@ def whole_parameters(model: nn.Module, wanted: Callable[[str], bool]) -> Iterato
 
 
 def _own_parameters(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters at and below `module` that are in no wrapper there, by their names in the model."""
+    """The parameters of `module` and its submodules outside of inner wrappers, by their names in the model."""
     yield from module.named_parameters(path, recurse=False)
     for name, child in module.named_children():
         if not isinstance(child, FullyShardedDataParallel):
@@ -77,15 +77,15 @@ def _own_parameters(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Para
 
 
 def whole_state(model: nn.Module, ranks: TrainerRanks) -> dict[str, Tensor]:
-    """The state dict with whole values, in host memory of its own, on rank 0; on the others nothing. Collective."""
+    """The unsharded state dict, in separate host memory, on rank 0; empty on the others. Collective."""
     if holds_wrappers(model):
         with _on_rank_0(model):
             state: dict[str, Tensor] = model.state_dict()
             return state if ranks.rank == 0 else {}
     found: dict[str, Tensor] = {}
-    made: dict[int, Any] = {}  # tied ones share memory
+    made: dict[int, Any] = {}  # tied parameters share memory
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in made:  # the same on all ranks: each gathers tied ones once
+        if id(value) not in made:  # equal on all ranks: each gathers tied parameters once
             whole = _whole(value.detach()) if isinstance(value, Tensor) else value
             kept = whole.to("cpu", copy=True) if ranks.rank == 0 and isinstance(value, Tensor) else whole
             made[id(value)] = kept if ranks.rank == 0 else None
@@ -95,7 +95,7 @@ def whole_state(model: nn.Module, ranks: TrainerRanks) -> dict[str, Tensor]:
 
 
 def load_whole_state(model: nn.Module, state: dict[str, Tensor], ranks: TrainerRanks, *, doing: str) -> None:
-    """Load the state dict that rank 0 has. Collective.
+    """Load the unsharded state dict of rank 0. Collective.
 
     Raises:
         CheckpointError: on every rank: it does not fit, or the model has extra state under fully_shard. Nothing has
@@ -152,7 +152,7 @@ def _whole(value: Any) -> Tensor:
     if not hasattr(value, "full_tensor"):
         return value
     with collective_region():
-        # Shards may be the host's, for which NCCL has no operation; gloo gathers DTensors from there only.
+        # Shards may be on the host, where NCCL has no operation; gloo gathers DTensors only from the host.
         mesh = value.device_mesh
         by_host = all(dist.get_backend(group) == "gloo" for group in mesh.get_all_groups())
         found: Tensor = value.to("cpu" if by_host else mesh.device_type).full_tensor()
@@ -160,11 +160,11 @@ def _whole(value: Any) -> Tensor:
 
 
 def holds_wrappers(model: nn.Module) -> bool:
-    """Whether `model` is, or has inside, a `FullyShardedDataParallel`."""
+    """Whether `model` is or contains a `FullyShardedDataParallel`."""
     return any(isinstance(each, FullyShardedDataParallel) for each in model.modules())
 
 
 def _on_rank_0(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, state dicts are whole, in the host memory of rank 0."""
+    """Inside, state dicts are unsharded, in the host memory of rank 0."""
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     return FullyShardedDataParallel.state_dict_type(model, "FULL", config)

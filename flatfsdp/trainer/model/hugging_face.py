@@ -1,8 +1,8 @@
-"""Models of transformers: built without weights, initialised from the meta device, written so that it finds them.
+"""Models of transformers: built without weights, initialized from the meta device, saved in their format.
 
-It is imported only by `build_pretrained`; what the others meet, they know by its methods. Weights themselves are read
-and written by `flatfsdp.checkpoint.load_safetensors` and `export_safetensors`, under the names that they have in the
-model, which are those that `from_pretrained` looks for.
+transformers is imported only by `build_pretrained`; the other functions recognize its objects by their methods. Weights
+are read and written by `flatfsdp.checkpoint.load_safetensors` and `export_safetensors`, under their names in the
+model, which are those that `from_pretrained` expects.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def build_pretrained(
 ) -> nn.Module:
     """The model that a folder's `config.json` describes, without its weights, in fp32 and in training mode.
 
-    Shard it, then `flatfsdp.checkpoint.load_safetensors(model, folder)`: no rank holds more than its own at any time if
+    Shard it, then `flatfsdp.checkpoint.load_safetensors(model, folder)`: no rank ever holds more than its elements if
     it was built on the meta device.
 
     Args:
         pretrained: the folder, or a config of transformers.
         device: "cpu", where weights are random; or "meta", where they have no memory until the model is sharded.
-        config: in place of the folder's.
+        config: replaces the folder's config.
         kind: a class of transformers' auto models, for a config that names no architecture; None for causal ones.
 
     Raises:
@@ -70,10 +70,10 @@ def build_pretrained(
 
 
 def files_of(model: nn.Module, tokenizer: Any = None) -> Callable[[Path], None] | None:
-    """What writes the files that `from_pretrained` reads beside the weights into a folder; None where there are none.
+    """A function that writes the files that `from_pretrained` reads besides weights into a folder; None without any.
 
-    They are `config.json` and `generation_config.json` of a model of transformers as it is now, and what
-    `tokenizer` (or a processor) saves. What is returned communicates nothing and holds no parameters: one rank calls
+    They are `config.json` and `generation_config.json` of a model of transformers in its current state, and the files
+    that `tokenizer` (or a processor) saves. The function communicates nothing and holds no parameters: one rank calls
     it, from any thread.
 
     Args:
@@ -84,7 +84,7 @@ def files_of(model: nn.Module, tokenizer: Any = None) -> Callable[[Path], None] 
         ConfigTypeError: `tokenizer` cannot be saved.
     """
     if tokenizer is not None and not _can_be_saved(tokenizer):
-        refuse_type("tokenizer", tokenizer, "a tokenizer or a processor of transformers, or what has save_pretrained()")
+        refuse_type("tokenizer", tokenizer, "a tokenizer, a processor, or anything with save_pretrained()")
     own = inside(model)
     saved = [] if tokenizer is None else [tokenizer]
     config: Any = getattr(own, "config", None)
@@ -114,7 +114,7 @@ def initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
     owners: dict[nn.Module, Any] = {}
     for owner in model.modules():
         if callable(getattr(owner, "_init_weights", None)):
-            owners.update(dict.fromkeys(owner.modules(), owner))  # the innermost has the last word
+            owners.update(dict.fromkeys(owner.modules(), owner))  # the innermost takes precedence
     if not owners:
         return None
 
@@ -138,9 +138,9 @@ def initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
-    """The argument that keeps a model of transformers from filling its cache of keys and values; for others none.
+    """The argument that disables the cache of keys and values in a model of transformers; empty for others.
 
-    Training reads no cache, and a layer that is computed again would add to it twice.
+    Training reads no cache, and a recomputed layer would add to it twice.
     """
     own = plain(model)
     uses_it = getattr(getattr(own, "config", None), "use_cache", False)
@@ -148,14 +148,14 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether `model` is one of transformers that predicts the next token."""
+    """Whether `model` is a model of transformers that predicts the next token."""
     own = plain(model)
     named = class_of(own).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     return _can_be_saved(own) and (named or getattr(own, "loss_type", None) == "ForCausalLM")
 
 
 def classifies(model: nn.Module) -> bool:
-    """Whether `model` is one of transformers that sorts sequences into more than one class."""
+    """Whether `model` is a model of transformers that sorts sequences into more than one class."""
     own = plain(model)
     config = getattr(own, "config", None)
     named = class_of(own).__name__.endswith("ForSequenceClassification")
@@ -164,12 +164,12 @@ def classifies(model: nn.Module) -> bool:
 
 
 def takes_input_ids(model: nn.Module) -> bool:
-    """Whether the tokens of `model` have the name that transformers gives them."""
+    """Whether the token argument of `model` has the name used by transformers."""
     return "input_ids" in inspect.signature(plain(model).forward).parameters
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The model as its author wrote it, without FSDP's wrapper and PEFT's."""
+    """The model as its author wrote it, without the wrappers of FSDP and PEFT."""
     own = inside(model)
     base = getattr(own, "get_base_model", None)
     return base() if callable(base) else own

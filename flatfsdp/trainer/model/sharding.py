@@ -1,8 +1,8 @@
 """From a plain model and `FSDPArguments` to a sharded model.
 
-[Note: recomputation] Activation checkpointing: the forward of a module runs again in the backward, in place of keeping
-what it computed. The module stays what it is, names included: only its attribute `forward` changes. Inside a unit, so
-that the unit is gathered once for what runs again and for its gradients.
+[Note: recomputation] Activation checkpointing: the forward of a module runs again in the backward, instead of keeping
+its activations. The module itself stays the same, names included: only its attribute `forward` changes. It happens
+inside a unit, so that the unit is gathered once for both the recomputation and its gradients.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ def shard(
     device: torch.device,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> Any:
-    """`model` under FSDP, in place, over all ranks; build the optimizer on what it returns: the wrapper, or with the
-    front fully_shard the model itself.
+    """Shard `model` in place over all ranks; build the optimizer on the result: the wrapper, or, with the front
+    fully_shard, the model itself.
 
-    Collective where the constructor of `FullyShardedDataParallel` is; with `arguments.replicas` process groups are made
+    Collective like the constructor of `FullyShardedDataParallel`; with `arguments.replicas` process groups are made
     over all ranks.
 
     Args:
-        model: on any device, the meta device included: modules there get their values on `device`.
+        model: on any device, the meta device included: modules on the meta device are materialized on `device`.
         arguments: what to shard, and how.
-        device: where this rank computes.
-        param_init_fn: gives values to a module that was on the meta device; None for its `reset_parameters()`, or for
-            what its model of transformers does.
+        device: the device that this rank computes on.
+        param_init_fn: gives values to a module that was on the meta device; None for its `reset_parameters()`, or the
+            initialization by its model of transformers.
 
     Raises:
         ConfigTypeError, ConfigValueError: arguments contradict each other, the model or the number of ranks. The model
-            is as it was then.
+            is unchanged then.
         UsageError: there is no process group, or the model cannot be wrapped.
     """
-    # Names are dtypes once arguments are checked.
+    # Checked arguments have dtypes in place of names.
     names = "param_dtype", "reduce_dtype", "buffer_dtype", "gather_dtype", "reduce_bits", "reduce_error_feedback"
     precision: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     policy = policy_for(model, arguments.units, fallback=arguments.units_fallback, param_dtype=precision["param_dtype"])
@@ -158,19 +158,19 @@ def _check_can_recompute(model: nn.Module, policy: Any) -> None:
 
 
 def units_inside(model: nn.Module) -> list[nn.Module]:
-    """The modules of the units inside `model` but the outermost, in the order of `modules()`; without batch norms,
-    which are units of their own under mixed precision."""
+    """The modules of the units inside `model` except the outermost, in the order of `modules()`; without batch norms,
+    which are separate units under mixed precision."""
     return [module for module in sharded_inside(model) if not _is_batch_norm(module)]
 
 
 def recompute_units(model: nn.Module, *, every: int = 1, policy: Any = None) -> int:
-    """Let of each `every` units inside `model` the first compute its activations again; returns how many those are.
+    """Recompute activations in the first of each `every` units inside `model`; returns the number of these units.
 
-    The outermost unit would have to keep everything that it computes again at once.
+    The outermost unit is left out: its recomputation would keep all activations at once.
 
     Args:
         every: 1 for all of them.
-        policy: which operations run again, as `recompute` takes it; None for all.
+        policy: selects the operations that run again, as for `recompute`; None for all.
     """
     meant = units_inside(model)[::every]
     for module in meant:
@@ -179,20 +179,20 @@ def recompute_units(model: nn.Module, *, every: int = 1, policy: Any = None) -> 
 
 
 def compile_units(model: nn.Module) -> None:
-    """Compile each unit inside `model` in place, or all of a model that is one unit: gathering stays outside of what is
-    compiled, and blocks that look the same share their code."""
+    """Compile each unit inside `model` in place, or all of a model that is one unit: gathers stay outside of compiled
+    code, and equal blocks share their code."""
     for module in units_inside(model) or [inside(model)]:
         module.compile()
 
 
 def recompute(module: nn.Module, policy: Any = None) -> None:
-    """Let the forwards of `module` with gradients keep their inputs only, and run again in the backward.
+    """Let forwards of `module` with gradients save only their inputs, and run again in the backward.
 
-    What runs again draws the same random numbers, and what it writes to buffers, such as running statistics, is
-    dropped. Copies and pickles of the module have it, too. Once, however often it is called.
+    The recomputation draws the same random numbers, and its writes to buffers, such as running statistics, are
+    dropped. Copies and pickles of the module have it, too. Repeated calls have no effect.
 
     Args:
-        policy: which operations keep what they computed: `policy_fn` of
+        policy: selects the operations that save their results: `policy_fn` of
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`; None for none of them.
     """
     if not is_recomputed(module):
@@ -205,7 +205,7 @@ def is_recomputed(module: nn.Module) -> bool:
 
 
 class _RecomputedForward:
-    """The forward of a module, to which it does not hold on: a circle would keep the memory of a deleted model."""
+    """The forward of a module, with a weak reference to it: a cycle would keep the memory of a deleted model."""
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, policy: Any = None) -> None:
         self._module = weakref.ref(module)
@@ -220,7 +220,7 @@ class _RecomputedForward:
             return forward(*args, **kwargs)
         buffers = _buffers_of(module)
         contexts = partial(_first_and_again, buffers, self._policy) if buffers or self._policy else noop_context_fn
-        # Keywords are bound, lest they be taken for those of checkpoint().
+        # Keywords are bound, so that they are not taken for those of checkpoint().
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -252,7 +252,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 @contextmanager
 def _copies_of(buffers: _Buffers) -> Iterator[None]:
-    """Copies in their places: a batch norm that runs again would follow the same batch twice."""
+    """Inside, buffers are replaced by copies: a recomputed batch norm would count the same batch twice."""
     originals = [getattr(module, name) for module, name, _ in buffers]
     try:
         for (module, name, dtype), original in zip(buffers, originals, strict=True):

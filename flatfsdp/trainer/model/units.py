@@ -1,9 +1,9 @@
-"""Which submodules become units: named by a path or a class, or found as the blocks that the model repeats.
+"""Selection of units among submodules: by a path or a class, or as the repeated blocks of the model.
 
-[Note: repeated blocks] What a model repeats stands in lists (`nn.ModuleList`, `nn.Sequential`) of modules of one class.
-The outermost of them count: experts or heads that a block lists are parts of it. Two lists are lists of lists, and
-what stands in them is looked at instead: one of `nn.Sequential`s of whole modules, and one of which a single member
-holds more than half, as the stages of a pyramid do. A model of transformers names the classes that it repeats, as its
+[Note: repeated blocks] Repeated modules stand in lists (`nn.ModuleList`, `nn.Sequential`) of modules of one class. Only
+the outermost lists count: experts or heads listed in a block are parts of it. Two kinds of lists are lists of lists,
+whose members are searched instead: a list of `nn.Sequential`s of whole modules, and a list with one member of more than
+half its size, such as the stages of a pyramid. A model of transformers names its repeated classes in
 `_no_split_modules`.
 """
 
@@ -27,7 +27,7 @@ from flatfsdp.wrap import CustomPolicy
 AUTO, NONE = "auto", "none"
 ACCEPTED = (
     "'auto', 'none', the path of a list of layers ('model.layers') or of one module, the name of a class, several of "
-    "these in a list, or what auto_wrap_policy takes"
+    "these in a list, or an auto_wrap_policy"
 )
 _SMALL = 0.02  # the share of a model below which blocks of another class than the largest stay with the root
 
@@ -35,20 +35,20 @@ Modules = dict[str, nn.Module]
 
 
 def policy_for(model: nn.Module, units: Any, *, fallback: bool = False, param_dtype: torch.dtype | None = None) -> Any:
-    """What `FullyShardedDataParallel` takes as `auto_wrap_policy` for `model`, this very one; None for a single unit.
+    """The `auto_wrap_policy` of `FullyShardedDataParallel` for this instance of `model`; None for a single unit.
 
     Args:
         model: before it is wrapped.
         units: "auto" for the blocks that the model repeats, "none" for a single unit; a path to a container, whose
-            children become units, or to another module, which becomes one; the name of a class; several of these; or,
-            as they are, a module class, a set of classes, or a policy.
-        fallback: what names nothing is left out, with a warning; the whole model is one unit if nothing else is named.
-        param_dtype: in which units compute; for the bytes in messages only.
+            children become units, or to another module, which becomes one; the name of a class; several of these; or a
+            module class, a set of classes, or a policy.
+        fallback: leave out names of nothing, with a warning; the whole model is one unit if no name is left.
+        param_dtype: the dtype in which units compute; only for the bytes in messages.
 
     Raises:
         ConfigTypeError, ConfigValueError: for anything else; a path or a class that names nothing, without `fallback`.
 
-    Rank 0 warns with what it costs if the model becomes a single unit for want of others.
+    Rank 0 warns, with the memory cost, if the model becomes a single unit because no other was found.
     """
     if units is None or units == NONE:
         return None
@@ -66,7 +66,7 @@ def policy_for(model: nn.Module, units: Any, *, fallback: bool = False, param_dt
 def unit_modules(
     model: nn.Module, units: Any, *, fallback: bool = False, param_dtype: torch.dtype | None = None
 ) -> Modules:
-    """By their paths, the modules of `model` that `units` names, as in `policy_for`; warns as that does.
+    """The modules of `model` that `units` names, by path, as in `policy_for`; with the same warnings.
 
     Raises:
         ConfigTypeError, ConfigValueError: `units` is no name nor a list of names, or a policy; or, without `fallback`,
@@ -95,7 +95,7 @@ def unit_modules(
 
 
 def repeated_blocks(model: nn.Module) -> Modules:
-    """The blocks that `model` repeats, by their paths; those that share no parameter with the rest of the model.
+    """The repeated blocks of `model` that share no parameter with the rest of the model, by path.
 
     [Note: repeated blocks]
     """
@@ -121,7 +121,7 @@ def _named(model: nn.Module, name: str) -> Modules:
 
 
 def _inside(container: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The members of a container, and those of containers without a forward in it."""
+    """The members of a container, and those of inner containers without a forward."""
     for name, member in container.named_children():
         if not has_forward(member):
             yield from _inside(member, f"{path}.{name}")
@@ -152,7 +152,7 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) or not has_forward(module)
 
 
-# --- what a model repeats ---------------------------------------------------------------------------------------------
+# --- repeated blocks --------------------------------------------------------------------------------------------------
 
 
 def _named_by_transformers(model: nn.Module) -> Modules:
@@ -170,7 +170,7 @@ def _named_by_transformers(model: nn.Module) -> Modules:
 
 
 def _lists(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[Modules]:
-    """The outermost groups of modules of one class that stand in one list."""
+    """The outermost groups of modules of one class in one list."""
     children = {
         (f"{path}.{name}" if path else name): child
         for name, child in module.named_children()
@@ -205,7 +205,7 @@ def _is_sequence_of_whole_modules(module: nn.Module) -> bool:
 
 
 def _largest(groups: Iterable[Modules]) -> Modules:
-    """The largest group, those of its class, and others that are worth a unit of their own."""
+    """The largest group, those of its class, and others that are large enough for separate units."""
     found = list(groups)
     if not found:
         return {}
@@ -216,13 +216,13 @@ def _largest(groups: Iterable[Modules]) -> Modules:
 
 
 def _without_ties(model: nn.Module, modules: Modules) -> Modules:
-    """Those of `modules` that share no parameter with a module outside of them: it would be gathered for both."""
+    """Those of `modules` that share no parameter with a module outside of them: that would be gathered for both."""
     homes = _homes(model)
     return {path: each for path, each in modules.items() if all(homes[key] == n for key, n in _homes(each).items())}
 
 
 def _homes(module: nn.Module) -> Counter[int]:
-    """In how many modules inside each parameter is, by its id."""
+    """The number of inner modules that have each parameter, by its id."""
     return Counter(id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False))
 
 
@@ -234,13 +234,13 @@ def _numel(modules: Iterable[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-# --- complaints -------------------------------------------------------------------------------------------------------
+# --- warnings ---------------------------------------------------------------------------------------------------------
 
 
 def _complain(
     model: nn.Module, missing: Sequence[Any], *, alone: bool, fallback: bool, param_dtype: torch.dtype | None
 ) -> None:
-    """Refuse names that are there for nothing, or warn where that was asked for; "auto" may find nothing."""
+    """Raise for names without modules, or warn if `fallback`; "auto" may find nothing."""
     kind = type(model).__name__
     absent = [_absence(model, each) for each in missing]
     if not fallback and any(each != AUTO for each in missing):

@@ -1,9 +1,9 @@
-"""The checkpoints of a run: one folder each, saved beside the training, found and loaded again.
+"""The checkpoints of a run: one folder each, saved while training goes on, found and loaded again.
 
-[Note: folders of a run] `OUTPUT/step-00001000/` appears at once and complete. It is a checkpoint of flatfsdp's, which
-any number of ranks loads, and a folder of Hugging Face's: `model.safetensors` with what `files` puts beside it.
-`components.json` shows people who wrote what. A run that goes on from another one than the last, and so begins a
-branch, finds the later ones in `OUTPUT/aside-1/`: steps of the same numbers are to come.
+[Note: folders of a run] `OUTPUT/step-00001000/` appears atomically, when it is complete. It is a checkpoint of
+flatfsdp, which any number of ranks can load, and a folder for Hugging Face: `model.safetensors` with the files of
+`files`. `components.json` shows human readers which rank wrote which part. A run that resumes from an earlier
+checkpoint, and so begins a branch, moves the later ones to `OUTPUT/aside-1/`: steps with the same numbers will follow.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ logger = logging.getLogger("flatfsdp")
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A save that began, or ended.
+    """A save that has begun or ended.
 
     Attributes:
         path: the folder of the checkpoint.
-        stall_seconds: for how long training stood still for it, which with ``asynchronous`` is the copying to host
-            memory, and the waiting for the save before where that has not ended.
+        stall_seconds: how long training was stopped for it; with ``asynchronous``, for the copy to host memory, and for
+            an earlier save that had not ended.
     """
 
     path: Path
@@ -58,13 +58,13 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What came back.
+    """The result of a load.
 
     Attributes:
-        path: from where.
+        path: the folder that was loaded.
         step: the step after which it was saved; None where no manager saved it.
         world: how many ranks saved it; None as above.
-        notes: sentences for the log: what begins anew, and how.
+        notes: sentences for the log: the parts of the state that start anew, and how.
     """
 
     path: Path
@@ -77,17 +77,17 @@ class CheckpointManager:
     """Saves the checkpoints of a run, keeps the last and the best, finds and loads them. Its methods are collective.
 
     Args:
-        folder: in which there is one folder for each checkpoint; made at the first save.
-        keep_last: how many of the checkpoints saved last stay; None for all. Others go when a new one is complete.
-        keep_best: how many of those stay besides whose metric `best_by` is best.
+        folder: contains one folder for each checkpoint; made at the first save.
+        keep_last: how many of the last saved checkpoints stay; None for all. Others go when a new one is complete.
+        keep_best: how many of those with the best metric `best_by` stay in addition.
         best_by: the name of a metric that is given to `save`.
         best_mode: "min" if smaller is better, "max" if larger is.
         asynchronous: a thread writes, from copies in host memory, while training goes on.
         format: "safetensors": the model is in ``model.safetensors``, each rank writing its own elements. "torch": it
-            is in flatfsdp's own format, and besides, whole, in ``pytorch_model.bin``, for which rank 0 has all of it
+            is in flatfsdp's own format, and also, unsharded, in ``pytorch_model.bin``; for that, rank 0 has all of it
             in host memory during the save.
-        per_node: for nodes that share no file system: each has the folder, with what its own ranks hold
-            (``pytorch_model.bin`` is on that of rank 0).
+        per_node: for nodes that share no file system: each has the folder, with the state of its own ranks
+            (``pytorch_model.bin`` is on the node of rank 0).
         process_group: the ranks of the run; None for all.
 
     Raises:
@@ -131,26 +131,26 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         files: Callable[[Path], None] | None = None,
     ) -> SaveResult:
-        """Save ``step-<step>``; one of that name is replaced when the new one is complete.
+        """Save ``step-<step>``; an existing one is replaced when the new one is complete.
 
         Args:
-            step: how many steps the run has made.
-            model, optimizer: what is trained.
-            components: the rest of the run's state. What depends on them is taken before this returns.
-            metrics: numbers of this checkpoint, by which the best are known.
-            files: puts small files beside the weights, as for `flatfsdp.checkpoint.save`; called in a thread where
-                saving is asynchronous.
+            step: the number of steps that the run has taken.
+            model, optimizer: the trained objects.
+            components: the rest of the run's state. Their state is taken before this returns.
+            metrics: metrics of this checkpoint, by which the best are chosen.
+            files: writes small files next to the weights, as for `flatfsdp.checkpoint.save`; called in a thread for an
+                asynchronous save.
 
         Raises:
-            CheckpointError: on every rank: this save, or the one before it in the background, failed; checkpoints
-                from before are there. After an error of the save before, nothing of this one has been done: call again.
-            AgreementError: on every rank: ranks differ in components that they have in common.
+            CheckpointError: on every rank: this save, or the earlier one in the background, failed; older checkpoints
+                still exist. After an error of the earlier save, nothing of this one has been done: call again.
+            AgreementError: on every rank: ranks differ in the components that they have.
         """
         start = time.monotonic()
         self.finish()
         states, table = take(components, self._ranks)
         described = {"step": step, "world": self._ranks.world, "components": table}
-        # The table in a tuple: one value, not one for each of its leaves.
+        # The table in a tuple is one value, instead of one for each of its leaves.
         extra = {"trainer": described | {"components": (table,)}} | ({"components": states} if states else {})
         save = checkpoint.async_save if self._asynchronous else checkpoint.save
         path = self.folder / f"step-{step:08}"
@@ -199,17 +199,17 @@ class CheckpointManager:
     def find(self, which: str | os.PathLike[str]) -> Path | None:
         """The folder to load: the same on all ranks.
 
-        What saves have left that did not end is passed over, with a warning; so are damaged checkpoints.
+        Leftovers of saves that did not end, and damaged checkpoints, are skipped, with a warning.
 
         Args:
-            which: "latest" (saved last), "best" (by the metric that checkpoints are kept by), or a path: of a
-                checkpoint, or of a folder with weights as Hugging Face has them.
+            which: "latest" (saved last), "best" (by the metric that decides which checkpoints stay), or the path of a
+                checkpoint, or of a folder with weights in the format of Hugging Face.
 
         Returns:
-            None where "latest" or "best" is asked for and no checkpoint has ever been complete.
+            None for "latest" or "best" where no checkpoint has ever been complete.
 
         Raises:
-            CheckpointError: on every rank, with what there is: no such checkpoint, or none that is whole.
+            CheckpointError: on every rank, with a list of the checkpoints: no such one, or none that is complete.
         """
         self.finish()
         if which not in ("latest", "best"):
@@ -232,7 +232,7 @@ class CheckpointManager:
                 f"no checkpoint of {self.folder} has the metric {self._best_by!r}, by which the best is to be found: "
                 f"{_listed(whole)}"
             )
-        return min(measured, key=values.__getitem__)  # of equal ones the later
+        return min(measured, key=values.__getitem__)  # of equal ones, the later
 
     def _listing(self, folder: Path, named: str = "*") -> list[Listed]:
         return checkpoint.listing(folder, named=named, process_group=self._ranks.group)
@@ -252,26 +252,26 @@ class CheckpointManager:
         )
 
     def set_aside(self, path: Path) -> Path | None:
-        """Move the checkpoints that were saved after `path`, one of this run's, into a folder `aside-<number>`.
+        """Move the checkpoints that were saved after `path`, one of this run, into a folder `aside-<number>`.
 
-        Of a run that goes on from `path`, all that is found and kept in its folder is its own then: what is latest is
-        its last, and no other is the best. Where it is the last one, or lies elsewhere, nothing is moved.
+        Afterwards, a run that resumes from `path` finds only its own checkpoints in its folder, as the latest and as
+        the best. If `path` is the last one, or lies elsewhere, nothing is moved.
 
         Returns:
             The folder where they are now; None where nothing was moved.
 
         Raises:
-            CheckpointError: on every rank: the disk refused, or another job is saving to one of them.
+            CheckpointError: on every rank: the disk reported an error, or another job is saving to one of them.
         """
         self.finish()
         there = [each.path for each in self._listing(self.folder, NAMED)]
-        real = os.path.realpath(path)  # a link to one of this run's is that one
+        real = os.path.realpath(path)  # a link to a checkpoint of this run counts as that one
         number = next((place for place, each in enumerate(there) if os.path.realpath(each) == real), len(there))
         later = there[number + 1 :]
         if not later:
             return None
         path = Path(real)
-        doing = f"setting aside what was saved after {path}"
+        doing = f"setting aside the checkpoints saved after {path}"
         taken = {
             name for names in self._ranks.collective_call(doing, lambda: os.listdir(self.folder)) for name in names
         }
@@ -282,19 +282,19 @@ class CheckpointManager:
                 return
             try:
                 aside.mkdir()
-            except FileExistsError:  # another rank of this node moves them
+            except FileExistsError:  # another rank of this node has moved them
                 return
             try:
                 with checkpoint.locked(*later):
                     for each in later:
                         each.rename(aside / each.name)
-            except CheckpointError:  # none has been moved
+            except CheckpointError:  # nothing has been moved
                 aside.rmdir()
                 raise
 
         self._ranks.collective_call(doing, move)
         self._ranks.warn(
-            f"this run resumes from {path.name}; what was saved after it, {few([each.name for each in later])}, is in "
+            f"this run resumes from {path.name}; the later checkpoints, {few([each.name for each in later])}, are in "
             f"{aside} now"
         )
         return aside
@@ -309,11 +309,11 @@ class CheckpointManager:
         optimizer: Optimizer | None = None,
         components: Sequence[Component] = (),
     ) -> LoadResult:
-        """Load what `find` has found. Of a folder with weights only the weights: everything else begins anew.
+        """Load a result of `find`. From a folder with weights, only these: all other state starts anew.
 
         Raises:
             CheckpointError: on every rank: required components are missing (all are named), or it is damaged, or does
-                not fit. Nothing has been loaded then, unless files could not be read, or a component refused its state.
+                not fit. Nothing has been loaded then, unless files could not be read, or a component raised.
             AgreementError: on every rank: ranks have other components.
         """
         self.finish()
@@ -322,7 +322,7 @@ class CheckpointManager:
             return self._load_weights(where, model)
         group = self._ranks.group
         head = checkpoint.load(where, verify=False, extra=lambda keys: keys[:1] == ("trainer",), process_group=group)
-        trainer: dict[str, Any] = (head or {}).get("trainer", {})  # empty: `checkpoint.save` wrote it, without one
+        trainer: dict[str, Any] = (head or {}).get("trainer", {})  # empty where `checkpoint.save` was called directly
         step, world = trainer.get("step"), trainer.get("world")
         (table,) = trainer.get("components", ({},))
         try:
@@ -344,7 +344,7 @@ class CheckpointManager:
     def _load_weights(self, path: Path, model: nn.Module) -> LoadResult:
         found = self._ranks.collective_call(f"loading {path}", lambda: _weights_in(path))
         if not all(found):
-            self._at(path)  # raises, with what is there
+            self._at(path)  # raises, with a list of the checkpoints
         if found[0].startswith(WHOLE):
             _load_whole(model, path, self._ranks)
         else:
@@ -359,7 +359,7 @@ class CheckpointManager:
 
 
 def _listed(there: Sequence[Listed]) -> str:
-    """What there is, in words."""
+    """A list of checkpoints for messages."""
     return few([f"{each.path.name}{f' ({each.problem})' * bool(each.problem)}" for each in reversed(there)])
 
 
@@ -367,7 +367,7 @@ def _listed(there: Sequence[Listed]) -> str:
 
 
 def _whole(model: nn.Module, ranks: TrainerRanks) -> dict[str, torch.Tensor]:
-    """The model's state dict in host memory of its own, on rank 0; on the others nothing. Collective."""
+    """The unsharded state dict in separate host memory, on rank 0; empty on the others. Collective."""
     return {key.replace("_orig_mod.", ""): value for key, value in whole_state(model, ranks).items()}
 
 
@@ -391,6 +391,6 @@ def _load_whole(model: nn.Module, folder: Path, ranks: TrainerRanks) -> None:
 
 
 def _weights_in(folder: Path) -> str:
-    """The name of a file with weights, or of an index of such; empty where there is none."""
+    """The name of a file with weights, or of an index of such; "" where there is none."""
     patterns = ("*.safetensors", "*.safetensors.index.json", WHOLE, f"{WHOLE}.index.json")
     return next((found.name for pattern in patterns for found in sorted(folder.glob(pattern))), "")

@@ -1,13 +1,13 @@
-"""Components: the state of a run besides model and optimizer, each part with a declared sharing.
+"""Components: the state of a run except model and optimizer, each part with a declared sharing.
 
-[Note: components] A component is a name, two functions (one returns its state, one takes it back) and a `Sharing`: who
-has the same state, and so who writes it and who reads it. What all ranks share comes back on any number of them. What
-belongs to one rank (a group, a node) comes back where the run has as many ranks as before, divided as before; elsewhere
-`restart` is called in place of `load`: each component states in words what it does then.
+[Note: components] A component is a name, two functions (one returns its state, one loads it) and a `Sharing`: the ranks
+that have the same state, and so the ranks that write and read it. A state shared by all ranks is restored on any number
+of them. A state of one rank, group or node is restored if the run has the same number of ranks, divided in the same
+way; otherwise `restart` is called instead of `load`, and each component describes its effect.
 
-[Note: parts] A component has one *part* for each set of ranks that share a state: `"all"`, or one named by the number
-of its first rank, which writes it. The *table* has of each component its sharing, whether it is required, and of each
-part the ranks; it is in the checkpoint beside the states, and in `components.json`, for people.
+[Note: parts] A component has one *part* for each set of ranks that share a state: `"all"`, or the number of its first
+rank, which writes it. The *table* has the sharing of each component, whether it is required, and the ranks of each
+part; it is in the checkpoint with the states, and in `components.json`, for human readers.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ALL = "all"
 class Sharing(Enum):
     """Which ranks have the state of a component in common."""
 
-    GLOBAL = "global"  # one for the job: rank 0 has it and writes it, all read it
-    REPLICATED = "replicated"  # all have the same: rank 0 writes it, all read it, and each save compares
-    PER_RANK = "per_rank"  # each has its own
-    PER_GROUP = "per_group"  # those of a process group have one; its first rank writes it
-    PER_NODE = "per_node"  # those of a node have one; its first rank writes it
+    GLOBAL = "global"  # one state for the job: rank 0 has it and writes it, all read it
+    REPLICATED = "replicated"  # equal on all ranks: rank 0 writes it, all read it, and each save compares
+    PER_RANK = "per_rank"  # each rank has its own
+    PER_GROUP = "per_group"  # the ranks of a process group share one; its first rank writes it
+    PER_NODE = "per_node"  # the ranks of a node share one; its first rank writes it
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,19 @@ class Component:
     """A part of a run's state ([Note: components]).
 
     Attributes:
-        name: under which it is in checkpoints; of one run's components each has its own.
-        sharing: whose state it is.
-        save: returns the state: nested mappings and lists of tensors and plain values, as ``extra`` of
-            `flatfsdp.checkpoint.save` takes them. Called on the rank that writes; on all ranks where it is REPLICATED.
-        load: takes it back. Called on all ranks.
+        name: its name in checkpoints; unique among the components of a run.
+        sharing: the ranks that share its state.
+        save: returns the state: nested mappings and lists of tensors and plain values, as for ``extra`` of
+            `flatfsdp.checkpoint.save`. Called on the rank that writes; on all ranks where it is REPLICATED.
+        load: loads such a state. Called on all ranks.
         required: whether a checkpoint without it is refused; otherwise a warning names it.
         group: the process group of this rank, for PER_GROUP.
-        restart: called with the checkpoint's step in place of `load` where there is no state for this rank; returns
-            what it did, as a sentence for the log. None: a required component is refused then, another one stays as
-            it was made, with a warning.
+        restart: called with the checkpoint's step instead of `load` where there is no state for this rank; returns a
+            sentence for the log that describes its effect. None: then a required component is an error, and any other
+            one stays unchanged, with a warning.
 
     Raises:
-        ConfigTypeError, ConfigValueError: a group without PER_GROUP, or the other way round; an empty name.
+        ConfigTypeError, ConfigValueError: a group without PER_GROUP, or PER_GROUP without a group; an empty name.
     """
 
     name: str
@@ -105,13 +105,13 @@ def stateful_component(
 def rng_component(seed: int, *, name: str = "rng", rank: int | None = None) -> Component:
     """The random numbers of this rank: Python's, numpy's where it is in use, torch's on the CPU and the accelerator.
 
-    On another number of ranks than saved them, each rank seeds all of them with a number made from (`seed`, the step,
-    its rank): other numbers than an uninterrupted run would draw, and the same whenever this is repeated.
+    On another number of ranks than at the save, each rank seeds all generators with a number made from (`seed`, the
+    step, its rank): the numbers differ from those of an uninterrupted run, and are reproducible.
 
     Args:
-        seed: that of the run.
-        name: the component's.
-        rank: this rank's number; None for that in the default process group.
+        seed: the seed of the run.
+        name: the name of the component.
+        rank: this rank's number; None for its number in the default process group.
     """
     if rank is None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -125,7 +125,7 @@ def rng_component(seed: int, *, name: str = "rng", rank: int | None = None) -> C
 
 def _rng_state() -> dict[str, Any]:
     (version, words, gauss), of_torch, of_numpy = host_states()
-    # Numbers as tensors and the rest as one value each: there is one of these for each rank.
+    # Numbers as tensors, and the rest as one value each: there is one such state for each rank.
     state: dict[str, Any] = {"python": (version, gauss), "python words": torch.tensor(words), "torch": of_torch}
     if of_numpy is not None:
         kind, words, *rest = of_numpy
@@ -151,10 +151,10 @@ def _load_rng(state: State) -> None:
 
 
 def take(components: Sequence[Component], ranks: TrainerRanks) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """What this rank writes of `components`, by name and part, and the table of all, which all ranks have. Collective.
+    """The states that this rank writes, by component and part, and the table, equal on all ranks. Collective.
 
     Raises:
-        CheckpointError, AgreementError: on every rank: a rank cannot give a state, ranks have other components or
+        CheckpointError, AgreementError: on every rank: a component raised, ranks have other components or
             divide one differently, or a replicated one differs.
     """
     doing = "saving the components of the run"
@@ -186,7 +186,7 @@ def take(components: Sequence[Component], ranks: TrainerRanks) -> tuple[dict[str
 
 @contextmanager
 def _named(component: Component) -> Iterator[None]:
-    """What a function of `component` raises inside is a CheckpointError with its name."""
+    """Inside, exceptions of a function of `component` become a CheckpointError with its name."""
     try:
         yield
     except Exception as error:
@@ -194,7 +194,7 @@ def _named(component: Component) -> Iterator[None]:
 
 
 def _divided(components: Sequence[Component], ranks: TrainerRanks, doing: str) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Of each component the ranks of each part. Collective."""
+    """The ranks of each part of each component. Collective."""
     names = [component.name for component in components]
 
     def declare() -> tuple[str, list[tuple[str, str, bool, tuple[int, ...]]]]:
@@ -245,11 +245,11 @@ def _few(own: Sequence[Any], other: Sequence[Any]) -> str:
 def choose(
     table: Mapping[str, Any], world: int | None, components: Sequence[Component], ranks: TrainerRanks
 ) -> tuple[dict[str, str | None], list[str]]:
-    """What this rank loads of a checkpoint with this `table`, saved by `world` ranks: of each component the part, None
-    where there is none for it. And what else is not as it was. Collective.
+    """The part of each component that this rank loads from a checkpoint with this `table`, saved by `world` ranks (None
+    if there is none for it), and a list of other differences. Collective.
 
     Raises:
-        CheckpointError: on every rank: the checkpoint has not all that is required, or not for these ranks.
+        CheckpointError: on every rank: the checkpoint lacks a required component, or its state for these ranks.
         AgreementError: on every rank: ranks have other components, or divide one differently.
     """
     divided = _divided(components, ranks, "loading the components of the run")
@@ -270,7 +270,7 @@ def choose(
             parts[name] = ALL
             continue
         part_of = {tuple(each["ranks"]): part for part, each in saved.items()}
-        # All ranks go one way: where some have no part of theirs, none uses one.
+        # All ranks do the same: where some have no part of theirs, none uses one.
         if world == ranks.world and part_of.keys() == set(divided[name].values()):
             parts[name] = next(part for members, part in part_of.items() if ranks.rank in members)
         elif component.restart is None:
@@ -297,7 +297,7 @@ def _begins(component: Component) -> str:
 def give(
     components: Sequence[Component], parts: Mapping[str, str | None], states: Mapping[str, Any], *, step: int
 ) -> list[str]:
-    """Let `components` load their `states`, by name and part, or start anew; the notes of those. Not collective."""
+    """Let `components` load their `states` (by name and part) or restart. Returned: their notes. Not collective."""
     notes = []
     for component in components:
         with _named(component):
@@ -312,7 +312,7 @@ def give(
 
 
 def verify(components: Sequence[Component], ranks: TrainerRanks) -> None:
-    """Compare replicated components over ranks, by hashes. Collective; others are not looked at.
+    """Compare replicated components between ranks, by hashes; others are skipped. Collective.
 
     Raises:
         AgreementError: on every rank, with every component that differs, where, and on which ranks.
@@ -349,7 +349,7 @@ def verify(components: Sequence[Component], ranks: TrainerRanks) -> None:
 
 
 def _hashes(value: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Of each leaf of a nested state, by its place, a hash."""
+    """A hash of each leaf of a nested state, with its place."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _hashes(inner, f"{where}.{key}" if where else str(key))

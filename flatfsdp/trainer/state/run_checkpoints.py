@@ -1,4 +1,4 @@
-"""The checkpoints of one run, from the one that it goes on from to its last."""
+"""The checkpoints of one run, from the one that it resumes from to its last."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flatfsdp.trainer.state.components import Component
 
 @dataclass(eq=False)
 class RunCheckpoints:
-    """What the checkpoints of a run hold, and which is its last. `save` and `load` are collective.
+    """The contents of a run's checkpoints, and the last one. `save` and `load` are collective.
 
     Attributes:
         manager: saves and finds them.
-        components: what they hold besides model and optimizer.
-        files: writes small files beside the weights; None for none.
-        last: saved last, or the one that the run goes on from; None for none.
-        complete_at: the step of a checkpoint that has all that is known after it; -1 for none.
+        components: the state in them except model and optimizer.
+        files: writes small files next to the weights; None for none.
+        last: the last saved one, or the one that the run resumes from; None for none.
+        complete_at: the step of a checkpoint that includes all metrics of that step; -1 for none.
     """
 
     manager: CheckpointManager
@@ -33,13 +33,13 @@ class RunCheckpoints:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run continues one of its own folder."""
+        """Whether the run continues from a checkpoint in its own folder."""
         return self.last is not None and self.last.absolute().parent == self.manager.folder
 
     def save(
         self, step: int, *, model: nn.Module, optimizer: Optimizer, metrics: Mapping[str, float] | None
     ) -> SaveResult:
-        """Save a checkpoint of `step`, with the metrics known of it, and remove those that need not stay."""
+        """Save a checkpoint of `step` with its known metrics, and remove those that need not stay."""
         saved = self.manager.save(
             step, model=model, optimizer=optimizer, components=self.components, metrics=metrics, files=self.files
         )
@@ -47,6 +47,6 @@ class RunCheckpoints:
         return saved
 
     def load(self, path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:
-        """Load what the manager has found; `complete_at` is for who knows the step then."""
+        """Load a checkpoint that the manager has found; the caller sets `complete_at`, once it knows the step."""
         self.manager.load(path, model=model, optimizer=optimizer, components=self.components)
         self.last = path

@@ -1,2 +1,2 @@
-"""Callbacks that show a run elsewhere: in TensorBoard, on Weights & Biases, as a profiler's trace; and those named by
-settings. Libraries are imported where a run uses them."""
+"""Callbacks that show a run in other tools: TensorBoard, Weights & Biases, a profiler's trace; and callbacks named by
+settings. Libraries are imported only where a run uses them."""

@@ -1,4 +1,4 @@
-"""The settings that a run came to, in its folder: a file that another run can be started from."""
+"""The effective settings of a run, in its folder: a file that another run can be started from."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CONFIGURATION = "config.json"
 
 
 class Configuration(Callback):
-    """Writes `config.json` into the run's folder when it begins, by rank 0: `--config OUTPUT/config.json` starts the
-    same run anew.
+    """Writes `config.json` into the run's folder when it begins, on rank 0: `--config OUTPUT/config.json` starts an
+    equal run.
 
     Args:
-        groups: the settings, by the name of their table; what has its default is left out.
+        groups: the settings, by the name of their table; fields with their defaults are left out.
     """
 
     def __init__(self, groups: Mapping[str, Settings]) -> None:
@@ -35,7 +35,7 @@ class Configuration(Callback):
 
 
 def _samples_of_a_step(trainer: Run) -> dict[str, int]:
-    """A run that is resumed keeps its samples of a step, also on other ranks: how many, if the settings make others."""
+    """The global batch, if the settings imply another: a resumed run keeps it, on any number of ranks."""
     kept, training = trainer.loader.global_batch, trainer.training
     made = training.global_batch or trainer.world.size * training.batch * training.accumulate
     return {} if kept == made else {"global_batch": kept, "accumulate": 1}
@@ -47,7 +47,7 @@ def _changed(group: Settings) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as the settings read it from a file; None is written "none"."""
+    """`value` in the form that settings are read from a file; None becomes "none"."""
     if value is None:
         return "none"
     if isinstance(value, Mapping):

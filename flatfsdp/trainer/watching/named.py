@@ -23,15 +23,15 @@ CALLBACKS: Mapping[str, Callable[..., Callback]] = {
 }
 """Callbacks by name; any other is "package.module:name", a class or a function that makes one."""
 
-LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # what some of them need
+LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # the packages that some of them need
 
 
 def callbacks_of(training: TrainingArguments) -> Iterator[Callback]:
-    """Those that the settings `callbacks`, `early_stop` and `profile` name.
+    """The callbacks that the settings `callbacks`, `early_stop` and `profile` name.
 
     Raises:
         ConfigValueError: there is none of that name, or it does not take an option.
-        ConfigTypeError: what a function makes is no callback.
+        ConfigTypeError: the result of a function is not a callback.
     """
     for name, factory, options in _factories(training):
         try:
@@ -48,10 +48,10 @@ def callbacks_of(training: TrainingArguments) -> Iterator[Callback]:
 
 
 def check_callbacks(training: TrainingArguments) -> None:
-    """Refuse names that there are not, options that they do not take, and libraries that are missing; none is made.
+    """Raise for unknown names, options that callbacks do not take, and missing libraries; no callback is made.
 
     Raises:
-        ConfigValueError: with the first of them.
+        ConfigValueError: with the first problem.
     """
     for name, _, _ in _factories(training):
         if name in LIBRARIES and find_spec(LIBRARIES[name]) is None:

@@ -1,4 +1,4 @@
-"""A trace of some steps by torch's profiler, of each rank."""
+"""A trace of some steps by torch's profiler, for each rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flatfsdp.trainer.run import Run, TrainingResult
 
 
 class Profile(Callback):
-    """Writes `trace-rank<rank>.json` into the run's folder, which chrome://tracing and Perfetto show.
+    """Writes `trace-rank<rank>.json` into the run's folder, to be viewed in chrome://tracing and Perfetto.
 
     Args:
-        first, last: the steps that are recorded, from 1 on.
+        first, last: the recorded steps, counted from 1.
     """
 
     def __init__(self, first: int, last: int) -> None:

@@ -11,11 +11,11 @@ from flatfsdp.trainer.callbacks import Callback
 from flatfsdp.trainer.hub.cache import library
 from flatfsdp.trainer.run import Run, StepReport, TrainingResult
 
-_LEFT_OUT = ("step", "tokens")  # of a row: the axis, and what total_tokens shows
+_LEFT_OUT = ("step", "tokens")  # of a row: the axis, and a number that total_tokens shows
 
 
 class _Tracker(Callback):
-    """What both have in common: numbers go to `_log` at a step."""
+    """The common part of both trackers: numbers go to `_log` at a step."""
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         raise NotImplementedError
@@ -34,10 +34,10 @@ class _Tracker(Callback):
 class TensorBoard(_Tracker):
     """Writes event files for TensorBoard into the run's folder: `tensorboard --logdir OUTPUT`.
 
-    A run that goes on from a checkpoint hides what was written after it.
+    A resumed run hides the events that were written after its checkpoint.
 
     Args:
-        folder: inside of the run's folder.
+        folder: the folder of the files inside the run's folder.
 
     Raises:
         ConfigValueError: when the run begins: tensorboard is not installed.
@@ -68,19 +68,19 @@ class TensorBoard(_Tracker):
 
 
 class WeightsAndBiases(_Tracker):
-    """Logs to Weights & Biases; a resumed run goes on with the run of that service that it began.
+    """Logs to Weights & Biases; a resumed run continues the same run of that service.
 
     Args:
-        project: in which the run is.
-        mode: "online"; "offline", which writes into the run's folder for `wandb sync`; None for what the environment
-            has (`WANDB_MODE`).
+        project: the project of the run.
+        mode: "online"; "offline", which writes into the run's folder for `wandb sync`; None for the mode in the
+            environment (`WANDB_MODE`).
         options: other arguments of `wandb.init`, such as `name`, `tags`, `entity`.
 
     Raises:
         ConfigValueError: when the run begins: wandb is not installed.
     """
 
-    ID = "wandb-id"  # the file with the service's name of the run
+    ID = "wandb-id"  # the file with the service's id of the run
 
     def __init__(self, project: str = "flatfsdp", mode: str | None = None, **options: Any) -> None:
         if mode not in (None, "online", "offline", "disabled"):

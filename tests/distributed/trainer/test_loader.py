@@ -305,7 +305,7 @@ def refuse_five(samples: list[Any]) -> Any:
 
 def test_what_cannot_be_sent_is_an_error_on_all_ranks(pool2: Run) -> None:
     for kind, text, _ in pool2(report, Numbers(12), collate=with_a_function, mode="dispatch"):
-        assert kind == "DataError" and text.startswith("rank 0: sending what collate made: "), text
+        assert kind == "DataError" and text.startswith("rank 0: sending the result of collate: "), text
 
 
 def with_a_function(samples: list[Any]) -> Any:
@@ -490,7 +490,7 @@ def test_a_stream_that_became_shorter_is_reported() -> None:
 def test_what_gives_samples_only_once_is_reported_in_its_second_epoch() -> None:
     loader = Loader((number for number in range(4)), batch=4, shuffle=False)
     assert loader.next_step().microbatches[0].ids == (0, 1, 2, 3)
-    with pytest.raises(DataError, match=r"no sample in epoch 1; .* does for epochs=1"):
+    with pytest.raises(DataError, match=r"no sample in epoch 1; .* works only with epochs=1"):
         loader.next_step()
 
 
@@ -510,7 +510,7 @@ def test_arguments_are_checked(settings: dict[str, Any], error: type[Exception],
 
 
 def test_a_dataset_has_to_be_one() -> None:
-    with pytest.raises(ConfigTypeError, match=r"dataset: got 3 \(int\). Accepted: what has __len__ and __getitem__"):
+    with pytest.raises(ConfigTypeError, match=r"got 3 \(int\). Accepted: a dataset with __len__ and __getitem__"):
         Loader(3, batch=1)
 
 

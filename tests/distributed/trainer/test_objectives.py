@@ -379,7 +379,7 @@ def twice() -> nn.Module:
     return ending
 
 
-CHANGED = "what 'head' returns is changed"
+CHANGED = "the output of 'head' is changed"
 UNFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "capped": (lambda: Ending(lambda logits: 30 * torch.tanh(logits / 30)), CHANGED),
     "scaled": (lambda: Ending(lambda logits: logits * 0.5), CHANGED),

@@ -60,7 +60,7 @@ all-gather, parameters       212   110 GiB
 reduce-scatter, gradients     27  26.0 GiB
 norms                          1       4 B
 
-Not in it: activations; what the optimizer needs while it steps; torch, the backend and fragmentation.
+Not in it: activations; temporary memory of the optimizer's step; torch, the backend and fragmentation.
 Units are taken to run once each, in the order in which the model declares them.""",
     )
 
@@ -74,7 +74,7 @@ def test_host_and_device_are_distinguished_and_what_is_unknown_is_reported() -> 
         "\n".join(texts),
         """\
 of it on the host                  448 MiB      460 MiB
-Not in it: activations; what the optimizer needs while it steps; torch, the backend and fragmentation.
+Not in it: activations; temporary memory of the optimizer's step; torch, the backend and fragmentation.
 Nor the optimizer's state: a step of Odd fails""",
     )
 

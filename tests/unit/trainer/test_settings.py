@@ -459,7 +459,7 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert exit_.value.code == 0
     assert all(flag_of(name) in shown for name in (*fields_of(TrainingArguments), *fields_of(Model)))
-    assert "training: How the model is trained, evaluated and saved." in shown
+    assert "training: Training, evaluation and checkpoints." in shown
     assert "weight decay, of all but norms and biases (default: 0.01)" in shown
     assert "dropout (default: 77)" in shown
     assert "save a checkpoint at the end (the default)" in shown
