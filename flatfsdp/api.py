@@ -1,7 +1,7 @@
-"""What a user configures: FSDP1's public enums and configs, and the :class:`Config` that a wrapper reads.
+"""Configuration by the user: FSDP1's public enums and configs, and the :class:`Config` that a wrapper reads.
 
 Names, integer values, fields, defaults and their order equal FSDP1's, so that programs and saved configs carry over.
-A config checks its fields as it is made; the arguments of a wrapper are checked, and turned into a :class:`Config`, in
+A config checks its fields at construction; a wrapper's arguments are checked, and turned into a :class:`Config`, in
 ``engine/config/arguments.py``.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy
 
 
 class ShardingStrategy(Enum):
-    """What is sharded, over which ranks, and for how long a unit's parameters stay unsharded.
+    """The sharded tensors, the ranks that share them, and the time that a unit's parameters stay unsharded.
 
     ============================  =========================  ==============================  ==========================
     member                        parameters at rest         unsharded parameters live       gradients are reduced by
@@ -55,9 +55,9 @@ class BackwardPrefetch(Enum):
     ``BACKWARD_PRE``: before this unit's gradients are computed. The most overlap, and two units' parameters plus one
     unit's gradients alive at once. ``BACKWARD_POST``: after they are computed and this unit's parameters are freed.
     Less overlap, one unit's parameters less at the peak. ``BACKWARD_MID``: when half of them (by elements) have come,
-    and the reduction of the unit before has read its gradients. Both hide behind half of a unit's backward each, and
-    two units are whole at once, in use, gathered ahead or being reduced, where ``BACKWARD_PRE`` has three; units around
-    them come on top, and the last one is alone. Not in torch's FSDP.
+    and the reduction of the previous unit has read its gradients. Each overlaps with half of a unit's backward, and two
+    units are unsharded at once, in use, prefetched or being reduced, where ``BACKWARD_PRE`` has three; units around
+    them add to that, and the last one does not overlap. Not in torch's FSDP.
     """
 
     BACKWARD_PRE = 1
@@ -66,14 +66,14 @@ class BackwardPrefetch(Enum):
 
 
 class TrainingState(Enum):
-    """What a wrapper is doing, as other programs read it from ``FullyShardedDataParallel.training_state``."""
+    """The state of a wrapper, which other programs read from ``FullyShardedDataParallel.training_state``."""
 
     IDLE = 1
     FORWARD_BACKWARD = 2
     SUMMON_FULL_PARAMS = 3
 
 
-# Every batch norm derives from this class, which torch gives no public name: the first base of a public one is it.
+# Every batch norm derives from this class, which has no public name in torch: it is the first base of a public one.
 _BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.mro()[1]
 
 
@@ -85,18 +85,18 @@ class MixedPrecision:
     dtype that the module had when it was wrapped.
 
     Raises:
-        ConfigTypeError, ConfigValueError: at construction, for a field that is no floating-point dtype, bool, or
+        ConfigTypeError, ConfigValueError: at construction, for a field that is not a floating-point dtype, bool, or
             collection of module classes.
     """
 
     param_dtype: torch.dtype | None = None
-    """Dtype of the unsharded parameters, hence of forward and backward. None: as they are."""
+    """Dtype of the unsharded parameters, hence of forward and backward. None: unchanged."""
 
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients are summed across ranks. None: ``param_dtype``, and where that is None, as they are."""
+    """Dtype in which gradients are summed across ranks. None: ``param_dtype`` or, if that is None, unchanged."""
 
     buffer_dtype: torch.dtype | None = None
-    """Dtype of the buffers in computation. None: as they are."""
+    """Dtype of the buffers in computation. None: unchanged."""
 
     keep_low_precision_grads: bool = False
     """Leave reduced gradients in the reduce dtype, for an optimizer that can step on them."""
@@ -108,28 +108,28 @@ class MixedPrecision:
     """Cast the inputs of the root's forward to ``param_dtype``; without effect on units that are not the root."""
 
     _module_classes_to_ignore: tuple[type[nn.Module], ...] = (_BATCH_NORM,)
-    """Modules of these classes become units of their own in full precision, where an ``auto_wrap_policy`` is given."""
+    """Modules of these classes become units of their own in full precision, if an ``auto_wrap_policy`` is given."""
 
     accumulate_dtype: torch.dtype | None = None
-    """Dtype in which unsharded gradients add up under ``no_sync``. None: the reduce dtype. Not in torch's FSDP."""
+    """Dtype in which unsharded gradients accumulate under ``no_sync``. None: the reduce dtype. Not in torch's FSDP."""
 
     full_precision_in_eval: bool = False
     """Compute in the master dtype, without casts, while the module is in eval mode. Not in torch's FSDP."""
 
     gather_dtype: torch.dtype | None = None
-    """Dtype in which parameters travel when they are gathered: ``torch.int8`` or ``torch.float8_e4m3fn``, in blocks of
+    """Dtype of parameters in all-gathers: ``torch.int8`` or ``torch.float8_e4m3fn``, in blocks of
     256 numbers with a scale each, a quarter of float32. Shards keep full precision. Parameters that are not floating
-    point travel as they are. None: ``param_dtype``. Not in torch's FSDP."""
+    point are sent unchanged. None: ``param_dtype``. Not in torch's FSDP."""
 
     reduce_bits: int | None = None
-    """Bits of a number when gradients travel: 8 or 4, a quarter or an eighth of float32, in blocks of 256 numbers with
-    a scale each. What a rank receives is summed in float32, in the order of ranks, and has the ``reduce_dtype`` then;
-    across replicas the sums travel so again. None: ``reduce_dtype``. Not in torch's FSDP."""
+    """Bits of a number in reductions of gradients: 8 or 4, a quarter or an eighth of float32, in blocks of 256 numbers
+    with a scale each. A rank sums the received numbers in float32, in the order of ranks, and casts to
+    ``reduce_dtype``; sums are sent across replicas in the same way. None: ``reduce_dtype``. Not in torch's FSDP."""
 
     reduce_error_feedback: bool = False
-    """Add to the gradients that travel in ``reduce_bits`` what earlier ones have lost on this rank: the error of a sum
-    over steps is that of one step. What is lost is kept on the device, in the ``reduce_dtype``: of a unit with shards
-    of n numbers on S ranks, ``(S - 1) * n`` numbers, and where there are replicas n more. Not in torch's FSDP."""
+    """Add the errors of earlier reductions on this rank to the gradients that are sent in ``reduce_bits``: the error of
+    a sum over steps is that of one step. The errors are kept on the device, in the ``reduce_dtype``: for a unit with
+    shards of n numbers on S ranks, ``(S - 1) * n`` numbers, and n more if there are replicas. Not in torch's FSDP."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "accumulate_dtype"):
@@ -180,17 +180,17 @@ def _check_gathered(dtype: Any) -> None:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Where shards rest between uses.
+    """The placement of shards between uses.
 
     Raises:
-        ConfigTypeError: at construction, for a field that is no bool.
+        ConfigTypeError: at construction, for a field that is not a bool.
     """
 
     offload_params: bool = False
     """Keep sharded parameters and sharded gradients in CPU memory; the optimizer steps there."""
 
     pin_memory: bool = True
-    """Page-lock that memory where there is an accelerator, so that copies overlap. Not in torch's FSDP."""
+    """Page-lock that memory if there is an accelerator, so that copies overlap. Not in torch's FSDP."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -199,7 +199,7 @@ class CPUOffload:
 
 @dataclass(frozen=True)
 class Config:
-    """The arguments of a wrapper, checked and normalised; made by ``check_arguments``."""
+    """The arguments of a wrapper, checked and normalized; made by ``check_arguments``."""
 
     process_group: Any
     """None, a process group, or the pair (shard group, replicate group)."""
@@ -215,7 +215,7 @@ class Config:
     """Given as ``ignored_states`` that are parameters."""
     param_init_fn: Callable[[nn.Module], Any] | None
     device_id: int | torch.device | None
-    """An int is an index among the accelerators of the machine, whatever their kind."""
+    """An int is an index among the accelerators of the machine, of any kind."""
     sync_module_states: bool
     forward_prefetch: bool
     limit_all_gathers: bool
@@ -224,14 +224,14 @@ class Config:
     reshard_after_forward: bool | int | None
     """None leaves it to the strategy; a number is compared with that of shards when groups are known."""
     check_values: str
-    """What differing initial values across ranks lead to: "warn", "raise", or "off" (not compared)."""
+    """The reaction to differing initial values across ranks: "warn", "raise", or "off" (not compared)."""
     join_units_below: int
-    """Bytes of unsharded parameters up to which units that follow each other share their collectives; 0 for none."""
+    """Bytes of unsharded parameters up to which consecutive units share their collectives; 0 for none."""
     layout: Literal["flat", "rows"]
     """Whether ranks split the parameters of a unit as one flat parameter, or each of them by rows."""
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with the given fields changed; the values must be normalised already."""
+        """A copy with the given fields changed; the values must be normalized already."""
         return replace(self, **changes)
 
 
@@ -242,7 +242,7 @@ def check_bool(argument: str, value: Any) -> None:
 
 
 def check_number(argument: str, value: Any, accepted: str, least: int) -> int:
-    """``value``, a whole number from ``least`` on; all else is refused, and so is a bool."""
+    """``value``, an integer of at least ``least``; all other values are refused, bools included."""
     if isinstance(value, bool) or not isinstance(value, int):
         refuse_type(argument, value, accepted)
     if value < least:
@@ -251,7 +251,7 @@ def check_number(argument: str, value: Any, accepted: str, least: int) -> int:
 
 
 def check_module_classes(argument: str, value: Any) -> tuple[type[nn.Module], ...]:
-    """``value``, a module class or a collection of them, as a tuple; anything else is a ConfigTypeError."""
+    """``value``, a module class or a collection of them, as a tuple; a ConfigTypeError for other values."""
     if isinstance(value, type):
         value = (value,)
     if isinstance(value, str) or not isinstance(value, Iterable):

@@ -1,15 +1,15 @@
-"""flatfsdp where programs look for torch's FSDP1 and FSDP2.
+"""flatfsdp under the names of torch's FSDP1 and FSDP2.
 
 `python -m flatfsdp.as_torch script.py args...` (or `-m module args...`), and under torchrun
-`torchrun ... -m flatfsdp.as_torch script.py args...`, runs a program that was written for FSDP1 or FSDP2 as it is. In
+`torchrun ... -m flatfsdp.as_torch script.py args...`, runs a program that was written for FSDP1 or FSDP2 unchanged. In
 a program of your own `install()` does the same.
 
-`torch.nn.utils.clip_grad_norm_`, which would clip each rank's shards by themselves, takes the norm over all ranks.
+`torch.nn.utils.clip_grad_norm_`, which would clip each rank's shards separately, takes the norm over all ranks.
 
-Names are replaced where modules hold them: in torch's public modules, in `torch.distributed.checkpoint.state_dict`,
+Names are replaced in modules: in torch's public modules, in `torch.distributed.checkpoint.state_dict`,
 whose `get_state_dict` and `set_state_dict` then work on flatfsdp's models, and in every module that has imported one
-of them by then. What a program keeps elsewhere (in an object, a default argument) before `install()` stays torch's.
-Sharded state dicts hold torch's classes from then on, as FSDP1's do.
+of them by then. References that a program keeps elsewhere (in an object, a default argument) before `install()` stay
+torch's. Sharded state dicts hold torch's classes from then on, as FSDP1's do.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _IN_TORCH = (
 
 _torchs_own, _torchs_module = torchs.FullyShardedDataParallel, torchs.FSDPModule
 _MISSING = object()
-_replaced: list[tuple[dict[str, Any], str, Any]] = []  # (a module's names, one of them, what it was)
+_replaced: list[tuple[dict[str, Any], str, Any]] = []  # (a module's names, one of them, its original value)
 _offering: list[tuple[ModuleType, type[ModuleType]]] = []  # a file of torch's FSDP2, and its type
 
 
@@ -87,7 +87,7 @@ def is_installed() -> bool:
 def install() -> None:
     """Let programs in this process find flatfsdp under FSDP1's and FSDP2's names. Does nothing the second time.
 
-    Models that torch's FSDP has wrapped before stay what they are.
+    Models that torch's FSDP has wrapped before stay unchanged.
     """
     if _replaced:
         return
@@ -115,12 +115,12 @@ def install() -> None:
             _offer(module)
     names = vars(dcp_state_dict)
     for name, made in replacements(FullyShardedDataParallel).items():
-        if name in names:  # not every version of torch has all of them
+        if name in names:  # some versions of torch lack some of them
             _replace(names, name, made(names[name]))
 
 
 def uninstall() -> None:
-    """Give every name that was replaced back what it was. What was imported meanwhile stays flatfsdp's."""
+    """Restore the original value of every replaced name. Names imported meanwhile stay flatfsdp's."""
     fsdp1_mode.active = False
     while _replaced:
         names, name, before = _replaced.pop()
@@ -160,8 +160,8 @@ class _Offered:
 
 
 def _offer(module: ModuleType) -> None:
-    """Whoever imports from `module`, a file of torch's FSDP2, finds our names. Its functions keep reading torch's,
-    which its modules beside ours need."""
+    """Let imports from `module`, a file of torch's FSDP2, return our classes. Its functions keep reading torch's,
+    which torch's own modules in the same process need."""
     kind = type(module)
     names = {name: _Offered(ours) for name, ours in _OURS.items() if name in vars(module)}
     module.__class__ = type(kind.__name__, (kind,), names)
@@ -169,7 +169,7 @@ def _offer(module: ModuleType) -> None:
 
 
 def _of_either(lazy_init: Any) -> Any:
-    """`lazy_init`, FSDP1's, for wrappers of ours as well: verl calls it before it moves shards."""
+    """`lazy_init`, FSDP1's, for our wrappers as well: verl calls it before it moves shards."""
 
     @functools.wraps(lazy_init)
     def initializes(state: Any, root_module: Any) -> Any:
@@ -181,8 +181,8 @@ def _of_either(lazy_init: Any) -> Any:
 
 
 class StateOfModule:
-    """What torch's pipeline schedules read of the private state of an FSDP2 module, when a stage's gradients are to be
-    reduced: `fully_shard.state(module)`."""
+    """The private state of an FSDP2 module that torch's pipeline schedules read to reduce a stage's gradients:
+    `fully_shard.state(module)`."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -201,7 +201,7 @@ def main() -> None:
         raise UsageError("python -m flatfsdp.as_torch: expected a script, or -m and a module, and then its arguments")
     sys.argv = arguments[as_module:]
     if not as_module:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(program[0])))  # as python does; what lies beside it imports
+        sys.path.insert(0, os.path.dirname(os.path.realpath(program[0])))  # like python, for imports from its folder
     install()
     before = registry.generation
     run = functools.partial(runpy.run_module, alter_sys=True) if as_module else runpy.run_path
@@ -210,7 +210,7 @@ def main() -> None:
     except SystemExit as ended:
         if ended.code:
             raise
-        names = ended  # whose frames keep alive what the program made
+        names = ended  # its frames keep the program's objects alive
     if registry.generation == before and current_rank() == 0:
         sys.stderr.write(f"[flatfsdp.as_torch] {_what_trained()}\n")
     del names
@@ -218,7 +218,7 @@ def main() -> None:
 
 def _what_trained() -> str:
     """A sentence for a program that made no wrapper of ours."""
-    # By type alone: a deprecated object of torch's warns where it is asked for its class.
+    # By type alone: a deprecated object of torch's warns when its class is read.
     held = [each for each in gc.get_objects() if issubclass(type(each), (nn.Module, torch.optim.Optimizer))]
     kinds: dict[str, type] = {
         "DistributedDataParallel, with the whole model on every rank": nn.parallel.DistributedDataParallel,
@@ -237,7 +237,7 @@ def _what_trained() -> str:
 
 
 if __name__ == "__main__":
-    # The module of that name, not this run of it, remembers what is replaced.
+    # The module of that name, not this run of it, records the replacements.
     from flatfsdp.as_torch import main as main_of_module
 
     main_of_module()

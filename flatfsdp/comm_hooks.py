@@ -1,9 +1,9 @@
-"""Communication hooks to start from: how `register_comm_hook` may average gradients, and with what state.
+"""Communication hooks to start from: functions for `register_comm_hook` that average gradients, and their state.
 
-Each takes `(state, grad)` where parameters are replicated, and `(state, grad, shard)` where they are sharded: `grad` is
-this rank's whole flat gradient, 1-D, padded, in the reduce dtype and not scaled. The mean over the ranks of the state's
-process group is left in `grad`, or this rank's piece of it in `shard`. They compute what the hooks of the same names in
-`torch.distributed.algorithms` compute, which may be registered, too, and share states with them.
+Each takes `(state, grad)` if parameters are replicated, and `(state, grad, shard)` if they are sharded: `grad` is
+this rank's unsharded flat gradient, 1-D, padded, in the reduce dtype and not scaled. The mean over the ranks of the
+state's process group is left in `grad`, or this rank's piece of it in `shard`. They compute the same as the hooks of
+the same names in `torch.distributed.algorithms`, which may also be registered, and share states with them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["DefaultState", "allreduce_hook", "bf16_compress_hook", "fp16_compres
 
 
 class State(Protocol):
-    """What the hooks read: the ranks, and two factors whose product is their number."""
+    """The attributes that the hooks read: the ranks, and two factors whose product is their number."""
 
     process_group: Any
     gradient_predivide_factor: float
@@ -31,12 +31,12 @@ class State(Protocol):
 
 
 class DefaultState:
-    """The ranks over which gradients are averaged, and how their number is divided by.
+    """The ranks over which gradients are averaged, and the factors for the division by their number.
 
     Gradients are divided before they are summed, so that the sum does not overflow, and again after it, so that small
-    ones do not vanish before: both times by about the square root of the number of ranks, the first time by a power of
-    two, which is exact. That comes from fairscale's FSDP; the factors are FSDP1's, but for some numbers of ranks that
-    are no powers of two, where its first one is smaller.
+    ones do not vanish before it: both times by about the square root of the number of ranks, the first time by a power
+    of two, which is exact. That comes from fairscale's FSDP; the factors are FSDP1's, except for some numbers of ranks
+    that are not powers of two, where its first one is smaller.
 
     Attributes:
         process_group: the ranks; of hybrids the shard group, `model.process_group`.
@@ -56,9 +56,9 @@ class DefaultState:
 
 
 def allreduce_hook(state: State, grad: torch.Tensor, shard: torch.Tensor | None = None) -> None:
-    """The mean of `grad` over ranks, in `grad`; of sharded parameters this rank's piece, in `shard`.
+    """The mean of `grad` over ranks, in `grad`; for sharded parameters this rank's piece, in `shard`.
 
-    Sends twice what `reduce_scatter_hook` does. Collective over the state's process group.
+    Sends twice as much as `reduce_scatter_hook`. Collective over the state's process group.
     """
     grad.div_(state.gradient_predivide_factor)
     dist.all_reduce(grad, group=state.process_group)
@@ -68,7 +68,7 @@ def allreduce_hook(state: State, grad: torch.Tensor, shard: torch.Tensor | None 
 
 
 def reduce_scatter_hook(state: State, grad: torch.Tensor, shard: torch.Tensor | None = None) -> None:
-    """This rank's piece of the mean of `grad` over ranks, in `shard`; all of it, in `grad`, of replicated parameters.
+    """This rank's piece of the mean of `grad` over ranks, in `shard`; all of it, in `grad`, for replicated parameters.
 
     Overwrites `grad`. Collective over the state's process group.
     """
@@ -81,12 +81,12 @@ def reduce_scatter_hook(state: State, grad: torch.Tensor, shard: torch.Tensor | 
 
 
 def fp16_compress_hook(state: State, grad: torch.Tensor, shard: torch.Tensor | None = None) -> None:
-    """As `reduce_scatter_hook`, with gradients that travel, and are summed, in fp16. Collective."""
+    """As `reduce_scatter_hook`, with gradients that are sent, and summed, in fp16. Collective."""
     _compressed(torch.float16, state, grad, shard)
 
 
 def bf16_compress_hook(state: State, grad: torch.Tensor, shard: torch.Tensor | None = None) -> None:
-    """As `reduce_scatter_hook`, with gradients that travel, and are summed, in bf16. Collective."""
+    """As `reduce_scatter_hook`, with gradients that are sent, and summed, in bf16. Collective."""
     _compressed(torch.bfloat16, state, grad, shard)
 
 

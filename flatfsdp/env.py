@@ -1,4 +1,4 @@
-"""`python -m flatfsdp.env`: what a bug report needs to have of the machine, as lines to paste."""
+"""`python -m flatfsdp.env`: the facts about the machine for a bug report, as lines to paste."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import flatfsdp
 
-# Variables that change what ranks do or print; everything else in the environment is nobody's business.
+# Variables that change the behavior or output of ranks; the rest of the environment is private.
 PREFIXES = ("NCCL_", "TORCH_", "TORCHELASTIC_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "MKL_", "FLATFSDP_")
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 EXTRAS = ("numpy", "pydantic", "tqdm", "safetensors", "matplotlib", "accelerate", "transformers", "peft", "lightning")

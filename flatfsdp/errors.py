@@ -1,7 +1,7 @@
 """One family of messages: errors, warnings, and the log.
 
 Each class also derives from the built-in a Python programmer would expect, so that ``except ValueError`` and
-``except FlatFSDPError`` both catch a user's wrong value. Warnings belong to the family too: turned into errors by a
+``except FlatFSDPError`` both catch a user's wrong value. Warnings also belong to the family: turned into errors by a
 filter, they are caught like the rest.
 """
 
@@ -40,15 +40,15 @@ class FlatFSDPError(Exception):
 
 
 class ConfigTypeError(FlatFSDPError, TypeError, ValueError):
-    """An argument of the user's has a type that flatfsdp does not accept. A ValueError as well, which FSDP1 raises."""
+    """An argument has a type that flatfsdp does not accept. It is also a ValueError, which FSDP1 raises."""
 
 
 class ConfigValueError(FlatFSDPError, ValueError):
-    """An argument of the user's has an accepted type, but a value (or a combination of values) that is not accepted."""
+    """An argument has an accepted type, but a value (or a combination of values) that is not accepted."""
 
 
 class UsageError(FlatFSDPError, RuntimeError):
-    """A legal call at a moment, or on a module, where it cannot work: lifecycle, wrapping or order is off."""
+    """A legal call at a moment, or on a module, where it cannot work: lifecycle, wrapping or order is wrong."""
 
 
 class AgreementError(FlatFSDPError, RuntimeError):
@@ -56,8 +56,8 @@ class AgreementError(FlatFSDPError, RuntimeError):
 
 
 class LostRankError(AgreementError):
-    """A rank that others need has ended, or does not answer any more; the message names it and, if it left one, its
-    last word."""
+    """A rank that others need has ended, or does not respond any more; the message names it and contains its last
+    report, if it left one."""
 
 
 class WaitError(AgreementError):
@@ -83,7 +83,7 @@ class InternalError(FlatFSDPError, AssertionError):
 
 
 class FlatFSDPWarning(FlatFSDPError, UserWarning):
-    """Something legal that probably is not meant: a setting without effect, a default known to surprise."""
+    """A legal call that is probably unintended: a setting without effect, a default known to surprise."""
 
 
 _rank: int | None = None
@@ -124,7 +124,7 @@ def fail(error: FlatFSDPError) -> NoReturn:
 
 
 def refuse_type(argument: str, value: object, accepted: str, *, hint: str = "") -> NoReturn:
-    """Raise :class:`ConfigTypeError`: which argument, what was given, what is accepted, and perhaps what to do."""
+    """Raise :class:`ConfigTypeError`: the argument, the given value, the accepted ones, and perhaps a remedy."""
     raise ConfigTypeError(f"{argument}: got {shown(value)}. Accepted: {accepted}.{hint and f' {hint}'}")
 
 
@@ -134,13 +134,13 @@ def refuse_value(argument: str, value: object, accepted: str, *, hint: str = "")
 
 
 def did_you_mean(name: str, accepted: Iterable[str]) -> str:
-    """The sentence that offers the name probably meant; empty where none is close."""
+    """A sentence that suggests the closest accepted name; empty if none is close."""
     close = difflib.get_close_matches(name, list(accepted), n=1)
     return f"Did you mean {close[0]!r}?" if close else ""
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 2", and of many "ranks 0-6, 8-1023": `ranks` in order."""
+    """ "rank 3", "ranks 0, 2", and for many "ranks 0-6, 8-1023": `ranks` in order."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) <= 8:
@@ -163,12 +163,12 @@ def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
 
 
 def by_ranks(texts: Mapping[int, str], between: str = " ") -> str:
-    """What ranks report, once for those that report the same: "rank 0 ...; ranks 1, 2 ..."."""
+    """Reports of ranks, once for those with equal reports: "rank 0 ...; ranks 1, 2 ..."."""
     return "; ".join(f"{ranks_in_words(ranks)}{between}{text}" for text, ranks in ranks_by_value(texts).items())
 
 
 def shown(value: object) -> str:
-    """``value`` for a message: its repr and type where that is one short line, else what kind of thing it is."""
+    """``value`` for a message: its repr and type if that is one short line, else its type only."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text, kind = repr(value), type(value).__name__
@@ -179,7 +179,7 @@ def shown(value: object) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """Three of ``names``, and how many there are besides."""
+    """Three of ``names``, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -187,11 +187,11 @@ ROOT = "<root>"  # the outermost module, in messages and tables
 
 
 def label_of(name: str) -> str:
-    """How messages call the unit, or the module, of this full name."""
+    """The label in messages for the unit, or the module, of this full name."""
     return repr(name) if name else ROOT
 
 
-# Frames of these packages are never the line the user wrote.
+# Frames of these packages are never the user's code.
 _NOT_THE_USER = frozenset({"flatfsdp", "torch"})
 
 
@@ -205,7 +205,7 @@ def warn(message: str) -> None:
         return
     frame = outermost = sys._getframe()
     while frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USER:
-        if frame.f_back is None:  # a thread of ours: no user below
+        if frame.f_back is None:  # a thread of this package: there is no user frame
             frame = outermost
             break
         frame = frame.f_back
@@ -219,7 +219,7 @@ def warn(message: str) -> None:
             registry=frame.f_globals.setdefault("__warningregistry__", {}),
         )
     finally:
-        # A frame that holds itself holds every caller's locals, models among them, until the garbage collector comes.
+        # A frame that holds itself keeps every caller's locals alive, models included, until the collector runs.
         del frame, outermost
 
 
@@ -228,7 +228,7 @@ _only_logs = False
 
 @contextmanager
 def one_rank_warns(*, this_rank: bool) -> Iterator[None]:
-    """A context for what all ranks do alike: its warnings are shown where `this_rank` is true, and logged elsewhere."""
+    """A context for code that all ranks run alike: its warnings are shown if `this_rank` is true, else logged."""
     global _only_logs
     before, _only_logs = _only_logs, _only_logs or not this_rank
     try:
@@ -242,13 +242,13 @@ _warned_of: weakref.WeakKeyDictionary[object, set[Hashable]] = weakref.WeakKeyDi
 
 
 def warn_once(key: Hashable, message: str) -> None:
-    """:func:`warn`, at most once per ``key`` in this process: for what would repeat at every step or unit."""
+    """:func:`warn`, at most once per ``key`` in this process: for warnings that would repeat at every step or unit."""
     if is_new(key):
         warn(message)
 
 
 def is_new(key: Hashable, *, of: object = None) -> bool:
-    """Whether this is the first question for ``key`` in this process, or for that of one object."""
+    """Whether this is the first call for ``key`` in this process, or for that of one object."""
     known = _warned if of is None else _warned_of.setdefault(of, set())
     if key in known:
         return False

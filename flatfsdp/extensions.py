@@ -1,4 +1,4 @@
-"""Parameters that are stored as one thing and computed with as another, as FSDP1's extensions. [Note: extensions]"""
+"""Parameters that are stored in one form and computed with in another, like FSDP1's extensions. [Note: extensions]"""
 
 from __future__ import annotations
 

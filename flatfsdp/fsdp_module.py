@@ -1,4 +1,4 @@
-"""`fully_shard` and what belongs to it: signatures, documentation, delegation. No logic."""
+"""`fully_shard` and related functions: signatures, documentation, delegation. No logic."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ Given = TypeVar("Given", bound=nn.Module | list[Any])
 
 
 class FSDPModule(FSDP2Controls):
-    """What a module is, besides what it was, after `fully_shard`: it gathers its parameters around its forward.
+    """The class that a module additionally has after `fully_shard`: it gathers its parameters around its forward.
 
-    Its class derives from this one and from the class that it had, `type(module)(...)` makes an instance of the latter.
-    Calling it runs hooks, checkpointing around its forward, and what `module.compile()` made, with whole parameters.
-    `module.forward(...)` does not gather. It may be copied between steps, and pickled if no parameter was a DTensor.
+    Its class derives from this one and from the class that it had; `type(module)(...)` makes an instance of the latter.
+    Calling it runs hooks, checkpointing around its forward, and the result of `module.compile()`, with unsharded
+    parameters. `module.forward(...)` does not gather. It may be copied between steps, and pickled if no parameter was a
+    DTensor.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -79,45 +80,44 @@ def fully_shard(
     Parameters of `module` that are in no module sharded before become one *unit*: each rank keeps a part, they are
     gathered around the module's forward and backward, and their gradients are averaged over ranks. Shard inner modules
     first, the whole model last; then build the optimizer. The model is called as before. A module inside may also be
-    called by itself, before the model or after it.
+    called separately, before the model or after it.
 
-    Of a list, all modules form one unit. It is gathered for the first of them that runs in a forward, and freed when
-    all have run, else at the end of the model's forward or in its backward; one that is called by itself later stays
+    All modules of a list form one unit. It is gathered for the first of them that runs in a forward, and freed when
+    all have run, else at the end of the model's forward or in its backward; one that is called separately later stays
     gathered until the backward. Modules of the list that are inside others of it do not count.
 
-    What is on the meta device stays there until `model.to_empty(device=...)`, or a state dict is loaded; the first
-    forward names what is still there.
+    Tensors on the meta device stay there until `model.to_empty(device=...)`, or until a state dict is loaded; the first
+    forward names those that are still there.
 
     Args:
         module: a module with a forward, or a list of such.
-        mesh: the ranks: a 1-D DeviceMesh, or a 2-D one with named axes (replicate, shard); its device type is where
-            the module computes. None for all ranks of the default process group, which has to be there.
-        reshard_after_forward: whether parameters are freed between forward and backward, or among how many ranks they
-            stay, as in `set_reshard_after_forward`. None: freed, but for the outermost module.
+        mesh: the ranks: a 1-D DeviceMesh, or a 2-D one with named axes (replicate, shard); its device type is that of
+            the computation. None for all ranks of the default process group, which must exist.
+        reshard_after_forward: whether parameters are freed between forward and backward, or the number of ranks among
+            which they stay, as in `set_reshard_after_forward`. None: freed, except for the outermost module.
         shard_placement_fn: `shard_placement_fn(parameter)` is the placement of a parameter: `Shard(dim)`, or None for
             `Shard(0)`. Sizes need not be multiples of the number of ranks. A parameter is stored with `dim` as the
-            slowest dimension in memory, which its views in forwards show by their strides. Of a DTensor it is what each
-            rank has that is split, along a dimension of its placements or another one. A `ShardPlacementResult`, ours
-            or torch's, has a mesh besides, over which this parameter is sharded in the place of `mesh`, as those of
-            experts are. It is gathered, freed and reduced with the others of the unit.
-        mp_policy: a `MixedPrecisionPolicy`; None leaves all dtypes as they are. Or the wrapper's `MixedPrecision`, for
-            what that has besides: the dtype of buffers, parameters and gradients that travel in few bits.
-        offload_policy: a `CPUOffloadPolicy`, or None for none. torch's own policies are understood.
-        ignored_params: parameters that are left alone, wherever they are.
-        dp_mesh_dims: a `DataParallelMeshDims`, ours or torch's. `mesh` is the mesh of all axes then, and parameters are
+            slowest dimension in memory, which its views in forwards show by their strides. For a DTensor each rank's
+            local tensor is split, along a dimension of its placements or another one. A `ShardPlacementResult`, ours
+            or torch's, also has a mesh, over which this parameter is sharded instead of `mesh`, for example those of
+            experts. It is gathered, freed and reduced with the others of the unit.
+        mp_policy: a `MixedPrecisionPolicy`; None leaves all dtypes unchanged. Or the wrapper's `MixedPrecision`, for
+            its additional fields: the dtype of buffers, parameters and gradients that are sent in few bits.
+        offload_policy: a `CPUOffloadPolicy`, or None for none. torch's own policies are accepted.
+        ignored_params: parameters that are left unchanged, in any module.
+        dp_mesh_dims: a `DataParallelMeshDims`, ours or torch's. Then `mesh` is the mesh of all axes, and parameters are
             DTensors on it with `Replicate()` along the named dimensions, with which modules compute there: inputs are
-            DTensors of that mesh, too. Gradients that are partial sums along these dimensions are added up, and divided
-            as `set_gradient_divide_factor` sets it. Needs torch 2.13.
-
+            also DTensors of that mesh. Gradients that are partial sums along these dimensions are summed, and divided
+            as set by `set_gradient_divide_factor`. Needs torch 2.13.
     Returns:
         `module`, or the list, whose classes now derive from `FSDPModule` as well.
 
     Raises:
-        ConfigTypeError, ConfigValueError: an argument; the message names it, what was given and what is accepted.
+        ConfigTypeError, ConfigValueError: an argument; the message names it, the given value and the accepted ones.
         UsageError: there is no process group, or a module was sharded before, or has a `FullyShardedDataParallel`
             inside.
 
-    Communicates nothing but to make communicators over the ranks of the mesh, the first time.
+    Communicates only to make communicators over the ranks of the mesh, the first time.
 
     Example (in a process group of one rank):
         >>> import torch, flatfsdp
@@ -159,29 +159,29 @@ def fully_shard_by_policy(
 ) -> M:
     """`fully_shard` for the modules inside `module` that a policy chooses, children first, then for `module`.
 
-    What is on the meta device gets memory and values as it is sharded, one unit after the other, so that no rank ever
-    has more than one of them whole. With the wrapper's `MixedPrecision` as `mp_policy` batch norms become units in full
-    precision, as there.
+    Tensors on the meta device get memory and values as they are sharded, one unit after the other, so that no rank ever
+    has more than one of them unsharded. With the wrapper's `MixedPrecision` as `mp_policy` batch norms become units in
+    full precision, as there.
 
     Args:
         module: the whole model.
         policy: as the wrapper's `auto_wrap_policy`: a set of module classes, a policy of `flatfsdp.wrap`, or a callable
             `(module, recurse, nonwrapped_numel) -> bool`; None for a single unit. A policy that gives units arguments
             of their own gives some of those below.
-        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params: as of
-            `fully_shard`, for every unit. With None for `reshard_after_forward` the outermost unit alone stays.
-        param_init_fn, sync_module_states, backward_prefetch, forward_prefetch, limit_all_gathers: as of
+        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params: as for
+            `fully_shard`, for every unit. With None for `reshard_after_forward` only the outermost unit stays.
+        param_init_fn, sync_module_states, backward_prefetch, forward_prefetch, limit_all_gathers: as for
             `FullyShardedDataParallel`.
 
     Returns:
         `module`.
 
     Raises:
-        ConfigTypeError, ConfigValueError: an argument; the message names it, what was given and what is accepted.
-        UsageError: as of `fully_shard`; a module on the meta device cannot be given values. Units that were sharded
+        ConfigTypeError, ConfigValueError: an argument; the message names it, the given value and the accepted ones.
+        UsageError: as for `fully_shard`; a module on the meta device cannot be given values. Units that were sharded
             before stay so.
 
-    Communicates nothing but to make communicators, the first time, and with `sync_module_states`.
+    Communicates only to make communicators, the first time, and with `sync_module_states`.
 
     Example (in a process group of one rank):
         >>> import torch, flatfsdp
@@ -200,15 +200,15 @@ def disable_fsdp_module_new_init() -> AbstractContextManager[None]:
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
-    """Let outermost modules of several models issue their collectives on the same streams, as stages of a pipeline do.
+    """Let outermost modules of several models issue their collectives on the same streams, like stages of a pipeline.
 
-    Without effect where there are no streams.
+    Without effect if there are no streams.
 
     Args:
         modules: outermost modules of `fully_shard`, between iterations.
 
     Raises:
-        ConfigTypeError: one of them is no such module.
+        ConfigTypeError: one of them is not such a module.
         UsageError: one is inside another, or a forward or a backward runs.
     """
     share_streams(modules, FSDPModule)

@@ -40,28 +40,28 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
 
     Build the optimizer on the wrapper's parameters. Every rank makes the same wrappers in the same order, and calls the
     model equally often. Between steps a parameter of the module shows this rank's part of it, flattened, which may be
-    empty; whole ones are there inside `summon_full_params()`.
+    empty; full ones are available inside `summon_full_params()`.
 
     Arguments have FSDP1's names, order and defaults. Enums may be given by the names of their members, and torch's own
-    enums, configs and policies are understood.
+    enums, configs and policies are accepted.
 
     Args:
-        module: what to wrap. Refused: a class, a module that is wrapped already, and one without a forward of its own
-            (`nn.ModuleList`) unless all of its parameters are in wrappers inside, which are then called by themselves.
+        module: the module to wrap. Refused: a class, a module that is wrapped already, and one without its own forward
+            (`nn.ModuleList`) unless all of its parameters are in wrappers inside, which are then called directly.
         process_group: the ranks to shard over; None for all. The hybrid strategies take the pair (shard group,
             replicate group), where None means the ranks of each node and their counterparts on the others.
-        sharding_strategy: what is split and for how long a unit stays gathered, see `ShardingStrategy`; None for
-            FULL_SHARD.
+        sharding_strategy: the sharded tensors, and the time for which a unit stays gathered, see `ShardingStrategy`;
+            None for FULL_SHARD.
         cpu_offload: `CPUOffload`, or a bool for its `offload_params`: whether shards and their gradients live in host
             memory, where the optimizer then steps. None for no.
-        auto_wrap_policy: which modules inside become units of their own, with the same arguments: a set of module
+        auto_wrap_policy: the modules inside that become units of their own, with the same arguments: a set of module
             classes, a policy of `flatfsdp.wrap`, or a callable `(module, recurse, nonwrapped_numel) -> bool`. None for
-            none. Warns where it chooses nothing. What has no forward of its own is passed over, or refused where its
+            none. Warns if it chooses nothing. A module without its own forward is skipped, or refused if its
             parameters would never be gathered.
         backward_prefetch: when backward gathers the next unit, see `BackwardPrefetch`; None for when it is reached.
-        mixed_precision: `MixedPrecision`, or a dtype for its `param_dtype`. None leaves all dtypes as they are.
-        ignored_modules: modules inside, whose parameters and whatever they contain are left alone: not sharded, not
-            moved, their gradients not averaged.
+        mixed_precision: `MixedPrecision`, or a dtype for its `param_dtype`. None leaves all dtypes unchanged.
+        ignored_modules: modules inside that are left unchanged with all of their parameters and submodules: not
+            sharded, not moved, their gradients not averaged.
         param_init_fn: gives values to a module that has parameters or buffers on the meta device, once they have memory
             on the compute device: `param_init_fn(module)` fills those that `module` itself holds. None for the module's
             `reset_parameters()`.
@@ -69,40 +69,40 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             the parameters, else the current accelerator if the process group serves it, else the CPU.
         sync_module_states: whether the constructor overwrites parameters and buffers with those of rank 0.
         forward_prefetch: whether forward gathers the next unit early, in the order of the forward before.
-        limit_all_gathers: whether gathers wait until memory is free, so that at most the unit in use and the one
-            gathered ahead are there.
+        limit_all_gathers: whether gathers wait until memory is free, so that at most the unit in use and the next one
+            are unsharded.
         use_orig_params: whether the optimizer sees the original parameters, each this rank's part of it, or one flat
             parameter per unit (and kind). With True, each parameter starts on 16 bytes.
         ignored_states: as `ignored_modules`, for modules or for parameters, not both.
         device_mesh: in place of `process_group`: a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies.
-        check_values: what to do when ranks begin from different values, or when replicas (of the hybrids, and under
-            `NO_SHARD`) are found to differ later, which is looked at in each thousandth backward that reduces: "warn",
+        check_values: the reaction to different initial values on ranks, or to replicas (of the hybrids, and under
+            `NO_SHARD`) that differ later, which is checked in each thousandth backward that reduces: "warn",
             "raise", or "off". Not in FSDP1.
-        reshard_after_forward: whether parameters are freed between forward and backward, or among how many ranks they
-            stay, as in `set_reshard_after_forward`; for wrappers by policy, too. None leaves it to the strategy. Not
-            in FSDP1.
-        join_units_below: up to how many bytes of parameters, unsharded, units that follow each other are gathered and
-            reduced as one, through a staging buffer of at most that size; the outermost wrapper's counts. 0 for
+        reshard_after_forward: whether parameters are freed between forward and backward, or the number of ranks among
+            which they stay, as in `set_reshard_after_forward`; also for wrappers by policy. None leaves it to the
+            strategy. Not in FSDP1.
+        join_units_below: the number of bytes of unsharded parameters up to which consecutive units are gathered and
+            reduced as one, through a staging buffer of at most that size; the outermost wrapper's applies. 0 for
             never. Not in FSDP1.
-        layout: what ranks split evenly. "flat": all parameters of a unit (and kind) as one, cut anywhere, with the
-            least padding. "rows": each parameter by slices of its first dimension (of another memory order: of the
-            slowest one), as `torch.chunk` divides them. Each rank then has whole, consecutive rows of every parameter,
-            which optimizers that compute by row need; one with fewer rows than ranks is padded up to a row for each,
-            and there is no `LOCAL_STATE_DICT`. Other state dicts and checkpoints are those of "flat". Not in FSDP1.
+        layout: the tensors that ranks split evenly. "flat": all parameters of a unit (and kind) as one, cut anywhere,
+            with the least padding. "rows": each parameter by slices of its first dimension (for another memory order:
+            of the slowest one), as `torch.chunk` divides them. Each rank then has whole, consecutive rows of every
+            parameter, which optimizers that compute by row need; one with fewer rows than ranks is padded to a row per
+            rank, and there is no `LOCAL_STATE_DICT`. Other state dicts and checkpoints equal "flat"'s. Not in FSDP1.
 
     Raises:
-        ConfigTypeError, ConfigValueError: an argument; the message names it, what was given and what is accepted.
+        ConfigTypeError, ConfigValueError: an argument; the message names it, the given value and the accepted ones.
         UsageError: there is no process group, or `module` cannot be wrapped.
-        AgreementError: with `sync_module_states`, ranks hand in different modules, or the constructor of another rank
-            failed. Without it, this constructor failed in a user's function after it had wrapped modules by policy, and
-            other ranks went on.
+        AgreementError: with `sync_module_states`, ranks pass different modules, or the constructor of another rank
+            failed. Without it, this constructor failed in a user-defined function after it had wrapped modules by
+            policy, and other ranks continued.
 
-    After an error `module` is as it was, but for that last case: its shards are then with the other ranks.
+    After an error `module` is unchanged, except in that last case: its shards are then with the other ranks.
 
-    Collective are forward, backward, and the methods described so. The first of them after construction compares what
-    the ranks have built, and raises `AgreementError` on all of them if it differs. Construction sends no values unless
-    `sync_module_states` requests it; the first one over a process group makes communicators over the same ranks, which
-    all of them have to take part in.
+    Collective are forward, backward, and the methods described so. The first of them after construction compares the
+    models of the ranks, and raises `AgreementError` on all of them if they differ. Construction sends no values unless
+    `sync_module_states` requests it; the first one over a process group makes communicators over the same ranks, in
+    which all of them must take part.
 
     Example (in a process group of one rank):
         >>> import torch
@@ -154,7 +154,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
 
     @classmethod
     def _of(cls, module: nn.Module, config: Config, *, island: bool = False) -> FullyShardedDataParallel:
-        """A wrapper inside another one: arguments are checked, groups resolved."""
+        """A wrapper inside another one, for checked arguments and resolved groups."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self._wrap(module, config, island=island)
@@ -164,7 +164,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         """Call the module with its parameters gathered. Collective over the shard group, as its backward will be.
 
         Tensors among the outermost wrapper's arguments are moved to the compute device; floating-point ones are cast as
-        `mixed_precision` sets. Returns what the module returns.
+        set by `mixed_precision`. Returns the module's result.
         """
         if torch.compiler.is_compiling():
             _torch.stay_out_of_graphs()
@@ -178,7 +178,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         return self._fsdp_wrapped_module
 
     def extra_repr(self) -> str:
-        """What `repr` shows: the sharding strategy and the groups of this unit, in one line."""
+        """The text for `repr`: the sharding strategy and the groups of this unit, in one line."""
         return f"{self._unit.built.traits.strategy.name}: {groups_in_words(self._unit.groups)}"
 
     def __getattr__(self, name: str) -> Any:
@@ -191,14 +191,14 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor) and _torch.in_functional_call():
-            put_through_wrapper(self, name, value)  # refused by the forward, with what was put elsewhere
+            put_through_wrapper(self, name, value)  # the forward refuses it, like replacements elsewhere
         elif (inside := wrapper_support.owner_of(self, name, value)) is not None:
             setattr(inside, name, value)
         else:
             super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add a submodule to the wrapped module; arguments as in torch. With parameters it is refused by a forward."""
+        """Add a submodule to the wrapped module; arguments as in torch. A forward refuses it if it has parameters."""
         self.module.add_module(name, module)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -216,7 +216,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Arguments as in torch. Yields the wrapper, then the wrapped module under the same name, then what is inside.
+        """Arguments as in torch. Yields the wrapper, then the wrapped module under the same name, then its submodules.
 
         `dict(model.named_modules())` therefore holds wrapped modules, under names that do not show the wrappers.
         """
@@ -243,15 +243,15 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The state of the module under plain names, of the kind that `state_dict_type` sets; arguments as in torch.
 
-        Values of parameters are copies. With `FULL_STATE_DICT` they are whole, in the dtype that optimizers see, on the
-        compute device; no more than one unit is gathered at a time. With `SHARDED_STATE_DICT` they are what this rank
-        owns, for `torch.distributed.checkpoint`, and with `LOCAL_STATE_DICT` one flat shard per unit (and kind).
-        Parameters that are ignored are what the module has on this rank. So are buffers, which may differ between ranks
-        (running statistics), but with `FULL_STATE_DICT` of sharded parameters: there every rank has rank 0's. Inside
+        Values of parameters are copies. With `FULL_STATE_DICT` they are full, in the dtype that optimizers see, on the
+        compute device; no more than one unit is gathered at a time. With `SHARDED_STATE_DICT` they are this rank's
+        elements, for `torch.distributed.checkpoint`, and with `LOCAL_STATE_DICT` one flat shard per unit (and kind).
+        Ignored parameters have this rank's values. So do buffers, which may differ between ranks (running statistics),
+        except with `FULL_STATE_DICT` of sharded parameters: then every rank has rank 0's. Inside
         `summon_full_params()` values are the summoned parameters themselves.
 
-        Collective for whole values, and where a module inside computes with values on the way; else nothing is
-        communicated.
+        Collective for full values, and if a module inside computes with values in the process; otherwise without
+        communication.
 
         Raises:
             UsageError: inside a forward or a backward; wrappers inside are set to different types.
@@ -263,12 +263,12 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         return saving.state_dict(self, destination, prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict()` of any type gave, here or in a model that was never wrapped; returns as in torch.
+        """Load a result of `state_dict()` of any type, from here or from an unwrapped model; returns as in torch.
 
-        Values may be whole tensors on any device, of which each rank copies what it owns; what this rank owns, as
-        `torch.distributed.checkpoint` has loaded it into a `SHARDED_STATE_DICT`; flat shards; DTensors and
+        Values may be full tensors on any device, from which each rank copies its elements; this rank's elements, as
+        `torch.distributed.checkpoint` has loaded them into a `SHARDED_STATE_DICT`; flat shards; DTensors and
         ShardedTensors. Under `FullStateDictConfig(rank0_only=True)` rank 0's are used, and others may give an empty
-        dict. With `assign` values are copied, too, and dtypes stay.
+        dict. With `assign` values are also copied, and dtypes stay.
 
         Collective with `rank0_only`, with DTensors and ShardedTensors.
 
@@ -284,19 +284,19 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         loading.begin(self, *args)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call `fn(module)` on every module inside, children first, with whole parameters; what it writes is kept.
+        """Call `fn(module)` on every module inside, children first, with full parameters; its writes are kept.
 
-        For initialisation, as `nn.Module.apply`. Every rank must write the same. Collective.
+        For initialization, as `nn.Module.apply`. Every rank must write the same. Collective.
         """
         with self.summon_full_params(self, recurse=False):
             super().apply(fn)
         return self
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which backward sends nothing: whole gradients add up until the next backward outside of it.
+        """A context in which backward sends nothing: unsharded gradients accumulate until the next backward outside.
 
-        Only for the outermost wrapper; every rank must enter it. Takes the memory of whole gradients meanwhile; without
-        it, sharded gradients add up in `.grad` at the price of a reduction per backward.
+        Only for the outermost wrapper; every rank must enter it. Takes the memory of unsharded gradients meanwhile;
+        without it, sharded gradients accumulate in `.grad` at the price of a reduction per backward.
 
         Raises:
             UsageError: on a nested wrapper.
@@ -304,29 +304,29 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         return wrapper_support.no_sync(self._unit)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Average gradients by `hook` instead of by a reduction of the engine's, in all units, from now on.
+        """Average gradients by `hook` instead of by a reduction of the engine, in all units, from now on.
 
-        Where parameters are sharded it is called as `hook(state, grad, shard)`: `grad` is this rank's whole flat
+        If parameters are sharded it is called as `hook(state, grad, shard)`: `grad` is this rank's unsharded flat
         gradient of one unit (and kind), and the hook leaves this rank's piece of the mean over ranks in `shard`. Under
         `NO_SHARD`, and on one rank, it is called as `hook(state, grad)` and leaves the mean in `grad`. Tensors are 1-D
-        in the reduce dtype, `grad` padded with zeros to a multiple of the number of ranks and not scaled. They are the
-        hook's own: it may overwrite and keep them. Gradients therefore take no places of parameters, which costs the
+        in the reduce dtype, `grad` padded with zeros to a multiple of the number of ranks and not scaled. The hook owns
+        them: it may overwrite and keep them. Gradients therefore take no places of parameters, which costs the
         memory of one more unit.
 
         "Ranks" are those of `process_group`, of hybrids the shard group: their replicas are averaged by the engine
         afterwards. Hooks run in the same order on every rank, once per flat gradient in each backward that reduces, and
-        may communicate over any group of the user's. While one waits for other ranks, on a CPU, this rank computes and
-        gathers nothing: a hook that returns its work instead runs beside the backward. `flatfsdp.comm_hooks` has some;
-        torch's reference hooks and their states work as they are. Copies of a model have a copy of hook and state;
+        may communicate over any group of the user. While one waits for other ranks, on a CPU, this rank computes and
+        gathers nothing: a hook that returns its work instead overlaps with the backward. `flatfsdp.comm_hooks` has
+        some; torch's reference hooks and their states work unchanged. Copies of a model have a copy of hook and state;
         pickles do not have them, and warn.
 
         Only for the outermost wrapper, once; every rank registers the same, which the next forward or backward
         compares.
 
         Args:
-            state: handed to every call.
-            hook: a callable that returns None, or what has a `wait()` after which the result is there, such as a work:
-                it is waited for when the result is needed.
+            state: passed to every call.
+            hook: a callable that returns None, or an object with a `wait()` after which the result is available, such
+                as a work: it is waited for when the result is needed.
 
         Raises:
             ConfigTypeError: `hook` cannot be called.
@@ -345,20 +345,20 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """A context in which parameters are whole, in their own shapes and the dtype that optimizers see. Collective.
+        """A context in which parameters are full, in their own shapes and the dtype that optimizers see. Collective.
 
         With `use_orig_params=False` it also lists them, instead of flat parameters, in `module.named_parameters()`.
-        Forwards may run inside, without gradients: of what is whole there without communication, of other wrappers
-        inside with the usual gathers.
+        Forwards may run inside, without gradients: summoned parameters need no communication, other wrappers inside
+        are gathered as usual.
 
         Args:
             module: a wrapper, or any module with wrappers inside.
-            recurse: whether all wrappers inside, or only `module` itself, with what is tied to its parameters.
-            writeback: whether changes made inside are kept. Every rank must make the same, but see `rank0_only`.
-            rank0_only: only rank 0 gets whole parameters, others keep seeing their shards; with `writeback`, rank 0's
+            recurse: whether all wrappers inside, or only `module` itself, with parameters tied to its own.
+            writeback: whether changes made inside are kept. Every rank must make the same, except with `rank0_only`.
+            rank0_only: only rank 0 gets full parameters, others keep seeing their shards; with `writeback`, rank 0's
                 changes reach all.
-            offload_to_cpu: whether the whole parameters are in host memory.
-            with_grads: whether `.grad` is whole, too, and written back like the parameters.
+            offload_to_cpu: whether the full parameters are in host memory.
+            with_grads: whether `.grad` is also full, and written back like the parameters.
 
         Raises:
             UsageError: inside itself, and inside a forward or a backward; a forward with gradients inside.

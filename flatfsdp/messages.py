@@ -1,4 +1,4 @@
-"""Plain values between the ranks of a process group, whatever its backend. [Note: plain data]"""
+"""Exchange of plain values between the ranks of a process group, for any backend. [Note: plain data]"""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def gather(value: Any, group: dist.ProcessGroup, *, call: str) -> list[Any]:
 
     Args:
         value: plain data; tensors in it arrive on the CPU.
-        group: on which this rank is.
-        call: what the ranks meet in before, to follow "rank 0 ". [Note: calls]
+        group: a group that includes this rank.
+        call: the common call for which the ranks meet first, to follow "rank 0 ". [Note: calls]
 
     Raises:
-        UsageError: it is no plain data.
+        UsageError: it is not plain data.
         AgreementError: on every rank: some make another call.
         LostRankError: a rank has ended.
     """
@@ -43,16 +43,16 @@ def on_all_ranks(
     raises: Callable[[Mapping[int, str], Exception | None], Exception],
     describe: Callable[[Exception], str] = description_of,
 ) -> list[T]:
-    """Let every rank do its `work`; what each returned, in the order of the group's ranks. Where it fails on one, this
-    fails on all. Collective over the group, two all-gathers.
+    """Let every rank do its `work`; returns all ranks' results, in the order of the group's ranks. A failure on one
+    rank is a failure on all. Collective over the group, two all-gathers.
 
     Args:
         work: returns plain data.
-        group: on which this rank is; None for this process alone.
-        call: as of `gather`.
-        raises: what to raise, given the failed ranks with their descriptions, and this rank's own exception, which may
-            be the answer.
-        describe: an exception in words for the other ranks.
+        group: a group that includes this rank; None for this process alone.
+        call: as for `gather`.
+        raises: makes the exception to raise from the failed ranks with their descriptions, and this rank's own
+            exception, which it may return.
+        describe: a description of an exception for the other ranks.
 
     Raises:
         Exception: what `raises` returns.
@@ -70,10 +70,10 @@ def meet_and_gather(
     """Every rank's `content`, by the number of the rank in the group. Collective over the group, two all-gathers.
 
     Args:
-        content: anything.
-        group: on which this rank is.
-        call: what the ranks meet in before, to follow "rank 0 ". [Note: calls]
-        waiting: what a rank does that waits for the others in it; None for `call`.
+        content: any bytes.
+        group: a group that includes this rank.
+        call: the common call for which the ranks meet first, to follow "rank 0 ". [Note: calls]
+        waiting: the description of a rank that waits for the others in it; None for `call`.
 
     Raises:
         AgreementError: on every rank: some make another call.

@@ -1,4 +1,4 @@
-"""A gradient scaler whose ranks agree: an overflow on one rank skips the step on all."""
+"""A gradient scaler that agrees across ranks: an overflow on one rank skips the step on all."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .engine.runtime.rest import before_step, residuals_of
 
 
 class ShardedGradScaler(GradScaler):
-    """`torch.amp.GradScaler` for sharded gradients, on CPU (`device="cpu"`) too.
+    """`torch.amp.GradScaler` for sharded gradients, also on CPU (`device="cpu"`).
 
     Arguments as there, in the order of FSDP1's scaler: `backoff_factor` comes before `growth_factor`. `process_group`
     None is the default group.
 
-    Each rank sees only its shards, so that an infinity shows on one rank alone. `unscale_` (and with it `step`)
+    Each rank sees only its shards, so that an infinity may occur on one rank alone. `unscale_` (and with it `step`)
     therefore takes the maximum of found-inf over `process_group`: collective, one scalar. The group must cover all
     ranks that hold the model (the default group does).
 
@@ -36,7 +36,7 @@ class ShardedGradScaler(GradScaler):
         1024.0
     """
 
-    # Models of which gradients were unscaled since the last update.
+    # Models whose gradients were unscaled since the last update.
     _unscaled: tuple[weakref.ref[Model], ...] = ()
 
     def __init__(
@@ -55,7 +55,7 @@ class ShardedGradScaler(GradScaler):
     def scale(self, outputs: Any) -> Any:
         """`outputs`, a tensor or an iterable of such, times the scale, each in its own dtype.
 
-        A loss in low precision stays in it, as with FSDP1; `torch.amp.GradScaler` makes it float32.
+        A loss in low precision keeps its dtype, as with FSDP1; `torch.amp.GradScaler` makes it float32.
         """
         if not self.is_enabled():
             return outputs
@@ -74,16 +74,16 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         before_step(optimizer)
         # fp16 gradients are legal here: keep_low_precision_grads leaves them to the optimizer on purpose. `unscale_` of
-        # the base class passes False, so `allow_fp16` decides nothing.
+        # the base class passes False, so `allow_fp16` is ignored.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         self._unscaled += tuple(map(weakref.ref, stepped_by(optimizer)))
-        # A rank may hold no gradient at all (its shard is padding): it takes part with "nothing found".
+        # A rank may hold no gradient at all (its shard is padding): it contributes "nothing found".
         with waiting_in("ShardedGradScaler.unscale_()", optimizer):
             return agree_on_maximum(found or {found_inf.device: found_inf}, self.process_group)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As in the base class, `new_scale` included. What error feedback owes of gradients grows with the scale; where
-        that falls, as after a step that was skipped, it is dropped with what was skipped."""
+        """As in the base class, `new_scale` included. The residuals of error feedback grow with the scale; if the scale
+        falls, as after a skipped step, they are dropped together with the skipped gradients."""
         units = {unit for ref in self._unscaled if (model := ref()) is not None for unit in model.units}
         self._unscaled = ()
         residuals = [each for unit in units for each in residuals_of(unit)]

@@ -56,7 +56,7 @@ DESCRIPTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Settings):
-    """What to do, where it is not to train."""
+    """Actions other than training."""
 
     export: FilePath | None = setting(
         None, "train nothing: write the model of the checkpoint that --resume names as a Hugging Face folder"
@@ -78,7 +78,7 @@ class Command(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask(Task):
-    """A model and data of your own, each by name, or as "module:name" of the thing itself or of what makes it.
+    """A model and data of your own, each by name, or as "module:name" of the object itself or of its factory.
 
     Without a model the demonstration's is trained.
     """
@@ -98,7 +98,7 @@ class OwnTask(Task):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What the command line came to, and what one rank does; it goes to spawned processes as a pickle."""
+    """The parsed command line, and the work of one rank; it is sent to spawned processes as a pickle."""
 
     command: Command
     task: Task
@@ -108,7 +108,7 @@ class Job:
     placement: Placement
     program: str
     given: tuple[str, ...]  # the command line
-    settings: Mapping[str, Settings]  # what it and its file came to
+    settings: Mapping[str, Settings]  # the values from it and its file
 
     def __call__(self, world: RankContext) -> int:
         """Run; returns the exit code."""
@@ -161,14 +161,14 @@ class Job:
         return on_meta(model) if model is self.task.model else model
 
     def callbacks(self) -> tuple[Callback, ...]:
-        """What a run from the command line has besides a bar."""
+        """The callbacks of a run from the command line in addition to a bar."""
         chosen: list[Callback] = [Configuration(self.settings), MetricsLog(self.training.log_every)]
         if self.training.plot:
             chosen.append(LossPlot())
         return (*chosen, *(self.demo.callbacks() if self.demo is not None else ()), Summary())
 
     def announcement(self) -> str:
-        """What is started, in a line."""
+        """A line about the run that starts."""
         ranks, kind = self.placement.ranks, self.placement.device_type
         where = f"starting {ranks} rank{'' if ranks == 1 else 's'} on {'CPU' if kind == 'cpu' else kind}"
         if self.demo is None:
@@ -178,7 +178,7 @@ class Job:
 
 
 def changed(given: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """The command line `given`, where each of the flags in `values` has that value, and no other."""
+    """The command line `given`, with the flags in `values` set to those values only."""
     kept: list[str] = []
     of_flag = False
     for word in given:
@@ -193,8 +193,8 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
     """Run the trainer with `arguments` (default: the command line's); returns the exit code.
 
     Args:
-        program: how it was started, for messages.
-        announced: the line with what is started has been printed.
+        program: the command that started it, for messages.
+        announced: whether the line about the run has been printed.
 
     A wrong option raises `SystemExit(2)` after one line on stderr, before any process is started.
     """
@@ -223,8 +223,8 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
 
 
 def complaint_in(traceback: str) -> str:
-    """What a setting is that only the model shows to be wrong; "" where code that is not ours has a part in it, whose
-    places are of use."""
+    """The message about a setting that only the model shows to be wrong; "" if code outside this package is part of the
+    traceback, which is useful then."""
     where, found, reason = traceback.rpartition("\nflatfsdp.errors.ConfigValueError: ")
     ours = tuple(str(Path(file).parent) + os.sep for file in (__file__, mp.__file__))
     files = re.findall(r'^  File "(.*?)", line', where, re.MULTILINE)
@@ -232,10 +232,10 @@ def complaint_in(traceback: str) -> str:
 
 
 def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
-    """Read the command line, and look at devices, data and the output folder before anything is started.
+    """Read the command line, and check devices, data and the output folder before any process starts.
 
     Raises:
-        SystemExit: an option is wrong, or needs what this machine does not have.
+        SystemExit: an option is wrong, or this machine does not support it.
     """
     groups: dict[str, Settings] = {
         "command": Command(),
@@ -262,7 +262,7 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
         if command.export is not None and training.resume is None:
             raise ConfigValueError("--export: set --resume to latest, best or a path, the checkpoint to export")
         if training.resume not in (None, "latest", "best") and not under_launcher():
-            refuse_missing(Path(training.resume))  # which nodes with disks of their own may lack
+            refuse_missing(Path(training.resume))  # nodes with disks of their own may lack it
         placement = Placement.of(training.ranks, training.device)
         if fsdp.replicas is not None and placement.ranks % fsdp.replicas:
             raise ConfigValueError(f"--replicas: {placement.ranks} ranks cannot form {fsdp.replicas} equal replicas")
@@ -273,12 +273,12 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
         if command.dry_run and (code := code_named_by(own, training, fsdp, measured=command.measure)):
             print(f"imported and called now, on this machine, with your rights: {'; '.join(code)}\n", flush=True)
         check_options(own)
-        if not command.dry_run or command.measure:  # a plan makes none of them
+        if not command.dry_run or command.measure:  # a plan makes no callbacks
             check_callbacks(training)
         if training.resume is None and command.export is None and not command.dry_run:
             training = dataclasses.replace(training, output=unused(training.output))
         if not command.dry_run:
-            make_folder(training.output)  # now, not when the time to train has been spent
+            make_folder(training.output)  # before time is spent on training
     except ConfigValueError as error:
         parser.error(str(error))
     anew = dataclasses.replace(training, resume=None, output=given["training"].output, ranks=placement.ranks)
@@ -303,13 +303,13 @@ def code_named_by(task: Task, training: TrainingArguments, fsdp: FSDPArguments, 
 
 
 def unused(path: Path) -> Path:
-    """`path`, or where a run has been there, the first of `path-2`, `path-3`, ... where none has."""
+    """`path`, or if a run has used it, the first unused of `path-2`, `path-3`, ...."""
     candidates = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 10_000)))
     return next(each for each in candidates if not (each / METRICS).exists() and not any(each.glob("step-*")))
 
 
 def refuse_missing(checkpoint: Path) -> None:
-    """Refuse a checkpoint that is not there."""
+    """Refuse a checkpoint that does not exist."""
     if not checkpoint.exists():
         raise ConfigValueError(f"--resume: there is no folder {str(checkpoint)!r}. Accepted: latest, best, or a path")
 

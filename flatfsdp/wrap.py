@@ -1,4 +1,4 @@
-"""Which submodules become units of their own: the policies, and annotations in the model's own code.
+"""The submodules that become units of their own: policies, and annotations in the model's own code.
 
 A *policy* is a function ``(module, recurse, nonwrapped_numel) -> bool``, or an object that decides on the whole tree at
 once: ``_run_policy(root_module, ignored_modules, root_kwargs)`` maps each module to wrap (the root may be among them)
@@ -64,13 +64,13 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Wrap what a function of the module chooses, with arguments of its own for each module.
+    """Wrap the modules that a function chooses, with arguments of its own for each module.
 
     ``lambda_fn(module)`` returns False (or an empty dict): not a unit; True: a unit with the root's arguments; or a
     dict of arguments of ``FullyShardedDataParallel`` that replace the root's for this unit.
 
     Raises:
-        ConfigTypeError: while wrapping, if ``lambda_fn`` returns anything else or names no argument of the wrapper.
+        ConfigTypeError: while wrapping, if ``lambda_fn`` returns another type or names no argument of the wrapper.
 
     Example::
 
@@ -103,9 +103,9 @@ class CustomPolicy:
 
 
 # --- Policies that are functions -------------------------------------------------------------------------------------
-# Asked twice about a module: with recurse=True whether to look inside it, then, its children decided, with
-# recurse=False whether to wrap it. `nonwrapped_numel` counts the elements of its parameters: at first all of them,
-# then those in no chosen unit. Names and order of their arguments are those of FSDP1's, as programs bind them by name.
+# Called twice for a module: with recurse=True whether to look inside it, then, after its children are decided, with
+# recurse=False whether to wrap it. `nonwrapped_numel` counts the elements of its parameters: first all of them,
+# then those in no chosen unit. Argument names and order are FSDP1's, since programs bind them by name.
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
@@ -158,7 +158,7 @@ vars(size_based_auto_wrap_policy).update(
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    """Wrap what any of ``policies`` wants wrapped; later ones are not called once one has chosen it."""
+    """Wrap each module that any of ``policies`` chooses; later ones are not called once one has chosen it."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
@@ -187,7 +187,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module`` wrapped by the surrounding :func:`enable_wrap`, ``wrap_overrides`` first; outside of one, itself.
+    """``module`` wrapped by the surrounding :func:`enable_wrap`, ``wrap_overrides`` first; outside one, itself.
 
     Example::
 
@@ -203,5 +203,5 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 
 def described(path: str, module: nn.Module) -> str:
-    """A module at `path` of the root, in words."""
+    """A module at `path` of the root, for messages."""
     return f"{path!r} ({type(module).__name__})" if path else f"the root ({type(module).__name__})"

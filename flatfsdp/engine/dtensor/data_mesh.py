@@ -1,4 +1,4 @@
-"""Over which ranks parameters of a unit are sharded: over one mesh, or some over meshes of their own."""
+"""The ranks over which parameters of a unit are sharded: over one mesh, or some over meshes of their own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class DataMesh:
 
     Attributes:
         groups: their axes.
-        mesh: the DeviceMesh that these are of; None where the user gave none.
-        spmd: of which mesh that is a part, if parameters lie on the whole of it. [Note: SPMD meshes]
+        mesh: the DeviceMesh of these axes; None if the user gave none.
+        spmd: the mesh of which that is a part, if parameters lie on the whole of it. [Note: SPMD meshes]
     """
 
     groups: ProcessGroups
@@ -30,7 +30,7 @@ class DataMesh:
 
     @cached_property
     def ranks(self) -> frozenset[int]:
-        """All of them."""
+        """The ranks of all axes."""
         groups = self.groups
         ranks = set(groups.shard.ranks) | set(groups.replicate.ranks if groups.replicate is not None else ())
         return frozenset(ranks if self.mesh is None else ranks | set(self.mesh.mesh.flatten().tolist()))
@@ -38,12 +38,12 @@ class DataMesh:
 
 @dataclass(eq=False)
 class DataMeshes:
-    """Those of all parameters of a unit.
+    """The meshes of all parameters of a unit.
 
     Attributes:
         own: the unit's.
-        others: of parameters that are sharded over other ranks, or lie on another mesh, by their ids as the user had
-            them.
+        others: of parameters that are sharded over other ranks, or lie on another mesh, by the ids of the user's
+            objects.
     """
 
     own: DataMesh
@@ -55,14 +55,14 @@ class DataMeshes:
         return [self.own, *dict.fromkeys(self.others.values())]
 
     def of(self, parameter: torch.Tensor) -> DataMesh:
-        """That of a `parameter`, as the user had it."""
+        """The mesh of a `parameter`, the user's object."""
         return self.others.get(id(parameter), self.own)
 
     def places(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, DataMesh]]:
-        """Where `modules` hold parameters of other meshes."""
+        """The places where `modules` hold parameters of other meshes."""
         held = [(module, name, id(p)) for module in modules for name, p in module._parameters.items()]
         return [(module, name, self.others[key]) for module, name, key in held if key in self.others]
 
     def follow(self, places: Iterable[tuple[nn.Module, str, DataMesh]]) -> None:
-        """What is in these `places` now, which may be new objects, is what the others are of."""
+        """Assign the other meshes to the parameters in these `places` now, which may be new objects."""
         self.others = {id(module._parameters[name]): mesh for module, name, mesh in places}

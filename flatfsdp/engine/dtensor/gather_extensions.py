@@ -1,7 +1,7 @@
-"""Parameters with gather hooks, maybe inside of DTensors of tensor parallelism, as transformed parameters.
+"""Parameters with gather hooks, maybe inside DTensors of tensor parallelism, as transformed parameters.
 
-The leaf is the master, of which only the shape is there while a unit is unsharded. Modules see what the hooks made of
-what was gathered, with the leaf behind it in the graph. [Note: gather hooks]
+The leaf is the master, of which only the shape exists while a unit is unsharded. Modules see the hooks' results for the
+gathered tensors, with the leaf behind them in the graph. [Note: gather hooks]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ExtendedParam:
     """A parameter that is stored as the master of a tensor with gather hooks.
 
     Attributes:
-        outer: the DTensor that the tensor was this rank's part of, if it was.
+        outer: the DTensor whose local part the tensor was, if it was one.
     """
 
     hooks: GatherHooks
@@ -36,8 +36,8 @@ class GatherExtensions(Transform):
     """The transformation of tensors with gather hooks."""
 
     def __init__(self, parallel: TensorParallel, policy: Any) -> None:
-        """`parallel`: of DTensors that have such tensors inside; `policy`: of mixed precision, which hooks are
-        given."""
+        """`parallel`: for DTensors that have such tensors inside; `policy`: of mixed precision, an argument of the
+        hooks."""
         self._parallel, self._policy = parallel, policy
 
     def applies(self, parameter: torch.Tensor) -> bool:
@@ -45,7 +45,7 @@ class GatherExtensions(Transform):
         return has_gather_hooks(_dtensor.local_of(parameter) if _dtensor.is_dtensor(parameter) else parameter)
 
     def check(self, path: str, parameter: torch.Tensor) -> None:
-        """Refuse a parameter whose hooks, or whose DTensor, cannot be followed."""
+        """Refuse a parameter whose hooks, or whose DTensor, are not supported."""
         self._taken(path, parameter)
 
     def _taken(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, ExtendedParam]:
@@ -61,17 +61,17 @@ class GatherExtensions(Transform):
         return state.hooks.master_of(tensor).contiguous(), state
 
     def attach(self, state: ExtendedParam, module: nn.Module, mesh: Any) -> None:
-        """`module` computes with the parameter, which `mesh` shards."""
+        """Set the `module` that computes with the parameter, and the `mesh` that shards it."""
         state.hooks.attach(module, mesh)
-        if _save_masters not in module._state_dict_hooks.values():  # copies have it
+        if _save_masters not in module._state_dict_hooks.values():  # copies have it already
             module.register_state_dict_post_hook(_save_masters)
 
     def gather_hooks(self, state: ExtendedParam) -> GatherHooks:
-        """Those of the parameter."""
+        """The hooks of the parameter."""
         return state.hooks
 
     def see(self, leaf: torch.Tensor, state: ExtendedParam) -> torch.Tensor:
-        """What was made of the last gather."""
+        """The result of the last gather."""
         seen = state.hooks.seen
         assert seen is not None
         if state.outer is not None:
@@ -80,12 +80,12 @@ class GatherExtensions(Transform):
         return made
 
     def describe(self, state: ExtendedParam) -> str:
-        """The class whose hooks are used, and how its DTensor lies."""
+        """The class whose hooks are used, and the placements of its DTensor."""
         outer = "" if state.outer is None else self._parallel.describe(state.outer)
         return f"{outer} gathered by the hooks of {state.hooks.kind.__name__}"
 
     def can_be_pickled(self, state: ExtendedParam) -> bool:
-        """Unless its DTensor cannot."""
+        """True unless it has a DTensor, which cannot be pickled."""
         return state.outer is None
 
     def around(self, stored: torch.Tensor, state: ExtendedParam) -> torch.Tensor:
@@ -94,7 +94,7 @@ class GatherExtensions(Transform):
         return made if state.outer is None else self._parallel.around(made, state.outer)
 
     def part(self, state: ExtendedParam) -> Part | None:
-        """Which part of the whole is stored here, under tensor parallelism."""
+        """The position of the stored part in the whole, under tensor parallelism."""
         return None if state.outer is None else self._parallel.part(state.outer)
 
     def assemble(self, stored: torch.Tensor, state: ExtendedParam) -> torch.Tensor:
@@ -103,13 +103,13 @@ class GatherExtensions(Transform):
         return self._parallel.assemble(stored, state.outer)
 
     def axes(self, state: ExtendedParam, device: torch.device) -> list[tuple[Axis, bool]]:
-        """Those of the DTensor's mesh."""
+        """The axes of the DTensor's mesh."""
         return [] if state.outer is None else self._parallel.axes(state.outer, device)
 
 
 def _save_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """State dicts have masters as DTensors of plain tensors: files then need no class of the user's to be read, and
-    hold no more than these, while torch writes all memory behind a tensor of another class."""
+    """Save masters as DTensors of plain tensors: reading such files then requires no user-defined class, and they
+    contain nothing else, while torch writes all memory behind a tensor of another class."""
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
         if (
@@ -121,7 +121,7 @@ def _save_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
 
 
 class _Seen(torch.autograd.Function):
-    """What modules see of a leaf, which has no memory; its gradient is the leaf's."""
+    """The seen form of a leaf, which has no memory; its gradient is the leaf's."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, seen: torch.Tensor, outer: StoredDTensor | None) -> torch.Tensor:

@@ -1,14 +1,14 @@
 """Gradients of small parameters in DTensors that are made once.
 
-[Note: kept gradients] To make a DTensor and its local tensor, and to let both go, takes longer than most of what else a
-step does to a small parameter. So a handle whose parameters are small keeps the DTensors in which its gradients are
-shown, and their local tensors, which are views of one storage. The next gradients are copied there, unless anybody
-else has any of these (a variable, a graph, a weak reference of a DTensor, a view of the memory), as counts of
-references show; or somebody hung an attribute on one, made one require a gradient, or transposed or reshaped one in
-place. Else others are made.
+[Note: kept gradients] To make and destroy a DTensor and its local tensor takes longer than most other work of a step on
+a small parameter. So a handle whose parameters are small keeps the DTensors in which its gradients are shown, and their
+local tensors, which are views of one storage. The next gradients are copied there, unless other code still has a
+reference to any of these (a variable, a graph, a weak reference of a DTensor, a view of the memory), as counts of
+references show; or has set an attribute on one, made one require a gradient, or transposed or reshaped one in
+place. In these cases new ones are made.
 
 Memory of dropped gradients is given back where the next forward begins, or the backward if they were dropped after
-that. That is why parameters must be small.
+that. Therefore parameters must be small.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from ..base import _dtensor, _torch
 
 MOST = 4 * 1024  # bytes of a gradient, on average
-# Without either, references would be missed.
+# Without both, references would be missed.
 _COUNTS = hasattr(torch.Tensor, "_use_count") and getattr(sys, "_is_gil_enabled", lambda: True)()
 
 _SPEC, _LOCAL, _SHAPE = attrgetter("_spec"), attrgetter("_local_tensor"), attrgetter("shape")
@@ -37,16 +37,16 @@ class KeptGradients:
     """The gradients of certain parameters of one handle.
 
     Attributes:
-        trained: which parameters these are; indices: in the order of the DTensors.
+        trained: these parameters; indices: in the order of the DTensors.
         is_whole: whether these are all parameters, in order.
-        shows: the DTensors have gradients, and memory.
+        shows: whether the DTensors have gradients, and memory.
     """
 
     def __init__(
         self, trained: frozenset[int], specs: Sequence[Any], like: torch.Tensor, parts: Callable[[torch.Tensor], Parts]
     ) -> None:
-        """`specs`: of all parameters of the handle; `like`: what is reduced, of all of them; `parts`: which have a part
-        of such a tensor, and the part of each, as a view."""
+        """`specs`: of all parameters of the handle; `like`: the reduced tensor of all of them; `parts`: returns the
+        indices of parameters with a part in such a tensor, and the part of each, as a view."""
         self.trained, self.shows = trained, False
         with torch.inference_mode(False):
             self._flat = torch.empty_like(like)
@@ -63,11 +63,11 @@ class KeptGradients:
 
     @staticmethod
     def serve(total: torch.Tensor, parameters: int) -> bool:
-        """Whether gradients are kept where `total` has those of so many `parameters`."""
+        """Whether to keep gradients like those of so many `parameters` in `total`."""
         return type(total) is torch.Tensor and total.nbytes <= MOST * parameters and _COUNTS
 
     def _facts(self) -> tuple[Any, ...]:
-        """How many have each, and what of the local tensors can be changed in place without a write to them."""
+        """The counts of references, and the attributes of local tensors that change in place without a write."""
         made, parts = self._made, self._locals
         return (
             _torch.storage_uses(self._storage._cdata),
@@ -82,8 +82,8 @@ class KeptGradients:
         )
 
     def release(self) -> bool:
-        """Let go of the memory, if nobody else has any of it, or changed what the next gradients would have; whether
-        that is so."""
+        """Release the memory, if no other code has a reference to it or has changed attributes of the next gradients;
+        returns whether it is released."""
         if (
             self.shows
             and self._facts() == self._alone
@@ -99,17 +99,17 @@ class KeptGradients:
         return not self.shows
 
     def show(self, total: torch.Tensor) -> list[Any] | None:
-        """The DTensors, which show what `total` has from now on, if nobody else has any of them."""
+        """The DTensors, which show the values of `total` from now on; None if other code has a reference to them."""
         if self.shows and not self.release():
             return None
         self._storage.resize_(self._bytes)
-        self._address = self._storage.data_ptr()  # another one where a program moves it to shared memory
+        self._address = self._storage.data_ptr()  # changes if a program moves it to shared memory
         self._flat.copy_(total)
         self.shows = True
         return self._made
 
     def are_grads_of(self, holders: Sequence[torch.Tensor]) -> bool:
-        """Whether they are the gradients of their parameters among `holders`, and show what they were to show last."""
+        """Whether they are the gradients of their parameters among `holders`, and have their own local tensors."""
         if not self.shows:
             return False
         if not self.is_whole:

@@ -1,4 +1,4 @@
-"""Where modules hold the parameters of one handle: at rest others than they compute with."""
+"""The places in modules for the parameters of one handle, which differ at rest and in computation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..flat.param_refs import ParamRef
 
 
 class _Contents(NamedTuple):
-    """What places have: by place; and what each module's dictionary takes, in a call for all of its places."""
+    """Contents of places: by place; and by module's dictionary, for one update of all of its places."""
 
     held: list[nn.Parameter]
     by_module: list[dict[str, nn.Parameter]]
@@ -23,13 +23,13 @@ class _Contents(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slots:
-    """Places that take what they are to hold without a call of a Python function for each.
+    """Places that are updated without a call of a Python function for each.
 
     Attributes:
-        held: what each has now; the dictionary of each, its key there, and which parameter it has.
+        held: the present object of each; the dictionary of each, its key there, and the index of its parameter.
         modules: each dictionary once.
-        at_rest, computing: what they have.
-        others: places in modules with a way of their own to take a parameter, as recurrent ones have.
+        at_rest, computing: their contents.
+        others: places in modules with their own method for setting a parameter, such as recurrent ones.
     """
 
     held: list[nn.Parameter]
@@ -43,34 +43,34 @@ class _Slots:
 
 
 class ModulePlaces:
-    """Places in modules, and what they hold: `leaves` while a unit computes, else `holders`. They change together, four
+    """Places in modules, and their contents: `leaves` while a unit computes, else `holders`. They change together, four
     times in a step."""
 
     def __init__(self, leaves: Sequence[nn.Parameter], holders: Sequence[nn.Parameter]) -> None:
         self._leaves, self._holders = leaves, holders
         self._places: list[tuple[ParamRef, int]] = []
         self._slots: _Slots | None = None
-        self._computing: bool | None = None  # what was shown last
+        self._computing: bool | None = None  # the argument of the last `show`
 
     def add(self, param_ref: ParamRef, index: int) -> None:
-        """`param_ref` is a place of the parameter `index`, maybe known before."""
+        """Add `param_ref` as a place of parameter `index`; it may be known already."""
         self._slots = None  # its module may have another dictionary now
         if not any(param_ref is each for each, _ in self._places):
             self._places.append((param_ref, index))
             param_ref.keeps_place = True
 
     def remove(self, param_ref: ParamRef) -> None:
-        """`param_ref` is a place of none of these parameters any more."""
+        """Remove `param_ref`, which is a place of none of these parameters any more."""
         self._slots = None
         self._places = [each for each in self._places if each[0] is not param_ref]
         param_ref.hold_in([param_ref.held], 0)
 
     def forget(self) -> None:
-        """Another parameter is among the holders."""
+        """Rebuild the contents: another parameter is among the holders."""
         self._slots = None
 
     def show(self, *, computing: bool) -> None:
-        """Let modules hold the leaves, or the holders, unless they do."""
+        """Let modules hold the leaves, or the holders, unless they do already."""
         if computing is self._computing:
             return
         self._computing = computing
@@ -82,8 +82,8 @@ class ModulePlaces:
             param_ref.hold(parameters[index])
 
     def displaced(self) -> set[int]:
-        """Of which parameters modules hold something else than was shown last. Those that take parameters in a way of
-        their own are left out."""
+        """The indices of parameters in whose places modules hold other objects than the last shown. Modules with their
+        own method for setting parameters are left out."""
         slots = self._slots
         if slots is None or self._computing is None:
             return set()

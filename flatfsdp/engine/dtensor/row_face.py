@@ -1,4 +1,4 @@
-"""Parameters that are DTensors of rows between iterations: what `fully_shard` shows of the flat parameters below."""
+"""Parameters that are DTensors of rows between iterations: the form in which `fully_shard` shows flat parameters."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class RowFaces:
 
     Attributes:
         mesh: the DeviceMesh of data parallelism, (shard,) or (replicate, shard); None in a copy for another process.
-        stored: for each leaf the `StoredDTensor` that it was; None for a plain tensor. Empty where all are plain.
-        hooks: for each leaf its gather hooks, or None: what is there of it is a tensor of its own class. Empty where
-            none has such.
+        stored: for each leaf its `StoredDTensor`, if it was a DTensor; None for a plain tensor. Empty if all are plain.
+        hooks: for each leaf its gather hooks, or None; with hooks the local tensor is of the parameter's own class.
+            Empty if none has hooks.
     """
 
     mesh: Any
@@ -54,7 +54,7 @@ class RowFaces:
         """The face of `leaves`.
 
         Raises:
-            UsageError: a parameter without dimensions; or what the DTensors take is not there.
+            UsageError: a parameter without dimensions; or this torch lacks names that DTensors need.
         """
         nothing = (None,) * len(leaves)
         return RowFace(leaves, layout, rank, self.mesh, self.stored or nothing, self.hooks or nothing)
@@ -65,7 +65,7 @@ class RowFaces:
 
 
 class _Rows:
-    """How one parameter's rows on this rank lie in memory, and in which DTensor they are.
+    """The memory layout of one parameter's rows on this rank, and the spec of their DTensor.
 
     Attributes:
         numel: the elements of these rows.
@@ -96,8 +96,8 @@ class _Rows:
         return made
 
     def local(self, piece: torch.Tensor) -> torch.Tensor:
-        """`piece`, which has these rows as the shard has them, in the parameter's shape, as a view. Without elements it
-        is memory of its own, since other parameters' places begin where it ends."""
+        """A view of `piece`, these rows in the shard's layout, in the parameter's shape. Without elements it is
+        memory of its own, since other parameters' places begin at its end."""
         if not self.numel:
             return piece.new_empty(1)[:0].view(self._shape)
         if piece.shape == self._shape:
@@ -107,28 +107,28 @@ class _Rows:
         return piece.as_strided(self._shape, self._stride, piece.storage_offset())
 
     def held(self, piece: torch.Tensor) -> torch.Tensor:
-        """`local` as the parameter has it: in a storage of its own, and a tensor of its own class where that is not a
-        plain one."""
+        """`local` as the parameter holds it: in a storage of its own, and as a tensor of the parameter's class if that
+        is not a plain one."""
         local = self.local(_apart(piece))
         return local if self.hooks is None else self.hooks.around(local)
 
     def plain(self, value: torch.Tensor) -> torch.Tensor:
-        """What `value`, which may be of the parameter's class, has for the shard."""
+        """The value of `value`, which may be of the parameter's class, for the shard."""
         return value if self.hooks is None else self.hooks.master_of(value)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """As what a piece of a shard is seen that has elements: () for itself, None where `local` decides."""
+        """The shape for a view of a non-empty piece of a shard: () for the piece itself, None if `local` decides."""
         if not self.numel or self._stride is not None:
             return None
         return () if len(self._shape) == 1 else self._shape
 
     def piece(self, local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """`local`, of the parameter's shape, as the shard has it; `like`: the shard's own. A view where that can be."""
+        """`local`, of the parameter's shape, in the shard's layout; `like`: the shard's piece. A view if possible."""
         return local if local.shape == like.shape else local.permute(self._order).reshape(-1)
 
     def check(self, value: Any, what: str) -> None:
-        """Refuse a `value` that is no DTensor split as this parameter is."""
+        """Refuse a `value` that is not a DTensor split like this parameter."""
         expected = self.spec(value.dtype)
         if not _dtensor.is_dtensor(value):
             found = f"a {type(value).__name__} of shape {tuple(value.shape)}"
@@ -149,10 +149,10 @@ class _Rows:
 
 
 def _apart(piece: torch.Tensor) -> torch.Tensor:
-    """The memory of `piece`, a view of the shard, as a tensor whose storage is these bytes alone. A DTensor has the
-    offset of its local tensor: torch pickles and copies none that has any, and writes all of a storage to a file.
+    """The memory of `piece`, a view of the shard, as a tensor whose storage is these bytes alone. A DTensor has its
+    local tensor's offset: torch pickles and copies none with an offset, and writes whole storages to files.
 
-    It is made of a view, so that a write to it is one to the shard, by their version."""
+    It is made from a view, so that a write to it increments the shard's version."""
     if piece.is_meta or is_memoryless() or not piece.numel():
         return piece
     storage, start = piece.untyped_storage(), piece.storage_offset() * piece.itemsize
@@ -163,9 +163,9 @@ def _apart(piece: torch.Tensor) -> torch.Tensor:
 class RowFace(Face):
     """One `Parameter` that is a DTensor for each leaf: this rank's rows, in memory of the shard. [Note: faces]
 
-    Holders are made once. What a user puts in the place of one (`load_state_dict(assign=True)`, `swap_tensors`) is a
-    holder from then on if it is split alike: its values go to the shard, and it shows that. Gradients are DTensors,
-    too, split as their parameters are, on every rank where any has rows.
+    Holders are made once. A user's replacement for one (`load_state_dict(assign=True)`, `swap_tensors`) becomes a
+    holder if it is split alike: its values go to the shard, and it shows the shard. Gradients are also DTensors, split
+    like their parameters, on every rank if any has rows.
     """
 
     words = FaceWords("parameters at rest", "DTensors", "fully_shard", holder="the DTensor")
@@ -190,7 +190,7 @@ class RowFace(Face):
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._places = ModulePlaces(leaves, self.holders)
         self.displaced = self._places.displaced
-        self._computes = self._reached = False  # modules hold the leaves; and have done so since flags were followed
+        self._computes = self._reached = False  # modules hold the leaves; also since flags were last followed
         self._followed = list(map(_REQUIRES_GRAD, leaves))
         self._specs: dict[torch.dtype, list[Any]] = {}
         self.kept: KeptGradients | None = None
@@ -209,14 +209,14 @@ class RowFace(Face):
                 holder = self.holders[i]
                 if holder.dtype != shard.dtype or holder.device != shard.device:
                     made = nn.Parameter(_dtensor.dtensor(local, spec), holder.requires_grad)
-                    torch.utils.swap_tensors(holder, made)  # the object stays, which optimizers hold
+                    torch.utils.swap_tensors(holder, made)  # keeps the object, to which optimizers refer
                 _dtensor.set_local(holder, local, spec)
         self._note_memory()
 
     def _note_memory(self) -> None:
         self._locals = list(map(_LOCAL, self.holders))
-        # An operation on a DTensor raises the version of that, one on its local tensor the shard's; but for those of
-        # another class, which have the shard inside.
+        # An operation on a DTensor increments its own version, one on its local tensor the shard's; except for local
+        # tensors of another class, which have the shard inside.
         apart = [local for local, rows in zip(self._locals, self._rows, strict=True) if rows.hooks is not None]
         self.counters[:] = [*self.holders, *apart]
 
@@ -227,7 +227,7 @@ class RowFace(Face):
     def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
         rows = self._rows[index]
         if not _dtensor.is_dtensor(held) and held.shape == self.holders[index].shape:
-            return rows.plain(held.detach())  # the whole, of which the shard takes its part
+            return rows.plain(held.detach())  # the full tensor, from which the shard takes its part
         rows.check(held, "the parameter")
         local = _dtensor.local_of(held).detach()
         if local.is_meta:
@@ -246,7 +246,7 @@ class RowFace(Face):
                     assign_grad(held, before.grad)
                 self.holders[index] = held
                 self._places.forget()
-            adoptions.count += 1  # of the same object, too: it may have got all of another one
+            adoptions.count += 1  # also for the same object: it may have been swapped with another one
             _dtensor.set_local(held, rows.held(view), rows.spec(view.dtype))
             self._note_memory()
 
@@ -283,8 +283,8 @@ class RowFace(Face):
             found = list(map(_REQUIRES_GRAD, self._leaves)) if self._reached else self._followed
         self._reached = self._computes
         if asked != found:
-            # Users set it on what modules hold: the leaves between a forward and its backward, else the holders. Which
-            # of both differs from what they had in common is what was set.
+            # Users set it on the parameters that modules hold: the leaves between a forward and its backward, else the
+            # holders. The flag that differs from their common value is the one that was set.
             for i, (one, other) in enumerate(zip(asked, found, strict=True)):
                 if one is not other:
                     asked[i] = not self._followed[i]
@@ -313,7 +313,7 @@ class RowFace(Face):
         return [None if grad is None else self.piece_of(i, grad) for i, grad in enumerate(grads)]
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
-        with _torch.as_plain_tensors():  # attributes of DTensors take half as long
+        with _torch.as_plain_tensors():  # halves the time for attributes of DTensors
             specs = self._specs.get(total.dtype) or self._specs_in(total.dtype)
             holders, fits = self.holders, total.dtype == self.holders[0].dtype
             have_none = list(map(_GRAD, holders)).count(None) == len(holders)
@@ -326,7 +326,7 @@ class RowFace(Face):
                         deque(map(set_grad, holders if kept.is_whole else [holders[i] for i in kept.indices], made), 0)
                         return []
                     self.kept = None
-            new, parts = self._parts_of(total, trained)  # which parameters have gradients, and what is theirs now
+            new, parts = self._parts_of(total, trained)  # parameters with gradients, and their new parts
             sums: Sums = []
             if not have_none:
                 found = [(i, holders[i].grad, local) for i, local in zip(new, parts, strict=True)]
@@ -341,18 +341,18 @@ class RowFace(Face):
             return sums
 
     def _new_kept(self, total: torch.Tensor, trained: frozenset[int], specs: Sequence[Any]) -> KeptGradients | None:
-        """What can show gradients like `total`, those of the `trained` parameters; None where these are large."""
+        """An object that shows gradients like `total`, those of `trained` parameters; None if they are large."""
         if not KeptGradients.serve(total, len(trained)):
             return None
         return KeptGradients(trained, specs, total, partial(self._parts_of, trained=trained))
 
     def _parts_of(self, total: torch.Tensor, trained: frozenset[int]) -> tuple[list[int], list[torch.Tensor]]:
-        """The `trained` parameters, and the parts of `total` that are theirs, in their shapes."""
+        """The indices of `trained` parameters, and their parts of `total`, in their shapes."""
         rows, folded = self._rows, self._folded
         new, shown = self._at_rest.pieces_of(total)
         if self._without or len(trained) < len(rows):
             pairs = [(i, piece) for i, piece in zip(new, shown, strict=True) if i in trained and rows[i].numel]
-            # Too: what is computed with a gradient is computed by all ranks.
+            # Also empty ones: computations with a gradient are collective.
             pairs += [(i, total) for i in self._without if i in trained]
             new, shown = [i for i, _ in pairs], [piece for _, piece in pairs]
             folded = [k for k, i in enumerate(new) if i in self._folded]

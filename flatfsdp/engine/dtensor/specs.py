@@ -1,4 +1,4 @@
-"""What a sharded parameter is as a DTensor between iterations: its mesh and its placements, as FSDP2 has them."""
+"""The mesh and placements of a sharded parameter as a DTensor between iterations, as in FSDP2."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
         spec: the layout's entry of the parameter, as it is stored here.
         dim: the dimension that is split.
         dtype: of the parameter.
-        stored: the `StoredDTensor` that the parameter was before it was sharded; None for one that was a plain tensor.
+        stored: the parameter's `StoredDTensor`, if it was a DTensor before it was sharded; None for a plain tensor.
 
-    Its strides are row-major, as FSDP2's, whatever the order in memory. With tensor parallelism the mesh is that of
-    both. Its rows are split by tensor parallelism first and by data parallelism then, so where both split `dim` the
+    Its strides are row-major, as FSDP2's, independent of the order in memory. With tensor parallelism the mesh is that
+    of both. Its rows are split by tensor parallelism first and by data parallelism second, so if both split `dim` the
     placement is `_StridedShard`.
 
     Raises:
-        UsageError: this torch lacks what that takes, the meshes are not of one mesh, or no placement shows which rows
-            ranks have.
+        UsageError: this torch lacks required names, the meshes are not of one mesh, or no placement describes the rows
+            of ranks.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -55,8 +55,8 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
 
 
 def _require_shown_rows(name: str, made: Any, dim: int, place: int) -> None:
-    """Refuse sizes with which ranks have other rows than a DTensor of the spec `made` shows, of which dimension `place`
-    of the mesh splits `dim` after the others. torch's distributed checkpoint writes what it shows."""
+    """Refuse sizes for which ranks have other rows than those in a DTensor of the spec `made`, where dimension `place`
+    of the mesh splits `dim` after the others. torch's distributed checkpoint writes the DTensor's rows."""
     along = [i for i, each in enumerate(made.placements) if getattr(each, "dim", None) == dim]
     if place not in along:  # all are replicas
         return
@@ -107,7 +107,7 @@ def mesh_of_both(dp_mesh: Any, other: Any) -> Any:
 
 
 def require_dtensors() -> None:
-    """Refuse parameters that are DTensors where this torch lacks names that they take."""
+    """Refuse parameters that are DTensors if this torch lacks names that they need."""
     if absent := _dtensor.missing():
         raise UsageError(
             f"parameters that are DTensors need torch 2.13 or newer: {torch.__version__} lacks {', '.join(absent)}"

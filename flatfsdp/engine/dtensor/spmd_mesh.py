@@ -1,9 +1,9 @@
 """A mesh of all axes, on which parameters are DTensors before data parallelism splits them.
 
-[Note: SPMD meshes] Such a parameter lies on data-parallel dimensions, too, as `Replicate()`, and modules compute with
-it there: inputs are DTensors of the same mesh. What this rank has of it is stored as under tensor parallelism; the
-other dimensions are those of its parts. Its gradient comes as a DTensor of that mesh and may be partial along the
-data-parallel dimensions: what this rank has of it is summed by the reduction of its unit.
+[Note: SPMD meshes] Such a parameter also lies on data-parallel dimensions, as `Replicate()`, and modules compute with
+it there: inputs are DTensors of the same mesh. Its local tensor is stored as under tensor parallelism; the
+other dimensions are those of its parts. Its gradient arrives as a DTensor of that mesh and may be partial along the
+data-parallel dimensions: the local gradients are summed by the reduction of its unit.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SpmdMesh:
 
     Attributes:
         mesh: the DeviceMesh.
-        shard, replicate: the names of its data-parallel dimensions. Those of one kind are neighbors where both the
-            first has several.
+        shard, replicate: the names of its data-parallel dimensions. Several dimensions of `shard` are neighbors in the
+            mesh.
     """
 
     mesh: Any
@@ -40,7 +40,7 @@ class SpmdMesh:
 
     @cached_property
     def dp(self) -> Any:
-        """The mesh of data parallelism: (shard,), (replicate,) or (replicate, shard). Makes a group where several
+        """The mesh of data parallelism: (shard,), (replicate,) or (replicate, shard). Makes a group if several
         dimensions become one."""
         parts = [self._flat(names) for names in (self.replicate, self.shard) if names]
         return parts[0] if len(parts) == 1 else _dtensor.concatenated(parts)
@@ -55,7 +55,7 @@ class SpmdMesh:
 
     @cached_property
     def beside(self) -> Any:
-        """The mesh of the other dimensions; None where there is none."""
+        """The mesh of the other dimensions; None if there are none."""
         names = self.mesh.mesh_dim_names
         others = tuple(name for place, name in enumerate(names) if place not in self.dp_places)
         return self.mesh[others] if others else None
@@ -65,7 +65,7 @@ class SpmdMesh:
         return tuple(each for place, each in enumerate(placements) if place not in self.dp_places)
 
     def check(self, path: str, parameter: Any) -> None:
-        """Refuse a parameter that is no DTensor of the mesh, or split by data parallelism already."""
+        """Refuse a parameter that is not a DTensor of the mesh, or is split along data-parallel dimensions already."""
         call = "fully_shard(mesh=..., dp_mesh_dims=...)"
         if not _dtensor.is_dtensor(parameter):
             raise UsageError(
@@ -85,10 +85,10 @@ class SpmdMesh:
                 )
 
     def at_rest(self, stored: Any, dim: int, dtype: torch.dtype) -> tuple[Any, int]:
-        """The DTensorSpec of a parameter between iterations, of which `dim` is split over the shards, and which
-        dimension of its mesh these are.
+        """The DTensorSpec of a parameter between iterations, of which `dim` is split over the shards, and the dimension
+        of its mesh that is the shards'.
 
-        Several dimensions that are sharded over are one dimension of its mesh, with the replicas' in front.
+        Several dimensions for sharding are one dimension of its mesh, with the replicas' in front.
         """
         from torch.distributed.tensor import Replicate, Shard
 

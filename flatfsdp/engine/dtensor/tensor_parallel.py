@@ -1,10 +1,10 @@
-"""Parameters that tensor parallelism has made DTensors: the flat parameter stores what this rank has of each, and
+"""Parameters that tensor parallelism has made DTensors: the flat parameter stores the local tensor of each, and
 modules see DTensors while a unit is unsharded.
 
-[Note: tensor parallelism] To the engine such a parameter is a plain tensor, that of this rank, whose peers are the
-ranks of the unit's own axes. Modules see it as a DTensor of the mesh that it came on. The backward of that brings the
-gradient to the placements of the parameter, over that mesh (a norm's weight under sequence parallelism has a partial
-one, which is summed there), and from there it goes the way of any other.
+[Note: tensor parallelism] To the engine such a parameter is a plain tensor, the local one, whose peers are the
+ranks of the unit's own axes. Modules see it as a DTensor of its original mesh. The backward of that conversion brings
+the gradient to the placements of the parameter, over that mesh (a norm's weight under sequence parallelism has a
+partial one, which is summed there); from there it is handled like any other.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .spmd_mesh import SpmdMesh
 
 @dataclass(frozen=True, eq=False)
 class StoredDTensor:
-    """What a parameter was that is stored as this rank's part of it.
+    """The description of a DTensor parameter that is stored as this rank's part of it.
 
     Attributes:
-        mesh, placements: where the parts are.
-        shape: of the whole; stride: its, in the order in memory that the parts have. [Note: stored order]
-        spmd: what `mesh` is if it has the data-parallel dimensions, too. [Note: SPMD meshes]
+        mesh, placements: those of the DTensor.
+        shape: of the whole; stride: its strides, in the memory order of the parts. [Note: stored order]
+        spmd: the SPMD mesh, if `mesh` also has the data-parallel dimensions. [Note: SPMD meshes]
     """
 
     mesh: Any
@@ -50,7 +50,7 @@ class StoredDTensor:
         return _dtensor.new_spec(self.mesh, self.placements, self.shape, self.stride, dtype)
 
     def around(self, local: torch.Tensor) -> torch.Tensor:
-        """The DTensor whose part is `local`, through which gradients reach that."""
+        """The DTensor with the local tensor `local`, through which gradients reach that."""
         if self.spmd is not None:
             made: torch.Tensor = _OnSpmdMesh.apply(local, self)
             return made
@@ -61,8 +61,8 @@ class StoredDTensor:
         )
 
     def gradient(self, grad: Any) -> Any:
-        """What this rank's part has of a gradient, which comes as a DTensor: that of a norm's weight is a partial sum
-        under sequence parallelism. Along data-parallel dimensions it stays what it is. Collective over the mesh."""
+        """This rank's part of a gradient, which arrives as a DTensor: that of a norm's weight is a partial sum under
+        sequence parallelism. Along data-parallel dimensions it stays unchanged. Collective over the mesh."""
         if not _dtensor.is_dtensor(grad):
             return grad
         placements = list(self.placements)
@@ -72,14 +72,14 @@ class StoredDTensor:
 
     @property
     def beside(self) -> tuple[Any, tuple[Any, ...]]:
-        """The mesh of the ranks that have the other parts, None where this rank's is the whole; and the placements."""
+        """The mesh of the ranks that have the other parts, None if this rank's is the whole; and the placements."""
         if self.spmd is None:
             return self.mesh, self.placements
         return self.spmd.beside, self.spmd.others_of(self.placements)
 
 
 class _OnSpmdMesh(torch.autograd.Function):
-    """A DTensor of what this rank has. `DTensor.from_local` would sum its gradient over data-parallel dimensions."""
+    """A DTensor of a local tensor. `DTensor.from_local` would sum its gradient over data-parallel dimensions."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, state: StoredDTensor) -> Any:
@@ -92,10 +92,10 @@ class _OnSpmdMesh(torch.autograd.Function):
 
 
 class TensorParallel(Transform):
-    """The transformation of DTensors that lie on a mesh beside the `groups` of their unit."""
+    """The transformation of DTensors on a mesh other than the axes (`groups`) of their unit."""
 
     def __init__(self, meshes: DataMeshes | None = None) -> None:
-        """`meshes`: over which the parameters are sharded besides. Without them nothing more is stored."""
+        """`meshes`: those over which the parameters are also sharded. Without them no new tensor can be stored."""
         self._meshes = meshes
 
     def __reduce__(self) -> tuple[type[TensorParallel], tuple[()]]:
@@ -106,7 +106,7 @@ class TensorParallel(Transform):
         return _dtensor.is_dtensor(parameter)
 
     def check(self, path: str, parameter: torch.Tensor) -> None:
-        """Refuse a DTensor that lies on ranks of the unit's own axes, or in a way that no rank could store."""
+        """Refuse a DTensor that lies on ranks of the unit's own axes, or has unsupported placements."""
         require_dtensors()
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         if mesh.get_coordinate() is None:
@@ -138,7 +138,7 @@ class TensorParallel(Transform):
             )
 
     def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, StoredDTensor]:
-        """This rank's part of `parameter`, and what it is a part of."""
+        """This rank's part of `parameter`, and the description of the DTensor."""
         return _dtensor.local_of(parameter.detach()), self._state_of(parameter)
 
     def _state_of(self, parameter: Any) -> StoredDTensor:
@@ -158,7 +158,7 @@ class TensorParallel(Transform):
         return f"{stride} as a DTensor ({', '.join(sides)})"
 
     def can_be_pickled(self, state: StoredDTensor) -> bool:
-        """Its mesh is of this job."""
+        """False: its mesh is of this job."""
         return False
 
     def assemble(self, stored: torch.Tensor, state: StoredDTensor) -> torch.Tensor:
@@ -175,18 +175,18 @@ class TensorParallel(Transform):
         return _dtensor.local_of(seen) if _dtensor.is_dtensor(seen) else seen
 
     def sharded(self, rows: torch.Tensor, dp_mesh: Any, state: StoredDTensor) -> torch.Tensor:
-        """The DTensor on both meshes that FSDP2 would have of this rank's `rows`."""
+        """The DTensor on both meshes, as in FSDP2, that has this rank's `rows`."""
         spec = spec_at_rest(dp_mesh, ParamSpec("", tuple(rows.shape)), 0, rows.dtype, state)
         made: torch.Tensor = _dtensor.dtensor(rows, spec)
         return made
 
     def part(self, state: StoredDTensor) -> Part | None:
-        """Which part of the whole is stored here; None where that is all of it."""
+        """The position of the stored part in the whole; None if that is all of it."""
         mesh, placements = state.beside
         return None if mesh is None else part_of(state.shape, state.stride, mesh, placements)
 
     def axes(self, state: StoredDTensor, device: torch.device) -> list[tuple[Axis, bool]]:
-        """The axes of its mesh, each with whether its ranks hold different parts, else copies."""
+        """The axes of its mesh, each with True if its ranks hold different parts, False if copies."""
         found = []
         mesh, placements = state.beside
         for dim, placement in enumerate(placements):
@@ -196,7 +196,7 @@ class TensorParallel(Transform):
 
 
 def part_of(shape: Collection[int], stride: Collection[int], mesh: Any, placements: Collection[Any]) -> Part:
-    """What this rank has of a DTensor."""
+    """The position of this rank's part in a DTensor."""
     ranges: list[Ranges] = [((0, size),) if size else () for size in shape]
     copy = 0
     for dim, (placement, place) in enumerate(zip(placements, mesh.get_coordinate(), strict=True)):

@@ -1,6 +1,6 @@
-"""FSDP1's names for our state in one place: what Accelerate, transformers, PEFT, Lightning, verl and DCP touch.
+"""FSDP1's names for our state in one place: those that Accelerate, transformers, PEFT, Lightning, verl and DCP use.
 
-Read-only but for those that programs set after construction: both kinds of prefetch, the limit of gathers, `_is_root`.
+Read-only except those that programs set after construction: both kinds of prefetch, the limit of gathers, `_is_root`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .schedule_api import check_prefetches_on_request
 
 
 class FSDP1Handle:
-    """The handle of a flat parameter of `unit`: verl moves shards to the CPU by it between phases of a step. Names that
-    are not here are the engine's own."""
+    """The handle of a flat parameter of `unit`: verl uses it to move shards to the CPU between phases of a step. Names
+    that are not here are the engine's own."""
 
     def __init__(self, unit: Unit, handle: FlatParamHandle) -> None:
         self._unit = unit
@@ -58,7 +58,7 @@ class FSDP1Handle:
 
     @property
     def _offload_params(self) -> bool:
-        """Whether the shard is on the CPU, and only its unsharded form elsewhere."""
+        """Whether the shard is on the CPU, and only its unsharded form on the device."""
         return self._engines.options.offload
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
@@ -81,8 +81,8 @@ class FSDP1Handle:
         model_of(unit).setup.placed = False
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
-        """Free what is kept of the unit unsharded, if `free_unsharded_flat_param`. Every rank calls it at the same
-        point."""
+        """Free the unit's unsharded parameters that are kept, if `free_unsharded_flat_param`. Every rank calls it at
+        the same point."""
         if free_unsharded_flat_param:
             reshard(self._unit)
 
@@ -101,13 +101,13 @@ class FSDP1Names:
 
     @property
     def _all_handles(self) -> list[FSDP1Handle]:
-        """Those of the whole model, on its outermost wrapper after the first forward; as in FSDP1, none elsewhere."""
+        """The whole model's handles, on its outermost wrapper after the first forward; as in FSDP1, none elsewhere."""
         units = model_of(self._unit).units if self._is_root else []
         return [FSDP1Handle(unit, handle) for unit in units for handle in unit.handles]
 
     @property
     def _handle(self) -> FSDP1Handle | None:
-        """That of the first kind of parameters of this unit."""
+        """The handle of the first kind of parameters of this unit."""
         return FSDP1Handle(self._unit, self._unit.handles[0]) if self._unit.handles else None
 
     @property
@@ -126,17 +126,17 @@ class FSDP1Names:
 
     @_is_root.setter
     def _is_root(self, value: bool) -> None:
-        # verl sets it so that FSDP1 lets it summon the parameters of a wrapper inside, which needs no leave here.
+        # verl sets it so that FSDP1 lets it summon the parameters of a wrapper inside, which is always allowed here.
         pass
 
     @property
     def _fqn_modifiers(self) -> Any:
-        # torch's get_state_dict and set_state_dict read this before anything else. [Note: get_state_dict]
+        # torch's get_state_dict and set_state_dict read this first. [Note: get_state_dict]
         register_wrappers(FSDP1Names)
         raise AttributeError("_fqn_modifiers")  # the wrapped module's own, if it has one
 
     def _lazy_init(self) -> None:
-        """Do what the first forward does first: name and connect units, compare ranks. Collective."""
+        """Run the initialization of the first forward: name and connect units, compare ranks. Collective."""
         quiesce([self._unit], shards=False)
 
     @property
@@ -167,12 +167,12 @@ class FSDP1Names:
 
     @property
     def cpu_offload(self) -> CPUOffload:
-        """Where shards rest."""
+        """The placement of shards between iterations."""
         return self._unit.built.cpu_offload
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """When backward gathers ahead. May be set between iterations, on all ranks, but to BACKWARD_MID."""
+        """When backward gathers ahead. May be set between iterations, on all ranks, except to BACKWARD_MID."""
         return self._unit.options.backward_prefetch
 
     @backward_prefetch.setter
@@ -204,7 +204,7 @@ class FSDP1Names:
 
     @property
     def _use_orig_params(self) -> bool:
-        # A wrapper without parameters has what the others have: all wrappers of an FSDP1 model agree.
+        # A wrapper without parameters reports the others' value: all wrappers of an FSDP1 model agree.
         units = [self._unit, *model_of(self._unit).units]
         return next((handle.face.holds_leaves for unit in units for handle in unit.handles), False)
 
@@ -227,7 +227,7 @@ class FSDP1Names:
     def _gradient_predivide_factor(self) -> float:
         """FSDP1's, for hooks that divide before and after a sum: a power of two near the root of the number of ranks.
 
-        What the engine divides by, and when, `MixedPrecision` decides.
+        The engine's own divisor, and when it applies, follows from `MixedPrecision`.
         """
         world, factor = self.world_size, 1
         while factor * factor < world and world % factor == 0:
@@ -251,7 +251,7 @@ class FSDP1Names:
 
     @property
     def compute_device(self) -> torch.device:
-        """Where this unit computes."""
+        """The device on which this unit computes."""
         return model_of(self._unit).resources.device.device
 
     @property
@@ -263,7 +263,7 @@ class FSDP1Names:
         return TrainingState.SUMMON_FULL_PARAMS if phase is SUMMONED else TrainingState.FORWARD_BACKWARD
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost wrapper of its model. Collective if nothing collective came before."""
+        """Whether this is the outermost wrapper of its model. Collective if no collective operation came before."""
         self._lazy_init()
         return bool(self._is_root)
 

@@ -1,4 +1,4 @@
-"""What a model's owner may do with gradients between a backward and a step."""
+"""Operations of users on gradients between a backward and a step."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class GradientControls:
     ) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 
-        Parameters that are ignored count once. Every rank gets the same norm, a tensor without dimensions. Collective.
-        For modules of `fully_shard`, `torch.nn.utils.clip_grad_norm_` does it, too, by operations on DTensors.
+        Ignored parameters count once. Every rank gets the same norm, a tensor without dimensions. Collective.
+        For modules of `fully_shard`, `torch.nn.utils.clip_grad_norm_` also does it, by operations on DTensors.
 
         Args:
-            max_norm: at most this.
+            max_norm: the upper limit.
             norm_type: the p of the p-norm, 0 or larger; `inf` for the largest absolute value.
             error_if_nonfinite: whether a norm that is infinite or not a number is an error, which names the first
-                gradient that is, and its rank; gradients then stay as they were.
+                gradient with such values, and its rank; gradients then stay unchanged.
 
         Raises:
             NonFiniteError: for such a norm, on every rank.
-            AgreementError: on every rank, within seconds where the others do something else.
+            AgreementError: on every rank, within seconds if the others do something else.
             UsageError: on a nested wrapper or module; an optimizer steps in backwards.
-            ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
+            ConfigTypeError, ConfigValueError: for arguments that are not such numbers.
         """
         model = check_outermost(self._unit, "clip_grad_norm_")
         before_clipping(model)
@@ -50,15 +50,15 @@ class GradientControls:
             return clip_grad_norm(model, parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def reduce_accumulated_gradients(self) -> None:
-        """Reduce now what backwards without synchronization have added up, and make it `.grad`; no backward is needed.
+        """Reduce the gradients accumulated by backwards without synchronization into `.grad`, without a backward.
 
-        For the whole model: a pipeline's schedule calls it for a stage when all microbatches have come back. Parameters
-        to which no rank's gradients came get none. Wrappers whose gradients are not to be synchronized
+        For the whole model: a pipeline's schedule calls it for a stage after the backwards of all microbatches.
+        Parameters for which no rank has gradients get none. Wrappers whose gradients are not to be synchronized
         (`set_requires_gradient_sync(False)`) keep theirs. Collective over the shard groups and the replicate groups.
 
         Raises:
             UsageError: inside a forward or a backward, inside `no_sync()`, or on a nested wrapper.
-            AgreementError: on every rank: some do something else.
+            AgreementError: on every rank: some make another call.
         """
         call, unit = "reduce_accumulated_gradients()", self._unit
         check_outside(unit, call)

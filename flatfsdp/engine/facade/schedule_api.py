@@ -1,4 +1,4 @@
-"""What the owner of a wrapper may set of its schedule while training goes on, under FSDP2's names."""
+"""Settings of a wrapper's schedule that may change during training, under FSDP2's names."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .gradients_api import GradientControls
 
 
 class UnshardHandle:
-    """A gather on its way: what `unshard(async_op=True)` returns."""
+    """A gather in flight: the result of `unshard(async_op=True)`."""
 
     _unit: Unit
 
     def wait(self) -> None:
-        """Wait until the parameters are whole. At no cost if they are, or have been freed meanwhile."""
+        """Wait until the parameters are unsharded. Free if they are, or have been resharded meanwhile."""
         with model_of(self._unit).agreement.waiting(f"unshard() of unit {self._unit.label}"):
             for each in (*self._unit.owning_units, self._unit):
                 if each.is_unsharded and each.phase is IDLE:
@@ -42,7 +42,7 @@ class UnshardHandle:
 class ScheduleControls(GradientControls):
     """Methods of the wrapper that change when it communicates and when it gives memory back. [Note: schedule]
 
-    They hold until they are changed again, and in copies and pickles of a model. Every rank sets the same; the next
+    They hold until they are changed again, also in copies and pickles of a model. Every rank sets the same; the next
     forward or backward compares it.
     """
 
@@ -51,21 +51,21 @@ class ScheduleControls(GradientControls):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this wrapper's parameters before its forward does; not those of wrappers inside.
 
-        They stay whole for that forward, or until the end of the forward or backward in which they are not used. If any
-        rank writes to its shards in the meantime, the forward gathers again. The unsharded tensors are copies: the
-        forward refuses writes to them, and other tensors in the place of their `.data` or `.grad`. Between a forward
-        and its backward it serves a loss that takes parameters directly, of a wrapper that the forward did not call;
-        their gradients are reduced with the others. Collective over the shard group; every rank calls it at the same
-        point, between iterations or inside the forward of an outer wrapper.
+        They stay unsharded for that forward, or until the end of the forward or backward in which they are not used. If
+        any rank writes to its shards in the meantime, the forward gathers again. The unsharded tensors are copies: the
+        forward refuses writes to them, and replacements of their `.data` or `.grad`. Between a forward and its backward
+        it serves a loss that takes parameters directly, of a wrapper that the forward did not call; their gradients are
+        reduced with the others. Collective over the shard group; every rank calls it at the same point, between
+        iterations or inside the forward of an outer wrapper.
 
         Args:
-            async_op: whether to return at once, with a handle; else the parameters are whole, in their own shapes, when
-                it returns, and it returns None. The forward waits on its own.
+            async_op: whether to return at once, with a handle; else the parameters are unsharded, in their own shapes,
+                when it returns, and it returns None. The forward waits itself.
 
         Raises:
-            ConfigTypeError: `async_op` is no bool.
+            ConfigTypeError: `async_op` is not a bool.
             UsageError: inside a backward, or inside `summon_full_params()`.
-            AgreementError: ranks do different things.
+            AgreementError: ranks make different calls.
         """
         check_bool("unshard: async_op", async_op)
         unit = self._unit
@@ -81,60 +81,60 @@ class ScheduleControls(GradientControls):
         return None
 
     def reshard(self) -> None:
-        """Free this wrapper's whole parameters; not those of wrappers inside. Every rank calls it at the same point.
+        """Free this wrapper's unsharded parameters; not those of wrappers inside. All ranks call it at the same point.
 
         A backward that reads them gathers them again, over all ranks of the shard group.
 
         Raises:
             UsageError: inside the wrapper's forward, inside a backward or `summon_full_params()`, or after a backward
                 with `create_graph=True`.
-            AgreementError: ranks do different things.
+            AgreementError: ranks make different calls.
         """
         if _torch.in_backward():
             raise UsageError(f"reshard() of unit {self._unit.label} was called inside a backward; call it after that")
         rest.reshard(self._unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards reduce gradients, as `no_sync()` does for a whole model and a while.
+        """Whether the next backwards reduce gradients, like `no_sync()` for a whole model and the time of a context.
 
-        Without it whole gradients add up, in the memory that they take, until a backward that reduces them.
+        Without it unsharded gradients are accumulated, in memory of their own, until a backward that reduces them.
 
         Args:
-            requires_gradient_sync: False to add up.
+            requires_gradient_sync: False to accumulate.
             recurse: whether for all wrappers inside as well.
 
         Raises:
-            ConfigTypeError: an argument is no bool.
+            ConfigTypeError: an argument is not a bool.
             UsageError: inside a forward or a backward.
         """
         self._set(recurse, "requires_gradient_sync", requires_gradient_sync, "reduce", "all_reduce")
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards reduce gradients over replicas as well, where parameters are replicated.
+        """Whether the next backwards reduce gradients over replicas as well, if parameters are replicated.
 
-        Without it their sums over the shard group add up, one shard in size, until a backward that goes on with all of
-        them. Until then `.grad` is as it was before, and `zero_grad()` does not reach what has added up.
+        Without it their sums over the shard group are accumulated, one shard in size, until a backward that continues
+        with all of them. Until then `.grad` is unchanged, and `zero_grad()` does not affect the accumulated sums.
 
         Args:
-            requires_all_reduce: False to add up. `set_requires_gradient_sync` sets it, too.
+            requires_all_reduce: False to accumulate. `set_requires_gradient_sync` sets it, too.
             recurse: whether for all wrappers inside as well.
 
         Raises:
-            ConfigTypeError: an argument is no bool.
+            ConfigTypeError: an argument is not a bool.
             UsageError: inside a forward or a backward.
         """
         self._set(recurse, "requires_all_reduce", requires_all_reduce, "all_reduce")
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What the sum of this wrapper's gradients over all ranks is divided by, in place of the number of ranks.
+        """Set the divisor of the sum of this wrapper's gradients over all ranks, in place of the number of ranks.
 
-        Wrappers inside are not meant.
+        It does not apply to wrappers inside.
 
         Args:
             factor: a positive number.
 
         Raises:
-            ConfigTypeError, ConfigValueError: no such number.
+            ConfigTypeError, ConfigValueError: not such a number.
             UsageError: inside a forward or a backward; the model has a communication hook, which does the scaling.
         """
         method = "set_gradient_divide_factor"
@@ -154,18 +154,18 @@ class ScheduleControls(GradientControls):
         """Call `hook(total)` on every sum of this wrapper's gradients, for example to reduce it further.
 
         `total` has this rank's shard of the sum over all ranks of the wrapper's groups, 1-D in the reduce dtype and not
-        divided yet (with a communication hook: what that left, or its mean over replicas); the hook changes it in
-        place. Hooks run in the same order on every rank, once per flat gradient in each backward that reduces: where
-        parameters lie on several meshes, on the sum of each mesh, so that one that communicates has to suit them all.
+        divided yet (with a communication hook: its result, or the mean of that over replicas); the hook changes it in
+        place. Hooks run in the same order on every rank, once per flat gradient in each backward that reduces: if
+        parameters lie on several meshes, on the sum of each mesh, so that a hook that communicates must suit them all.
         Copies of a model have copies of the hook; pickles do not have it, and warn.
 
         Args:
-            hook: a callable that returns None, or what has a `wait()`; None to take the last one away.
-            stream: where it runs, for parameters on an accelerator that are not replicated; None for the stream of the
+            hook: a callable that returns None, or an object with a `wait()`; None to remove the previous one.
+            stream: its stream, for parameters on an accelerator that are not replicated; None for the stream of the
                 backward.
 
         Raises:
-            ConfigTypeError, ConfigValueError: no callable; a stream where there is none, or of a hybrid.
+            ConfigTypeError, ConfigValueError: not callable; a stream if there is none, or of a hybrid.
             UsageError: inside a forward or a backward.
         """
         method, unit = "set_all_reduce_hook", self._unit
@@ -183,24 +183,24 @@ class ScheduleControls(GradientControls):
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Whether parameters are freed between a forward and its backward, in place of the strategy's choice.
 
-        True also for the outermost wrapper, which otherwise stays whole until its backward; with False parameters stay
-        whole after a forward without gradients, too, until a backward or for as long as nobody writes to them: several
-        evaluations gather once.
+        True also applies to the outermost wrapper, which otherwise stays unsharded until its backward. With False
+        parameters also stay unsharded after a forward without gradients, until a backward or the next write to them:
+        several evaluations gather once.
 
-        A number n is between the two: n ranks in a row keep the parameters among them, 1/n each, in the dtype of
-        computation, and the backward gathers them there, often on one host. The ranks of the shard group are cut into
-        such rows in their order; the next forward makes process groups for them, once for each n. What is kept is
-        copied, and freed as the backward has gathered it; a second backward of the same graph gathers over the whole
-        shard group.
+        A number n is between the two: n consecutive ranks keep the parameters among them, 1/n each, in the dtype of
+        computation, and the backward gathers them there, often on one host. The ranks of the shard group are split into
+        such runs in their order; the next forward makes process groups for them, once for each n. The pieces are
+        copies, and are freed when the backward has gathered them; a second backward of the same graph gathers over the
+        whole shard group.
 
         Args:
-            reshard_after_forward: False saves a gather in backward and takes the memory of whole parameters. A number
-                divides that of the shards: 1 means False, that of all shards True.
+            reshard_after_forward: False saves a gather in backward and takes the memory of unsharded parameters. A
+                number divides the number of shards: 1 means False, the number of shards True.
             recurse: whether for all wrappers inside as well.
 
         Raises:
             ConfigTypeError: an argument is neither bool nor, for the first, int.
-            ConfigValueError: a number that does not divide the number of shards, in a wrapper that is meant.
+            ConfigValueError: a number that does not divide the number of shards of an affected wrapper.
             UsageError: inside a forward or a backward.
         """
         method, name = "set_reshard_after_forward", "reshard_after_forward"
@@ -221,45 +221,45 @@ class ScheduleControls(GradientControls):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after a backward, in place of the strategy's choice.
 
-        With False, parameters stay whole between microbatches, which then gather nothing. Once an optimizer has written
-        to the shards of any rank, the next forward gathers all that was kept again.
+        With False, parameters stay unsharded between microbatches, which then gather nothing. Once an optimizer has
+        written to the shards of any rank, the next forward gathers all kept parameters again.
 
         Args:
-            reshard_after_backward: False saves gathers in the next forward and takes the memory of whole parameters.
+            reshard_after_backward: False saves gathers in the next forward, takes the memory of unsharded parameters.
             recurse: whether for all wrappers inside as well.
 
         Raises:
-            ConfigTypeError: an argument is no bool.
+            ConfigTypeError: an argument is not a bool.
             UsageError: inside a forward or a backward.
         """
         self._set(recurse, "reshard_after_backward", reshard_after_backward, "reshard_after_backward")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this wrapper's backward reads its parameters; wrappers inside are not meant.
+        """Whether this wrapper's backward reads its parameters; it does not apply to wrappers inside.
 
-        An embedding's does not: with False they are not gathered for it. A backward that reads them after all fails, in
-        words of autograd's.
+        An embedding's does not: with False they are not gathered for it. A backward that reads them nevertheless fails
+        with an error of autograd.
 
         Args:
             unshard_in_backward: False saves a gather.
 
         Raises:
-            ConfigTypeError: no bool.
+            ConfigTypeError: not a bool.
             UsageError: inside a forward or a backward.
         """
         self._set(False, "unshard_in_backward", unshard_in_backward, "unshard_in_backward")
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[nn.Module]) -> None:
-        """Gather these wrappers' parameters when this one's forward begins, in place of what `forward_prefetch` sets.
+        """Gather these wrappers' parameters when this one's forward begins, in place of `forward_prefetch`.
 
-        As many as are listed may be gathered ahead of their use, in the memory that they take; what the forward then
-        does not use is freed at its end. Every rank lists the same.
+        All listed wrappers may be gathered ahead of their use, and take memory for that time; those that the forward
+        does not use are freed at its end. Every rank lists the same.
 
         Args:
             modules: wrappers of the same model, in the order of their gathers; none to return to `forward_prefetch`.
 
         Raises:
-            ConfigTypeError, ConfigValueError: no list of wrappers of this model, or this one is in it.
+            ConfigTypeError, ConfigValueError: not a list of wrappers of this model, or this one is in it.
             UsageError: inside a forward or a backward.
         """
         model_of(self._unit).setup.set_options(
@@ -267,16 +267,16 @@ class ScheduleControls(GradientControls):
         )
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[nn.Module]) -> None:
-        """Gather these wrappers' parameters when this one's backward begins, in place of `backward_prefetch`'s.
+        """Gather these wrappers' parameters when this one's backward begins, in place of `backward_prefetch`.
 
-        As many as are listed may be gathered ahead of their use. A backward gathers a wrapper where it is first listed
-        or needed, those that the forward did not use not at all. Every rank lists the same.
+        All listed wrappers may be gathered ahead of their use. A backward gathers a wrapper where it is first listed
+        or needed; a wrapper that the forward did not use is not gathered. Every rank lists the same.
 
         Args:
             modules: wrappers of the same model, in the order of their gathers; none to return to `backward_prefetch`.
 
         Raises:
-            ConfigTypeError, ConfigValueError: no list of wrappers of this model, or this one is in it.
+            ConfigTypeError, ConfigValueError: not a list of wrappers of this model, or this one is in it.
             UsageError: inside a forward or a backward.
         """
         model_of(self._unit).setup.set_options(
@@ -285,21 +285,21 @@ class ScheduleControls(GradientControls):
 
     def keep_frozen_unsharded(self, max_bytes: int | None = None, *, on: str = "device") -> None:
         """Keep frozen parameters of this wrapper, and of those inside, once they were gathered: the next forward
-        gathers them, later ones and backwards do not. In place of earlier targets.
+        gathers them, later forwards and backwards do not. Replaces earlier calls.
 
         All frozen parameters of a wrapper are kept, or none; wrappers are taken in the order of their modules, parents
-        last, as far as `max_bytes` reaches, and what does not fit is left out. Every rank chooses the same, which the
-        next forward compares; that one gathers. What is loaded into them, or written to them on all ranks, is seen by
-        the next forward. One that is trained after all is not kept any more. `flatfsdp.summary` shows what is kept.
+        last, up to `max_bytes`, and those that do not fit are left out. Every rank chooses the same, which the next
+        forward compares; that one gathers. The next forward sees values that are loaded into them, or written to them
+        on all ranks. Parameters that are trained later are not kept any more. `flatfsdp.summary` shows the kept ones.
 
         Args:
-            max_bytes: how many bytes of unsharded parameters each rank keeps, in the dtype in which they compute; None
-                for all that is frozen, 0 to keep nothing.
-            on: "device", where nothing has to be done for their next use; or "host", in page-locked memory, from which
+            max_bytes: the bytes of unsharded parameters that each rank keeps, in the dtype in which they compute; None
+                for all frozen parameters, 0 to keep nothing.
+            on: "device", where the next use takes no work; or "host", in page-locked memory, from which
                 each use copies them into the memory that a gather would have filled.
 
         Raises:
-            ConfigTypeError, ConfigValueError: no such number, or another place.
+            ConfigTypeError, ConfigValueError: not such a number, or another place.
             UsageError: inside a forward or a backward, or inside `inference()`.
         """
         keep_frozen(self._unit, units_in(cast(nn.Module, self)), max_bytes, on)
@@ -307,16 +307,16 @@ class ScheduleControls(GradientControls):
     def set_unshard_async_op(self, async_op: bool) -> None:
         """Whether gathers are issued on the stream of the computation, for the whole model.
 
-        They then take their memory there, so that on an accelerator none is tied up in the pool of another stream; they
-        still run beside computation, but casts and uploads before them do not. Nothing is gathered ahead by itself, on
-        CPU either: BACKWARD_PRE, the default of `backward_prefetch`, is without effect. What is to be there in time is
-        listed by `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch`, or asked for by `unshard()`.
+        They then allocate their memory there, so that on an accelerator none is tied up in the pool of another stream;
+        they still overlap with computation, but casts and uploads before them do not. There is no automatic prefetch,
+        on CPU either: BACKWARD_PRE, the default of `backward_prefetch`, is without effect. Prefetch by
+        `set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`, or `unshard()`.
 
         Args:
-            async_op: True for that, False for a stream of their own.
+            async_op: True for the stream of the computation, False for a stream of their own.
 
         Raises:
-            ConfigTypeError: no bool.
+            ConfigTypeError: not a bool.
             ConfigValueError: True, and a wrapper inside was made with `forward_prefetch=True`, `BACKWARD_POST` or
                 `BACKWARD_MID`.
             UsageError: inside a forward or a backward, or on a nested wrapper.
@@ -336,21 +336,21 @@ class ScheduleControls(GradientControls):
         rest.set_unshard_async_op(model, async_op)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backwards of the whole model end with all of their reductions, as the last of several does.
+        """Whether the next backwards of the whole model finish all of their reductions, as the last of several must.
 
-        With False the reduction that is issued last goes on beside what follows, until somebody reads a `.grad` that it
-        brings, or the next backward begins. It is that of the wrapper whose forward begins first, and holds its whole
-        gradients for so long, in the reduce dtype, which then lie in no parameter's place. A backward ends with all
-        nevertheless where parameters are replicated or not sharded, or of a class of your own, where gradients are
-        offloaded or of another dtype than they are reduced in, where hooks or an optimizer wait for them, inside
-        `detect_nonfinite()`, and for what `ensure_unit_participation()` was given and no rank used. Unlike with the
-        other methods ranks may differ: no collective moves.
+        With False the reduction that is issued last continues in the background, until code reads a `.grad` that it
+        fills, or the next backward begins. It is that of the wrapper whose forward begins first. Its unsharded
+        gradients stay allocated for that time, in the reduce dtype, outside of the parameters' memory. A backward
+        nevertheless finishes all reductions if parameters are replicated or not sharded, or of a user-defined class, if
+        gradients are offloaded or of another dtype than they are reduced in, if hooks or an optimizer wait for them,
+        inside `detect_nonfinite()`, and for modules given to `ensure_unit_participation()` that no rank used. Unlike
+        with the other methods ranks may differ: the order of collectives is the same.
 
         Args:
-            is_last_backward: False before the microbatches that others follow; True before the last.
+            is_last_backward: False before microbatches that are not the last; True before the last.
 
         Raises:
-            ConfigTypeError: no bool.
+            ConfigTypeError: not a bool.
             UsageError: inside a forward or a backward.
         """
         check_bool("set_is_last_backward: is_last_backward", is_last_backward)
@@ -358,13 +358,13 @@ class ScheduleControls(GradientControls):
         model_of(self._unit).backwards.is_last_backward = is_last_backward
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Without effect: all reductions are sums, scaled before or after them. For FSDP2's users.
+        """Without effect: all reductions are sums, scaled before or after them. For programs written for FSDP2.
 
         Args:
             enable: checked for its type.
 
         Raises:
-            ConfigTypeError: no bool.
+            ConfigTypeError: not a bool.
         """
         check_bool("set_force_sum_reduction_for_comms: enable", enable)
 
@@ -375,7 +375,7 @@ class ScheduleControls(GradientControls):
             model_of(unit).setup.set_schedule(unit, **dict.fromkeys(fields, value))
 
     def _meant(self, method: str, recurse: bool) -> list[Unit]:
-        """The units that a setting is for; refuses it inside a forward or a backward."""
+        """The units that a setting applies to; refuses it inside a forward or a backward."""
         check_bool(f"{method}: recurse", recurse)
         check_outside(self._unit, method)
         return units_in(cast(nn.Module, self)) if recurse else [self._unit]
@@ -417,8 +417,8 @@ def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
 
 
 def check_prefetches_on_request(unit: Unit, method: str) -> None:
-    """Refuse a unit that gathers ahead by itself, where `method` leaves that to lists of the user's."""
-    post, mid = BackwardPrefetch.BACKWARD_POST, BackwardPrefetch.BACKWARD_MID  # nobody asked for the default
+    """Refuse a unit with automatic prefetch, if `method` requires prefetch by the user's lists."""
+    post, mid = BackwardPrefetch.BACKWARD_POST, BackwardPrefetch.BACKWARD_MID  # the default is no explicit request
     for setting, is_made, instead in (
         ("forward_prefetch=True", unit.options.forward_prefetch, "forward"),
         ("backward_prefetch=BACKWARD_POST", unit.options.backward_prefetch is post, "backward"),

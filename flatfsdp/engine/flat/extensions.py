@@ -189,7 +189,7 @@ class TransformedParam:
 
     def show(self, stored: torch.Tensor, grad: torch.Tensor | None) -> None:
         """Let the modules list the seen form of unsharded `stored` memory and its gradient as a parameter, until
-        `uninstall`; kinds without such a form stay as they are stored."""
+        `uninstall`; kinds without such a form keep their stored form."""
         if (seen := self.transform.around(stored, self.state)) is not None:
             shown = nn.Parameter(seen, requires_grad=self.leaf.requires_grad)
             if grad is not None:

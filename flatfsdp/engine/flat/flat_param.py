@@ -62,7 +62,7 @@ class FlatParamOptions:
 
     Attributes:
         trainable: whether a parameter required a gradient at construction.
-        packed: whether elements are no numbers, and stay as they are. [Note: packed bytes]
+        packed: whether elements are not numbers, and stay unchanged. [Note: packed bytes]
         layout: whether ranks split all parameters as one, or each of them by rows. [Note: pieces]
         offload: whether the shard lives on the CPU; pin_memory: in page-locked memory.
         face: makes the form of the parameters that users see at rest.

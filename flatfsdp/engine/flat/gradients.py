@@ -41,7 +41,7 @@ class Gradients:
         outlive_params: whether the parameters are not read any more when all gradients have come.
         accumulation: the state that lasts from backward to backward.
         contributed: leaves for which this rank added a gradient to the current reductions, or to earlier ones.
-        absent: leaves of which none did, on any rank: `.grad` stays as it is. [Note: unused]
+        absent: leaves of which none did, on any rank: `.grad` stays unchanged. [Note: unused]
         residuals: the errors of earlier reductions; None without error feedback.
     """
 

@@ -75,7 +75,7 @@ class ParamRef:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the parameter must be left as it is, bit by bit. [Note: packed bytes]"""
+        """Whether the parameter must stay bitwise unchanged. [Note: packed bytes]"""
         holders: list[nn.Parameter | nn.Module | None] = [self.leaf]
         if self.attribute == "weight":
             holders.append(self.module_ref())

@@ -28,12 +28,12 @@ class Call:
     """A call of `fully_shard`.
 
     Attributes:
-        modules: the entries: what was given, without modules that are inside others of these.
+        modules: the entries: the given modules, without those that are inside others of these.
         holder: the one, or a list of them.
-        policy: of mixed precision, as it was given.
+        policy: the one of mixed precision, as given.
         mesh: the ranks over which the modules are sharded.
-        placed: along which dimension each parameter is split, and over which ranks.
-        materializes: whether what is on the meta device gets memory and values now.
+        placed: the dimension along which each parameter is split, and the ranks over which it is split.
+        materializes: whether tensors on the meta device get memory and values now.
         island: whether it computes in full precision among neighbors that do not.
     """
 
@@ -49,7 +49,7 @@ class Call:
 
     @property
     def dims(self) -> dict[nn.Parameter, int]:
-        """Along which dimension each parameter is split."""
+        """The dimension along which each parameter is split."""
         return {parameter: dim for parameter, (dim, _) in self.placed.items()}
 
     @property
@@ -73,7 +73,7 @@ def check_call(
     island: bool = False,
     **others: Any,
 ) -> Call:
-    """Refuse arguments that `fully_shard` cannot follow. `others` are the wrapper's. Communicates nothing but to make
+    """Refuse arguments that `fully_shard` does not support. `others` are the wrapper's. Communicates only to make
     groups over dimensions of a mesh that become one axis."""
     modules = _modules(module)
     if isinstance(reshard_after_forward, int | None) is False:

@@ -18,12 +18,12 @@ CALL = "fully_shard_by_policy"
 
 
 def shard_by_policy(module: Any, policy: Any, front_class: type, settings: dict[str, Any]) -> None:
-    """Shard what `policy` chooses inside `module`, children first, then `module`, each by `settings`: the arguments of
-    `fully_shard`, and others of the wrapper."""
+    """Shard the modules that `policy` chooses inside `module`, children first, then `module`, each by `settings`: the
+    arguments of `fully_shard`, and others of the wrapper."""
     if not isinstance(module, nn.Module):
         refuse_type("module", module, "an nn.Module")
     with one_rank_warns(this_rank=is_first_of(None, settings["mesh"])):
-        whole = _checked(module, {**settings, "shard_placement_fn": None})  # all but that, before anything is sharded
+        whole = _checked(module, {**settings, "shard_placement_fn": None})  # the rest, before any module is sharded
         settings = {**settings, "mesh": whole.config.device_mesh}
         policy = check_arguments(module, auto_wrap_policy=policy).auto_wrap_policy
         planned = () if policy is None else _plan(module, policy, settings, whole)
@@ -39,7 +39,7 @@ def _checked(module: nn.Module, settings: dict[str, Any], *, island: bool = Fals
 def _plan(
     root: nn.Module, policy: Any, settings: dict[str, Any], whole: Call
 ) -> list[tuple[nn.Module, dict[str, Any], bool]]:
-    # The wrapper's config has classes that compute in full precision, FSDP2's has none.
+    # The wrapper's config has classes that compute in full precision, FSDP2's does not.
     precision = whole.config.mixed_precision if own(settings["mp_policy"], MixedPrecision) is not None else None
     kwargs = {**settings, "mixed_precision": precision}
     plan = []

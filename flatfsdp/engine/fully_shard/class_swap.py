@@ -1,7 +1,7 @@
 """Classes that are swapped in place: `FSDPLinear` for `Linear`, made once for each class.
 
 A module keeps its identity, its attributes and its hooks, and is an instance of the class that it had. A class made
-here comes first in the order of methods, so that calling the module, moving and copying it go through the front.
+here comes first in the method resolution order, so that calls, moves and copies of the module go through `front`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _initializes = True
 
 
 def swap_class(module: nn.Module, front: type) -> None:
-    """Let `module` be of a class that derives from `front` and from the class that it has."""
+    """Give `module` a class that derives from `front` and from its present class."""
     plain = type(module)
     made = swapped.get(plain)
     if made is None:
@@ -30,7 +30,7 @@ def swap_class(module: nn.Module, front: type) -> None:
 
 
 def new_plain(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What calling a swapped class makes: an instance of the class behind it, which nothing shards."""
+    """The result of calling a swapped class: an unsharded instance of the original class."""
     plain: Any = getattr(cls, PLAIN_CLASS)
     made = plain.__new__(plain)
     if _initializes:

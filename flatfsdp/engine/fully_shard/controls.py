@@ -1,4 +1,4 @@
-"""Methods of FSDP2's modules that the wrapper does not have: for what is so anyway, for what cannot be had, and for
+"""Methods of FSDP2's modules that the wrapper does not have: settings without effect, refused ones, and other
 names."""
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class FSDP2Controls(ScheduleControls):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any module's: drop the gradients of all parameters inside, or make them zero. Between a forward and its
-        backward, where modules hold unsharded parameters, those of the DTensors behind these.
+        backward, when modules hold unsharded parameters, it applies to the DTensors that these stand for.
 
         Args:
             set_to_none: False to keep `.grad`, with zeros.
         """
         for unit in units_in(cast(nn.Module, self)):
-            for handle in unit.handles if not unit.shows_shard else ():  # others are listed, as those of any module
+            for handle in unit.handles if not unit.shows_shard else ():  # others are listed, as in any module
                 for holder in handle.face.holders:
                     if set_to_none:
                         holder.grad = None
@@ -39,9 +39,9 @@ class FSDP2Controls(ScheduleControls):
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def reset_iter_state(self) -> None:
-        """Return to between iterations after a forward or a backward has failed; gradients of it are dropped.
+        """Return to the state between iterations after a forward or a backward has failed; its gradients are dropped.
 
-        The next forward does so by itself. Only on the outermost module.
+        The next forward does so automatically. Only on the outermost module.
 
         Raises:
             UsageError: on a nested module, or inside a forward or a backward.
@@ -61,13 +61,13 @@ class FSDP2Controls(ScheduleControls):
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Without effect: ranks may use different parameters. One that none used keeps its `.grad`; FSDP2 makes zeros.
+        """Without effect: ranks may use different parameters. Unused on all ranks, one keeps `.grad`; FSDP2 has zeros.
 
         Args:
             reduce_scatter_unused_params, recurse: checked for their type.
 
         Raises:
-            ConfigTypeError: an argument is no bool.
+            ConfigTypeError: an argument is not a bool.
         """
         method = "set_reduce_scatter_unused_params"
         check_bool(f"{method}: reduce_scatter_unused_params", reduce_scatter_unused_params)
@@ -80,21 +80,21 @@ class FSDP2Controls(ScheduleControls):
             max_input_buffers, recurse: checked.
 
         Raises:
-            ConfigTypeError, ConfigValueError: no number of at least 1.
+            ConfigTypeError, ConfigValueError: not a number of at least 1.
         """
         name = "set_reduce_scatter_max_input_buffers: max_input_buffers"
         check_number(name, max_input_buffers, "a number of at least 1", 1)
         check_bool("set_reduce_scatter_max_input_buffers: recurse", recurse)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reductions always have a communicator of their own, so that they run beside gathers.
+        """Reductions always have a communicator of their own, so that they overlap with gathers.
 
         Args:
             enable: without effect; False warns.
             recurse: checked for its type.
 
         Raises:
-            ConfigTypeError: an argument is no bool.
+            ConfigTypeError: an argument is not a bool.
         """
         method = "set_separate_reduce_scatter_group"
         check_bool(f"{method}: enable", enable)
@@ -103,14 +103,14 @@ class FSDP2Controls(ScheduleControls):
             warn(f"{method}: False has no effect: reductions have a communicator of their own in any case")
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let what follows on this stream, and so the next gathers, come after `event`, which an optimizer's step on
+        """Order later operations on this stream, and so the next gathers, after `event`, which an optimizer's step on
         another stream has recorded.
 
         Args:
             event: a `torch.Event`.
 
         Raises:
-            ConfigTypeError: no event.
+            ConfigTypeError: not an event.
             UsageError: inside a forward or a backward, or on a nested module.
         """
         call = "set_post_optim_event"
@@ -124,7 +124,7 @@ class FSDP2Controls(ScheduleControls):
         """Refused: gathers run in place, between shards and the memory that modules compute with.
 
         Args:
-            comm: not looked at.
+            comm: ignored.
 
         Raises:
             UsageError: always.
@@ -139,7 +139,7 @@ class FSDP2Controls(ScheduleControls):
         """Refused: reductions run where gradients lie. `set_all_reduce_hook` changes the sum.
 
         Args:
-            comm: not looked at.
+            comm: ignored.
 
         Raises:
             UsageError: always.
@@ -157,7 +157,7 @@ class FSDP2Controls(ScheduleControls):
             enable: False is accepted.
 
         Raises:
-            ConfigTypeError: no bool.
+            ConfigTypeError: not a bool.
             ConfigValueError: True.
         """
         method = "set_allocate_memory_from_process_group_for_comm"
@@ -172,7 +172,7 @@ class FSDP2Controls(ScheduleControls):
         """Refused: collectives read and write parameters and gradients themselves.
 
         Args:
-            backend: not looked at.
+            backend: ignored.
 
         Raises:
             ConfigValueError: always.

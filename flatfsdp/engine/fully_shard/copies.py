@@ -1,9 +1,9 @@
 """Copies and pickles of modules of `fully_shard`, between steps.
 
 [Note: plans of units] A module's own attributes are copied or pickled as those of any module, without its unit and
-without the parameters that this shows. Of each unit a *plan* goes along, plain data that names modules and pieces of
-shards; when all modules are there, units are built again from these ([Note: blueprint] is the wrapper's). Copies
-communicate over the same mesh, a pickle has its ranks.
+without the parameters that the unit shows. They are accompanied by a *plan* for each unit, plain data that names
+modules and pieces of shards. When all modules exist, units are rebuilt from the plans ([Note: blueprint] is the
+wrapper's). Copies communicate over the same mesh; a pickle contains its ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..wrapping.wrapper_support import keep_model
 from .class_swap import blank, swap_class
 
 _OF_UNIT = ("_unit", "_kept_root")
-# What pickles have of `BuiltWith`, besides modules and the mesh.
+# The fields of `BuiltWith` in pickles, except modules and the mesh.
 _BUILT = tuple(each.name for each in fields(BuiltWith) if each.name not in ("modules", "device_mesh"))
 
 # Units whose modules are being copied or pickled: nested modules leave theirs to the outermost one.
@@ -50,7 +50,7 @@ _under_way: list[Unit] = []
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What a unit is built again from. [Note: plans of units]
+    """The data from which a unit is rebuilt. [Note: plans of units]
 
     Attributes:
         entries, modules: the modules that hold it, and all of its modules.
@@ -59,9 +59,9 @@ class UnitPlan:
         homes: (module, attribute, path, number of the handle, number of the leaf) of each reference.
         extended: (number of the handle, number of the leaf, state, transform) of each parameter that modules see
             transformed.
-        left_alone: what was ignored.
+        left_alone: the ignored parameters.
         shared: (module, attribute, path, owner, number of the handle, number of the leaf) of each reference to a
-            parameter that another unit owns, by its place among those that are copied. [Note: late ties]
+            parameter that another unit owns, by its place among the copied units. [Note: late ties]
         elsewhere: the axes of handles that are sharded over others, by their numbers. [Note: several meshes]
     """
 
@@ -83,7 +83,7 @@ class UnitPlan:
 
 
 def _plans(units: list[Unit]) -> list[UnitPlan]:
-    """What `units` are built again from: owners of tied parameters are among them.
+    """The plans of `units`, which must include owners of tied parameters.
 
     Raises:
         UsageError: one is not.
@@ -131,7 +131,7 @@ def _plan(unit: Unit, owned: Mapping[int, tuple[int, int, int]]) -> UnitPlan:
 
 
 def _build(plan: UnitPlan, shards: Sequence[torch.Tensor]) -> Unit:
-    """A unit after `plan`, in the modules that it names, with the memory of `shards`."""
+    """A unit rebuilt from `plan`, in the modules that it names, with the memory of `shards`."""
     tracker, handles = MemoryTracker(), []
     for settings, leaves, shard in zip(plan.handles, plan.leaves, shards, strict=True):
         made = []
@@ -188,14 +188,14 @@ def _taking(units: list[Unit]) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Of `module`, without its unit, its methods that gather, and parameters that units show."""
+    """The attributes of `module`, without its unit, its methods that gather, and parameters that units show."""
     left_out = (*_OF_UNIT, *module.__dict__.get(REGISTERED, ()))
     return {key: value for key, value in module.__dict__.items() if key not in left_out}
 
 
 @contextmanager
 def _without_parameters(units: list[Unit]) -> Iterator[None]:
-    """Modules list nothing where `units` show parameters, and keep the places."""
+    """Set the entries of parameters that `units` show to None, which keeps their places."""
     refs = [ref for unit in units for ref in (*unit.param_refs, *unit.shared_refs)]
     held = [(ref.module._parameters, ref.attribute) for ref in refs]
     before = [registry[attribute] for registry, attribute in held]
@@ -230,7 +230,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for unit, made in zip(units, twins, strict=True):
         for old, new in zip(unit.handles, made.handles, strict=True):
             holders = zip(old.face.holders, new.face.holders, strict=True)
-            memo.update({id(one): two for one, two in holders})  # an optimizer copied with the model follows it
+            memo.update({id(one): two for one, two in holders})  # an optimizer copied with the model refers to it
         hook = serialization.copied_hook(unit.options.all_reduce_hook, memo, "set_all_reduce_hook()")
         model_of(made).setup.set_options(made, all_reduce_hook=hook)
     serialization.set_lists(twins, serialization.lists_of(units))
@@ -248,7 +248,7 @@ def _copy_attributes(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def reduce(module: nn.Module, front: type) -> tuple[Any, ...]:
-    """What pickle writes for `module`, whose class derives from `front`: every shard once."""
+    """The value of `__reduce_ex__` for `module`, whose class derives from `front`: every shard once."""
     if module.__dict__["_unit"] in _under_way:
         return _blank, (front, plain_class(module)), _attributes(module)
     units = serialization.at_rest(module)

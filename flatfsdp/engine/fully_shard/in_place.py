@@ -1,4 +1,4 @@
-"""What modules do that hold their unit themselves: they are sharded, called and moved."""
+"""Operations of modules that hold their unit themselves: sharding, calls and moves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _changed: list[Unit] | None = None
 
 
 def shard(call: Call, front_class: type) -> None:
-    """Make one unit of the modules of `call`, and let them be of classes that derive from `front_class` too."""
+    """Make one unit of the modules of `call`, and give them classes that also derive from `front_class`."""
     with one_rank_warns(this_rank=is_first_of(None, call.config.device_mesh)):
         front = Front(
             f"{CALL}()",
@@ -52,7 +52,7 @@ def shard(call: Call, front_class: type) -> None:
 
 
 def _faces(transformed: Sequence[TransformedParam], leaves: Sequence[nn.Parameter], mesh: Any) -> RowFaces:
-    """What makes the DTensors of `leaves` on `mesh`, on that of tensor parallelism too where they lie on one."""
+    """Makes the DTensors of `leaves` on `mesh`, and also on that of tensor parallelism if they lie on one."""
     states = {id(each.leaf): each.state for each in transformed}
     found = [states.get(id(leaf)) for leaf in leaves]
     extended = [each if isinstance(each, ExtendedParam) else None for each in found]
@@ -62,7 +62,7 @@ def _faces(transformed: Sequence[TransformedParam], leaves: Sequence[nn.Paramete
 
 
 def run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call`, which is that of `module` with all of its hooks, with the parameters unsharded around it."""
+    """`call`, the module's own with all of its hooks, with the parameters unsharded during it."""
     if torch.compiler.is_compiling():
         _torch.stay_out_of_graphs()
     unit: Unit = module.__dict__["_unit"]
@@ -74,7 +74,7 @@ def run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwar
 
 def apply(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], rest: Callable[[], Any]) -> None:
     """Let `change` cast, move or empty the shards of the unit of `module`, once for all of its entries, and `rest()`
-    everything else in `module`."""
+    all other tensors in `module`."""
     unit: Unit = module.__dict__["_unit"]
     with _applying() as changed:
         is_first = unit not in changed

@@ -1,5 +1,5 @@
-"""Over which ranks parameters are sharded, in the forms that users give: a mesh, the data-parallel dimensions of a mesh
-of all axes, a mesh for each parameter. torch's own objects are understood, by their fields."""
+"""The ranks over which parameters are sharded, in the forms that users give: a mesh, the data-parallel dimensions of a
+mesh of all axes, a mesh for each parameter. torch's own objects are recognized by their fields."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _INFO = "a 1-D DeviceMesh, a 2-D one with named axes (replicate, shard), or torc
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dimensions of a mesh of all axes are those of data parallelism, by their names.
+    """The data-parallel dimensions of a mesh of all axes, by their names.
 
-    Several that are sharded over are one axis of ranks, and so are several of replicas.
+    Several dimensions for sharding become one axis of ranks, and so do several of replicas.
 
     Raises:
-        ConfigTypeError, ConfigValueError: at construction, for a field that is no name and no tuple of names, or
+        ConfigTypeError, ConfigValueError: at construction, for a field that is neither a name nor a tuple of names, or
             without any name.
     """
 
@@ -40,30 +40,30 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """Those of `shard`, maybe none."""
+        """The names in `shard`, maybe none."""
         return _names(self, "shard")
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """Those of `replicate`, maybe none."""
+        """The names in `replicate`, maybe none."""
         return _names(self, "replicate")
 
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What `shard_placement_fn` returns of a parameter that is sharded over ranks of its own. If these are fewer than
-    the module's, let it be a DTensor, on the mesh of the ranks that hold its other parts: else the others have a
-    parameter of their own under its name, of which a checkpoint holds one.
+    """The result of `shard_placement_fn` for a parameter that is sharded over ranks of its own. If these are fewer than
+    the module's, it should be a DTensor, on the mesh of the ranks that hold its other parts. Otherwise the others have
+    a different parameter under its name, and a checkpoint holds only one of them.
 
     Raises:
-        ConfigTypeError: at construction, `mesh_info` is no mesh.
+        ConfigTypeError: at construction, `mesh_info` is not a mesh.
     """
 
     placement: Any
     """A `Shard`, or None for `Shard(0)`."""
 
     mesh_info: Any
-    """A mesh, as `fully_shard(mesh=...)` takes it; or torch's `FSDPMeshInfo` or `HSDPMeshInfo`."""
+    """A mesh, as for `fully_shard(mesh=...)`; or torch's `FSDPMeshInfo` or `HSDPMeshInfo`."""
 
     def __post_init__(self) -> None:
         if not (_is_mesh(self.mesh_info) or hasattr(self.mesh_info, "shard_mesh_dim")):
@@ -75,7 +75,7 @@ class ChosenMesh:
     """The ranks over which parameters are sharded.
 
     Attributes:
-        mesh: that of data parallelism: (shard,), (replicate, shard), or (replicate,) where nothing is sharded.
+        mesh: the one of data parallelism: (shard,), (replicate, shard), or (replicate,) if nothing is sharded.
         spmd: the mesh of all axes on which parameters lie, if they do. [Note: SPMD meshes]
     """
 
@@ -85,7 +85,7 @@ class ChosenMesh:
 
     @classmethod
     def of(cls, given: Any, dims: Any, *, argument: str = "mesh") -> ChosenMesh:
-        """That of arguments of `fully_shard`. Makes a group where several dimensions become one."""
+        """The mesh for arguments of `fully_shard`. Makes a group if several dimensions become one."""
         if dims is None:
             mesh = _mesh(given, argument)
             return cls(mesh, ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD)
@@ -95,7 +95,7 @@ class ChosenMesh:
 
     @classmethod
     def of_parameter(cls, info: Any, name: str) -> ChosenMesh:
-        """That of a `ShardPlacementResult` of parameter `name`."""
+        """The mesh in a `ShardPlacementResult` for parameter `name`."""
         argument = f"shard_placement_fn: mesh_info of parameter {name!r}"
         if _is_mesh(info):
             return cls.of(info, None, argument=argument)
@@ -116,7 +116,7 @@ class ChosenMesh:
         return cls.of(mesh, None, argument=argument)
 
     def is_as(self, other: ChosenMesh) -> bool:
-        """Whether both mean the same ranks, and make the same DTensors."""
+        """Whether both stand for the same ranks, and make the same DTensors."""
         if (self.spmd is None) is not (other.spmd is None):
             return False
         on = (self.spmd.mesh, other.spmd.mesh) if self.spmd is not None and other.spmd is not None else (0, 0)

@@ -1,8 +1,8 @@
-"""Along which dimension each parameter is split: a layout in rows splits the one that is the slowest in memory.
+"""The dimension along which each parameter is split: a layout in rows splits the slowest dimension in memory.
 
 [Note: stored order] `Shard(dim)` of a parameter is its rows once `dim` is the slowest dimension in its memory. So the
-parameter is laid out that way before it is sharded, and neither gathers nor reductions copy anything for it. Of a
-DTensor that is what this rank has of it, and its strides show it.
+parameter is laid out that way before it is sharded, and neither gathers nor reductions need a copy for it. For a
+DTensor this applies to its local tensor, and its strides show it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def placements_of(
     holder: nn.Module, chosen: Any, ignored: Collection[nn.Parameter], default: ChosenMesh
 ) -> dict[nn.Parameter, tuple[int, ChosenMesh]]:
     """The dimension along which each parameter in `holder` that no unit owns is to be split, and over which ranks, as
-    the user's function `chosen` returns; 0 and `default` where that is None or returns it. `chosen` is called once for
+    the user-defined `chosen` returns; 0 and `default` if `chosen` is None or returns None. It is called once for
     each of them.
 
     Raises:
-        ConfigTypeError, ConfigValueError: it is no callable, or returns no placement that can be followed.
+        ConfigTypeError, ConfigValueError: it is not callable, or returns an unsupported placement.
     """
     if chosen is not None and not callable(chosen):
         refuse_type(ARGUMENT, chosen, "None, or a callable (parameter) -> Shard or None")
@@ -53,7 +53,7 @@ def placements_of(
 
 
 def _known(mesh: ChosenMesh, meshes: list[ChosenMesh]) -> ChosenMesh:
-    """`mesh`, or what means the same among `meshes`."""
+    """`mesh`, or an equivalent one among `meshes`."""
     known = next((each for each in meshes if each.is_as(mesh)), None)
     if known is None:
         meshes.append(mesh)
@@ -82,9 +82,9 @@ def _dim_of(placement: Any, name: str, parameter: nn.Parameter) -> int:
 
 
 def lay_out(dims: Mapping[nn.Parameter, int]) -> None:
-    """Let the memory of each parameter have its dimension as the slowest. [Note: stored order]"""
+    """Change the memory of each parameter so that its dimension is the slowest. [Note: stored order]"""
     for parameter, dim in dims.items():
-        if _is_made_of_others(parameter):  # stored as its own transform makes it
+        if _is_made_of_others(parameter):  # its own transform determines the memory
             continue
         local = _local(parameter).detach()
         if not _dtensor.is_dtensor(parameter):
@@ -98,7 +98,7 @@ def lay_out(dims: Mapping[nn.Parameter, int]) -> None:
 
 
 def _laid_out(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """`tensor`, or its values in that order in memory."""
+    """`tensor`, or a copy with that order in memory."""
     if dim == 0 and tensor.is_contiguous():
         return tensor
     made = torch.empty_strided(
@@ -108,7 +108,7 @@ def _laid_out(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _is_made_of_others(parameter: nn.Parameter) -> bool:
-    """Whether what this rank has of it is a tensor that is made of others."""
+    """Whether its local tensor is a tensor that is made of others."""
     return hasattr(type(_local(parameter)), "__tensor_flatten__")
 
 

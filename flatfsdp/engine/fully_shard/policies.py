@@ -1,4 +1,4 @@
-"""The policies of `fully_shard`, with FSDP2's names and fields. torch's own are understood, by their fields."""
+"""The policies of `fully_shard`, with FSDP2's names and fields. torch's own are recognized by their fields."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class MixedPrecisionPolicy:
     Optimizers see parameters and gradients in the dtype that the module has.
 
     Raises:
-        ConfigTypeError, ConfigValueError: at construction, for a field that is no floating-point dtype, or no bool.
+        ConfigTypeError, ConfigValueError: at construction, for a field that is not a floating-point dtype, or a bool.
     """
 
     param_dtype: torch.dtype | None = None
-    """Dtype of the unsharded parameters, hence of forward and backward. None: as they are."""
+    """Dtype of the unsharded parameters, hence of forward and backward. None: unchanged."""
 
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients are summed across ranks. None: `param_dtype`, and where that is None, as they are."""
+    """Dtype in which gradients are summed across ranks. None: `param_dtype` or, if that is None, unchanged."""
 
     output_dtype: torch.dtype | None = None
-    """Dtype to which the outputs of each module's forward are cast. None: as they are."""
+    """Dtype to which the outputs of each module's forward are cast. None: unchanged."""
 
     cast_forward_inputs: bool = True
     """Cast the inputs of each module's forward to `param_dtype`."""
@@ -57,18 +57,18 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and optimizer states live in host memory, where the optimizer steps.
 
     Raises:
-        ConfigTypeError: at construction, `pin_memory` is no bool.
+        ConfigTypeError: at construction, `pin_memory` is not a bool.
     """
 
     pin_memory: bool = True
-    """Page-lock that memory where there is an accelerator, so that copies overlap with computation."""
+    """Page-lock that memory if there is an accelerator, so that copies overlap with computation."""
 
     def __post_init__(self) -> None:
         check_bool("CPUOffloadPolicy.pin_memory", self.pin_memory)
 
 
 def precision_of(policy: Any) -> tuple[Any, MixedPrecision, torch.dtype | None]:
-    """What `policy` sets for a unit, with FSDP2's fields and as the engine has it, and the dtype of outputs."""
+    """The settings of `policy` for a unit, with FSDP2's fields and in the engine's form, and the dtype of outputs."""
     if policy is None:
         policy = MixedPrecisionPolicy()
     if (whole := own(policy, MixedPrecision)) is not None:  # the wrapper's
@@ -87,7 +87,7 @@ def precision_of(policy: Any) -> tuple[Any, MixedPrecision, torch.dtype | None]:
 
 
 def offload_of(policy: Any) -> CPUOffload:
-    """Where `policy` puts shards."""
+    """The placement of shards that `policy` chooses."""
     name = type(policy).__name__
     if policy is None or isinstance(policy, type) or name not in ("OffloadPolicy", "CPUOffloadPolicy"):
         if policy is not None:

@@ -1,5 +1,5 @@
-"""State dicts of modules whose unit is unsharded, between a forward and its backward or after `unshard()`: they have
-what the modules hold at rest, as any others have."""
+"""State dicts of modules whose unit is unsharded, between a forward and its backward or after `unshard()`: they contain
+the parameters that the modules hold at rest, as any others do."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def watch(unit: Unit) -> None:
     """Let the modules of `unit` save and load DTensors at any time."""
     modules = {id(each.module): each.module for each in (*unit.param_refs, *unit.shared_refs)}
     for module in modules.values():
-        if _save_at_rest not in module._state_dict_hooks.values():  # copies have it
+        if _save_at_rest not in module._state_dict_hooks.values():  # copies have it already
             hook, hooks = module.register_state_dict_post_hook(_save_at_rest), cast(Any, module._state_dict_hooks)
-            hooks.move_to_end(hook.id, last=False)  # others are to see what it puts there
+            hooks.move_to_end(hook.id, last=False)  # other hooks must see its results
             module.register_load_state_dict_pre_hook(_load_at_rest)
 
 
@@ -32,7 +32,7 @@ def _unsharded_around(module: nn.Module) -> list[Unit]:
 
 
 def _save_at_rest(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """torch's state dict post-hook. Nothing is freed: one rank alone may save."""
+    """torch's state dict post-hook. Nothing is freed: a single rank may save."""
     for unit in _unsharded_around(module)[:1]:
         for param_ref in (*unit.param_refs, *unit.shared_refs):
             if param_ref.module_ref() is module:

@@ -1,7 +1,7 @@
-"""One process that simulates what a rank of a job of any size does: everything but memory, values and other ranks.
+"""One process that simulates a rank of a job of any size: everything but memory, values and other ranks.
 
-[Note: dry run] What a rank holds and sends follows from the engine's own decisions, so a dry run takes them all:
-units, schedule and books are those of any run. Tensors have shapes and no memory, and process groups send nothing.
+[Note: dry run] The memory and traffic of a rank follow from the engine's own decisions, so a dry run takes them all:
+units, schedule and accounting are those of any run. Tensors have shapes and no memory, and process groups send nothing.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..device.streams import standing_in
 def dry_run(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator[None]:
     """A context in which this process is one rank of a job of `ranks`, on any machine, and models need no memory.
 
-    Models that are wrapped inside (and made before, best on the meta device) are trained and asked for `stats()` as
-    ever, and give the figures of the real job: its bytes, its collectives. Tensors that are made inside have no values,
-    so whatever decides by them (`item()`, an `if` on a tensor) raises; they are of no use outside, nor are the models.
-    Nothing is communicated.
+    Models that are wrapped inside (and made before, best on the meta device) are trained and read through `stats()` as
+    usual, and give the figures of the real job: its bytes, its collectives. Tensors that are made inside have no
+    values, so code that depends on values (`item()`, an `if` on a tensor) raises; neither tensors nor models are usable
+    outside. Nothing is communicated.
 
     Args:
-        ranks: how many ranks the job has; those of a small one (up to 8) are taken to be on one host.
-        rank: which of them this is.
-        accelerator: whether the job runs on accelerators with NCCL, of which there need be none here: memory is then
-            given back as late as the engine ever lets it be. Otherwise it runs on CPUs with gloo. Tensors show "cpu" in
+        ranks: the number of ranks of the job; those of a small one (up to 8) are assumed to be on one host.
+        rank: the rank that this process simulates.
+        accelerator: whether the job runs on accelerators with NCCL; none is needed here. Memory is then given back at
+            the latest point that the engine permits. Otherwise it runs on CPUs with gloo. Tensors show "cpu" in
             both cases.
 
     Raises:
@@ -75,7 +75,7 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """A stream, of which nothing is known but its name."""
+    """A stream without operations."""
 
     def record_event(self) -> SimulatedEvent:
         return SimulatedEvent()
@@ -88,7 +88,7 @@ class SimulatedStream:
 
 
 class SimulatedStreams:
-    """The streams of an accelerator, of which there need be none: nothing is ever found to be over."""
+    """The streams of an accelerator, which need not exist: no operation is ever found to be finished."""
 
     def __init__(self) -> None:
         self._current = [SimulatedStream()]

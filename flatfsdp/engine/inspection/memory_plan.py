@@ -1,8 +1,8 @@
-"""What a rank of a job will hold and send, as figures that a dry run brings.
+"""Memory and traffic of a rank of a job, as figures from a dry run.
 
-[Note: stand-in forwards] The schedule depends on the order of units and on where in it gradients arrive, not on what
-modules compute. So each unit's module gets a forward that uses its parameters in the order of their declaration, and
-calls the units inside where it meets them; what a model declares first is used first, as in most.
+[Note: stand-in forwards] The schedule depends on the order of units and on the positions at which gradients arrive, not
+on the computation of modules. So each unit's module gets a forward that uses its parameters, and calls the units
+inside, in the order of their declaration; in most models that is the order of use.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ..runtime.model_facts import steppable_of
 from ..runtime.unit import Unit
 from .summary import UnitSummary, stats, units_in_order
 
-SETTLING = 2  # iterations until orders are known, and what is joined and what shares memory with them
+SETTLING = 2  # iterations until the order, coalescing and memory sharing, which depends on these, are known
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank holds and sends. All sizes are bytes.
+    """Memory and traffic of one rank. All sizes are bytes.
 
     Attributes:
         units: of the model, as in `summary`.
         params: shards, padding included.
-        grads: sharded gradients, between the end of a backward and the optimizer's step, where all parameters get one.
-        optimizer: what the optimizer keeps after a step, by the name of the state; empty without an optimizer.
+        grads: sharded gradients, between the end of a backward and the optimizer's step, if all parameters get one.
+        optimizer: the optimizer's state after a step, by the name of the state; empty without an optimizer.
         buffers: the model's buffers, and parameters that no unit owns.
         unsharded_peak: unsharded parameters at their peak, as `stats(model).bytes_unsharded_peak`.
-        at_peak: what the engine holds when that is the most, by kind, as `stats(model).bytes_at_peak`.
+        at_peak: the engine's memory when that is the largest, by kind, as `stats(model).bytes_at_peak`.
         comm: kind of collective to (calls, bytes) in one step, as `stats(model).comm`.
-        residuals: what quantized gradients have lost, with error feedback.
+        residuals: the errors of quantized gradients, with error feedback.
     """
 
     units: tuple[UnitSummary, ...]
@@ -57,12 +57,12 @@ class Plan:
 
     @property
     def between_steps(self) -> int:
-        """What is held after `zero_grad()`."""
+        """The memory held after `zero_grad()`."""
         return self.params + self.residuals + sum(self.optimizer.values()) + self.buffers
 
     @property
     def peak(self) -> int:
-        """The most that is held at one time, besides activations and what an optimizer needs while it steps."""
+        """The most that is held at one time, except activations and an optimizer's temporary memory during its step."""
         during_step = self.params + self.grads + self.residuals
         return max(sum(self.at_peak.values()), during_step) + sum(self.optimizer.values()) + self.buffers
 
@@ -74,22 +74,22 @@ def memory_plan(
     microbatches: int = 1,
     max_norm: float | None = None,
 ) -> Plan:
-    """What a rank of the job that is being simulated holds and sends in a step of training, once it has settled.
+    """Memory and traffic of a rank of the simulated job in a step of training, once it has settled.
 
-    Steps of `model` run, in which its modules compute nothing: every unit once, and its parameters, in the order of
-    declaration. A model that uses them in another order, several times or not at all differs from the plan by that.
-    Not in it is what `detect_nonfinite()` and a gradient scaler send.
+    It runs steps of `model` in which its modules compute nothing: every unit once, and its parameters, in the order of
+    declaration. For a model that uses them in another order, several times or not at all, the plan differs accordingly.
+    It does not include the traffic of `detect_nonfinite()` and of a gradient scaler.
 
     Args:
         model: the outermost wrapper, or module of `fully_shard`, made inside `dry_run()`.
-        optimizer: built on its parameters, or what `optimizer_in_backward` returned.
+        optimizer: built on its parameters, or the result of `optimizer_in_backward`.
         microbatches: backwards of a step; all but the last only accumulate.
-        max_norm: what the step clips gradients to, by `model.clip_grad_norm_`; what torch's function of that name sends
-            for DTensors is not in the plan.
+        max_norm: the norm to which the step clips gradients, by `model.clip_grad_norm_`; the traffic of torch's
+            function of that name for DTensors is not in the plan.
 
     Raises:
         ConfigValueError: `microbatches` below 1.
-        UsageError: outside of a dry run; `model` is a nested wrapper; a step of the optimizer looks at values.
+        UsageError: outside of a dry run; `model` is a nested wrapper; a step of the optimizer reads values.
 
     Example:
         >>> import torch, flatfsdp
@@ -141,7 +141,7 @@ def memory_plan(
 
 @contextmanager
 def _stand_in_forwards(units: list[Unit]) -> Iterator[None]:
-    """Let the modules of `units` compute nothing, with all of their parameters. [Note: stand-in forwards]"""
+    """Replace the forwards of `units` by ones that compute nothing with all parameters. [Note: stand-in forwards]"""
     leaves: dict[nn.Module, list[nn.Parameter]] = {}
     for unit in units:
         for param_ref in (*unit.param_refs, *unit.shared_refs):
@@ -188,7 +188,7 @@ def _use(parameters: list[Any], x: Tensor) -> Tensor:
 
 
 class _UseParams(torch.autograd.Function):
-    """An operation that takes parameters: the backward brings gradients to those that are trainable."""
+    """An operation that takes parameters: its backward returns gradients for those that are trainable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:

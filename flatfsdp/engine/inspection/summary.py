@@ -1,4 +1,4 @@
-"""What a model looks like under FSDP, for people (`summary`) and for programs (`stats`). Nothing here communicates."""
+"""A description of a sharded model, for people (`summary`) and for programs (`stats`). Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     One row a unit, in the order of `model.named_modules()`:
 
     - *parameters*: elements that the unit owns, over all ranks; a tied parameter counts in the unit that owns it.
-    - *bytes/rank*: what each rank keeps of them between iterations, padding included.
+    - *bytes/rank*: the memory that each rank keeps for them between iterations, padding included.
     - *padding*: elements that fill the unit's flat parameters up, over all ranks of the shard group.
-    - *ranks*: shards x replicas; the lines below the table spell the groups out for this rank.
-    - *kinds*: the dtypes of its flat parameters, `frozen` where nothing was trainable at construction, what they are
-      cast to in computation, what they travel in (`by int8`, `gradients by 4 bits`), with error feedback the bytes of
-      what that loses (`residuals of`), whether each parameter is split by rows (`in rows`), and where frozen ones stay
+    - *ranks*: shards x replicas; the lines below the table list the groups of this rank.
+    - *kinds*: the dtypes of its flat parameters, `frozen` if nothing was trainable at construction, the dtype of
+      computation, the dtype of communication (`by int8`, `gradients by 4 bits`), with error feedback the bytes of
+      residuals (`residuals of`), whether each parameter is split by rows (`in rows`), and where frozen ones stay
       unsharded (`keep_frozen_unsharded`).
 
-    Below it stands for how many units reductions are *waited for early*, where they are issued: those of which a rank
-    sends 1 MiB or more through memory that ranks share (`share_host_memory`). Whether they do is known from their first
-    exchange on.
+    A line below it gives the number of units whose reductions are *waited for early*, where they are issued: those for
+    which a rank sends 1 MiB or more through memory that ranks share (`share_host_memory`). Whether they do is known
+    after their first exchange.
 
-    With `compact` units that follow each other and are alike share a row, and what all rows have in common stands below
-    the table, which fits into 80 columns then where names are short.
+    With `compact`, consecutive units that are alike share a row, and the common entries of all rows are listed below
+    the table, which then fits into 80 columns if names are short.
 
     Raises:
         UsageError: no module in `model` is wrapped.
@@ -68,7 +68,7 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
 
 
 def _early_waits(units: Sequence[Unit]) -> list[str]:
-    """For how many of `units` reductions are waited for where they are issued; nothing where that is none."""
+    """The number of `units` whose reductions are waited for where they are issued, as lines; none if it is zero."""
     waits = [_waits_early(unit) for unit in units if any(handle.options.trainable for handle in unit.handles)]
     lines = {True: "early waits", None: "early waits if ranks share memory"}
     counts = Counter(waits)
@@ -80,7 +80,7 @@ def _early_waits(units: Sequence[Unit]) -> list[str]:
 
 
 def _waits_early(unit: Unit) -> bool | None:
-    """Whether some reduction of `unit` is waited for where it is issued; None where that is not known yet."""
+    """Whether some reduction of `unit` is waited for where it is issued; None if that is not known yet."""
     if unit.options.comm_hook is not None:
         return False
     sizes = dict.fromkeys(unit.axes.all, 0)
@@ -95,7 +95,7 @@ def _waits_early(unit: Unit) -> bool | None:
 
 @dataclass(frozen=True)
 class UnitSummary:
-    """One row of `summary`: what a unit holds.
+    """One row of `summary`: the figures of a unit.
 
     Attributes:
         name: the path of its module, "" for the outermost.
@@ -147,7 +147,7 @@ def _cells(unit: UnitSummary) -> tuple[str, ...]:
 
 
 def _runs(units: Sequence[UnitSummary]) -> Iterator[list[UnitSummary]]:
-    """`units`, with those that follow each other and are alike in one list."""
+    """`units`, with consecutive ones that are alike in one list."""
     for _, run in groupby(units, lambda unit: replace(unit, name="")):
         yield list(run)
 
@@ -163,7 +163,7 @@ def _cells_of_run(run: Sequence[UnitSummary]) -> tuple[str, ...]:
 
 
 def _common(rows: Sequence[tuple[str, ...]], start: int) -> dict[int, str]:
-    """The columns from `start` on in which all rows have the same, and what that is."""
+    """The columns from `start` on in which all rows have the same entry, and this entry."""
     columns = list(zip(*rows, strict=True))
     return {column: columns[column][0] for column in range(start, len(columns)) if len({*columns[column]}) == 1}
 
@@ -184,11 +184,11 @@ def stats(model: nn.Module) -> Stats:
 
 
 def unsharded_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """The shape that each parameter of `model` has as a whole, by its name in `model.named_parameters()`.
+    """The full shape of each parameter of `model`, by its name in `model.named_parameters()`.
 
-    Between steps those of a wrapped model show this rank's part, without its shape: what an optimizer treats by its
-    number of dimensions is distinguished by this. A flat parameter, which is there with `use_orig_params=False`, and a
-    parameter that no unit owns have the shape that they show.
+    Between steps the parameters of a wrapped model show this rank's part, without its shape. For optimizers that treat
+    parameters by their number of dimensions, this function provides the full ones. A flat parameter (with
+    `use_orig_params=False`), and a parameter that no unit owns, have the shape that they show.
 
     Raises:
         UsageError: no module in `model` is wrapped.
@@ -220,7 +220,7 @@ class Stats:
 
     @property
     def units(self) -> int:
-        """How many units there are."""
+        """The number of units."""
         return len(self._units())
 
     @property
@@ -236,12 +236,12 @@ class Stats:
 
     @property
     def bytes_residuals(self) -> int:
-        """Bytes of what quantized gradients have lost, with error feedback; 0 until some have."""
+        """Bytes of the errors of quantized gradients, with error feedback; 0 before the first."""
         return sum(model.resources.tracker.live[KIND] for model in self._models())
 
     @property
     def bytes_unsharded(self) -> int:
-        """Bytes of unsharded parameters alive now, besides the shards."""
+        """Bytes of unsharded parameters alive now, not counting the shards."""
         return sum(model.resources.tracker.live["unsharded"] for model in self._models())
 
     @property
@@ -251,25 +251,25 @@ class Stats:
 
     @property
     def bytes_peak(self) -> int:
-        """The most bytes of all kinds at one time since the last `reset()`: shards, unsharded parameters, gradients on
-        their way, buffers of collectives. Not `.grad`, nor what the program and its optimizer hold."""
+        """The most bytes of all kinds at one time since the last `reset()`: shards, unsharded parameters, gradients in
+        flight, buffers of collectives. It does not include `.grad`, nor memory of the program and its optimizer."""
         return sum(model.resources.tracker.peak_total for model in self._models())
 
     @property
     def bytes_at_peak(self) -> dict[str, int]:
-        """Kind to bytes at that time, as `bytes_peak` sums them up.
+        """Kind to bytes at that time; their sum is `bytes_peak`.
 
         Kinds: `shard`, `unsharded`, `post_forward_shard` (of parameters, between forward and backward), `arrived`
         (large gradients as they came, that are reduced in a wider dtype), `slots` (unsharded gradients), `exchange`
-        (scratch of a reduction), `staging` (of several small units), `quantized` (what travels in few bits), `residual`
-        (what that has lost), `reduced` (gradient shards before they become `.grad`), `partial` (sums that await an
+        (scratch of a reduction), `staging` (of several small units), `quantized` (data sent in few bits), `residual`
+        (their errors), `reduced` (gradient shards before they become `.grad`), `partial` (sums that await an
         all-reduce), `summoned`, and `host copy` (of `keep_frozen_unsharded`).
         """
         return dict(sum((Counter(model.resources.tracker.at_peak) for model in self._models()), Counter()))
 
     @property
     def comm(self) -> dict[str, tuple[int, int]]:
-        """Kind of collective to (how many, bytes) of this rank since the last `reset()`.
+        """Kind of collective to (number of calls, bytes) of this rank since the last `reset()`.
 
         Kinds: `all_gather` (of parameters), `reduce_scatter` and `all_reduce` (of gradients), `comm_hook` (calls of a
         communication hook), `broadcast`, and `scalar` for norms and agreements. Bytes are those of the unsharded side:
@@ -285,7 +285,7 @@ class Stats:
     @property
     def bytes_staged(self) -> int:
         """Bytes that were copied into staging buffers since the last `reset()`, of the unsharded side: those of small
-        units, or small parameters under `layout="rows"`, that travel together. They count in `comm`, too."""
+        units, or small parameters under `layout="rows"`, that are sent together. They also count in `comm`."""
         return sum(model.resources.comm_stats.staged for model in self._models())
 
     def reset(self) -> None:
@@ -332,8 +332,8 @@ def _units(model: nn.Module) -> list[tuple[str, Unit]]:
 
 
 def _kind(unit: Unit, handle: FlatParamHandle) -> str:
-    """E.g. "float32 frozen as bfloat16 by int8 in rows": dtype at rest, trainability, dtype in computation and on the
-    way, layout."""
+    """For example "float32 frozen as bfloat16 by int8 in rows": dtype at rest, trainability, dtype in computation and
+    in communication, layout."""
     precision = handle.precision
     frozen = "" if handle.options.trainable else " frozen"
     cast = f" as {_dtype(precision.compute)}" if precision.compute != precision.master else ""
@@ -348,7 +348,7 @@ def _kind(unit: Unit, handle: FlatParamHandle) -> str:
 
 
 def _kept(unit: Unit, handle: FlatParamHandle) -> str:
-    """What `keep_frozen_unsharded` does with `handle`, in words."""
+    """The effect of `keep_frozen_unsharded` on `handle`, for the table."""
     where = persistence_of(unit, handle)
     return f", kept on the {where.value} ({handle.unsharded_bytes:,} bytes)" if where is not None else ""
 

@@ -271,7 +271,7 @@ def _classes_in_full_precision(precision: MixedPrecision | None) -> tuple[type[n
 def _children_first(
     module: nn.Module, closed: set[nn.Module], visited: set[nn.Module], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of everything below `module` outside of `closed`, each once, a parent after its children."""
+    """(path, module) of all modules below `module` outside of `closed`, each once, a parent after its children."""
     for name, child in module.named_children():
         if child not in closed and child not in visited:
             visited.add(child)
