@@ -1,5 +1,5 @@
-"""Private names of torch.distributed.tensor, as `_torch.py` has those of torch: apart, because importing that takes
-seconds, which only models with DTensors pay."""
+"""Private names of torch.distributed.tensor, as `_torch.py` has those of torch. They are separate because importing
+that module takes seconds, which only models with DTensors should pay."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from . import _torch
 
 REASONS = {
-    "device_mesh.DeviceMesh._concatenate": "parameters that are split by data and by tensor parallelism lie on the "
-    "mesh of both, and only this makes one of two that exist without new process groups",
+    "device_mesh.DeviceMesh._concatenate": "parameters that are split by data and by tensor parallelism have the "
+    "mesh of both, and only this combines two existing meshes without new process groups",
     "device_mesh.DeviceMesh._flatten": "several data-parallel dimensions of a mesh are one axis of ranks, whose group "
-    "the mesh has to know, so that others that flatten the same dimensions find it",
+    "must be registered in the mesh, so that other code that flattens the same dimensions finds it",
     "tensor.placement_types._StridedShard": "rows that tensor parallelism has split are split again by data "
-    "parallelism, which is the other way round in the order of the mesh; only this placement shows it",
-    "tensor._dtensor_spec.DTensorSpec": "what a DTensor is made of without communication; `from_local` calls autograd "
-    "and makes a new one each time",
-    "tensor._dtensor_spec.TensorMeta": "the shape, the strides and the dtype in it",
-    "tensor.DTensor._local_tensor": "`to_local` makes another tensor each time, and what it returns shares no version",
+    "parallelism, in the reverse order of the mesh's dimensions; only this placement describes that",
+    "tensor._dtensor_spec.DTensorSpec": "DTensors are constructed from it without communication; `from_local` calls "
+    "autograd and makes a new one each time",
+    "tensor._dtensor_spec.TensorMeta": "the shape, the strides and the dtype in a DTensorSpec",
+    "tensor.DTensor._local_tensor": "`to_local` returns a new tensor each time, which does not share the version",
     "tensor.DTensor._spec": "mesh, placements, shape and strides as one value that can be compared",
 }
 
@@ -32,7 +32,7 @@ _LOCAL = attrgetter("_local_tensor")
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether `value` is a DTensor; does not import their module, without which there is none."""
+    """Whether `value` is a DTensor. Does not import torch.distributed.tensor: without it there are no DTensors."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -58,19 +58,19 @@ def _distributed() -> Any:
 
 
 def local_of(value: Any) -> torch.Tensor:
-    """What this rank has of a DTensor, the tensor itself."""
+    """The local tensor of a DTensor, not a copy or view."""
     local: torch.Tensor = value._local_tensor
     return local
 
 
 def local_bytes(value: torch.Tensor) -> int:
-    """Bytes of what this rank has of `value`, which may be a DTensor."""
+    """Bytes of `value`, or of its local tensor if it is a DTensor."""
     local = local_of(value) if is_dtensor(value) else value
     return local.numel() * local.element_size()
 
 
 def locals_of(values: Iterable[Any]) -> list[Any]:
-    """What this rank has of each DTensor among `values`; of whatever is none, itself."""
+    """`values`, with each DTensor replaced by its local tensor."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return list(values)
@@ -81,7 +81,7 @@ def locals_of(values: Iterable[Any]) -> list[Any]:
 
 
 def are_split_alike(one: Any, other: Any) -> bool:
-    """Whether two DTensors are of one shape, and split over one mesh in the same way."""
+    """Whether both are DTensors, with the same shape, mesh and placements."""
     if not (is_dtensor(one) and is_dtensor(other)):
         return False
     split, as_this = one._spec, other._spec
@@ -89,10 +89,10 @@ def are_split_alike(one: Any, other: Any) -> bool:
 
 
 def whole_of(value: Any) -> torch.Tensor:
-    """The whole of a DTensor, where its parts are. Collective over its mesh.
+    """The full tensor of a DTensor, on the device of its local tensor. Collective over its mesh.
 
-    Gloo gathers parts from the host's memory only: `full_tensor` gives it an accelerator's as if it were that, and the
-    process dies of it. So where gloo serves the mesh they go there first.
+    Gloo can gather only from the host's memory: with parts on an accelerator, `full_tensor` would crash the process. So
+    if gloo serves the mesh, the parts are copied to the host first.
     """
     device = value._local_tensor.device
     whole: torch.Tensor = (value.cpu() if _is_gathered_by_host(value, device) else value).full_tensor()
@@ -112,19 +112,19 @@ def spec_of(value: Any) -> Any:
 def new_spec(
     mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> Any:
-    """A DTensorSpec."""
+    """A DTensorSpec with these properties."""
     specs = _distributed().tensor._dtensor_spec
     meta = specs.TensorMeta(torch.Size(shape), tuple(stride), dtype)
     return specs.DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """The placement of rows that `split_factor` ranks of later dimensions of the mesh have split before."""
+    """The placement of rows that were split before by `split_factor` ranks of later dimensions of the mesh."""
     return _distributed().tensor.placement_types._StridedShard(dim, split_factor=split_factor)
 
 
 def split_factor_of(placement: Any) -> int | None:
-    """By how many ranks of later dimensions of the mesh rows were split before; None for any other placement."""
+    """The number of ranks of later mesh dimensions that split the rows before; None for any other placement."""
     if type(placement).__name__ != "_StridedShard":
         return None
     factor: int = placement.split_factor
@@ -132,27 +132,27 @@ def split_factor_of(placement: Any) -> int | None:
 
 
 def concatenated(meshes: Sequence[Any]) -> Any:
-    """The mesh of all dimensions of `meshes`, which are of one mesh."""
+    """The mesh of all dimensions of `meshes`, which are submeshes of one mesh."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh._concatenate(list(meshes))
 
 
 def flattened(mesh: Any, name: str) -> Any:
-    """The mesh of one dimension over all ranks of `mesh`. Collective where its group is made, once for each name."""
+    """The 1-D mesh over all ranks of `mesh`. Collective when its group is created, once per name."""
     return mesh._flatten(name)
 
 
 def dtensor(local: torch.Tensor, spec: Any) -> Any:
-    """A DTensor around `local`, which it holds itself; autograd knows nothing of it."""
+    """A DTensor with `local` as its local tensor, without a graph."""
     return dtensors([local], [spec])[0]
 
 
 def dtensors(locals_: Sequence[torch.Tensor], specs: Iterable[Any]) -> list[Any]:
-    """A DTensor around each of `locals_`, of one dtype and on one device.
+    """A DTensor around each of `locals_`, which have one dtype and one device.
 
-    Without `__init__`, which is for `torch.export`. Made around a tensor that begins its storage: with an
-    offset of its own a DTensor seems to have memory, and `copy.deepcopy` looks for that.
+    `__init__`, which is for `torch.export`, is skipped. The wrapper is created from a tensor with storage offset 0: a
+    DTensor with another offset appears to have memory of its own, which `copy.deepcopy` would access.
     """
     if not locals_:
         return []
@@ -165,22 +165,22 @@ def dtensors(locals_: Sequence[torch.Tensor], specs: Iterable[Any]) -> list[Any]
     return made
 
 
-# A storage takes longer to make than a DTensor does, of which each gradient takes a new one: they share those without
-# elements.
+# Creating a storage takes longer than creating a DTensor, of which each gradient needs a new one: DTensors share an
+# empty storage per dtype and device.
 _nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def nothing_like(local: torch.Tensor) -> torch.Tensor:
-    """No elements, of the dtype of `local` and where that is; always the same."""
+    """An empty tensor with the dtype and device of `local`; the same object in each call."""
     known = _nothing.get((local.dtype, local.device)) if type(local) is torch.Tensor else None
     if known is not None:
         return known
     with torch.inference_mode(False):
         if type(local) is torch.Tensor or isinstance(local, _torch.fake_tensors().FakeTensor):
             made = local.new_empty(0)
-        else:  # what gather hooks made, whose class may know few operations: torchao's float8 refuses this one
+        else:  # a result of gather hooks, whose class may support few operations: torchao's float8 refuses `new_empty`
             made = torch.empty(0, dtype=local.dtype, device=local.device)
-    if type(made) is torch.Tensor:  # not of a dry run
+    if type(made) is torch.Tensor:  # not in a dry run
         _nothing[made.dtype, made.device] = made
     return made
 
@@ -193,22 +193,22 @@ def dtensor_type() -> Any:
     return DTensor
 
 
-# What torch.compile has called for each frame of the caller's, in case that is part of something compiled.
+# The callback that torch.compile runs for each frame; None if the caller is not part of a compiled function.
 _compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 def is_compiled_around() -> bool:
-    """Whether the caller runs within what torch.compile compiles; it is left out of that."""
+    """Whether the caller runs inside a compiled function; it is itself excluded from the compilation."""
     if torch.compiler.is_compiling():
         _torch.stay_out_of_graphs()
     return callable(_compiler())
 
 
 def as_of_torch(value: Any) -> Any:
-    """A DTensor like `value` with the offset of its local tensor, as torch.compile makes it of that again."""
+    """A DTensor like `value` with the storage offset of its local tensor, as torch.compile reconstructs it."""
     return dtensor_type().__new__(dtensor_type(), value._local_tensor, value._spec, requires_grad=False)
 
 
 def set_local(value: Any, local: torch.Tensor, spec: Any) -> None:
-    """Let a DTensor have `local`, of its dtype, as what this rank has of it, and `spec`."""
+    """Set the local tensor of a DTensor to `local`, which has the same dtype, and its spec to `spec`."""
     value._local_tensor, value._spec = local, spec

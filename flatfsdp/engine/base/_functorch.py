@@ -1,8 +1,8 @@
-"""Private names of torch.func, as `_torch.py` has those of torch, and the way out of its transforms.
+"""Private names of torch.func, as `_torch.py` has those of torch, and functions to leave and enter its transforms.
 
-[Note: transforms] Inside of `torch.func.grad`, `vjp` and `jvp` each operation makes a wrapped tensor, which has no
-storage, and nothing may be written to other tensors. So the engine works outside of all transforms that run. The
-module's own forward, and what is to be done to users' tensors, run inside.
+[Note: transforms] Inside `torch.func.grad`, `vjp` and `jvp` each operation returns a wrapped tensor, which has no
+storage, and other tensors must not be written. So the engine runs outside of all active transforms. The module's own
+forward, and operations on users' tensors, run inside.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 
 REASONS = {
-    "_are_functorch_transforms_active": "nothing public shows whether a transform runs, and every forward asks",
-    "_functorch.peek_interpreter_stack": "what runs, the innermost first; nothing public leads out of a transform",
-    "_functorch.pop_dynamic_layer_stack": "the innermost is left",
-    "_functorch.push_dynamic_layer_stack": "and entered again",
+    "_are_functorch_transforms_active": "nothing public shows whether a transform is active; every forward checks it",
+    "_functorch.peek_interpreter_stack": "the innermost active transform; nothing public leads out of a transform",
+    "_functorch.pop_dynamic_layer_stack": "leaves the innermost transform",
+    "_functorch.push_dynamic_layer_stack": "enters it again",
     "_functorch.is_functorch_wrapped_tensor": "a tensor inside of transforms has a graph in each of them",
-    "_functorch.get_unwrapped": "what it is in the transform around that",
+    "_functorch.get_unwrapped": "the tensor in the enclosing transform",
 }
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def missing() -> list[str]:
     return absent
 
 
-# Whether the calling thread runs inside of a transform; the function itself, because every forward calls it.
+# Whether the calling thread is inside a transform; torch's function itself, because every forward calls it.
 in_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
@@ -65,7 +65,7 @@ def _enter(interpreters: list[Any]) -> None:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Inside the context no transform runs."""
+    """A context in which no transform is active."""
     before, left.interpreters = left.interpreters, _leave()
     try:
         yield
@@ -75,7 +75,7 @@ def outside() -> Iterator[None]:
 
 
 def inside(operation: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """`operation(*args, **kwargs)`, inside of the transforms that `outside` has left, if any."""
+    """Return `operation(*args, **kwargs)`, run inside the transforms that `outside` has left, if any."""
     if not left.interpreters:
         return operation(*args, **kwargs)
     interpreters, left.interpreters = left.interpreters, None
@@ -87,8 +87,8 @@ def inside(operation: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
 
 
 def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """`tensor` as each of the transforms that run has it, the innermost first, and at last as it is outside of all.
-    Each has a graph of its own."""
+    """`tensor`, and the tensors that it wraps in the enclosing transforms, the innermost first; the last one is outside
+    of all transforms. Each has a graph of its own."""
     found = [tensor]
     while torch._C._functorch.is_functorch_wrapped_tensor(found[-1]):
         found.append(torch._C._functorch.get_unwrapped(found[-1]))

@@ -1,7 +1,7 @@
-"""Every private torch name that flatfsdp leans on, each with the reason why no public one does.
+"""All private names of torch that flatfsdp uses, each with the reason why no public name suffices.
 
-Nothing else in the package may spell `torch._something`. `missing()` lists the names that the installed torch lacks, so
-that an upgrade fails in words.
+No other file of the package may use `torch._something`. `missing()` lists the names that the installed torch lacks, so
+that an upgrade fails with a clear message.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ import torch
 
 from . import _functorch
 
-# Versions this release was tested with; a newer one works or fails in words, and warns once.
+# Versions that this release was tested with; a newer one works or raises a clear error, and warns once.
 TESTED = ((2, 11), (2, 14))
 
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 REASONS = {
-    "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must look "
+    "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must appear "
     "unchanged to saved tensors (retain_graph), and only this sets a version back",
     "torch._C._current_graph_task_id": "a forward inside a backward is a recomputation; nothing public shows it",
-    "torch.autograd.graph.Node._input_metadata": "autograd's refusal of a gradient that has another shape "
-    "than its leaf had when it was first read names no parameter, and only this shows which",
-    "torch._C._autograd._top_saved_tensors_default_hooks": "which units a checkpoint without reentrance will recompute "
-    "together; ranks whose backwards do not reach all of them must know",
+    "torch.autograd.graph.Node._input_metadata": "autograd's error for a gradient with another shape than its leaf had "
+    "when it was first read names no parameter, and only this shows which one it is",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "shows which units a non-reentrant checkpoint will "
+    "recompute together; ranks whose backwards do not reach all of them need it",
     "torch._C._autograd._pop_saved_tensors_default_hooks": "only the innermost of nested checkpoints is shown, and "
-    "those around it recompute more",
-    "torch._C._autograd._push_saved_tensors_default_hooks": "what was popped to see those around it goes back",
+    "the enclosing ones recompute more",
+    "torch._C._autograd._push_saved_tensors_default_hooks": "restores the hooks that were popped for that",
     "torch._C._current_autograd_node": "units that run in one reentrant checkpoint's backward are recomputed together",
-    "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public shows it",
+    "torch._C._will_engine_execute_node": "which of several gradients a backward computes; nothing public shows it",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
-    "torch._C._any_requires_grad": "asking each of a list of small tensors takes as long as an operation on it",
-    "torch.Tensor._use_count": "whether anybody may hold a leaf's node (access makes one), or a kept gradient",
-    "torch._C._storage_Use_Count": "whether anybody may hold the memory of one",
+    "torch._C._any_requires_grad": "checking each of a list of small tensors takes as long as an operation on it",
+    "torch.Tensor._use_count": "whether other code may hold a leaf's node (access creates one), or a kept gradient",
+    "torch._C._storage_Use_Count": "whether other code may hold the memory of a kept gradient",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's hook must run on the sharded gradient, after ours",
-    "torch.autograd.graph.Node._register_hook_dict": "most of what a hook of each unit costs is a handle to remove it",
+    "torch.autograd.graph.Node._register_hook_dict": "the removable handle is most of the cost of a hook of each unit",
     "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step, and this is "
     "the only place in between",
-    "torch.distributed.distributed_c10d._process_group_name": "a group made by its members alone is named after the "
-    "number of groups that the process is in; ranks in different numbers of them would wait for each other for ever",
+    "torch.distributed.distributed_c10d._process_group_name": "a group created only by its members is named after the "
+    "number of groups that the process is in; ranks with different numbers of groups would deadlock",
     "torch.distributed.ProcessGroup._get_backend": "its options hold the time limit of a group's operations",
-    "torch.distributed.distributed_c10d._world.pg_map": "what torch lets go of when a process group is destroyed; it "
-    "notifies nobody, and threads that serve the group would outlive it",
-    "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",
-    "torch._C._len_torch_dispatch_stack": "whether a mode would see operations that only ask about tensors",
+    "torch.distributed.distributed_c10d._world.pg_map": "torch drops its entry when a process group is destroyed, "
+    "without any notification, and threads that serve the group would outlive it",
+    "torch._C.DisableTorchFunctionSubclass": "every backward reads the gradients of hidden parameters",
+    "torch._C._len_torch_dispatch_stack": "whether a mode would intercept operations that only inspect tensors",
     "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
-    "runs, in whatever thread; nothing public shows it",
-    "torch.distributed.ProcessGroup._allgather_base": "torch.distributed's own functions check what is known here, at "
+    "runs, in any thread; nothing public shows it",
+    "torch.distributed.ProcessGroup._allgather_base": "torch.distributed's own functions repeat known checks at "
     "every call, for longer than a small collective takes; likewise _reduce_scatter_base",
-    "torch.distributed.ProcessGroup.*_coalesced": "NCCL makes one operation of several small ones without a copy; the "
-    "public way to it, a list per tensor, copies",
+    "torch.distributed.ProcessGroup.*_coalesced": "NCCL coalesces several small operations into one without a copy; "
+    "the public way to do so, a list per tensor, copies",
     "torch.Tensor._make_wrapper_subclass": "a value of a sharded state dict has the shape of the whole parameter and "
     "memory for a piece; torch's own tensors of that kind are made by it",
-    "torch.distributed.checkpoint.filesystem._StorageInfo": "where torch's distributed checkpoint looks for a piece of "
-    "a tensor: what it is to read must hold these",
-    "torch._subclasses.FakeTensorMode": "tensors that have a device, but no memory: what a dry run computes with",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "torch's distributed checkpoint locates the pieces of a "
+    "tensor by these, so checkpoints that it is to read must contain them",
+    "torch._subclasses.FakeTensorMode": "dry runs compute with tensors that have a device, but no memory",
     "torch.testing._internal.distributed.fake_pg": "the process group of a dry run; importing it is the only way to "
     "register its backend",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
@@ -74,7 +74,7 @@ REASONS = {
 
 def missing() -> list[str]:
     """The names above that this torch does not have (empty on every supported version)."""
-    probes: dict[str, Callable[[], object]] = {  # of those that are not found by their names alone
+    probes: dict[str, Callable[[], object]] = {  # for names that a plain attribute lookup does not find
         "torch.distributed.ProcessGroup._allgather_base": lambda: (
             torch.distributed.ProcessGroup._allgather_base,
             torch.distributed.ProcessGroup._reduce_scatter_base,
@@ -95,7 +95,7 @@ def missing() -> list[str]:
 
 
 def untested() -> str | None:
-    """A sentence where the installed torch is newer than those that this release was tested with, else None."""
+    """A warning if the installed torch is newer than those that this release was tested with; None otherwise."""
     newest = ".".join(map(str, TESTED[-1]))
     if tuple(map(int, torch.__version__.split(".")[:2])) <= TESTED[-1]:
         return None
@@ -107,7 +107,7 @@ def untested() -> str | None:
 
 
 def _options(kind: str) -> tuple[Any, Any]:
-    """Options for an operation on the caller's stream, and for one on the backend's."""
+    """Options for an operation on the caller's stream, and for one on the backend's stream."""
     made = getattr(torch.distributed.distributed_c10d, kind)(), getattr(torch.distributed.distributed_c10d, kind)()
     for options, asynchronous in zip(made, (False, True), strict=True):
         options.asyncOp = asynchronous
@@ -118,16 +118,16 @@ _GATHER, _SCATTER, _ALL_REDUCE = map(_options, ("AllgatherOptions", "ReduceScatt
 
 
 class FlatCollectives:
-    """The collectives over one process group whose tensors are flat, each of which returns its work, or None.
+    """The collectives of one process group on flat tensors, each of which returns its work, or None.
 
     Attributes:
-        gather: of (output, shard): fills `output` with every rank's `shard`. No Python runs on its way: units pass it.
-        reduce_scatter: of (output, full): sums `full` over ranks and leaves this rank's piece in `output`; likewise.
-        all_reduce: of ([tensor]): sums it over ranks in place.
+        gather: (output, shard): fills `output` with every rank's `shard`. Runs no Python: every unit calls it.
+        reduce_scatter: (output, full): sums `full` over ranks, and writes this rank's piece to `output`; likewise.
+        all_reduce: ([tensor]): sums the tensor over ranks in place.
     """
 
     def __init__(self, process_group: Any, *, beside: bool) -> None:
-        """`beside`: they run beside the caller's stream, else on it, after what that was given before."""
+        """`beside`: collectives run on a stream of the backend; otherwise on the caller's, after its earlier work."""
         self._group = process_group
         self._options = _GATHER[beside], _SCATTER[beside]
         self.gather: Callable[..., Any] = partial(process_group._allgather_base, opts=_GATHER[beside])
@@ -144,7 +144,7 @@ class FlatCollectives:
 
 
 def _grouped(newer: str, older: str) -> Any:
-    """The method of a process group under the first of these names that this torch has."""
+    """The method of process groups that has the first of these names that exists in this torch."""
     kind: Any = torch.distributed.ProcessGroup
     return getattr(kind, newer, None) or getattr(kind, older)
 
@@ -160,29 +160,29 @@ def _lacking(name: str) -> Any:
     return fail
 
 
-# Sets the version counters of some tensors; the function itself, because every unit calls it.
+# Sets the version counters of tensors; torch's function itself, because every unit calls it.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = getattr(
     torch._C._autograd, "_unsafe_set_version_counter", _lacking("_unsafe_set_version_counter")
 )
 
 
-# Inside the context tensors of subclasses are read without their `__torch_function__`, which is slow; the class
-# itself, because every unit calls it. Below, how many modes see every operation now.
+# A context in which the slow `__torch_function__` of tensor subclasses is not called; torch's class itself, because
+# every unit calls it. Below, the number of active dispatch modes, which intercept every operation.
 as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _lacking("_len_torch_dispatch_stack"))
 
 
 def is_tracing() -> bool:
-    """Whether something is being compiled now, for which tensors are looked at."""
+    """Whether torch.compile is tracing now, and inspects tensors."""
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 def no_grad() -> AbstractContextManager[Any]:
-    """`torch.no_grad()`, at no cost where gradients are not recorded anyway, as in most backwards."""
+    """`torch.no_grad()`, without its cost if gradient recording is already off, as in most backwards."""
     return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
-# The id of the running graph task, -1 outside a backward; the function itself, because every gradient calls it.
+# The id of the running graph task, -1 outside a backward; torch's function itself, because every gradient calls it.
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
@@ -197,34 +197,34 @@ _top_hooks: Callable[[bool], tuple[Any, Any] | None] = getattr(
 
 
 def saving() -> object | None:
-    """What stands for the innermost context that decides how tensors are saved, for as long as one lives that it
-    saved; None outside of all."""
+    """An object that identifies the innermost context of saved-tensor hooks, and lives at least as long as any tensor
+    saved in it; None outside of all contexts."""
     hooks = _top_hooks(True)
     return None if hooks is None else hooks[1]
 
 
 def segments() -> list[object]:
-    """What stands for the non-reentrant checkpoints whose functions run, as `saving` does; the innermost first."""
+    """Objects, like that of `saving`, for the non-reentrant checkpoints whose functions run; the innermost first."""
     found: list[tuple[Any, Any]] = []
     try:
         while (hooks := _top_hooks(True)) is not None:
             found.append(hooks)
             torch._C._autograd._pop_saved_tensors_default_hooks()
-    finally:  # nothing shows others than the innermost
+    finally:  # only the innermost hooks can be read, so all are popped and pushed again
         for hooks in reversed(found):
             torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
     return [unpack for _, unpack in found if getattr(unpack, "__module__", None) == "torch.utils.checkpoint"]
 
 
 def custom_forward() -> weakref.ref[Any] | None:
-    """The node of the outermost custom autograd Function whose forward runs, as that of a reentrant checkpoint,
-    whatever its make; None outside of all. What runs without a graph there is no user's `no_grad()`."""
+    """The node of the outermost custom autograd Function whose forward runs, for example a reentrant checkpoint of any
+    library; None if there is none. In such a forward, a missing graph does not mean a user's `no_grad()`."""
     node = _outermost("forward")
     return None if node is None else weakref.ref(node)
 
 
 def custom_backward() -> Any:
-    """The node of the outermost custom autograd Function whose backward runs; None outside of all."""
+    """The node of the outermost custom autograd Function whose backward runs; None if there is none."""
     node = _outermost("backward")
     return node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
 
@@ -240,17 +240,17 @@ def _outermost(method: str) -> Any:
     return None if found is None else found.f_locals["ctx"]
 
 
-# The node of the graph whose backward runs; the function itself, because every unit calls it.
+# The node of the graph whose backward runs; torch's function itself, because every unit calls it.
 node_now: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def will_compute(node: Any) -> bool:
-    """Whether the running graph task brings a gradient to `node`, which is no leaf's."""
+    """Whether the running graph task computes a gradient for `node`, which does not belong to a leaf."""
     return torch._C._will_engine_execute_node(node)
 
 
 def will_accumulate(node: Any) -> bool:
-    """Whether the running graph task accumulates a gradient in `node`, a leaf's."""
+    """Whether the running graph task accumulates a gradient in `node`, which belongs to a leaf."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # `autograd.grad` captures it instead
@@ -258,20 +258,20 @@ def will_accumulate(node: Any) -> bool:
 
 
 def shape_awaited(node: Any) -> torch.Size:
-    """The shape that gradients which come to `node`, a leaf's, must have."""
+    """The shape that gradients for `node`, which belongs to a leaf, must have."""
     return torch.Size(node._input_metadata[0].shape)
 
 
 any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _lacking("_any_requires_grad"))
-# More than 1 where a graph, or anybody else, may hold the node of autograd's to which gradients of a leaf come.
+# More than 1 if a graph, or other code, may hold the autograd node that accumulates the gradients of a leaf.
 use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 2)
-# How many have the untyped storage of that `_cdata`: each tensor that lies there, and one for all of Python's.
-# NaN, which equals nothing, where torch does not count: somebody may have come.
+# The number of references to the untyped storage of that `_cdata`: one per tensor in it, one for all Python objects.
+# NaN, which equals nothing, if torch does not count: there may be other references.
 storage_uses: Callable[[int], float] = getattr(torch._C, "_storage_Use_Count", lambda cdata: float("nan"))
 
 
 def applies_in_backward() -> bool:
-    """Whether torch's `_apply_optimizer_in_backward` was called on any parameter that lives; quicker than to look."""
+    """Whether torch's `_apply_optimizer_in_backward` was called on any live parameter; faster than checking each."""
     module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     return module is not None and bool(module.param_to_acc_grad_map.data)
 
@@ -279,13 +279,13 @@ def applies_in_backward() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once when the running graph task has ended without an exception.
 
-    After an exception the task drops the callback without calling it; its destructor is then the only sign.
+    After an exception the task drops the callback without calling it; only its destructor shows that.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def profiler_runs() -> bool:
-    """Whether a profiler of torch's records in this process."""
+    """Whether a torch profiler is recording in this process."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
@@ -297,14 +297,14 @@ def accumulate_hooks(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[
     return [hooks for hooks in map(_HOOKS, leaves) if hooks is not None and len(hooks) > 1]
 
 
-# The live dictionary of post-accumulate hooks of a tensor; None where there never was one.
+# The live dictionary of post-accumulate hooks of a tensor; None if no hook was ever registered.
 hooks_on: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None] = _HOOKS
-# What `register_hook` put on a tensor, and did not undo: nothing, or something that is true.
+# The hooks registered on a tensor with `register_hook` and not removed; false if there are none.
 has_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def in_functional_call() -> bool:
-    """Whether the caller runs inside `torch.func.functional_call`, which sets no flag: by the names of its callers."""
+    """Whether the caller runs inside `torch.func.functional_call`: found in the stack, because torch sets no flag."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
@@ -315,7 +315,7 @@ def in_functional_call() -> bool:
 
 @contextmanager
 def name_of_group(name: str) -> Iterator[None]:
-    """Inside, `torch.distributed.new_group` gives what it makes this name, by which its members find each other."""
+    """A context in which `torch.distributed.new_group` uses this name, by which the members find each other."""
     c10d: Any = torch.distributed.distributed_c10d
     by_count = c10d._process_group_name
     c10d._process_group_name = lambda ranks, use_hashed_name: name
@@ -326,7 +326,7 @@ def name_of_group(name: str) -> Iterator[None]:
 
 
 def time_limit(process_group: Any) -> float:
-    """Seconds after which an operation of `process_group` fails; infinity where its backend has none."""
+    """Seconds after which an operation of `process_group` fails; infinity if its backend has no limit."""
     backends = map(process_group._get_backend, process_group._device_types)
     options: list[Any] = [getattr(each, "options", None) for each in backends]
     limits = [each._timeout.total_seconds() for each in options if hasattr(each, "_timeout")]
@@ -334,13 +334,13 @@ def time_limit(process_group: Any) -> float:
 
 
 def when_destroyed(process_group: Any, callback: Callable[[], None]) -> None:
-    """Call `callback` when `process_group` is destroyed: torch then drops its only hold of the store's Python object,
-    which the group itself does not keep."""
+    """Call `callback` when `process_group` is destroyed: torch then drops the only reference to the store's Python
+    object, which the group itself does not keep alive."""
     _, store = torch.distributed.distributed_c10d._world.pg_map[process_group]
     weakref.finalize(store, callback).atexit = False
 
 
-# `target.copy_(source)`, casting where the dtypes differ, and `target.add_(source)`, for each pair of two lists.
+# `target.copy_(source)`, with a cast if the dtypes differ, and `target.add_(source)`, for each pair of two lists.
 foreach_copy_: Callable[..., None] = getattr(torch, "_foreach_copy_", _lacking("_foreach_copy_"))
 foreach_add_: Callable[..., None] = getattr(torch, "_foreach_add_", _lacking("_foreach_add_"))
 
@@ -348,19 +348,19 @@ foreach_add_: Callable[..., None] = getattr(torch, "_foreach_add_", _lacking("_f
 def tensor_without_memory(
     cls: type[torch.Tensor], shape: Sequence[int], stride: Sequence[int] | None, like: torch.Tensor
 ) -> Any:
-    """A tensor of class `cls` that looks like one of this shape, with the dtype and device of `like`."""
+    """A tensor of class `cls` with this shape, and the dtype and device of `like`, but without memory."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=like.dtype, device=like.device)
 
 
 def group_of_sharded_tensor(value: Any) -> Any:
-    """The process group over which a `ShardedTensor` is spread."""
+    """The process group of a `ShardedTensor`."""
     return value._process_group
 
 
 def sharded_tensor_of_rows(rows: torch.Tensor, first: int, shape: Sequence[int], process_group: Any) -> Any:
-    """A `ShardedTensor` of which this rank has `rows` from row `first` on. Collective.
+    """A `ShardedTensor` whose shard on this rank is `rows`, from row `first` on. Collective.
 
-    Programs written for FSDP1 use this class, which has no public name; it is imported for them only.
+    Programs written for FSDP1 use this class, which has no public name; it is imported only for them.
     """
     from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 
@@ -368,12 +368,12 @@ def sharded_tensor_of_rows(rows: torch.Tensor, first: int, shape: Sequence[int],
     rank = torch.distributed.get_rank()  # placements name ranks of the whole job
     shards = [Shard.from_tensor_and_offsets(rows, offsets, rank)] if rows.shape[0] else []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # that it is deprecated: the user asked for it by name
+        warnings.simplefilter("ignore", FutureWarning)  # the class is deprecated, but the user requested it by name
         return init_from_local_shards(shards, *shape, process_group=process_group)
 
 
 def shard(tensor: torch.Tensor, offsets: Sequence[int]) -> Any:
-    """torch's `Shard`, of which a `ShardedTensor` is made: what this rank has from `offsets` on."""
+    """torch's `Shard`, a part of a `ShardedTensor`: this rank's `tensor`, which begins at `offsets`."""
     from torch.distributed._shard.sharded_tensor import Shard
 
     initialized = torch.distributed.is_initialized()
@@ -381,9 +381,9 @@ def shard(tensor: torch.Tensor, offsets: Sequence[int]) -> Any:
 
 
 def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any, given: Any) -> Any:
-    """A `DTensor` of the shape of `whole`, of which this rank has `rows`; replicated where there are no dimensions.
+    """A `DTensor` with the shape of `whole` and the local tensor `rows`; replicated if `whole` has no dimensions.
 
-    It lies on the mesh `given`, split over the last dimension of that, or on one over `process_group`.
+    It is sharded over the last dimension of the mesh `given`, or over a mesh of `process_group`.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -396,20 +396,20 @@ def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any,
 
 
 def storage_info() -> Any:
-    """The class of distributed checkpoints' entries (relative_path, offset, length)."""
-    if not hasattr(torch.distributed, "checkpoint"):  # which checkpoints alone need
+    """The class of entries in distributed checkpoints (relative_path, offset, length)."""
+    if not hasattr(torch.distributed, "checkpoint"):  # imported here, since only checkpoints need it
         importlib.import_module("torch.distributed.checkpoint")
     whole: Any = torch.distributed
     return whole.checkpoint.filesystem._StorageInfo
 
 
 def loads_as_usual(module: torch.nn.Module) -> bool:
-    """Whether a class of torch's loads the state dict of `module`."""
+    """Whether the state dict of `module` is loaded by a class of torch."""
     return type(module)._load_from_state_dict.__module__.startswith("torch.")
 
 
 def saves_as_usual(module: torch.nn.Module) -> bool:
-    """Whether the class of `module` leaves its state dict to torch: what it would override has no public name."""
+    """Whether the class of `module` does not override `_save_to_state_dict`, which has no public name."""
     return type(module)._save_to_state_dict is torch.nn.Module._save_to_state_dict
 
 
@@ -427,7 +427,7 @@ def _fake_backend() -> Any:
 
 @contextmanager
 def fake_world(ranks: int, *, rank: int) -> Iterator[None]:
-    """Inside, the default process group has so many ranks, of which this process is `rank`; nothing is ever sent."""
+    """A context with a fake default process group of `ranks` ranks, where this process is `rank`; sends no data."""
     _fake_backend()
     c10d: Any = torch.distributed
     c10d.init_process_group("fake", store=c10d.HashStore(), rank=rank, world_size=ranks)
@@ -438,9 +438,9 @@ def fake_world(ranks: int, *, rank: int) -> Iterator[None]:
 
 
 def stay_out_of_graphs() -> None:
-    """Let torch.compile run flatfsdp's own functions as they are, and compile the modules that they call."""
-    # What is public does so for one function; the engine is hundreds. Imported here, since it takes seconds and is
-    # there wherever somebody compiles.
+    """Let torch.compile skip flatfsdp's own functions, and compile the modules that they call."""
+    # The public way excludes one function at a time; the engine has hundreds. Imported here, since the import takes
+    # seconds, and has already happened if anything was compiled.
     from torch._dynamo import trace_rules
 
     trace_rules.add("flatfsdp")

@@ -1,8 +1,8 @@
 """Modules under the names that they had before flatfsdp/engine existed: pickles and checkpoints hold such names.
 
-[Note: old names] One table maps each old name to the module of today, which is imported when the old name is asked for
-and is the same object under both. It is for what was written before: nothing in this repository imports an old name. A
-module that moves, or is renamed, gets its line here as soon as a release has had it under the name before.
+[Note: old names] One table maps each old name to the current module, which is imported when the old name is, and is the
+same object under both. The names are for existing files: nothing in this repository imports an old name. A module that
+is moved or renamed gets an entry here if a release had it under the previous name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _ROOT = "flatfsdp"
-# By package below flatfsdp.engine: the modules of revision e07bc83, below flatfsdp, each with its new name where it has
-# another one.
+# By package below flatfsdp.engine: the modules of revision e07bc83, below flatfsdp, each with its new name if it is
+# different.
 _MOVED = {
     "base": "_torch hooks=autograd trace=events trees=nested_tensors waits=wait_limits state_dicts.names=fqns",
     "layout": "layout boxes runs",
@@ -80,8 +80,8 @@ ALIASES = dict(_table())  # old dotted name to new one
 
 
 class _Package(ModuleType):
-    """flatfsdp once an old name was imported. Importing binds a submodule's name in its package; where the package
-    offers something of that name (`flatfsdp.summary` is a function), it stays what it is."""
+    """The class of flatfsdp's module object once an old name was imported. An import binds the submodule's name in its
+    package; this class prevents that for names that the package already has (`flatfsdp.summary` is a function)."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (isinstance(value, ModuleType) and f"{_ROOT}.{name}" in ALIASES and name in vars(self)):
@@ -89,7 +89,7 @@ class _Package(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """[Note: old names]"""
+    """The import hook for the old names. [Note: old names]"""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -108,6 +108,6 @@ _FINDER = _Finder()
 
 
 def install() -> None:
-    """Let old names be found, behind those of files."""
+    """Make old names importable, after all modules that exist as files."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)

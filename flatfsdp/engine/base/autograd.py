@@ -1,8 +1,8 @@
-"""The only file that registers hooks and callbacks with autograd. It knows callbacks, not units.
+"""The only file that registers hooks and callbacks with autograd. It handles callbacks, not units.
 
-[Note: hooks] Hooks sit on tensors, not in identity Functions: an output of a custom Function may not be edited in place
-by the user, a tensor hook survives that. Callbacks hold their owner weakly where the thing they hang on outlives a
-step: a closure on a leaf is never freed, not even by the garbage collector.
+[Note: hooks] Hooks are registered on tensors, not implemented as identity Functions: users may not modify an output of
+a custom Function in place, while a tensor hook survives that. Callbacks on objects that outlive a step reference their
+owner weakly: a closure on a leaf is never freed, not even by the garbage collector.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from . import _functorch, _torch
 
 _SEQUENCE = methodcaller("_sequence_nr")
 
-# The post-accumulate hooks of one tensor, by their numbers; as alive as the tensor.
+# The post-accumulate hooks of one tensor, by their ids; lives as long as the tensor.
 Registry = dict[int, Callable[[torch.Tensor], None]]
 
 
 class LeafHook:
-    """The post-accumulate hook of one leaf: calls `leaf_ready(kind, index, leaf)` of its owner, held weakly."""
+    """The post-accumulate hook of one leaf: calls `leaf_ready(kind, index, leaf)` of its weakly referenced owner."""
 
     __slots__ = ("_index", "_kind", "_owner")
 
@@ -45,7 +45,7 @@ class LeafHook:
 
 
 class PostponedHook:
-    """A user's hook, kept from running on the unsharded gradient and run on the sharded one instead."""
+    """A user-defined hook that is skipped for the unsharded gradient, and run on the sharded one instead."""
 
     __slots__ = ("hook",)
 
@@ -57,8 +57,8 @@ class PostponedHook:
 
 
 def watch_leaf(leaf: nn.Parameter, owner: Any, kind: int, index: int) -> Registry:
-    """Call `owner.leaf_ready(kind, index, leaf)` whenever `leaf.grad` has been accumulated; returns where all hooks of
-    `leaf` are."""
+    """Call `owner.leaf_ready(kind, index, leaf)` whenever `leaf.grad` has been accumulated; returns the registry of all
+    post-accumulate hooks of `leaf`."""
     leaf.register_post_accumulate_grad_hook(LeafHook(owner, kind, index))
     registry = _torch.hooks_on(leaf)
     assert registry is not None
@@ -66,39 +66,39 @@ def watch_leaf(leaf: nn.Parameter, owner: Any, kind: int, index: int) -> Registr
 
 
 def are_more_than_ours(registries: Collection[Registry]) -> bool:
-    """Whether users have hooks in some of `registries`, of leaves that are watched."""
+    """Whether some of `registries`, of watched leaves, have user-defined hooks."""
     return sum(map(len, registries)) > len(registries)
 
 
 def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:
-    """Keep users' post-accumulate hooks of `leaves` for `run_user_hooks`; their own handles still remove them."""
+    """Defer user-defined post-accumulate hooks of `leaves` to `run_user_hooks`; their handles still remove them."""
     for hooks in _torch.accumulate_hooks(leaves):
         defer(hooks)
 
 
 def defer(registry: dict[int, Any]) -> None:
-    """Keep the hooks in `registry` for `run_deferred`, but for our own."""
+    """Defer the hooks in `registry` to `run_deferred`, except the engine's own."""
     for key, hook in registry.items():
         if not isinstance(hook, (LeafHook, PostponedHook)):
             registry[key] = PostponedHook(hook)
 
 
 def run_deferred(registry: dict[int, Any], *args: Any) -> None:
-    """Run what `defer` kept, on `args`."""
+    """Run the deferred hooks in `registry` with `args`."""
     for hook in tuple(registry.values()):
         if isinstance(hook, PostponedHook):
             hook.hook(*args)
 
 
 def run_user_hooks(leaves: Sequence[torch.Tensor]) -> None:
-    """Run what `defer_user_hooks` kept, on those of `leaves` whose `.grad`, the sharded gradient now, is there."""
+    """Run the deferred hooks of those `leaves` that have a `.grad`, which is the sharded gradient now."""
     for leaf in leaves:
         for hooks in _torch.accumulate_hooks([leaf]) if leaf.grad is not None else ():
             run_deferred(hooks, leaf)
 
 
 def run_hooks(parameters: Sequence[torch.Tensor]) -> None:
-    """Run users' post-accumulate hooks of `parameters`, into which autograd accumulates nothing."""
+    """Run user-defined post-accumulate hooks of `parameters` into which autograd itself does not accumulate."""
     for parameter in parameters:
         if (registry := _torch.hooks_on(parameter)) and parameter.grad is not None:
             for hook in tuple(registry.values()):
@@ -120,23 +120,23 @@ def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
     return leaf.register_hook(lambda grad: callback())
 
 
-# Calls a callback with the gradient with respect to a tensor whenever that is about to flow on; what it returns has
-# `remove()`. Torch's own, because every unit calls it.
+# Calls a callback with the gradient with respect to a tensor before autograd propagates it; returns a handle with
+# `remove()`. Torch's function itself, because every unit calls it.
 before_backward_of: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = torch.Tensor.register_hook
 
 
 def before_backward_of_result(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
-    """The same, for as long as the graph of `tensor` lives, which is no leaf: without what removes it."""
+    """`before_backward_of` for a non-leaf `tensor`, without a handle: for as long as its graph lives."""
     if type(tensor) is not torch.Tensor or _torch.has_hooks(tensor):
         before_backward_of(tensor, callback)
         return
-    tensor._backward_hooks = OrderedDict({-1: callback})  # where users' hooks go, too: by the numbers of their handles
+    tensor._backward_hooks = OrderedDict({-1: callback})  # users' hooks are added under the ids of their handles
     tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
 
 
 def before_backward_of_base(view: torch.Tensor, callback: Callable[[], None]) -> None:
-    """Call `callback` whenever gradients are about to flow on to what computed the base of `view`: what is written into
-    a view in place makes autograd derive it from its base anew, past the hooks on the view."""
+    """Call `callback` before autograd runs the node that computed the base of `view`. An in-place operation on a view
+    makes autograd derive the view from its base again, which bypasses the hooks on the view."""
     base = view._base
     if base is not None and base.grad_fn is not None:
         base.grad_fn.register_prehook(lambda grads: callback())
@@ -148,13 +148,13 @@ def before_forward(module: nn.Module, hook: Callable[[nn.Module, Any], None]) ->
 
 
 def will_accumulate(leaf: torch.Tensor) -> bool:
-    """Whether the running graph task brings a gradient to `leaf`, or has brought it."""
-    with _torch.as_plain_tensors():  # it may be hidden
+    """Whether the running graph task computes, or has computed, a gradient for `leaf`."""
+    with _torch.as_plain_tensors():  # the leaf may be a hidden parameter
         return _torch.will_accumulate(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def shape_awaited(leaf: torch.Tensor) -> torch.Size:
-    """The shape of `leaf` when the graphs that are alive first read it; its own where there are none."""
+    """The shape of `leaf` when the existing graphs first read it; its current shape if there are none."""
     return shape_admitted(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
@@ -162,22 +162,22 @@ shape_admitted = _torch.shape_awaited
 
 
 def customs_before(nodes: Iterable[Any], node: Any = None, *, until: Iterable[Any] = ()) -> list[Any]:
-    """The nodes of custom autograd Functions to which gradients of `nodes` flow on, not past those in `until`, of those
-    that ran their forward before that of `node`, if one is given."""
+    """The nodes of custom autograd Functions that a backward reaches from `nodes`, not beyond those in `until`. With
+    `node`: only those whose forward ran before that of `node`."""
     latest = math.inf if node is None else node._sequence_nr()
     customs = torch.autograd.function.BackwardCFunction
     return [each for each in _downstream(nodes, until) if isinstance(each, customs) and each._sequence_nr() < latest]
 
 
 def flows_past(nodes: Iterable[Any], leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether gradients of `nodes` flow on to leaves besides `leaves`."""
+    """Whether a backward reaches leaves other than `leaves` from `nodes`."""
     known = {id(None), *map(id, leaves)}
     ends = (each for each in _downstream(nodes) if not each.next_functions)
     return any(id(getattr(each, "variable", None)) not in known for each in ends)
 
 
 def _downstream(nodes: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[Any]:
-    """The nodes to which gradients of `nodes` flow on, and these, not past those in `until`."""
+    """`nodes` and all nodes that a backward reaches from them, not beyond those in `until`."""
     seen = {None, *until}
     left = [each for each in nodes if each not in seen]
     seen.update(left)
@@ -191,21 +191,21 @@ def _downstream(nodes: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[Any
 
 
 class CustomFunctions:
-    """Nodes of custom autograd Functions, as long as their graphs live, and whether the running graph task is through
-    with them."""
+    """Nodes of custom autograd Functions, for as long as their graphs live, with a record of whether the running graph
+    task has finished them."""
 
     def __init__(self) -> None:
         self._ran_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def add(self, nodes: Iterable[Any], ran: Callable[[], None]) -> None:
-        """Call `ran` whenever a graph task is through with one of `nodes`."""
+        """Call `ran` whenever a graph task has finished one of `nodes`."""
         for node in nodes:
             if node not in self._ran_in:
                 self._ran_in[node] = -1
                 node.register_hook(functools.partial(_custom_ran, self._ran_in, weakref.ref(node), ran))
 
     def are_to_come(self) -> bool:
-        """Whether the running graph task comes to one of them, or runs one."""
+        """Whether the running graph task will reach one of the nodes, or is running one."""
         task = _torch.graph_task()
         return any([ran_in != task and _torch.will_compute(node) for node, ran_in in self._ran_in.items()])
 
@@ -218,7 +218,7 @@ def _custom_ran(
 
 
 class _Edges(torch.autograd.Function):
-    """Of no use but for its node, whose next ones are those of all its inputs."""
+    """A Function that is used only for its node, whose next functions are the nodes of all inputs."""
 
     @staticmethod
     def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
@@ -226,34 +226,34 @@ class _Edges(torch.autograd.Function):
 
 
 def _nodes_of(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], list[int]]:
-    """The nodes to which gradients of `leaves` come, all of which require one, and how many references each has."""
+    """The nodes that accumulate the gradients of `leaves`, all of which require grad, and their reference counts."""
     enabled = torch.is_grad_enabled()
     if not enabled:
         torch.set_grad_enabled(True)
     try:
-        # Function's own `apply` looks at every argument in Python, for functorch.
+        # `Function.apply` checks every argument in Python, for functorch.
         made: Any = super(torch.autograd.Function, _Edges).apply(*leaves)
     finally:
         if not enabled:
             torch.set_grad_enabled(False)
     node = made.grad_fn
     nodes = [*map(itemgetter(0), node.next_functions)]
-    # While that node lives: one that C++ holds, too, may have a reference more.
+    # Counted while `node` lives: nodes that C++ also holds may have one more reference.
     return nodes, list(map(sys.getrefcount, nodes))
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_unheld = 0  # references to a node that nobody else holds, where they are counted; found when it matters
+_unheld = 0  # the reference count, at that point, of a node without other references; measured when first needed
 
 
 def held_nodes(leaves: Sequence[torch.Tensor]) -> dict[int, Any]:
-    """The nodes to which gradients of `leaves` come, of those where somebody holds the node in Python; by id of the
+    """The gradient accumulation nodes of `leaves` that other Python code holds references to; by the id of the
     leaf."""
     global _unheld
     counts = list(map(_torch.use_count, leaves))
     if max(counts, default=0) <= 1:
         return {}
-    maybe_held = itertools.compress(leaves, map((1).__lt__, counts))  # of holders at rest none is, as a rule
+    maybe_held = itertools.compress(leaves, map((1).__lt__, counts))  # between iterations usually none
     if not (leaves := [*filter(_REQUIRES_GRAD, maybe_held)]):
         return {}
     if not _unheld:
@@ -265,12 +265,12 @@ def held_nodes(leaves: Sequence[torch.Tensor]) -> dict[int, Any]:
     return dict(held)
 
 
-# Weakly: as alive as the node.
+# Returns the hooks of a node, or None when the node is gone.
 HooksOfNode = Callable[[], "dict[int, Any] | None"]
 
 
 def hooks_of_node(node: Any) -> tuple[HooksOfNode, HooksOfNode]:
-    """What gives the live dictionaries of hooks that run before and after `node`, as long as that is there."""
+    """Weak references to the live dictionaries of the hooks that run before and after `node`."""
     found = []
     for register in node.register_prehook, node.register_hook:
         handle = register(_nothing)
@@ -285,11 +285,11 @@ def _nothing(*args: Any) -> None:
 
 
 class MultiGradHook:
-    """Called once per backward when the gradients of all its tensors that this backward computes are there.
+    """Calls a callback once per backward, when this backward has computed all of its gradients for the tensors.
 
-    [Note: arrivals] torch's own `register_multi_grad_hook` lets each tensor's hook hold the nodes of all: a cycle
-    through the graph that only the garbage collector breaks, and all activations in it. Here the hooks hold this object
-    weakly, and whoever stands downstream of the tensors keeps it: what it holds then points the way the graph does.
+    [Note: arrivals] In torch's own `register_multi_grad_hook` each tensor's hook references the nodes of all tensors: a
+    cycle through the graph, with all activations in it, that only the garbage collector breaks. Here the hooks
+    reference this object weakly, and hooks on tensors computed from these keep it alive: as the graph itself does.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:
@@ -298,7 +298,7 @@ class MultiGradHook:
         self._missing: dict[int, int] = {}  # by graph task
 
     def arrive(self, grad: torch.Tensor) -> None:
-        """One of the gradients is there."""
+        """Count one gradient that has been computed."""
         task = _torch.graph_task()
         missing = self._missing.get(task)
         if missing is None:
@@ -309,8 +309,8 @@ class MultiGradHook:
             self._callback()
 
     def precedes(self, output: torch.Tensor) -> bool:
-        """Whether `output` was made after all tensors that are waited for: its hooks may hold this. In backwards, where
-        threads number nodes of their own, all are taken for that."""
+        """Whether `output` was computed after all tensors of this hook, so that its hooks may keep this object alive.
+        In backwards, where each thread numbers its own nodes, that is assumed of every output."""
         node = output.grad_fn
         later = node is not None and (_torch.in_backward() or node._sequence_nr() > max(map(_SEQUENCE, self._nodes)))
         return bool(later)
@@ -319,11 +319,11 @@ class MultiGradHook:
 def after_backward_to(
     tensors: Sequence[torch.Tensor], callback: Callable[[], None]
 ) -> tuple[list[Any], MultiGradHook | None]:
-    """Call `callback` once per backward when the gradients of all `tensors` that it computes are there.
+    """Call `callback` once per backward, when that has computed all of its gradients for `tensors`.
 
-    Returns what removes the hooks, and what must be kept alive, downstream of `tensors`, for as long as they shall
-    work. Leaves among other tensors are not waited for, and leaves alone only if all of their gradients are computed:
-    nothing shows whether an `autograd.grad` will reach a leaf.
+    Returns the handles that remove the hooks, and an object (or None) to keep alive, downstream of `tensors`, for as
+    long as the hooks shall work. Leaves among non-leaf tensors are ignored. If all tensors are leaves, the callback
+    runs only if all of their gradients are computed: nothing shows whether an `autograd.grad` will reach a leaf.
     """
     inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
     if len(inner) == 1:
@@ -341,11 +341,10 @@ def after_backward_to(
 
 
 class BackwardCompletion:
-    """Called once, by how the running graph task ended.
+    """A callback that runs one of two functions, depending on how the running graph task ended.
 
-    [Note: failure] Autograd runs no callback after an exception, but it lets its callbacks go: an object that is
-    destroyed without having been called is the sign of a failed backward, and it comes before the exception reaches the
-    user.
+    [Note: failure] Autograd runs no callback after an exception, but it releases its callbacks: if this object is
+    destroyed without having been called, the backward has failed. That happens before the exception reaches the user.
     """
 
     def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
@@ -360,7 +359,7 @@ class BackwardCompletion:
         self._called = True
         try:
             self._ended()
-        except BaseException:  # at once: the traceback keeps this object, and the destructor would come late
+        except BaseException:  # not in the destructor, which would run late: the traceback keeps this object alive
             self._failed()
             raise
 

@@ -1,14 +1,14 @@
-"""The engine's story: a bounded list of events for error messages, tests and profilers; and who looks on as it happens.
+"""The engine's trace, a bounded list of events for error messages, tests and profilers; and observers of a step.
 
-[Note: trace] An event is (kind, unit, phase). Kinds come in the order in which a unit lives: `gather` (all-gather
-issued), `gathered` (its result is in use), `forward`, `reshard`, `backward` (gradient computation of the unit begins),
-`grads` (its last expected gradient arrived), `reduce` (reduction issued), `reduced` (its result is a shard), `step` (an
+[Note: trace] An event is (kind, unit, phase). For one unit the kinds occur in this order: `gather` (all-gather issued),
+`gathered` (its result is in use), `forward`, `reshard`, `backward` (gradient computation of the unit begins), `grads`
+(its last expected gradient arrived), `reduce` (reduction issued), `reduced` (its result is a shard), `step` (an
 optimizer in backward steps), `end` (of a backward, unit "").
 
-[Note: observers] An *observer* is attached from outside and sees values at a few points of a step; the model knows none
-by its type. At each point are called the methods of those observers that have one there, so what nobody looks at costs
-no call. At two points they may hand down what acts in their place: the turns of a forward
-([Note: turns]), the finisher of a backward ([Note: finishers]).
+[Note: observers] An *observer* is attached from outside and is called at a few points of a step; the model does not
+depend on its type. At each point only those observers are called that define the method, so a point without observers
+costs no call. At two points they may provide objects that the engine calls: the turns of a forward ([Note: turns]), the
+finisher of a backward ([Note: finishers]).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Event(NamedTuple):
-    """One thing that the engine did: its kind, the unit's name and the phase in which it happened."""
+    """One action of the engine: its kind, the unit's name and the phase in which it happened."""
 
     kind: str
     unit: str
@@ -40,9 +40,9 @@ class EventLog:
     """The last events of one model; listeners see every event as it happens."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[str, str, str]] = deque(maxlen=KEPT)  # made events when somebody looks
+        self._events: deque[tuple[str, str, str]] = deque(maxlen=KEPT)  # converted to `Event` when read
         self._listeners: list[Callable[[Event], None]] = []
-        self.append = self._events.append  # takes the three parts of an event; `_notify` while somebody listens
+        self.append = self._events.append  # takes the three parts of an event; `_notify` while there are listeners
 
     def record(self, kind: str, unit: str, phase: str) -> None:
         """Append one event."""
@@ -59,7 +59,7 @@ class EventLog:
 
     @contextmanager
     def listening(self, listener: Callable[[Event], None] | None = None) -> Iterator[list[Event]]:
-        """Collect (and hand to `listener`) the events that happen inside the context."""
+        """Collect the events that happen inside the context, and pass them to `listener`."""
         seen: list[Event] = []
 
         def record(event: Event) -> None:
@@ -78,79 +78,79 @@ class EventLog:
 
 
 class Observer:
-    """Looks on, from outside; a class has methods of its own for the points that it wants to see. [Note: observers]
+    """Base class of observers; a subclass overrides the methods of the points that it needs. [Note: observers]
 
     Attributes:
-        requested_by: the public function by which every rank attached it, which ranks compare and which keeps units in
-            their model; "" for what needs neither.
+        requested_by: the public function with which every rank attached it. Ranks compare it, and units with it stay in
+            their model. "" for observers that need neither.
     """
 
     requested_by = ""
 
     @property
     def description(self) -> str:
-        """What ranks must have in common, in words; "" for nothing."""
+        """A text that must be equal on all ranks; "" for nothing."""
         return self.requested_by
 
     def options_changed(self) -> None:
-        """What users chose for a unit was changed."""
+        """Called when a user has changed options of a unit."""
 
     def step_begins(self, unit: Any) -> bool:
-        """An outermost forward, of `unit`, is about to begin, or a backward where that is None. True if methods of the
-        engine's objects are others from now on: the call of `unit` is made again."""
+        """Called before an outermost forward, of `unit`, or before a backward (then `unit` is None). Returns True if it
+        replaced methods of the engine's objects: then the call of `unit` is repeated."""
         return False
 
     def before_first_gather(self) -> str:
-        """A forward is about to gather: what this one will do before, in words that are equal on all ranks."""
+        """Called before a forward gathers: a text, equal on all ranks, about an action that is to precede that."""
         return ""
 
     def first_gather_agreed(self) -> None:
-        """All ranks go on with that: does it. Collective as those words state."""
+        """Called when all ranks agree on the text: does the announced action, which may be collective."""
 
     def forward_begins(self, unit: Any, inputs: Any, *, outermost: bool) -> None:
-        """The forward of `unit` is given `inputs`; not where it runs again for a backward."""
+        """Called when the forward of `unit` gets `inputs`; not in a recomputation."""
 
     def forward_ended(self, unit: Any, output: Any, *, outermost: bool) -> None:
-        """The forward of `unit` has made `output`; not where it runs again for a backward."""
+        """Called when the forward of `unit` has computed `output`; not in a recomputation."""
 
     def backward_reaches(self) -> None:
-        """A backward has come to a unit; may refuse it."""
+        """Called when a backward reaches a unit; may raise."""
 
     def forward_order(self, units: Any) -> Any:
-        """What users chose for a unit was changed since the last forward: the turns of the model of these `units`, None
-        if they are no concern of this one."""
+        """Called if options of a unit have changed since the last forward: the turns of the model of these `units`;
+        None if this observer does not define any."""
 
     def finisher(self, *, sync: bool) -> Any:
-        """What finishes the backward that begins, None if that is no concern of this one. `sync`: whether there are
-        units that reduce."""
+        """The finisher of the backward that begins; None if this observer does not define one. `sync`: whether there
+        are units that reduce."""
 
     def gradient_came(self, unit: Any, kind: int, index: int, grad: Any) -> None:
-        """This rank's gradient of an unsharded parameter has come: that of the leaf `index` of a handle of `unit`."""
+        """Called for this rank's gradient of an unsharded parameter: of leaf `index` of a handle of `unit`."""
 
     def reduced(self, unit: Any) -> None:
-        """Gradients of `unit`, which an optimizer steps on while the backward goes on, were reduced."""
+        """Called when gradients of `unit`, on which an optimizer steps during the backward, were reduced."""
 
     def backward_ends(self) -> None:
-        """All gradients of a backward are reduced; none has become `.grad`, but those that were stepped on."""
+        """Called when all gradients of a backward are reduced, before they become `.grad` (except those stepped on)."""
 
     def backward_ended(self, backward: Any) -> None:
-        """The gradients of `backward` are there, but those of units that finish later."""
+        """Called when the gradients of `backward` are complete, except for units that finish later."""
 
 
 POINTS = tuple(name for name, value in vars(Observer).items() if callable(value))
 _NOTHING_CALLED: dict[str, tuple[Callable[..., Any], ...]] = dict.fromkeys(POINTS, ())
 
 
-@cache  # several are attached to each unit when it is made
+@cache  # several observers are attached to each new unit
 def _points_of(kind: Any) -> tuple[str, ...]:
-    """Where observers of that class have methods of their own."""
+    """The points whose methods that class of observers overrides."""
     return tuple(point for point in POINTS if getattr(kind, point) is not getattr(Observer, point))
 
 
 class Observers:
-    """The observers of one model: at each point, what is to be called there.
+    """The observers of one model: for each point, a tuple of the methods to call.
 
-    An observer may leave while it is called.
+    An observer may remove itself while it is called.
     """
 
     options_changed: tuple[Callable[[], None], ...]
@@ -171,7 +171,7 @@ class Observers:
         self.set()
 
     def set(self, *observers: Observer) -> None:
-        """Have these, and no others."""
+        """Replace all observers by these."""
         self.all = observers
         vars(self).update(_NOTHING_CALLED)
         for each in observers:
@@ -184,16 +184,16 @@ class Observers:
         self.set(*self.all, observer)
 
     def remove(self, observer: Observer) -> None:
-        """Call it no more."""
+        """Stop calling `observer`."""
         self.set(*[each for each in self.all if each is not observer])
 
     def find(self, kind: type[T]) -> T | None:
-        """The first of that `kind`."""
+        """The first observer of that `kind`; None if there is none."""
         for each in self.all:
             if isinstance(each, kind):
                 return each
         return None
 
     def begin_step(self, unit: Any) -> bool:
-        """Call all that have `step_begins`. True if methods changed."""
+        """Call `step_begins` of all observers; returns True if any replaced methods."""
         return any([observe(unit) for observe in self.step_begins])

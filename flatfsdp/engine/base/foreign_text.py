@@ -1,8 +1,8 @@
-"""Text that other processes wrote into the store: parsed as plain data, and fit to be printed.
+"""Text that other processes wrote into the store: parsed as plain data, and sanitized for printing.
 
-[Note: trust] Whoever reaches the port of the store can write to it, and a key may hold anything. What is read there is
-never unpickled and never evaluated: it is JSON of a known shape, or nothing. A string in it takes one line on a
-terminal, without control characters, or it could look like words of another rank.
+[Note: trust] Any process that can reach the port of the store can write to it, so a key may hold anything. Values from
+the store are never unpickled or evaluated: they are JSON with a known structure, or ignored. Strings in them are
+reduced to one line without control characters, so that they cannot imitate the output of another rank.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-LONGEST = 4000  # characters of a text that are shown
-DEEPEST = 8  # levels of lists and dicts that any note of ours has at most
+LONGEST = 4000  # characters of a text that are printed
+DEEPEST = 8  # the most levels of lists and dicts in a note
 
 
 def one_line(text: str) -> str:
-    """`text` on one line: white space as single spaces, what cannot be printed as escapes, and not too long."""
+    """`text` on one line: white space as single spaces, nonprintable characters escaped, cut at `LONGEST`."""
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]} ..."
     if text.isprintable() and "  " not in text:
@@ -24,7 +24,7 @@ def one_line(text: str) -> str:
 
 
 def parse(text: str | None) -> Any:
-    """The JSON value that `text` is, its strings on one line each; None where it is none, or no finite number."""
+    """The JSON value of `text`, with each string on one line; None if it is not JSON, or has nonfinite numbers."""
     if text is None:
         return None
     try:

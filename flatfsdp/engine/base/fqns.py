@@ -1,8 +1,8 @@
-"""The names under which state dicts know parameters: those of the model as it was before anything wrapped it.
+"""The names of parameters in state dicts: those of the model before it was wrapped.
 
-[Note: clean names] A path through the model without the attributes under which wrappers hold what they wrap: ours,
-torch's checkpoint_wrapper and torch.compile's. A parameter that several modules hold has several names, the first of
-which, in the order of `modules()`, is the one.
+[Note: clean names] A path through the model without the attributes of wrappers for their wrapped modules: those of
+flatfsdp, torch's checkpoint_wrapper and torch.compile. A parameter in several modules has several names; the first one,
+in the order of `modules()`, is used.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ TRANSPARENT = frozenset({WRAPPED, "_checkpoint_wrapped_module", COMPILED})
 
 
 def fqn(path: str, name: str) -> str:
-    """The name of what is `name` inside the module at `path`, which is "" for the outermost one."""
+    """The name of attribute `name` of the module at `path`, which is "" for the root module."""
     return f"{path}.{name}" if path else name
 
 
 def clean(name: str) -> str:
-    """`name`, a path of attributes, without those of wrappers."""
+    """`name`, a path of attributes, without the attributes of wrappers."""
     return ".".join(part for part in name.split(".") if part not in TRANSPARENT)
 
 
 def clean_text(text: str) -> str:
-    """`text`, in which there are paths, without the attributes of wrappers."""
+    """`text`, which contains paths, without the attributes of wrappers."""
     for part in TRANSPARENT:
         text = text.replace(f"{part}.", "")
     return text

@@ -1,4 +1,4 @@
-"""Text as a number that ranks can compare, and names in the store can hold."""
+"""A hash of text that is the same on all ranks, for comparisons and for keys of the store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Maps over the tensors of nested arguments and outputs: tuples, named tuples, lists, mappings, dataclasses.
 
-A container in which nothing changed is handed back itself, so that identity survives where no tensor had to be touched.
-Anything else (a class of the user's that is no dataclass) is opaque: its tensors are not seen.
+A container in which nothing changed is returned itself, which preserves its identity. Objects of other types (for
+example of a user-defined class that is not a dataclass) are opaque: tensors in them are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> An
         items = [map_tensors(change, item) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        if hasattr(tree, "_fields"):  # a named tuple takes its items one by one
+        if hasattr(tree, "_fields"):  # a named tuple takes its items as separate arguments
             return type(tree)(*items)
         return type(tree)(items)
     if isinstance(tree, Mapping):
@@ -48,7 +48,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> An
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Every tensor of `tree`, in order, repetitions included."""
+    """Every tensor in `tree`, in order, with repetitions."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: list[torch.Tensor] = []
@@ -65,7 +65,7 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
                 found.append(item)
             else:
                 _collect(item, found)
-    elif isinstance(tree, (dict, Mapping)):  # a check of an abstract class is slow
+    elif isinstance(tree, (dict, Mapping)):  # dict first: instance checks of abstract classes are slow
         for value in tree.values():
             _collect(value, found)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -79,5 +79,5 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def move(tree: Any, device: torch.device) -> Any:
-    """`tree` with its tensors on `device`. The caller may overwrite its own at once, pinned ones too."""
+    """`tree` with its tensors on `device`. The caller may overwrite the originals at once, even pinned ones."""
     return map_tensors(lambda t: t if t.device == device else inside(t.to, device), tree)

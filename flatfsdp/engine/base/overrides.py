@@ -1,4 +1,4 @@
-"""Values of the process that are others inside a context: for dry runs, and for doubles in tests."""
+"""Process-wide values that can be replaced inside a context: for dry runs, and for test doubles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Override(Generic[T]):
 
     @contextmanager
     def being(self, value: T) -> Iterator[None]:
-        """Inside, it is this `value`."""
+        """A context in which the value is replaced by this `value`."""
         before, self.value = self.value, value
         try:
             yield

@@ -1,4 +1,4 @@
-"""What is made once for a process group, and forgotten with it."""
+"""Objects that are made once per process group, and dropped with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _made: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDict
 
 
 def known_for_group(process_group: Any, key: Hashable, view: Callable[[Any], T]) -> T | None:
-    """What `view` makes of that which was made for `process_group` under `key`; None if nothing was."""
+    """`view(found)` for the object that was made for `process_group` under `key`; None if there is none."""
     known = _made.get(process_group, {})
     return view(known[key]) if key in known else None
 
@@ -20,8 +20,8 @@ def known_for_group(process_group: Any, key: Hashable, view: Callable[[Any], T])
 def for_group(
     process_group: Any, key: Hashable, make: Callable[[], T], *, usable: Callable[[T], bool] = lambda found: True
 ) -> T:
-    """What `make` made for `process_group` under `key`; made again once it is not `usable`. It must not hold the
-    group."""
+    """The object of `process_group` under `key`, made by `make` if there is none that is `usable`. It must not hold a
+    reference to the group."""
     known = _made.setdefault(process_group, {})
     if key not in known or not usable(known[key]):
         known[key] = make()
@@ -30,7 +30,7 @@ def for_group(
 
 
 def forget_after(process_group: Any, other: Any) -> None:
-    """Forget what was made for `other` once `process_group` is gone, though torch knows `other` until all groups are
+    """Drop the objects of `other` when `process_group` is deleted, although torch keeps `other` until all groups are
     destroyed."""
     weakref.finalize(process_group, _forget, weakref.ref(other)).atexit = False
 

@@ -1,12 +1,12 @@
-"""Python values as bytes and back, without a pickle: what ranks exchange beside their collectives.
+"""Serialization of Python values without pickles, for the objects that ranks exchange.
 
-[Note: plain data] Reading a pickle runs whatever code it names, and a connection between ranks proves nothing about who
-sends ([Note: trust]). So values travel as JSON, tensors and bytes as they are behind it. What can be sent: None,
-numbers, text, bytes, lists, tuples, sets, dicts, paths, dtypes, devices, dense tensors (they arrive on the CPU), and
-dataclasses and named tuples of flatfsdp's own, which arrive by their fields. Objects of users' classes have no other
-form than a pickle: they travel only where both sides of a call allow `objects`.
+[Note: plain data] Unpickling runs arbitrary code, and a connection between ranks does not authenticate the sender
+([Note: trust]). So values are serialized as JSON, followed by the raw bytes of tensors and byte strings. Supported are
+None, numbers, text, bytes, lists, tuples, sets, dicts, paths, dtypes, devices, dense tensors (which arrive on the CPU),
+and flatfsdp's own dataclasses and named tuples, which are rebuilt from their fields. Objects of user-defined classes
+can only be pickled: that requires `objects` on both sides of a call.
 
-The bytes are the length of the JSON, as 8 bytes, the JSON, and what lies behind it, each part at a multiple of 16.
+The format is the length of the JSON, as 8 bytes, the JSON, and the raw parts, each at a multiple of 16.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def encode(value: Any, *, objects: bool = False) -> bytes:
-    """`value` for other ranks, who `decode` it.
+    """Serialize `value`, for `decode` on other ranks.
 
     Args:
-        objects: whether objects of other classes may be in it, as pickles.
+        objects: whether it may contain objects of other classes, as pickles.
 
     Raises:
-        UsageError: something in it cannot be sent.
+        UsageError: it contains a value that cannot be sent.
     """
     writer = _Writer(objects)
     head = json.dumps(writer.node(value), separators=(",", ":")).encode()
@@ -44,30 +44,30 @@ def encode(value: Any, *, objects: bool = False) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, *, objects: bool = False) -> Any:
-    """What was encoded. Tensors share memory with each other, not with `data`.
+    """The value that `encode` serialized. Its tensors share memory with each other, not with `data`.
 
     Args:
-        objects: whether pickles in it may be read, which runs the code that they name.
+        objects: whether pickles in it are loaded, which runs the code that they name.
 
     Raises:
-        ValueError: it was not written by `encode`, or holds a pickle and may not.
+        ValueError: it was not written by `encode`, or contains a pickle without `objects`.
     """
     size = int.from_bytes(data[:8], "little")
     try:
         reader = _Reader(bytearray(data[_aligned(8 + size) :]), objects)
         return json.loads(bytes(data[8 : 8 + size]), object_hook=reader.value)
     except (TypeError, KeyError, IndexError, AttributeError, RecursionError, RuntimeError) as error:
-        raise ValueError(f"what another rank sent cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(f"data from another rank cannot be read: {type(error).__name__}: {error}") from error
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bytes of a dense tensor on the CPU; `tensor.numpy()` needs NumPy, which torch does not bring."""
+    """The bytes of a dense tensor on the CPU; `tensor.numpy()` needs NumPy, which torch does not require."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def gathered(content: bytes, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]) -> list[bytes]:
-    """Every rank's `content`, one byte or more, in the order in which `gather` puts the ranks' tensors on `device`
-    behind one another, 1-D ones of one size, in any shape. Collective as that is, two times."""
+    """Every rank's `content`, of at least one byte, in the order of `gather`, which concatenates the ranks' 1-D tensors
+    of equal size on `device`, in any shape. Collective like `gather`, which is called twice."""
     own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     sizes = gather(torch.tensor([own.numel()], device=device)).view(-1).tolist()
     block = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
@@ -83,7 +83,7 @@ class _Writer:
         self._objects = objects
 
     def node(self, value: Any) -> Any:
-        """What JSON holds of `value`: itself, or {its kind: what it is made of}."""
+        """The JSON of `value`: itself, or {its kind: its contents}."""
         kind = type(value)
         if kind in _SCALARS:
             return value
@@ -108,7 +108,7 @@ class _Writer:
         return {"pickle": self._part(self._pickled(value))}
 
     def _nodes(self, values: list[Any]) -> list[Any]:
-        # Tables have millions of these: those without anything else inside are not looked into one by one.
+        # Tables have millions of values: lists of scalars are not traversed.
         return values if _SCALARS.issuperset(map(type, values)) else [self.node(each) for each in values]
 
     def _pickled(self, value: Any) -> bytes:
@@ -138,7 +138,7 @@ class _Reader:
         self._objects = objects
 
     def value(self, node: dict[str, Any]) -> Any:
-        """What {its kind: what it is made of} stands for, where what it is made of has been read."""
+        """The value of {its kind: its contents}, whose contents have been read."""
         ((kind, made_of),) = node.items()
         if kind in _MADE:
             return _MADE[kind](made_of)
@@ -178,14 +178,14 @@ _MADE: dict[str, Callable[[Any], Any]] = {
 
 
 def _fields(kind: Any) -> tuple[str, ...] | None:
-    """The names of the arguments that make a dataclass or a named tuple; None of other classes."""
+    """The names of the constructor arguments of a dataclass or a named tuple; None for other classes."""
     if dataclasses.is_dataclass(kind):
         return tuple(each.name for each in dataclasses.fields(kind) if each.init)
     return kind._fields if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
 
 
 def _class(name: str) -> Any:
-    """The class of flatfsdp's, of a module that is imported, of that name; it takes fields, and is nothing else."""
+    """The dataclass or named tuple of flatfsdp with that name, in a module that is already imported."""
     module, _, inside = name.partition(":")
     if module.partition(".")[0] != _PACKAGE:
         raise TypeError(f"{name!r} is no class of {_PACKAGE}")

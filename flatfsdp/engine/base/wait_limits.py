@@ -1,12 +1,12 @@
-"""Where this process waits for other ranks, and for how long it may.
+"""The waits of this process for other ranks, and their time limits.
 
-[Note: waits] Whatever blocks the host until other ranks have done their part is entered here for as long as it lasts:
-`blocked()` around an operation of the backend, or an entry in `blocking` by hand where units pass many times a step.
-The watch ([Note: watch]) reads it from its thread, and distinguishes a rank that waits from one that computes, or whose
-program is somewhere else.
+[Note: waits] Every operation that blocks the host until other ranks have done their part is recorded here while it
+lasts: by `blocked()` around an operation of the backend, or by an entry in `blocking` on paths that run many times per
+step. The watch ([Note: watch]) reads these records from its thread, to distinguish a rank that waits from one that
+computes, or whose program is in other code.
 
-On an accelerator the host does not wait for operations: it is held up by the limiter some units later, which counts, or
-by the program's own reading of a value, which does not.
+On an accelerator the host does not wait for operations: the limiter blocks it some units later, which is recorded, or
+the program does when it reads a value, which is not.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ...errors import ConfigValueError, refuse_type, refuse_value
 
 @dataclass(frozen=True)
 class WaitLimits:
-    """How long this rank waits in one place.
+    """The time limits of a wait in one place.
 
     Attributes:
-        report_after: seconds until all ranks print what each of them does.
+        report_after: seconds until all ranks print the status of every rank.
         raise_after: seconds until it is an error on all ranks; None for never.
     """
 
@@ -38,22 +38,22 @@ limits = WaitLimits()
 
 
 def set_collective_timeout(*, report_after: float = 30.0, raise_after: float | None = None) -> None:
-    """Choose how long this process waits for other ranks, in one place, before something is done about it.
+    """Set how long this process waits for other ranks, in one place, before that is reported or becomes an error.
 
-    After `report_after` every rank prints one report to standard error: what each rank does, waits in, and since when.
-    A rank that is late because of its data leads to that report and to nothing else; a line reports when this rank goes
-    on. After `raise_after` it is a `WaitError` on every rank. A rank blocked in a collective at that moment cannot be
+    After `report_after` every rank prints one report to standard error: the activity of each rank, and its duration. A
+    rank that is late because of its data has no other consequence, and a line reports when this rank continues. After
+    `raise_after` every rank raises a `WaitError`. A rank that is blocked in a collective at that time cannot be
     interrupted: it prints the error and ends its process a few seconds later.
 
-    Each rank keeps its own time, so call it on every rank, before or between steps. Not collective.
+    The limits apply to this rank only, so call it on every rank, before or between steps. Not collective.
 
     Args:
         report_after: seconds, more than 0; `math.inf` for no report.
         raise_after: seconds, not less than `report_after`; None to wait for as long as it takes.
 
     Raises:
-        ConfigTypeError: no number.
-        ConfigValueError: a number that is out of range.
+        ConfigTypeError: an argument is not a number.
+        ConfigValueError: a number is out of range.
 
     Example:
         >>> import flatfsdp
@@ -74,11 +74,11 @@ def set_collective_timeout(*, report_after: float = 30.0, raise_after: float | N
     limits = WaitLimits(float(report_after), None if raise_after is None else float(raise_after))
 
 
-blocking: dict[object, float] = {}  # by what blocks a thread: since when it does, by `time.monotonic()`
+blocking: dict[object, float] = {}  # the beginning of each blocking operation, by `time.monotonic()`
 
 
 class _ForeignWait:
-    """Stands in `blocking` for an operation of the program's own, over a process group that only it knows, and in any
+    """A key in `blocking` for an operation of the program's own, over a process group unknown to the engine, in any
     thread."""
 
     def __init__(self) -> None:
@@ -87,9 +87,9 @@ class _ForeignWait:
 
 @contextmanager
 def blocked(*, theirs: bool = False) -> Iterator[None]:
-    """The enclosed code blocks this thread until other ranks have done their part.
+    """A context for code that blocks this thread until other ranks have done their part.
 
-    `theirs`: in an operation of the program's own, whose process group may have any time limit.
+    `theirs`: by an operation of the program's own, whose process group may have any time limit.
     """
     this = _ForeignWait() if theirs else object()
     blocking[this] = time.monotonic()
@@ -100,16 +100,16 @@ def blocked(*, theirs: bool = False) -> Iterator[None]:
 
 
 def blocked_since(*, by_ours: bool = False) -> float:
-    """Since when a thread of this process has been blocked, by `time.monotonic()`; infinity where none is.
+    """The time from which on a thread of this process is blocked, by `time.monotonic()`; infinity if none is.
 
-    `by_ours`: not by the program's own operations.
+    `by_ours`: ignores the program's own operations.
     """
     since = [began for what, began in list(blocking.items()) if not (by_ours and isinstance(what, _ForeignWait))]
     return min(since, default=math.inf)
 
 
 def standing() -> tuple[float, ...]:
-    """What keeps the main thread from going on, by since when each does; empty where nothing need."""
+    """The beginnings of all waits that may block the main thread, sorted; empty if there is none."""
     main = threading.main_thread().ident
     found = list(blocking.items())
     return tuple(sorted(began for what, began in found if not isinstance(what, _ForeignWait) or what.thread == main))
