@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Saving and loading a model on the CPU: seconds, bytes on disk, and the memory that it takes beside the model.
+"""Saving and loading a model on the CPU: seconds, bytes on disk, and memory in addition to the model.
 
     .venv/bin/python tools/checkpoint_bench.py [--width 5120] [--depth 8] [--ranks 2] [--folder DIR] [--rounds 3]
 
-A stack of linear layers (210M parameters by default) over gloo, in fresh processes for each round. Beside flatfsdp's
-checkpoints and safetensors: FSDP1's whole state dict on rank 0 through torch.save, read by every rank, and FSDP2's
-through torch.distributed.checkpoint. Memory is anonymous resident memory (RssAnon), sampled every two milliseconds:
-pages of files that are mapped or cached are not the process's own. "Peak" is what was added to what there was before,
+A stack of linear layers (210M parameters by default) over gloo, in fresh processes for each round. Compared are
+flatfsdp's checkpoints and safetensors, FSDP1's full state dict on rank 0 through torch.save, read by every rank, and
+FSDP2's through torch.distributed.checkpoint. Memory is anonymous resident memory (RssAnon), sampled every two
+milliseconds: pages of mapped or cached files are not the process's own. "Peak" is the increase over the level before,
 on the worst rank.
 """
 
@@ -48,19 +48,19 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model."""
+    """The size of the model."""
 
     width: int
     depth: int
 
     def build(self) -> nn.Sequential:
-        """A new one, the same on every rank."""
+        """A new model, the same on every rank."""
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(self.width, self.width) for _ in range(self.depth)))
 
 
 class Sampler:
-    """The most anonymous memory while the context lasts, beyond what there was at its beginning, in bytes."""
+    """The peak of anonymous memory inside the context, minus the level at its beginning, in bytes."""
 
     def __enter__(self) -> Sampler:
         gc.collect()
@@ -109,7 +109,7 @@ def _fsdp2(size: Size) -> nn.Module:
 
 
 def _save_whole(model: nn.Module, folder: Path) -> None:
-    # Not offload_to_cpu=True: on a CPU that frees memory which the state dict still shows.
+    # Not offload_to_cpu=True: on a CPU, that frees memory which the state dict still uses.
     with FSDP1.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
         state = model.state_dict()
     if dist.get_rank() == 0:
@@ -150,7 +150,7 @@ WAYS: dict[str, tuple[Callable[[Size], nn.Module], Step, Step]] = {
 
 
 def measure(rank: int, way: str, size: Size, folder: str) -> dict[str, float]:
-    """One round on one rank."""
+    """Measure one round on one rank."""
     warnings.simplefilter("ignore")
     build, save, load = WAYS[way]
     model, path = build(size), Path(folder) / "saved"
@@ -173,7 +173,7 @@ def measure(rank: int, way: str, size: Size, folder: str) -> dict[str, float]:
 
 
 def main() -> int:
-    """A table in Markdown."""
+    """Print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=5120)
     parser.add_argument("--depth", type=int, default=8)

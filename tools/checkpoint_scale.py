@@ -1,8 +1,8 @@
-"""What saving a 70B model with Adam at 1024 ranks costs the ranks' hosts, computed without them: boxes, bytes, seconds.
+"""The host cost of saving a 70B model with Adam at 1024 ranks, computed without ranks: boxes, bytes, seconds.
 
-`python tools/checkpoint_scale.py [--world N] [--layers N]`: layouts are those that flatfsdp makes of Llama 3 70B, a
-unit a layer; plans, `.metadata` and manifest are made by the functions that `flatfsdp.checkpoint.save` calls, without
-any tensor.
+`python tools/checkpoint_scale.py [--world N] [--layers N]`: layouts are flatfsdp's for Llama 3 70B, with one unit per
+layer; plans, `.metadata` and the manifest are made by the functions that `flatfsdp.checkpoint.save` calls, without
+tensors.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span
 MIB = 2**20
 WIDTH, KEYS, HIDDEN, WORDS = 8192, 1024, 28672, 128256
 STATES = (("model",), ("optimizer", "exp_avg"), ("optimizer", "exp_avg_sq"))
-FRAME = 704, 1577  # bytes of an archive before the elements, and in all beside them
+FRAME = 704, 1577  # bytes of an archive before its elements, and in total without them
 
 T = TypeVar("T")
 
 
 def layouts(layers: int, world: int) -> list[FlatLayout]:
-    """Of the units: each layer, and what lies around them."""
+    """The layouts of the units: each layer, and one for the other parameters."""
 
     def layer(number: int) -> list[ParamSpec]:
         shapes = {
@@ -58,7 +58,7 @@ def layouts(layers: int, world: int) -> list[FlatLayout]:
 
 
 def plan_of(units: list[FlatLayout], rank: int) -> list[PlannedInterval]:
-    """What one rank holds: of each parameter and both its moments an interval, and the step counts of all."""
+    """The plan of one rank: an interval of each parameter and of both its moments, and the step counts of all."""
     found = []
     for part, *state in STATES:
         for layout in units:
@@ -80,7 +80,7 @@ def steps_of(units: list[FlatLayout]) -> list[PlannedInterval]:
 
 
 def rows_of(writes: list[PlannedInterval]) -> Rows:
-    """Where a rank's pieces would lie in its file."""
+    """The places that a rank's pieces would have in its file."""
     rows: Rows = []
     offset = 0
     for held in writes:
@@ -99,7 +99,7 @@ def _sizes(held: PlannedInterval) -> Iterator[int]:
 
 
 class Clock:
-    """Prints how long things take, in seconds of one core."""
+    """Runs work and prints its time, in seconds of one core."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -113,7 +113,7 @@ class Clock:
 
 
 def measure(*, world: int, layers: int) -> dict[str, Any]:
-    """Counts, bytes, and seconds of one core."""
+    """Measure counts, bytes, and seconds of one core."""
     clock = Clock()
     units = layouts(layers, world)
     steps = steps_of(units)
@@ -151,7 +151,7 @@ def measure(*, world: int, layers: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The figures, and 1 where they are above what is promised."""
+    """Print the figures. The exit status is 1 where they exceed the goals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=80)

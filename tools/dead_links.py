@@ -1,4 +1,4 @@
-"""python tools/dead_links.py FOLDER: links and pictures of a built site that lead nowhere; exit code 1 with any.
+"""python tools/dead_links.py FOLDER: dead links and pictures of a built site; exit code 1 if there are any.
 
 Links to other sites are not followed.
 """
@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 
 class Page(HTMLParser):
-    """What a page offers as targets, and what it refers to."""
+    """The targets of a page, and its references."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Page(HTMLParser):
 
 
 def dead_links(site: Path) -> list[str]:
-    """One line for each: page and reference."""
+    """One line for each dead link: page and reference."""
     pages = {path.resolve(): Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
     if not pages:
         return [f"{site}: no pages"]

@@ -1,8 +1,8 @@
-"""What training loses where numbers travel in few bits: validation losses of two small models, several seeds each.
+"""The effect of few-bit communication on training: validation losses of two small models, several seeds each.
 
 `python tools/few_bits.py [--out FILE]`: two ranks on this machine train byte models on the sources of Python's standard
-library, the one of `tools/train` and a small Llama, in full precision and with fewer and fewer bits. A seed decides the
-initial values and the batches, the same for all ways.
+library, the one of `tools/train` and a small Llama, in full precision and with ever fewer bits. The seed determines
+the initial values and the batches, equally for all settings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WAYS = {
 
 
 class LlamaBlock(nn.Module):
-    """Attention with rotary positions, whose keys and values two heads share, and a SwiGLU, each behind an RMSNorm."""
+    """Attention with rotary positions and keys and values shared by two heads, and a SwiGLU; both after an RMSNorm."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], type[nn.Module]]] = {
 }
 
 
-# With their highest learning rates.
+# Optimizers, with their highest learning rates.
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
     "AdamW": (partial(torch.optim.AdamW, weight_decay=0.1), 1.5e-3),
     "SGD, momentum 0.9": (partial(torch.optim.SGD, momentum=0.9), 0.1),
@@ -94,7 +94,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
 
 
 def text() -> tuple[Tensor, Tensor]:
-    """The bytes to train on, and those held out; 1-D."""
+    """The training bytes and the held-out bytes; 1-D."""
     files = bytearray(b"".join(file.read_bytes() for file in corpus_files(None)))
     every = torch.frombuffer(files, dtype=torch.uint8)
     return every[:-HELD_OUT], every[-HELD_OUT:].long()
@@ -106,7 +106,7 @@ def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 def trained(rank: int, world: int, name: str, kind: str, way: str, seed: int) -> tuple[float, int, float]:
-    """The loss on what was held out, bytes that a rank reduces in a step, and its seconds of CPU time."""
+    """The loss on held-out bytes, the bytes that a rank reduces in a step, and its seconds of CPU time."""
     begin = time.process_time()
     train, held_out = text()
     make, unit = MODELS[name]

@@ -1,15 +1,15 @@
-"""What CUDA does and no CPU can show, checked on one card in at most 8 minutes: `python tools/gpu_check.py`.
+"""Checks that need CUDA, on one card in at most 8 minutes: `python tools/gpu_check.py`.
 
-It runs the parts that tools/gpu/parts.py lists, each in a process of its own with a limit, and those that time nothing
-side by side; one that fails, hangs or dies leaves what it had found, and the others run. The newest results lie in
-tools/bench_results/gpu at every moment: results.json, results.md (each goal a row), log.txt and the traces. In brief:
-is it right, with every strategy and both fronts; does memory stay below FSDP1's and FSDP2's; what does a step cost the
-host; what does it launch; do collectives run beside computation; does anything wait.
+It runs the parts listed in tools/gpu/parts.py, each in a separate process with a time limit, and those without timings
+side by side. A part that fails, hangs or dies leaves its findings so far, and the others run. The newest results are
+always in tools/bench_results/gpu: results.json, results.md (a row for each goal), log.txt and the traces. They show
+whether results are right, with every strategy and both fronts; whether memory stays below that of FSDP1 and FSDP2; the
+host cost and the kernels of a step; whether collectives overlap with computation; and whether anything waits.
 
-Needs torch 2.11 to 2.13 with CUDA, and compute-sanitizer for two of the parts (COMPUTE_SANITIZER names it where it is
-in no usual place). `--device cpu --brief` tries all of it without a card.
+Needs torch 2.11 to 2.13 with CUDA, and compute-sanitizer for two of the parts (COMPUTE_SANITIZER names it if it is in
+an unusual place). `--device cpu --brief` tries all parts without a card.
 
-Exit status: 0 where no goal is missed, 1 where one is, 2 without a card. What could not be looked at is counted.
+Exit status: 0 where no goal is missed, 1 where one is, 2 without a card. Unchecked goals are counted.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tools.gpu.parts import PARTS, ROOT, Part
 from tools.gpu.report import Findings, Report
 
 RESULTS = ROOT / "tools" / "bench_results" / "gpu"
-TRIAL = Path(tempfile.gettempdir()) / "flatfsdp-gpu"  # what a CPU finds does not replace a card's results
+TRIAL = Path(tempfile.gettempdir()) / "flatfsdp-gpu"  # results of a CPU do not replace a card's
 MINUTES = 8.0
-START = 0.25  # minutes of the budget that the beginning and the end take
+START = 0.25  # minutes of the budget for the beginning and the end
 
 
 def arguments() -> argparse.Namespace:
@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
     add("--parts", type=_parts, default=list(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)} (default: all)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a card, to try the parts")
     add("--brief", action="store_true", help="of each part the least that shows that it runs")
-    add("--commit", help="what is measured, where git does not tell")
+    add("--commit", help="the measured commit, where git does not report it")
     return parser.parse_args()
 
 
@@ -58,7 +58,7 @@ def _parts(text: str) -> list[str]:
 
 
 def main() -> int:
-    """All parts."""
+    """Run all parts."""
     given = arguments()
     given.out = (given.out or (RESULTS if given.device == "cuda" else TRIAL)).resolve()
     if given.device == "cuda" and not torch.cuda.is_available():

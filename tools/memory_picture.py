@@ -1,8 +1,8 @@
-"""Draws what each of two ranks holds over one step of training: `python tools/memory_picture.py [PICTURE.png]`.
+"""Plots the memory of each of two ranks over one step of training: `python tools/memory_picture.py [PICTURE.png]`.
 
-A small GPT trains for three steps on two CPU ranks. What lives is counted by torch's profiler, which sees every block
-that is taken and given back; the engine's own books have whose it is, and are written into the profile as they change.
-Dashed are the two totals that the forecast of the same run gave, before it began and in this process.
+A small GPT trains for three steps on two CPU ranks. Live memory is counted by torch's profiler, which sees every
+allocation and release; its owner is in the engine's own books, which are written into the profile as they change.
+Dashed lines are the two totals of the forecast of the same run, made before the run and in this process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VOCABULARY, WIDTH, DEPTH, HEADS, LENGTH, BATCH = 2048, 384, 6, 6, 64, 8
 FSDP, TRAINING = FSDPArguments(), TrainingArguments(device="cpu")
 MIB, SMALL = 2**20, 2**14
 
-# From the bottom of the picture to its top: name, colour, and which of the engine's books are in it.
+# From the bottom of the picture to its top: name, color, and the engine's books in it.
 LAYERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("parameters (shards)", "#4c72b0", ("shard",)),
     ("optimizer state", "#8c8c8c", ("optimizer",)),
@@ -74,12 +74,12 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
 
 
-# --- what happens on a rank -------------------------------------------------------------------------------------------
+# --- a rank's timeline ------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Timeline:
-    """Of one rank: live bytes by layer, and in all, after each change in one step.
+    """The live bytes of one rank, by layer and in total, after each change in one step.
 
     Attributes:
         phases: the number of changes before each phase of the step, by name.
@@ -92,9 +92,9 @@ class Timeline:
 
 @contextmanager
 def books_in_the_profile() -> Iterator[dict[str, int]]:
-    """Write every change of the engine's books into the profile; of what is yielded, changes go in with the next one.
+    """Write every change of the engine's books into the profile; changes of the yielded dict go in with the next one.
 
-    Gradient shards that the engine hands over as `.grad` go on as "grad".
+    Gradient shards that the engine stores in `.grad` continue as "grad".
     """
     live: dict[str, int] = {}
     add, remove = MemoryTracker.add, MemoryTracker.remove
@@ -152,7 +152,7 @@ def timeline_of(recorded: Any, *, last: int) -> Timeline:
     phases: dict[str, int] = {}
     books: dict[str, int] = {}
     total = 0
-    is_due = False  # memory was given back that the books have still
+    is_due = False  # memory was released that the books still have
     rows: list[tuple[int, dict[str, int]]] = []
     for event in events:
         name = event.name()
@@ -165,7 +165,7 @@ def timeline_of(recorded: Any, *, last: int) -> Timeline:
         elif name.startswith("books "):
             books, is_due = json.loads(name.removeprefix("books ")), False
             if rows:
-                rows.pop()  # they follow what they write down at once
+                rows.pop()  # they directly follow the change that they record
         else:
             continue
         is_small = bool(rows) and rows[-1][1] is books and abs(total - rows[-1][0]) < SMALL
@@ -182,7 +182,7 @@ def timeline_of(recorded: Any, *, last: int) -> Timeline:
 
 
 def draw(timelines: list[Timeline], foretold: MemoryEstimate, path: Path) -> None:
-    """Both ranks, one above the other."""
+    """Plot both ranks, one above the other."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -235,7 +235,7 @@ def draw(timelines: list[Timeline], foretold: MemoryEstimate, path: Path) -> Non
 
 
 def main() -> None:
-    """Foretell, train, compare, draw."""
+    """Forecast, train, compare, plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own = Path(__file__).with_suffix(".png")
     parser.add_argument("picture", type=Path, nargs="?", default=own, help=f"the file to draw (default: {own})")

@@ -1,7 +1,7 @@
 """Runs the programs of tests/process/programs/frameworks, each on torch's FSDP1 or FSDP2 and under
 `flatfsdp.as_torch`, and the tests that need torchao. Writes a dated table of how programs compare, and whether these
-tests pass: tools/bench_results/programs.json and .md. Rows of what does not run this time stay. `tools/programs` calls
-it in the right environment."""
+tests pass: tools/bench_results/programs.json and .md. Rows of programs that do not run this time stay. `tools/programs`
+calls it in the right environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).resolve().parent / "bench_results" / "programs"
 PACKAGES = (
     "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "lightning", "torchao",
 )  # fmt: skip
-# Tests that are skipped where this package is not installed, by what their row is called.
+# Tests that are skipped where this package is not installed, by the name of their row.
 TESTS = {"torchao: tests of float8": "tests/distributed/fully_shard/test_torchao.py"}
 
 
@@ -77,12 +77,12 @@ def today() -> str:
 
 
 def kept(path: Path) -> dict[str, dict[str, Any]]:
-    """The rows that were written before, by their programs."""
+    """The existing rows, by their programs."""
     return {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
 
 
 def chosen(program: str, name: str) -> bool:
-    """Whether `name` is that of a `program`, or a part of it and no other's name."""
+    """Whether `name` is the name of a `program`, or a part of it and not another program's name."""
     known = [*(case.name for case in CASES), *TESTS]
     return program == name or (name in program and name not in known)
 

@@ -1,7 +1,7 @@
-"""Step times over a slow link, simulated: flatfsdp with few bits on the way, beside full precision and torch's FSDP1.
+"""Step times over a slow link, simulated: flatfsdp with few-bit communication, with full precision, and torch's FSDP1.
 
 `python tools/slow_link.py [--out FILE]`: two ranks on this machine, each sending through a link of the bandwidth in the
-table's head (tests/harness/slow_link.py). What is compared is bytes against the work of packing them, not networks.
+table's head (tests/harness/slow_link.py). This compares bytes with the work of packing them, not networks.
 """
 
 from __future__ import annotations

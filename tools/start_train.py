@@ -1,7 +1,7 @@
-"""What `tools/train` runs: prints what is started, before torch is imported, which takes seconds; then starts it.
+"""The program of `tools/train`: prints a line about the run before it imports torch, which takes seconds.
 
-Ctrl-C ends it in words meanwhile, with the exit code that SIGINT has. Everything else is `flatfsdp.train`'s, wrong
-options included: what is not understood here is left out of the line.
+In the meantime, Ctrl-C ends it with a message and the exit code for SIGINT. All else is up to `flatfsdp.train`,
+including wrong options: options that are not understood here are left out of the line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # without one of these tor
 
 
 def announcement(arguments: Sequence[str]) -> str:
-    """The line; "" where nothing is to be trained."""
+    """The line; "" where nothing will be trained."""
     flags = [each.partition("=")[0] for each in arguments]
     if any(each in flags for each in QUIET):
         return ""
@@ -42,7 +42,7 @@ def _ranks(ranks: Any, device: str) -> str:
 
 
 def _value_of(name: str, arguments: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """The last value of a flag, in either form; nothing where it was not given."""
+    """The last value of a flag, in either form; empty where it was not given."""
     found = {}
     for place, flag in enumerate(flags):
         if flag == f"--{name}":
@@ -53,7 +53,7 @@ def _value_of(name: str, arguments: Sequence[str], flags: Sequence[str]) -> dict
 
 
 def _from_file(arguments: Sequence[str], flags: Sequence[str]) -> dict[str, Any]:
-    """What a --config file has; nothing where it cannot be read: that is reported later."""
+    """The contents of a --config file; empty where it cannot be read: that is reported later."""
     path = _value_of("config", arguments, flags).get("config")
     if path is None:
         return {}
@@ -71,7 +71,7 @@ def _from_file(arguments: Sequence[str], flags: Sequence[str]) -> dict[str, Any]
 
 def _interrupted(number: int, frame: object) -> NoReturn:
     print("stopped by SIGINT before training began", file=sys.stderr, flush=True)
-    os._exit(128 + number)  # at once: an exception may come in the middle of an import, and as another one out of it
+    os._exit(128 + number)  # immediately: an exception in the middle of an import may be raised as another one
 
 
 def main() -> int:
@@ -81,8 +81,8 @@ def main() -> int:
         signal.signal(signal.SIGINT, _interrupted)
     line = announcement(sys.argv[1:])
     if line:
-        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # at once: a terminal may show a ^C
-    sys.path[0] = os.getcwd()  # as with -m: models of the user's are imported from here
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one write: a terminal may show a ^C
+    sys.path[0] = os.getcwd()  # as with -m: user-defined models are imported from here
     from flatfsdp.train import main as train
 
     return train(program="tools/train", announced=True)

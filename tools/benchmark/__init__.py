@@ -1,1 +1,1 @@
-"""The benchmark behind `tools/bench`: flatfsdp beside torch's own engines and a process without communication."""
+"""The benchmark behind `tools/bench`: flatfsdp, torch's own engines and a process without communication."""

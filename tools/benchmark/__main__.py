@@ -1,4 +1,4 @@
-"""`tools/bench`: flatfsdp beside torch's FSDP1, FSDP2, DDP and a process without communication, in one table.
+"""`tools/bench`: flatfsdp, torch's FSDP1, FSDP2 and DDP, and a process without communication, in one table.
 
 Two ranks on gloo, one thread each, every measurement in fresh processes. It writes results.md, results.json and
 results.png; with --sweep, sweep.md and so on; with --profile, --instructions or --exchange, profile.md and profile.json
@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
     given = parser.parse_args()
     given.models = given.models or (list(QUICK) if given.quick else list(MODELS))
     if TRUTH not in given.engines:
-        given.engines.append(TRUTH)  # or nothing would show whether the others' losses are right
+        given.engines.append(TRUTH)  # needed to check the losses of the others
     given.rounds = given.rounds or (1 if given.quick else None if given.shared_memory else 3)
     given.steps = given.steps or (2 if given.quick else None)
     given.out = given.out or (SKETCH if given.quick else RESULTS)
@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     given = arguments()
     if given.device == "cuda" and not torch.cuda.is_available():
         print("tools/bench: this machine has no GPU that torch can use", file=sys.stderr)
@@ -117,12 +117,12 @@ def main() -> int:
 
 
 def exit_status(results: dict[str, Any]) -> int:
-    """1 if something failed."""
+    """The exit status: 1 if any measurement failed."""
     return 1 if any("error" in cell for part in PARTS for cell in results.get(part, [])) else 0
 
 
 def share_memory(given: argparse.Namespace, results: dict[str, Any]) -> int:
-    """One part of that table."""
+    """Measure one part of the table of shared memory."""
     part, times = given.shared_memory, (given.rounds, given.steps, seconds_of(given))
     write = functools.partial(shared_memory.write_part, given.out, part)
     found = shared_memory.measure(part, *times, lambda found: write(results | found))
@@ -131,7 +131,7 @@ def share_memory(given: argparse.Namespace, results: dict[str, Any]) -> int:
 
 
 def compare(given: argparse.Namespace) -> dict[str, Any]:
-    """Times, figures and host times."""
+    """Measure times, figures and host times."""
     cases = [MODELS[name] for name in given.models]
     results: dict[str, Any] = {"models": [{"name": case.name, "unit_bytes": case.unit_bytes()} for case in cases]}
     results |= rounds.time_rounds(cases, given.engines, given.rounds, given.steps, given.device, seconds_of(given))
@@ -146,7 +146,7 @@ def seconds_of(given: argparse.Namespace) -> float | None:
 
 
 def sweep(given: argparse.Namespace) -> dict[str, Any]:
-    """Times of models of many sizes."""
+    """Measure times of models of many sizes."""
     cases = {case.name: case for cases in SWEEPS.values() for case in cases.values()}
     sweeps = {title: {size: case.name for size, case in cases.items()} for title, cases in SWEEPS.items()}
     return {
@@ -158,24 +158,24 @@ def sweep(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def profiles(given: argparse.Namespace) -> dict[str, Any]:
-    """Where steps' time goes."""
+    """Profile the CPU time of steps."""
     return {"profile": profile.profile_all([MODELS[name] for name in given.models], given.engines)}
 
 
 def counts(given: argparse.Namespace) -> dict[str, Any]:
-    """Machine instructions of steps."""
+    """Count machine instructions of steps."""
     chosen = instructions.ENGINES_COUNTED if set(given.engines) == set(ENGINES) else given.engines
-    return {"instructions": instructions.count_all([name for name in chosen if name != TRUTH])}  # which has no units
+    return {"instructions": instructions.count_all([name for name in chosen if name != TRUTH])}  # DDP has no units
 
 
 def exchanges(given: argparse.Namespace) -> dict[str, Any]:
-    """What exchanges of lists cost beside exchanges of single tensors."""
+    """Measure exchanges of lists and exchanges of single tensors."""
     return {"exchange": exchange.exchange_rounds(given.rounds)}
 
 
 MEASURE = {"results": compare, "sweep": sweep, "profile": profiles, "instructions": counts, "exchange": exchanges}
 TEXT = {"profile": profile.render, "instructions": instructions.render, "exchange": exchange.render}
-STEMS = {"instructions": "host_instructions"}  # of the files, where they are not called like the part
+STEMS = {"instructions": "host_instructions"}  # names of files that differ from the name of the part
 
 if __name__ == "__main__":
     sys.exit(main())

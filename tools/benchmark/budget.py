@@ -1,7 +1,7 @@
-"""Where a rank's CPU time goes in a step through shared memory: ``python -m tools.benchmark.budget [ROUNDS]``.
+"""The CPU time of a rank by pieces of a step through shared memory: ``python -m tools.benchmark.budget [ROUNDS]``.
 
-The GPT, FULL_SHARD, two ranks. Pieces are timed inside a step, each without those inside it; FSDP1 and one process
-alone take turns with it, in fresh processes.
+The GPT, FULL_SHARD, two ranks. Pieces are timed inside a step, each without nested pieces. FSDP1 and one process
+without communication take turns with it, in fresh processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .models import MODELS
 from .table import markdown
 
 STEPS = 12
-# What is timed, and how much of it a step has: by the name of a piece, whose method, and its MiB (read, or written).
+# The timed pieces: by name, the class, its method, and the MiB that a step reads or writes in it.
 PIECES: dict[str, tuple[type, str, float]] = {
     "own shards into unsharded buffers": (Row, "fill", 79.7),
     "own shards into the outbox": (Gather, "post", 79.7),
@@ -44,14 +44,14 @@ PIECES: dict[str, tuple[type, str, float]] = {
 
 
 class Timers:
-    """CPU seconds of methods while they are watched, on every thread."""
+    """CPU seconds of timed methods, on every thread."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = defaultdict(float)
         self._local = threading.local()
 
     def around(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """`plain`, timed without what is timed inside it."""
+        """`plain`, timed without the timed methods that it calls."""
         local = self._local
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class Timers:
 
 
 def steps(rank: int, engine: str) -> dict[str, float]:
-    """CPU milliseconds of a step: medians of all of it and of its phases, means of pieces and of other threads."""
+    """CPU milliseconds of a step: medians of the whole and of its phases, means of pieces and of other threads."""
     training = Training(rank, Setting(MODELS["gpt"], engine, "FULL_SHARD"))
     training.warm_up()
     training.step()
@@ -86,7 +86,7 @@ def steps(rank: int, engine: str) -> dict[str, float]:
 
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """By engine, medians over rounds of the mean rank."""
+    """By engine, medians over rounds of the mean over ranks."""
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for number in range(rounds):
         engines = ["flatfsdp", "fsdp1", "floor"]
@@ -101,7 +101,7 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
-    """A row for each piece, and what is left."""
+    """A row for each piece, and for the remaining time."""
     ours, whole, alone = found["flatfsdp"], found["fsdp1"]["cpu"], found["floor"]
     forward, backward, optimizer = (alone[name] for name in CPU_PHASES)
     arithmetic = forward + backward + optimizer / 2

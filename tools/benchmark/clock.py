@@ -1,4 +1,4 @@
-"""What a step costs this process: wall clock by phase, CPU time of all threads, page faults."""
+"""The cost of a step for this process: wall clock by phase, CPU time of all threads, page faults."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CPU_PHASES = tuple(f"{phase} cpu" for phase in PHASES)
 
 
 class Clock:
-    """Moments in the order of work: the host's on CPU, events of the current stream on an accelerator. With each, the
-    CPU time of this process, all threads of the backend included.
+    """Marks in the order of work: of the host's clock on CPU, events of the current stream on an accelerator. Each mark
+    also has the CPU time of this process, including all threads of the backend.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Clock:
         self._cpu: list[float] = []
 
     def mark(self) -> None:
-        """This moment."""
+        """Add a mark."""
         self._cpu.append(time.process_time())
         if self._device.type == "cpu":
             self._marks.append(time.perf_counter())
@@ -37,7 +37,7 @@ class Clock:
             self._marks.append(event)
 
     def laps(self) -> tuple[list[float], list[float]]:
-        """Seconds between the moments, on the wall clock and of CPU time; waits for the device."""
+        """Seconds between the marks, of wall clock and of CPU time; waits for the device."""
         cpu = [after - before for before, after in pairwise(self._cpu)]
         if self._device.type == "cpu":
             return [after - before for before, after in pairwise(self._marks)], cpu
@@ -51,7 +51,7 @@ def faults() -> int:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, clock: Clock) -> torch.Tensor:
-    """One training step with a mark before and after each of the `PHASES`; its loss."""
+    """Run one training step with a mark before and after each of the `PHASES`. Returned: its loss."""
     clock.mark()
     loss = model(*batch)
     clock.mark()

@@ -1,7 +1,7 @@
-"""Every engine and all of its settings: the one place to look for whether a comparison is fair.
+"""All engines and their settings: the one place that decides whether a comparison is fair.
 
-Settings are each engine's defaults but for what is spelt out here, and the same for the optimizer. What is timed never
-asks which engine it times.
+Engines have their default settings, except for those given here, and the same optimizer. The measuring code does not
+depend on the engine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 import flatfsdp
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
-REPLICAS = 2  # of a hybrid
+REPLICAS = 2  # of a hybrid strategy
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank computes, which modules are units, and how they are sharded.
+    """The device of a rank, the modules that are units, and the sharding.
 
     Attributes:
         strategy: one of `STRATEGIES`.
@@ -41,7 +41,7 @@ class Place:
 
     @property
     def mesh(self) -> Any:
-        """Of a hybrid: (replicate, shard); of the other strategies None, which is all ranks in one axis."""
+        """The mesh (replicate, shard) of a hybrid strategy; None for the others, which means all ranks in one axis."""
         if self.strategy != "HYBRID_SHARD":
             return None
         shape = (REPLICAS, dist.get_world_size() // REPLICAS)
@@ -63,11 +63,11 @@ class Engine:
     """A way to train.
 
     Attributes:
-        wrap: ``wrap(model, place)``, with the model on its device; collective.
+        wrap: ``wrap(model, place)``, for a model on its device; collective.
         optimize: makes the optimizer, AdamW with the same settings for all.
-        alone: one process without a process group.
-        sharded: whether `Place.strategy` means something.
-        lacks: strategies that it does not have.
+        alone: whether it runs in one process without a process group.
+        sharded: whether `Place.strategy` applies.
+        lacks: strategies that it does not support.
     """
 
     title: str
@@ -111,7 +111,7 @@ def _fsdp1(use_orig_params: bool) -> Callable[[nn.Module, Place], nn.Module]:
 
         mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is deprecated, and that a world of one rank shards nothing
+            warnings.simplefilter("ignore")  # about deprecation, and about a world of one rank, which shards nothing
             return FSDP1(
                 model,
                 sharding_strategy=ShardingStrategy[place.strategy],
@@ -179,6 +179,6 @@ ENGINES = {
     "ddp": Engine("DDP", _ddp, sharded=False),
     "floor": Engine("one process", _floor, alone=True, sharded=False),
 }
-BASE = "fsdp1"  # what ratios are relative to
-TRUTH = "ddp"  # whose losses are right
+BASE = "fsdp1"  # the base of ratios
+TRUTH = "ddp"  # the reference for losses
 FLOOR = "floor"

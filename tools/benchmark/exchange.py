@@ -1,6 +1,6 @@
-"""One exchange of a unit: its tensors as one flat tensor, and as the list of segments that `layout="rows"` has.
+"""One exchange of a unit: its tensors as one flat tensor, and as the list of segments of `layout="rows"`.
 
-Both go over the engine's transport, in turns, in the same processes: what slows one down slows the other down.
+Both use the engine's transport, in turns, in the same processes, so that disturbances affect both equally.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rounds import Cell, attempt, note
 from .statistics import Spread, paired_ratio
 from .table import machine_line, markdown
 
-# Elements of each tensor.
+# By unit, the number of elements of each tensor.
 UNITS = {
     "7 matrices and 2 norms, 45 MiB": [1024 * 1024] * 4 + [2752 * 1024] * 3 + [1024] * 2,
     "4 matrices and 8 vectors, 6.8 MiB": [384 * 1152, 384 * 384, 384 * 1536, 384 * 1536, 1152, 384, 1536, *[384] * 5],
@@ -43,7 +43,7 @@ HOW = (
 
 
 def exchange_rounds(rounds: int) -> list[Cell]:
-    """Every unit on every way, ``rounds`` times: cells of (round, unit, way), with what `time_lists` returned."""
+    """Measure every unit over every transport, ``rounds`` times: results of `time_lists` by (round, unit, way)."""
     cells = []
     for number in range(rounds):
         for unit in UNITS:
@@ -55,7 +55,7 @@ def exchange_rounds(rounds: int) -> list[Cell]:
 
 
 def time_lists(rank: int, unit: str, way: str) -> dict[str, Any]:
-    """Median CPU and wall seconds of exchanges as one tensor and as a list, and bytes that a list's gather stages.
+    """Median CPU and wall seconds of exchanges as one tensor and as a list, and the bytes staged by a gather of a list.
 
     Collective over a gloo world.
     """
@@ -81,7 +81,7 @@ def time_lists(rank: int, unit: str, way: str) -> dict[str, Any]:
             wall, cpu = time.perf_counter(), time.process_time()
             exchange().wait()
             costs[name].append((time.process_time() - cpu, time.perf_counter() - wall))
-    found: dict[str, Any] = {"staged": stats.staged // (2 * (WARMUP + TURNS))}  # reductions stage as much
+    found: dict[str, Any] = {"staged": stats.staged // (2 * (WARMUP + TURNS))}  # reductions stage the same amount
     for name, pairs in costs.items():
         cpu_times, walls = zip(*pairs[WARMUP:], strict=True)
         found[name] = {"cpu": median(cpu_times), "wall": median(walls)}
@@ -89,7 +89,7 @@ def time_lists(rank: int, unit: str, way: str) -> dict[str, Any]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The table, with how it was made."""
+    """The table, with a description of the measurement."""
     machine = results["machine"]
     lines = ["# Exchanges of lists", "", machine_line(machine), "", f"Made by `{machine['command']}`: {HOW}", ""]
     return "\n".join([*lines, *table_of(results["exchange"])]).rstrip() + "\n"

@@ -1,5 +1,5 @@
-"""What can be counted instead of timed: bytes alive, collectives, bytes copied and scaled. Exact, and the same on a
-busy machine.
+"""Figures that are counted instead of timed: live bytes, collectives, copied and scaled bytes. They are exact, even on
+a busy machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLLECTIVES = {
     "send": "send",
     "recv_": "recv",
 }
-# The operator, and which of its arguments is read.
+# The operators, with the place of the argument that is read.
 COPIES = {
     "aten::copy_": 1,
     "aten::_foreach_copy_": 1,
@@ -55,21 +55,21 @@ SCALINGS = frozenset(f"aten::{prefix}{op}{suffix}" for op in ("mul", "div") for 
 
 
 def sent(kind: str, size: int, world: int) -> float:
-    """Bytes that a rank sends at least for a collective whose input on that rank has ``size`` bytes."""
+    """The least number of bytes that a rank sends for a collective whose input on that rank has ``size`` bytes."""
     factors = {"all_gather": world - 1, "reduce_scatter": (world - 1) / world, "all_reduce": 2 * (world - 1) / world}
     return 0 if kind == "recv" else size * factors.get(kind, 1)
 
 
 class Counting(TorchDispatchMode):
-    """Counts what goes through torch's dispatcher on the way: collectives, copies and scalings, by phase.
+    """Counts operators in torch's dispatcher: collectives, copies and scalings, by phase.
 
     Attributes:
-        calls: collectives by kind, messages between two ranks among them.
+        calls: the number of collectives by kind, including messages between two ranks.
         bytes: `sent` by kind.
-        copied: bytes written by copies, by phase; those out of a parameter's shard, into the own slot of a gather, are
-            the exchange's, and under "own slot".
+        copied: bytes written by copies, by phase; copies from a parameter's shard into this rank's slot of a gather
+            belong to the exchange, and are under "own slot".
         scaled: bytes multiplied by a number in the backward.
-        operators: how many operators ran.
+        operators: the number of operators.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,7 +81,7 @@ class Counting(TorchDispatchMode):
         self._phase = ""
 
     def mark(self) -> None:
-        """The next phase begins."""
+        """Begin the next phase."""
         self._phase = next(self._phases, "")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,9 +103,9 @@ class Counting(TorchDispatchMode):
     def _collective(self, name: str, args: Any) -> None:
         kind = COLLECTIVES.get(name)
         if kind is None:
-            return  # barriers
+            return  # a barrier
         self.calls[kind] += 1
-        # Operators that have an output and an input take them in this order.
+        # Operators with an output and an input take them in this order.
         read = args[1] if isinstance(args[1], torch.Tensor | list) else args[0]
         size = _bytes(_tensors(read))
         if kind == "all_to_all" and len(args) > 4 and args[4]:
@@ -125,7 +125,7 @@ class Counting(TorchDispatchMode):
 
 def inspect(rank: int, setting: Setting) -> dict[str, Any]:
     """Bytes of live tensors in a step (``peak``) and after it (``held``), of the third step and of the fourth; under
-    FULL_SHARD also what `Counting` saw of a fifth. Collective.
+    FULL_SHARD also the counts of `Counting` for a fifth. Collective.
     """
     counter = Counter()
     training = Training(rank, setting)
@@ -134,7 +134,7 @@ def inspect(rank: int, setting: Setting) -> dict[str, Any]:
     for _ in range(2):
         if dist.is_initialized():
             dist.barrier()
-        time.sleep(0.05)  # the backend's threads let go of what they have sent
+        time.sleep(0.05)  # the backend's threads release sent tensors
         counter.peak()
         training.step()
         peak.append(counter.peak())
@@ -145,7 +145,7 @@ def inspect(rank: int, setting: Setting) -> dict[str, Any]:
 
 
 def count(training: Training) -> dict[str, Any]:
-    """What `Counting` sees of the next step. Collective."""
+    """The counts of `Counting` for the next step. Collective."""
     counting, batch = Counting(training.model), training.batch()
     with counting:
         train_step(training.model, training.optimizer, batch, counting)
@@ -158,7 +158,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in nested lists."""
+    """The tensors in nested lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):

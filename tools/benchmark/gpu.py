@@ -1,8 +1,8 @@
-"""What only a GPU shows: kernels, copies among them, the allocator's peaks, and which kernels ran side by side.
+"""Figures that need a GPU: kernels, copies among them, peaks of the allocator, and overlap of kernels.
 
-One GPU is enough. Real collectives have as many ranks as there are GPUs. What a larger world costs one rank is read in
-a fake group, whose collectives move nothing (`StandIns`); where overlap is asked for, each of them is a kernel that
-spins for as long as its size takes, on the stream that the engine chose.
+One GPU is enough. Real collectives have as many ranks as there are GPUs. The cost of a larger world for one rank is
+measured in a fake group, whose collectives move nothing (`StandIns`); to measure overlap, each of them is a kernel that
+spins for a time that depends on its size, on the stream that the engine chose.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .figures import COLLECTIVES, count
 from .jobs import Setting, Training
 
 FAKE_RANKS = 8
-SPIN_MS = 0.5  # of the stand-in for a unit's collective: less than a block of gpu_check's model computes in bf16
+SPIN_MS = 0.5  # of the stand-in for a unit's collective: shorter than a block of gpu_check's model computes in bf16
 COPIES = ("memcpy dtod", "copy", "catarray", "chunk_cat", "split_with_sizes")
 
 
 class StandIns(TorchDispatchMode):
     """Every collective is preceded by a kernel on the stream that it is issued on, which spins for ``milliseconds`` for
-    every ``of`` elements that it would move; none for 0. A gather of a fake group moves nothing: by itself it fills the
-    places of all ranks, with a kernel for each.
+    every ``of`` elements that it would move; none for 0. A gather of a fake group moves nothing, but would fill the
+    places of all ranks, with a kernel for each: its arguments are emptied.
 
     Attributes:
         issued: the names of the collectives, in order.
@@ -53,7 +53,7 @@ class StandIns(TorchDispatchMode):
 
 
 def _most_elements(value: Any) -> int:
-    """Of a collective's arguments: what a gather fills, or a reduction reads, is the largest list or tensor."""
+    """The size of the largest list or tensor in a collective's arguments: a gather's output or a reduction's input."""
     if isinstance(value, torch.Tensor):
         return value.numel()
     if isinstance(value, list | tuple):
@@ -63,7 +63,7 @@ def _most_elements(value: Any) -> int:
 
 
 def _emptied(value: Any) -> Any:
-    """`value` with no elements in its tensors, in lists or not."""
+    """`value` with its tensors, in lists or not, emptied."""
     if isinstance(value, torch.Tensor):
         return value.new_empty(0)
     return type(value)(map(_emptied, value)) if isinstance(value, list | tuple) else value
@@ -72,7 +72,7 @@ def _emptied(value: Any) -> Any:
 @dataclass(frozen=True)
 class Kernel:
     """One piece of work of the device: microseconds from ``start`` to ``end`` on a stream; ``place``: a number that
-    grows in the order in which the host issued."""
+    increases in the order in which the host issued the work."""
 
     name: str
     stream: int
@@ -87,12 +87,12 @@ class Kernel:
 
     @property
     def copies(self) -> bool:
-        """Whether it moves bytes within the device and does nothing else."""
+        """Whether it only moves bytes within the device."""
         return any(word in self.name.lower() for word in COPIES)
 
 
 def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
-    """The device's work in a trace as the profiler exports it."""
+    """The device's work in a trace exported by the profiler."""
     return [
         Kernel(
             event["name"],
@@ -107,12 +107,12 @@ def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
 
 
 def overlap(kernels: Sequence[Kernel]) -> float | None:
-    """The share of the time in collectives during which something else computes; None without collectives."""
+    """The share of the time in collectives during which other kernels compute; None without collectives."""
     return hidden([k for k in kernels if k.communicates], kernels)
 
 
 def hidden(some: Sequence[Kernel], kernels: Sequence[Kernel]) -> float | None:
-    """The share of the time in `some`, collectives of all `kernels`, during which something else computes."""
+    """The share of the time in `some`, collectives of all `kernels`, during which other kernels compute."""
     busy = _union((k.start, k.end) for k in kernels if not k.communicates)
     communicating = _union((k.start, k.end) for k in some)
     total = sum(end - start for start, end in communicating)
@@ -121,7 +121,7 @@ def hidden(some: Sequence[Kernel], kernels: Sequence[Kernel]) -> float | None:
 
 
 def by_kind(kernels: Sequence[Kernel], issued: Sequence[str]) -> dict[str, list[Kernel]]:
-    """The stand-ins for collectives, by what they stand for, as they were `issued`; nothing if their number differs."""
+    """The stand-ins for collectives, by kind, in the order `issued`; empty if their number differs."""
     spins = sorted((k for k in kernels if "spin_kernel" in k.name), key=lambda k: k.place)
     found: dict[str, list[Kernel]] = {}
     if len(spins) == len(issued):
@@ -131,7 +131,7 @@ def by_kind(kernels: Sequence[Kernel], issued: Sequence[str]) -> dict[str, list[
 
 
 def _union(ranges: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same points in disjoint ranges, in order."""
+    """The union of `ranges` as disjoint ranges, in order."""
     joined: list[tuple[float, float]] = []
     for start, end in sorted(ranges):
         if joined and start <= joined[-1][1]:
@@ -155,7 +155,7 @@ def record(training: Training, stand_ins: StandIns) -> list[Kernel]:
 
 def inspect(rank: int, setting: Setting) -> dict[str, Any]:
     """Figures of one step: bytes allocated and reserved at its peak and left after it, allocator retries since the
-    start, kernels and copies among them, the same on the streams of collectives, overlap, and what `count` has.
+    start, kernels and copies among them, the same on the streams of collectives, overlap, and the results of `count`.
     Collective.
     """
     training = Training(rank, setting)
@@ -180,8 +180,8 @@ def inspect(rank: int, setting: Setting) -> dict[str, Any]:
 
 @cache
 def cycles_per_ms() -> float:
-    """How many cycles a kernel spins in a millisecond."""
-    torch.cuda._sleep(1_000_000)  # the first one is compiled
+    """The number of cycles that a kernel spins in a millisecond."""
+    torch.cuda._sleep(1_000_000)  # the first call compiles
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     torch.cuda._sleep(20_000_000)

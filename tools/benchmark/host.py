@@ -1,4 +1,4 @@
-"""What an engine costs the host: CPU time of a step of tiny units in a world whose collectives do nothing."""
+"""The host cost of an engine: CPU time of a step of tiny units in a world whose collectives do nothing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .ranks import fake_world
 from .rounds import ALONE, Cell, attempt, note
 
 UNITS = 16
-BARE = "bare"  # the collectives of a step and nothing else
+BARE = "bare"  # only the collectives of a step
 STEPS = 12
 TENSORS = (2, 12)
 
 
 def host_rounds(engines: Sequence[str], worlds: Sequence[int], rounds: int) -> list[Cell]:
-    """Microseconds per unit and step, ``{"tensors": {"world": ...}}``, of every engine that a fake world suits."""
+    """Microseconds per unit and step, ``{"tensors": {"world": ...}}``, of every engine that works in a fake world."""
     cells = []
     for number in range(rounds):
         for engine in [*engines, BARE]:
@@ -36,8 +36,8 @@ def host_rounds(engines: Sequence[str], worlds: Sequence[int], rounds: int) -> l
 def host_microseconds(
     rank: int, engine: str, worlds: list[int], device: str = "cpu", steps: int = STEPS
 ) -> dict[str, dict[str, float]]:
-    """Median microseconds of forward and backward per unit, by number of tensors in a unit and by world: CPU time, on
-    an accelerator wall clock until the host is through with a step that finds the device idle."""
+    """Median microseconds of forward and backward per unit, by number of tensors in a unit and by world: CPU time; on
+    an accelerator, wall clock until the host has issued a step while the device is idle."""
     return {
         str(n): {str(world): _cell(engine, n, world, torch.device(device), steps) for world in worlds} for n in TENSORS
     }

@@ -1,6 +1,6 @@
-"""What an engine costs the host in machine instructions: one step of tiny units under valgrind.
+"""The host cost of an engine in machine instructions: one step of tiny units under valgrind.
 
-The cells are those of `host.py`. Other processes on the machine do not change these counts, as they change times.
+The cells are those of `host.py`. Unlike times, these counts do not depend on other processes of the machine.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .table import machine_line, markdown
 
 SWITCH = Path(__file__).with_name("callgrind_switch.c")
 WORLD = 8
-BEFORE = 8  # steps: what is found out once, and what CPython specializes
-GOALS = {2: 0.30, 12: 0.42}  # of `BASE`, by tensors of a unit
+BEFORE = 8  # steps: for one-time work, and for CPython's specialization
+GOALS = {2: 0.30, 12: 0.42}  # as shares of `BASE`, by tensors of a unit
 LIMIT = 900.0  # seconds for a cell
 PYTHON = "libpython"
 ENGINES_COUNTED = ("fsdp1", "fsdp1-orig", "flatfsdp", "flatfsdp-orig", FLOOR)
@@ -43,7 +43,7 @@ HOW = (
 
 
 def why_not() -> str:
-    """What is missing to count instructions; "" if nothing is."""
+    """A message about a missing tool for counting instructions; "" if none is missing."""
     if shutil.which("valgrind") is None:
         return "instructions are counted by valgrind, which is not there: apt-get install valgrind"
     if shutil.which("cc") is None:
@@ -52,8 +52,8 @@ def why_not() -> str:
 
 
 def count_all(engines: Sequence[str]) -> list[Cell]:
-    """Instructions per unit and step by shared library, for every engine and number of tensors. Precondition: nothing
-    is missing."""
+    """Instructions per unit and step by shared library, for every engine and number of tensors. Precondition:
+    `why_not()` is empty."""
     cells = []
     with tempfile.TemporaryDirectory() as folder:
         switch = Path(folder) / "switch.so"
@@ -71,7 +71,7 @@ def count_all(engines: Sequence[str]) -> list[Cell]:
 
 
 def count_step(engine: str, tensors: int, folder: Path, switch: Path) -> Counter[str]:
-    """Instructions of one step of `UNITS` units by shared library, in a process of its own; what that leaves is in
+    """Instructions of one step of `UNITS` units by shared library, in a separate process, which leaves its output in
     ``folder``.
 
     Raises:
@@ -84,14 +84,14 @@ def count_step(engine: str, tensors: int, folder: Path, switch: Path) -> Counter
     env = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     env.pop("LD_PRELOAD", None)
     subprocess.run([*valgrind, *child], cwd=ROOT, env=env, check=True, capture_output=True, timeout=LIMIT)
-    return by_library(out.with_name(f"{out.name}.1").read_text())  # the first dump, which the switch asked for
+    return by_library(out.with_name(f"{out.name}.1").read_text())  # the first dump, which the switch requested
 
 
 def by_library(dump: str) -> Counter[str]:
-    """Instructions by shared library of a file in callgrind's format, those of calls at the callees'.
+    """Instructions by shared library in a file of callgrind's format; those of calls count for the callees.
 
-    Names are written once, and stand for their numbers from then on: ``ob=(3) /lib/libc.so.6``, later ``ob=(3)``.
-    Behind ``calls=`` comes a line with what the call took.
+    A name is written once, with a number that stands for it later: ``ob=(3) /lib/libc.so.6``, then ``ob=(3)``.
+    The line after ``calls=`` has the cost of the call.
     """
     counts: Counter[str] = Counter()
     names: dict[str, str] = {}
@@ -114,7 +114,7 @@ def by_library(dump: str) -> Counter[str]:
 
 
 def step_once(engine: str, tensors: int, switch: str) -> None:
-    """The process under valgrind: ``switch`` is the library that lets it count."""
+    """The process under valgrind: ``switch`` is the library that starts and stops counting."""
     counting = ctypes.CDLL(switch)
     torch.set_num_threads(1)
     case = tiny_case(UNITS, tensors)
@@ -129,11 +129,11 @@ def step_once(engine: str, tensors: int, switch: str) -> None:
     counting.counting_begin()
     model(*batch).backward()
     counting.counting_end()
-    os._exit(0)  # what follows takes minutes
+    os._exit(0)  # the normal exit takes minutes
 
 
 def render(results: dict[str, Any]) -> str:
-    """The counts of every engine, and what the goals would take."""
+    """The counts of every engine, and their distance from the goals."""
     machine, cells = results["machine"], results["instructions"]
     counts = {(c["engine"], c["tensors"]): c["libraries"] for c in cells if "libraries" in c}
     lines = ["# Machine instructions of forward and backward, per unit and step", "", machine_line(machine), "", HOW]
@@ -156,7 +156,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def notes(page: Path) -> str:
-    """What is written by hand of a page: from its first section on."""
+    """The handwritten part of a page: from its first section on."""
     _, heading, rest = page.read_text().partition("\n## ") if page.exists() else ("", "", "")
     return heading + rest
 
@@ -179,7 +179,7 @@ def _goal(engine: str, tensors: int, found: dict[str, float], base: dict[str, fl
 
 
 def python_of(libraries: dict[str, float]) -> float:
-    """Instructions in Python's own library."""
+    """Instructions in the library of Python."""
     return sum(count for name, count in libraries.items() if name.startswith(PYTHON))
 
 

@@ -1,4 +1,4 @@
-"""What one rank does to be measured: the functions that `ranks.run` starts, by what they find out."""
+"""The jobs of measured ranks: functions that `ranks.run` starts, one for each kind of figures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .engines import ENGINES, Place
 from .models import Batch, Case
 
 PAGE = resource.getpagesize()
-WARMUP = 2  # steps: the first iteration agrees, the second is the first of its kind
+WARMUP = 2  # steps: the first iteration agrees on the order, the second is the first regular one
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured: a model under an engine. ``made_there``: its values come from the device, not from the CPU."""
+    """The measured case: a model under an engine. ``made_there``: initialized on the device, not on the CPU."""
 
     case: Case
     engine: str
@@ -52,17 +52,17 @@ class Training:
         return tuple(tensor.to(self.device) for tensor in self.setting.case.batch(self.rank, self.steps))
 
     def step(self) -> dict[str, float]:
-        """One step, timed."""
+        """Run one step, timed."""
         return timed_step(self.model, self.optimizer, self.batch(), self.device)
 
     def warm_up(self) -> list[dict[str, float]]:
-        """The steps that are like no later one."""
+        """Run the first steps, which differ from later ones."""
         return [self.step() for _ in range(WARMUP)]
 
 
 def time_steps(rank: int, setting: Setting, steps: int) -> dict[str, Any]:
-    """Cost and loss of every step, warm-up first; resident bytes; CPU seconds of the whole process; bytes by local
-    sockets per step, those of all processes of this machine. Collective."""
+    """Cost and loss of every step, warm-up first; resident bytes; CPU seconds of the whole process; bytes through local
+    sockets per step, of all processes of this machine. Collective."""
     training = Training(rank, setting)
     gc.collect()
     costs = training.warm_up()
@@ -77,14 +77,14 @@ def time_steps(rank: int, setting: Setting, steps: int) -> dict[str, Any]:
 
 
 def loopback_bytes() -> int:
-    """What has gone through the loopback device of this network namespace so far."""
+    """The bytes sent through the loopback device of this network namespace so far."""
     with open("/proc/net/dev") as file:
         return next((int(line.split(":")[1].split()[0]) for line in file if line.strip().startswith("lo:")), 0)
 
 
 def time_exchange(rank: int, sizes: list[int], steps: int) -> dict[str, Any]:
     """Wall and CPU seconds of a step's bare exchange: every one of ``sizes`` (bytes of a unit's parameters, float32) is
-    gathered twice and its gradient reduced once, piece by piece between neighbours, with nothing else to do. Collective
+    gathered twice and its gradient reduced once, piece by piece between neighbors, without computation. Collective
     over a gloo world.
     """
     costs = []
@@ -102,7 +102,7 @@ def time_exchange(rank: int, sizes: list[int], steps: int) -> dict[str, Any]:
 
 
 class _Exchange:
-    """The least that gloo has to do for one unit: messages from where data is to where it is needed, and one sum."""
+    """The minimal exchange by gloo for one unit: messages from the owners to the readers, and one sum."""
 
     def __init__(self, numel: int) -> None:
         self._world, self._rank = dist.get_world_size(), dist.get_rank()

@@ -1,4 +1,4 @@
-"""What the numbers were taken on, and what else the machine did meanwhile."""
+"""The machine of a measurement, and its other load in the meantime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-QUIET = 0.05  # share of all cores that others may use before a round counts as disturbed
+QUIET = 0.05  # share of all cores used by other programs above which a round counts as disturbed
 
 
 @dataclass
@@ -26,12 +26,12 @@ class Load:
 
     @property
     def quiet(self) -> bool:
-        """Whether the round was alone on the machine."""
+        """Whether the round was undisturbed."""
         return self.others <= QUIET
 
 
 class Watch:
-    """Watches the machine during a round. What the benchmark's own processes used is reported to `used`."""
+    """Watches the machine during a round. The CPU time of the benchmark's own processes is reported to `used`."""
 
     def __init__(self) -> None:
         self.load = Load(os.getloadavg()[0])
@@ -39,11 +39,11 @@ class Watch:
         self._own = 0.0
 
     def used(self, seconds: float) -> None:
-        """CPU seconds of a process of ours."""
+        """Add the CPU seconds of a process of the benchmark."""
         self._own += seconds
 
     def end(self) -> dict[str, Any]:
-        """The round is over: its `UnitLoad` as a dictionary, with ``quiet``."""
+        """End the round. Returned: its `Load` as a dictionary, with ``quiet``."""
         busy, total = (after - before for after, before in zip(_busy_and_all(), self._start, strict=True))
         self.load.others = max(0.0, busy - self._own) / max(total, 1e-9)
         self.load.after = os.getloadavg()[0]
@@ -55,12 +55,12 @@ def _busy_and_all() -> tuple[float, float]:
     with open("/proc/stat") as file:
         ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in file.readline().split()[1:]]
     user, nice, system, _idle, _waiting, irq, softirq, steal = ticks[:8]
-    # `steal` is another machine's work on our cores: it disturbs as another program does.
+    # `steal` is work of another machine on these cores: it disturbs like another program.
     return user + nice + system + irq + softirq + steal, sum(ticks[:8])
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Versions, date, machine."""
+    """Versions, the date and the machine."""
     model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -75,7 +75,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit that is measured, marked where the engine differs from it."""
+    """The measured commit, marked if the engine differs from it."""
 
     def git(*arguments: str) -> str:
         try:

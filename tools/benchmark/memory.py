@@ -23,12 +23,12 @@ def build() -> Path | None:
     if not library.exists():
         fresh = library.with_suffix(f".{os.getpid()}")
         subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", fresh, SOURCE, "-lpthread"], check=True)
-        fresh.rename(library)  # at once: another benchmark may look for it
+        fresh.rename(library)  # atomic: another benchmark may use it
     return library
 
 
 def preload() -> bool:
-    """Let every process that starts from now on have the counter. False where it cannot be built."""
+    """Preload the counter into every process that starts from now on. False where it cannot be built."""
     library = build()
     if library is not None:
         os.environ["LD_PRELOAD"] = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
@@ -36,13 +36,13 @@ def preload() -> bool:
 
 
 def return_at_once() -> None:
-    """Let every process that starts from now on give what tensors take back as soon as they let go of it: what glibc
-    keeps of freed blocks, in whatever order they came, would be most of a difference between two runs."""
+    """Let processes that start from now on return the memory of freed tensors at once: otherwise the freed blocks that
+    glibc keeps, in no fixed order, would be most of the difference between two runs."""
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(_BLOCK), "MALLOC_TRIM_THRESHOLD_": str(_BLOCK)}
 
 
 class Counter:
-    """The counter of this process, counting from here on: what is older is not known. `None` figures without it."""
+    """The counter of this process, counting from its construction on. Figures are None without the library."""
 
     def __init__(self) -> None:
         process: Any = ctypes.CDLL(None)
@@ -52,9 +52,9 @@ class Counter:
             self._library.counter_start()
 
     def live(self) -> int | None:
-        """Bytes alive now."""
+        """The live bytes now."""
         return None if self._library is None else self._library.counter_live()
 
     def peak(self) -> int | None:
-        """The most bytes alive at once since the last call."""
+        """The largest number of live bytes since the last call."""
         return None if self._library is None else self._library.counter_peak()

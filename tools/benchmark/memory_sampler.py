@@ -1,8 +1,8 @@
-"""What processes and their control group hold of the machine's memory, looked at from a process beside them.
+"""Samples the memory of processes and of their control group, from another process.
 
-`python -m tools.benchmark.memory_sampler PID...` reads names of phases, a line each as they begin, until one is empty,
-and writes what it saw in each as JSON. The proportional set size (PSS) counts a page that n processes map as 1/n in
-each of them. What sockets buffer is the system's, in no process's PSS; control groups of version 2 are charged for it.
+`python -m tools.benchmark.memory_sampler PID...` reads names of phases, one per line, until an empty one. It writes the
+samples of each phase as JSON. The proportional set size (PSS) counts a page that n processes map as 1/n in each. Socket
+buffers are the system's, in no process's PSS; control groups of version 2 are charged for them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PAUSE = 0.005  # seconds between two looks
+PAUSE = 0.005  # seconds between two samples
 _PAGE = resource.getpagesize()
 _GROUPS = Path("/sys/fs/cgroup")
 
 
 def pss(pid: int) -> dict[str, int]:
-    """The PSS of a process in bytes; of that shared memory, and what is of no file (the rest is mostly code)."""
+    """The PSS of a process in bytes, the shared memory in it, and the part without files (the rest is mostly code)."""
     sizes = {"Pss": 0, "Pss_Shmem": 0, "Pss_Anon": 0}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -32,7 +32,7 @@ def pss(pid: int) -> dict[str, int]:
 
 
 def charge_file() -> Path | None:
-    """The file that has what the control group of this process is charged; None where none can be read."""
+    """The file with the memory charged to this process's control group; None where none can be read."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         for folder, name, mine in (
@@ -50,14 +50,14 @@ def charge_file() -> Path | None:
 
 
 def socket_buffers() -> int:
-    """What the system holds of this network namespace's TCP connections, which no process maps."""
+    """The bytes in the system's TCP buffers of this network namespace, which no process maps."""
     line = next((line for line in Path("/proc/net/sockstat").read_text().splitlines() if line.startswith("TCP:")), "")
     words = line.split()
     return _PAGE * int(words[words.index("mem") + 1]) if "mem" in words else 0
 
 
 def sample(pids: Sequence[int], charged: Path | None) -> dict[str, int]:
-    """All processes together, now."""
+    """One sample of all processes together."""
     sizes = [pss(pid) for pid in pids]
     found = {name: sum(each[name] for each in sizes) for name in sizes[0]}
     found["sockets"] = socket_buffers()
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _summary(samples: Sequence[dict[str, int]]) -> dict[str, Any]:
-    """The most and the last, and of how many."""
+    """The largest values, the last ones, and the number of samples."""
     return {"count": len(samples), "last": samples[-1]} | {
         "most": {name: max(each[name] for each in samples) for name in samples[-1]}
     }

@@ -1,6 +1,6 @@
-"""What is trained: five models and their batches, the same bytes on every rank, in every engine and on every day.
+"""The trained models: five, with their batches, equal to the byte on every rank, in every engine and run.
 
-Losses are computed inside forward, so that an engine sees one call a step.
+Losses are computed inside forward, so that an engine sees one call per step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GPT(nn.Module):
 
 
 class SmallParts(nn.Module):
-    """Ten parameters of together 5 KiB: two norms, a linear layer, two scales, two shifts."""
+    """Ten parameters of 5 KiB in total: two norms, a linear layer, two scales, two shifts."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class MLPBlock(nn.Module):
 
 
 class ExpertsBlock(nn.Module):
-    """A residual mixture of experts: every token goes through the two that its router likes best."""
+    """A residual mixture of experts: every token goes through its router's top two."""
 
     def __init__(self, width: int, hidden: int, experts: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class ExpertsBlock(nn.Module):
         normed = self.norm(x)
         weights, chosen = self.router(normed).softmax(-1).topk(2)
         out = x
-        # An expert that no token chose runs on an empty batch, so that its gradient is zero and not missing.
+        # An expert without tokens runs on an empty batch, so that its gradient is zero instead of None.
         for index, expert in enumerate(self.experts):
             token, place = (chosen == index).nonzero(as_tuple=True)
             out = out.index_add(0, token, expert(normed[token]) * weights[token, place, None])
@@ -113,7 +113,7 @@ class ExpertsBlock(nn.Module):
 
 
 class TinyUnit(nn.Sequential):
-    """`tensors` parameters of a few bytes, in linear layers: all time is the host's."""
+    """`tensors` parameters of a few bytes, in linear layers: all time is spent on the host."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__(*(nn.Linear(8, 8) for _ in range(tensors // 2)))
@@ -136,19 +136,19 @@ def mlp(blocks: int = 8, factor: int = 1, width: int = WIDTH) -> nn.Module:
 
 
 def tiny(units: int, tensors: int) -> nn.Module:
-    """For host times."""
+    """A model for host times."""
     return Regression(*(TinyUnit(tensors) for _ in range(units)))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how to feed it, and how long to watch it.
+    """A model, its batches, and the length of its measurement.
 
     Attributes:
-        make: a new model; call `build`, which seeds first.
-        unit: what is wrapped, besides the root.
-        rows, width: of a batch of floats per rank; the GPT has tokens, ``rows`` of them.
-        steps: timed steps of a full run, per round.
+        make: builds a new model; call `build`, which seeds first.
+        unit: the class that is wrapped, in addition to the root.
+        rows, width: the shape of a batch of floats per rank; for the GPT, ``rows`` tokens.
+        steps: timed steps per round of a full run.
     """
 
     name: str
@@ -159,13 +159,13 @@ class Case:
     steps: int
 
     def build(self, device: torch.device | str = "cpu") -> nn.Module:
-        """The model, the same at every call for one kind of device, made there."""
+        """Build the model on `device`; equal at every call for one kind of device."""
         torch.manual_seed(0)
         with torch.device(device):
             return self.make()
 
     def batch(self, rank: int, step: int) -> Batch:
-        """What ``rank`` trains on in ``step``."""
+        """The batch of ``rank`` in ``step``."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
         if self.unit is GPTBlock:
             tokens = torch.randint(self.width, (1, self.rows + 1), generator=generator)
@@ -173,7 +173,7 @@ class Case:
         return tuple(torch.randn(2, self.rows, self.width, generator=generator))
 
     def unit_bytes(self) -> list[int]:
-        """Bytes of parameters by unit in the order of forward, then those of the root if it has any."""
+        """Bytes of parameters by unit in the order of forward, then those of the root, if any."""
         with torch.device("meta"):
             model = self.make()
         size = [sum(p.nbytes for p in unit.parameters()) for unit in model.modules() if isinstance(unit, self.unit)]
@@ -209,7 +209,7 @@ MODELS = {
         Case("experts", _experts, ExpertsBlock, 64, 256, 6),
     )
 }
-# 210M parameters: too long for every run.
+# 210M parameters: too slow for every run.
 LARGE = Case("gpt 210M", partial(GPT, width=1152, blocks=12), GPTBlock, 64, 8192, 2)
 
 # By title, the models by size.

@@ -1,4 +1,4 @@
-"""What a job takes of the machine's memory, pages that ranks share counted once, beside what the engine counts."""
+"""The memory of a job, counting pages shared by ranks once, next to the engine's own counts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .memory import Counter
 
 BEFORE, MAKING, STEPS, REST = "before", "making", "steps", "at rest"
 WATCHED = 6  # steps
-LONG = 0.5  # seconds that phases without work are watched
+LONG = 0.5  # seconds of phases without work
 
 
 def watch_pages(rank: int, setting: Setting, steps: int) -> dict[str, Any]:
-    """Bytes of live tensors and outboxes, of the ledger (where the engine has one) and through outboxes, of one rank;
-    on rank 0 also what `memory_sampler` saw of all ranks before the model was made, in ``steps`` steps, and behind
+    """Bytes of live tensors and outboxes, of the ledger (if the engine has one) and through outboxes, of one rank; on
+    rank 0 also the samples of `memory_sampler` for all ranks before the model was made, in ``steps`` steps, and after
     them. Collective.
     """
     _load_libraries()
@@ -63,16 +63,16 @@ def watch_pages(rank: int, setting: Setting, steps: int) -> dict[str, Any]:
         gc.collect()
         dist.barrier()
         sampler.phase(REST)
-        time.sleep(LONG)  # the backend's threads let go of what they have sent
+        time.sleep(LONG)  # the backend's threads release sent tensors
         found["live held"] = counter.live()
         dist.barrier()
         sampler.end()
-        dist.barrier()  # until nobody looks any more, all processes stay
+        dist.barrier()  # all processes stay until the sampling has ended
     return {**found, "process_cpu": time.process_time(), **sampler.found}
 
 
 def _load_libraries() -> None:
-    """What any first step and optimizer bring with them is there before the model is."""
+    """Load the libraries of any first step and optimizer before the model is made."""
     linear = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(linear.parameters())
     linear(torch.ones(1, 2)).sum().backward()
@@ -81,13 +81,13 @@ def _load_libraries() -> None:
 
 @contextmanager
 def outbox_bytes() -> Iterator[list[int]]:
-    """The sizes of all chunks that this rank writes into outboxes inside."""
+    """A context that lists the sizes of all chunks that this rank writes into outboxes."""
     sizes: list[int] = []
     to_post = ChunkStream.to_post
 
     def counted(self: Any, taken_by_peers: Any) -> Any:
         chunk = to_post(self, taken_by_peers)
-        if chunk is not None:  # who asks posts it
+        if chunk is not None:  # the caller posts it
             sizes.append(chunk.size)
         return chunk
 
@@ -96,8 +96,8 @@ def outbox_bytes() -> Iterator[list[int]]:
 
 
 class _Peaks:
-    """The most bytes of live tensors; and of these and the pages that this rank's outboxes have, which its peers map,
-    together. None without a counter."""
+    """Peaks of live tensors, and of their sum with the pages of this rank's outboxes, which its peers map. None without
+    a counter."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
@@ -105,21 +105,21 @@ class _Peaks:
         self.reset()
 
     def reset(self) -> None:
-        """Measure from now on."""
+        """Measure peaks from now on."""
         self._counter.peak()
         self._live = self._both = 0
 
     def look(self) -> None:
-        """What outboxes have is about to change."""
+        """Called before the pages of outboxes change."""
         live = self._counter.peak() or 0
         self._live, self._both = max(self._live, live), max(self._both, live + sum(self._held.values()))
 
     def changed(self, segment: MemorySegment) -> None:
-        """A segment has more or fewer pages now."""
+        """Called after the pages of a segment have changed."""
         self._held[id(segment)] = segment.held - CONTROL
 
     def found(self) -> dict[str, int | None]:
-        """Both, until now."""
+        """Both peaks so far."""
         self.look()
         return {"live peak": self._live or None, "live and outboxes peak": self._both or None}
 
@@ -146,10 +146,10 @@ def _peaks(counter: Counter) -> Iterator[_Peaks]:
 
 
 class _Sampler:
-    """The process beside, on the rank that has it.
+    """The sampling process, on the rank that has it.
 
     Attributes:
-        found: what it wrote, once it has ended.
+        found: its output, once it has ended.
     """
 
     def __init__(self, process: subprocess.Popen[str] | None) -> None:
@@ -157,14 +157,14 @@ class _Sampler:
         self.found: dict[str, Any] = {}
 
     def phase(self, name: str) -> None:
-        """What is seen from now on is of this phase."""
+        """Begin a phase."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.write(name + "\n")
             self._process.stdin.flush()
 
     def end(self) -> None:
-        """No more phases."""
+        """End the sampling."""
         if self._process is not None:
             answer, _ = self._process.communicate("\n", timeout=60)
             self.found = json.loads(answer)
@@ -172,7 +172,7 @@ class _Sampler:
 
 @contextmanager
 def _sampler(pids: list[int]) -> Iterator[_Sampler]:
-    """One of these processes; none, where there are no ``pids``."""
+    """A context with a sampling process for ``pids``; without one where there are none."""
     if not pids:
         yield _Sampler(None)
         return

@@ -21,11 +21,11 @@ from .rows import Timings, figures_row, host_row
 _GREENS, _OTHERS = ("#0b5", "#085", "#0a8", "#7c4", "#0d9", "#6ba", "#9a3", "#560", "#3d6"), ("#48c", "#259", "#e80")
 COLORS = dict(zip(ENGINES, (*_GREENS, *_OTHERS, "#999", "#ccc"), strict=True))
 _STYLES = {"2": "o-", "12": "s--"}  # by number of tensors
-Value = Callable[[str, str], float | None]  # of a model and an engine
+Value = Callable[[str, str], float | None]  # by model and engine
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Times and bytes relative to `BASE` by model, and host times by world; an empty place where there are no data."""
+    """Times and bytes relative to `BASE` by model, and host times by world; gaps where there are no data."""
     figure, axes = plt.subplots(2, 2, figsize=(13, 8.5), layout="constrained")
     models = [model["name"] for model in results.get("models", [])]
     timings = {model: Timings(results["cells"], model) for model in models}
@@ -68,7 +68,7 @@ def draw_sweep(results: dict[str, Any], path: Path) -> None:
 
 
 def _save(figure: Any, path: Path, engines: Iterable[str]) -> None:
-    """Write `figure` with the colors of `engines` below it, where they cover nothing."""
+    """Write `figure` with the legend of `engines` below the plots."""
     patches = [Patch(color=COLORS[engine], label=ENGINES[engine].title) for engine in engines]
     figure.legend(handles=patches, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
@@ -86,11 +86,11 @@ def _bars(axis: Any, title: str, models: list[str], value: Value) -> None:
     axis.set_xticks(range(len(models)), models)
     axis.set_title(f"{title}, {ENGINES[BASE].title} = 1")
     if any((value(model, engine) or 0.0) > 3 for model in models for engine in engines):
-        axis.set_ylim(0, 3)  # what is beyond would flatten everything else; the table has it
+        axis.set_ylim(0, 3)  # larger values would flatten all others; the table has them
 
 
 def _host(axis: Any, cells: list[dict[str, Any]]) -> None:
-    """By engine and number of tensors; the collectives alone in black, which no engine is below."""
+    """By engine and number of tensors; the collectives alone in black, a lower bound for all engines."""
     for engine, color in {**COLORS, BARE: "black"}.items():
         for tensors, by_world in host_row(cells, engine).items():
             points = [(int(world), spread.median) for world, spread in by_world.items()]

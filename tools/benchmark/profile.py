@@ -1,7 +1,7 @@
-"""Where a step's time goes: samples of rank 0's Python stacks, taken from outside by py-spy, by whose code runs.
+"""Profile of a step: samples of rank 0's Python stacks, taken from outside by py-spy, by the owner of the code.
 
-A sample belongs to the innermost frame that belongs to anybody, so what an operation does in C is its caller's. What
-autograd does in C is the model's backward: its own functions, and the calling of hooks.
+A sample belongs to the innermost frame with a known owner, so the C code of an operation counts for its caller. The C
+code of autograd counts for the model's backward: its own functions, and the calls of hooks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .ranks import RankFailed
 from .rounds import ALONE, Cell, attempt, note, world_of
 from .table import machine_line, markdown
 
-STEPS = 40  # that are timed before
+STEPS = 40  # timed before sampling
 SAMPLED = 20.0  # seconds
-WRITES = 60.0  # seconds that the sampler has to write what it found
+WRITES = 60.0  # seconds for the sampler to write its results
 RATE = 250  # samples per second
 FORWARD, BACKWARD, OPTIMIZER, REST = "model, forward", "model, backward in C", "optimizer", "rest"
 HOW = (
@@ -40,7 +40,7 @@ HOW = (
     "as shares of the median step that nobody samples. What an operation does in C is its caller's; what autograd does "
     "in C, the calling of hooks included, is the model's backward."
 )
-FILES = 12  # of an engine, that are listed
+FILES = 12  # listed files of an engine
 _FRAME = re.compile(r"(?P<name>.*) \((?P<file>.*?)(:\d+)?\)$")
 _OWNERS = (
     (re.compile(r"(?:^|/)(flatfsdp/.*|torch/distributed/.*|torch/nn/parallel/.*)"), None),  # None: an engine's file
@@ -56,7 +56,7 @@ def is_possible() -> bool:
 
 
 def profile_all(cases: Sequence[Case], engines: Sequence[str]) -> list[Cell]:
-    """What `sample_steps` found, for every model and engine. Precondition: `is_possible`."""
+    """Results of `sample_steps` for every model and engine. Precondition: `is_possible`."""
     cells = []
     for case in cases:
         for engine in engines:
@@ -68,7 +68,7 @@ def profile_all(cases: Sequence[Case], engines: Sequence[str]) -> list[Cell]:
 
 
 def sample_steps(rank: int, setting: Setting) -> dict[str, Any]:
-    """Median CPU seconds of a step that nobody samples, and on rank 0 samples by owner. Collective."""
+    """Median CPU seconds of a step without sampling, and on rank 0 samples by owner. Collective."""
     training = Training(rank, setting)
     training.warm_up()
     costs = [training.step() for _ in range(STEPS)]
@@ -87,12 +87,12 @@ def sample_steps(rank: int, setting: Setting) -> dict[str, Any]:
             )
         with process:
             try:
-                time.sleep(1.0)  # it begins
+                time.sleep(1.0)  # until it begins
                 for _ in range(more):
                     training.step()
-                process.send_signal(signal.SIGINT)  # it writes
+                process.send_signal(signal.SIGINT)  # makes it write its results
                 _, complaint = process.communicate(timeout=WRITES)
-            except BaseException:  # or leaving waits for it without a limit
+            except BaseException:  # leaving the context would otherwise wait without a limit
                 process.kill()
                 raise
         if not path.exists():
@@ -102,7 +102,7 @@ def sample_steps(rank: int, setting: Setting) -> dict[str, Any]:
 
 @contextmanager
 def _heeding_interrupts() -> Iterator[None]:
-    """Processes started inside heed SIGINT, also where this one ignores it, as a shell's background jobs do: they would
+    """Processes started inside handle SIGINT, even if this one ignores it, like background jobs of a shell: they would
     inherit that."""
     before = signal.getsignal(signal.SIGINT)
     ignores = before is signal.SIG_IGN and threading.current_thread() is threading.main_thread()
@@ -116,7 +116,7 @@ def _heeding_interrupts() -> Iterator[None]:
 
 
 def _agreed(number: int) -> int:
-    """Rank 0's number."""
+    """The number of rank 0, on all ranks. Collective."""
     box = [number]
     if dist.is_initialized():
         dist.broadcast_object_list(box)
@@ -124,7 +124,7 @@ def _agreed(number: int) -> int:
 
 
 def owners(stacks: str) -> dict[str, int]:
-    """Samples by owner, of those within a step. `stacks`: a line each, frames from the outermost, and a count."""
+    """Samples within a step, by owner. `stacks`: lines of frames, outermost first, each with a count."""
     found: Counter[str] = Counter()
     for line in stacks.splitlines():
         stack, _, count = line.rpartition(" ")
@@ -135,7 +135,7 @@ def owners(stacks: str) -> dict[str, int]:
 
 
 def owner(frames: Sequence[str]) -> str:
-    """Whose code runs: one of the four names above, or a file of an engine."""
+    """The owner of a stack: one of the four names above, or a file of an engine."""
     for frame in reversed(frames):
         match = _FRAME.match(frame)
         for pattern, name in _OWNERS if match else ():
@@ -145,7 +145,7 @@ def owner(frames: Sequence[str]) -> str:
 
 
 def render(results: dict[str, Any]) -> str:
-    """For each model: a column per engine, and milliseconds of CPU of a step by owner."""
+    """For each model: a column per engine, with CPU milliseconds of a step by owner."""
     machine, cells = results["machine"], results["profile"]
     lines = ["# Where a step's time goes", "", machine_line(machine), "", f"Made by `{machine['command']}`: {HOW}", ""]
     for model in dict.fromkeys(cell["model"] for cell in cells):

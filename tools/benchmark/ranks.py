@@ -1,4 +1,4 @@
-"""Fresh processes for every measurement, quickly: forked from a server that has imported torch and computed nothing."""
+"""Fresh processes for every measurement, quickly: forked from a server that has only imported torch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _FRESH.set_forkserver_preload(_PRELOADED)
 
 
 class RankFailed(Exception):
-    """A rank raised, died, or did not answer in time; the message has the traceback, or by what it died."""
+    """A rank raised, died, or did not answer in time; the message has the traceback, or the cause of death."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The process group that a job finds.
+    """The process group of a job.
 
     Attributes:
-        size: ranks; each is a process of its own, except in a fake world, where only rank 0 exists.
+        size: the number of ranks; each is a process, except in a fake world, where only rank 0 exists.
         backend: "gloo", "nccl", "fake", "" for one process without a group, or "none" for several without one.
     """
 
@@ -44,14 +44,14 @@ class World:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Let the server import these, too, before the first rank starts. No import may ask how many devices there are."""
+    """Let the server import these, too, before the first rank starts. No import may query the number of devices."""
     _FRESH.set_forkserver_preload([*_PRELOADED, *modules])
 
 
 def run(world: World, job: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
-    """``job(rank, *args)`` in a fresh process for every rank of ``world``; what each returned, in rank order.
+    """``job(rank, *args)`` in a fresh process for every rank of ``world``; the results, in rank order.
 
-    A rank computes on one thread, and finds the process group initialised. Raises `RankFailed`.
+    A rank computes on one thread, and the process group is initialized. Raises `RankFailed`.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
@@ -72,7 +72,7 @@ def run(world: World, job: Callable[..., Any], *args: Any, timeout: float = 300.
 
 
 def _answers(pipes: list[Connection], processes: list[Any], deadline: float) -> list[Any]:
-    """What each rank returned; raises for the first that fails, whatever the others wait for."""
+    """The results of all ranks; raises for the first that fails, without waiting for the others."""
     found: dict[int, Any] = {}
     while len(found) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}

@@ -1,4 +1,4 @@
-"""The order of measurements: engines take turns within a round, so that a slow minute hits all of them."""
+"""The order of measurements: engines take turns within a round, so that a slow minute affects all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .statistics import joined
 RANKS = 2
 ALONE = World(1, "")
 EXCHANGE = "exchange"  # the pseudo engine that only communicates
-JOIN = 2**20  # bytes: the bare exchange sends what is smaller together with its neighbours
+JOIN = 2**20  # bytes: the bare exchange joins smaller units with their neighbors
 Cell = dict[str, Any]
 
 
@@ -30,8 +30,8 @@ def world_of(device: str) -> World:
 
 
 def round_numbers(rounds: int, seconds: float | None) -> Iterator[int]:
-    """0, 1, .. for so many ``rounds``, of which at least one begins, and no other that would not end, if it took as
-    long as the longest so far, within ``seconds`` from now."""
+    """0, 1, .. for so many ``rounds``: at least one, and no round that would end later than ``seconds`` from now if it
+    took as long as the longest so far."""
     began, longest = time.monotonic(), 0.0
     for number in range(rounds):
         since = time.monotonic()
@@ -52,13 +52,13 @@ def time_rounds(
     """Every engine on every model, ``rounds`` times or as often as `seconds` allow: ``{"cells": [...], "load":
     [...]}``.
 
-    A cell is one (round, model, engine), with what `time_steps` returned on every rank, or the error.
+    A cell is one (round, model, engine), with the results of `time_steps` on every rank, or the error.
     """
     cells, loads = [], []
     for number in round_numbers(rounds, seconds):
         watch = Watch()
         for case in cases:
-            # Each engine is the first after the others' turn once: what a turn leaves behind falls on everybody.
+            # The order rotates, so that the after-effects of a turn are spread over all engines.
             turn = number % len(engines)
             bare = [EXCHANGE] if device == "cpu" else []
             for engine in [*engines[turn:], *engines[:turn], *bare]:
@@ -77,8 +77,8 @@ def time_rounds(
 
 
 def inspect_all(cases: Sequence[Case], engines: Sequence[str], device: str = "cpu") -> list[Cell]:
-    """Exact figures of every engine on every model, for each strategy that it has, on rank 0; and of the model alone,
-    whose copies and scalings are taken off theirs."""
+    """Exact figures of every engine on every model, for each strategy that it supports, on rank 0; and of the model
+    alone, whose copies and scalings are subtracted from them."""
     inspect = figures.inspect if device == "cpu" else gpu.inspect
     cells = []
     for case in cases:
@@ -93,12 +93,12 @@ def inspect_all(cases: Sequence[Case], engines: Sequence[str], device: str = "cp
 def _world_inspected(engine: str, device: str) -> World:
     if ENGINES[engine].alone:
         return ALONE
-    # A replica is of the same size in any world, and DDP takes its gradients out of works, where a fake group has none.
+    # A replica has the same size in any world, and DDP reads gradients from works, which a fake group does not fill.
     return World(FAKE_RANKS, "fake") if device == "cuda" and ENGINES[engine].sharded else world_of(device)
 
 
 def attempt(world: World, job: Any, *args: Any) -> Cell:
-    """What every rank returned, or the error in words: one engine that fails takes no other's figures along."""
+    """The results of all ranks, or the error message: a failing engine must not lose the figures of the others."""
     try:
         return {"ranks": ranks.run(world, job, *args)}
     except RankFailed as error:
@@ -106,6 +106,6 @@ def attempt(world: World, job: Any, *args: Any) -> Cell:
 
 
 def note(cell: Cell) -> None:
-    """One line on the terminal for a measurement that is done."""
+    """Print one line for a finished measurement."""
     words = [str(value) for key, value in cell.items() if key in ("round", "model", "engine", "strategy", "world")]
     print(*words, "FAILED" if "error" in cell else "", flush=True)

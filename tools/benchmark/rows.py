@@ -1,4 +1,4 @@
-"""From raw cells to what a reader compares: one row per model and engine, pure functions of the JSON's content."""
+"""Table rows from raw cells: one row per model and engine, pure functions of the JSON's content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Timings:
         self.rounds = 1 + max((number for _, number in self._cells), default=-1)
 
     def failure(self, engine: str) -> str | None:
-        """Why the engine's row shows nothing: it failed, or it trained something else than `TRUTH` did in its round."""
+        """The reason for an engine's empty row: it failed, or its losses differ from those of `TRUTH` in its round."""
         for number in range(self.rounds):
             cell = self._cells[engine, number]
             if "error" in cell:
@@ -38,7 +38,7 @@ class Timings:
             if "error" in truth:
                 return f"{TRUTH} failed, so nothing shows whether its losses are right"
             for rank, (ours, right) in enumerate(zip(cell["ranks"], truth["ranks"], strict=False)):
-                # One process alone sees one rank's data: it is the same model as long as it has not been trained.
+                # One process alone sees one rank's data: losses are comparable only before the first update.
                 count = 1 if engine == FLOOR else None
                 losses = ([step["loss"] for step in one["steps"][:count]] for one in (ours, right))
                 if not (far := distance(*losses)) <= TOLERANCE:
@@ -46,11 +46,11 @@ class Timings:
         return None
 
     def cells_of(self, engine: str) -> list[Cell]:
-        """Those of `engine`, by round."""
+        """The cells of `engine`, by round."""
         return [self._cells[engine, number] for number in range(self.rounds)]
 
     def values(self, engine: str, cost: str) -> list[float]:
-        """A cost of one step by round: the median over steps, of the slowest rank; CPU and faults of the mean rank."""
+        """A cost of one step by round: the median over steps, of the slowest rank; of CPU and faults, the mean."""
         over_ranks = mean if cost.endswith(("cpu", "faults")) else max
         return [
             over_ranks([median([step[cost] for step in rank["steps"][WARMUP:]]) for rank in cell["ranks"]])
@@ -58,9 +58,9 @@ class Timings:
         ]
 
     def limit(self) -> tuple[list[float], list[float]] | None:
-        """By round, what no engine beats: wall clock, the longer of one rank's arithmetic and the bare exchange; CPU
-        time, their sum. Arithmetic is one process's forward and backward, and the least that an engine took to update
-        this rank's share of the parameters. None where something is missing.
+        """Lower bounds for all engines, by round: for wall clock, the longer of one rank's arithmetic and the bare
+        exchange; for CPU time, their sum. Arithmetic is one process's forward and backward, and an engine's shortest
+        update of this rank's share of the parameters. None where a measurement is missing.
         """
         needed = (FLOOR, EXCHANGE)
         if any("ranks" not in self._cells.get((name, n), {}) for name in needed for n in range(self.rounds)):
@@ -76,7 +76,7 @@ class Timings:
         return limits[0], limits[1]
 
     def row(self, engine: str) -> dict[str, Any]:
-        """Spreads of all costs, ratios to `BASE` and to the limit; ``failure`` alone where there is one."""
+        """Spreads of all costs, ratios to `BASE` and to the limit; only ``failure`` where there is one."""
         failure = self.failure(engine)
         if failure is not None:
             return {"failure": failure}
@@ -94,7 +94,7 @@ class Timings:
 
 
 def figures_row(cells: Sequence[Cell], model: str, engine: str) -> dict[str, Any]:
-    """Exact figures of one engine: memory by strategy, the rest of FULL_SHARD, less what the model alone copies."""
+    """Exact figures of one engine: memory by strategy, the others for FULL_SHARD, minus the model's own copies."""
     mine = {
         c["strategy"]: c["ranks"][0] for c in cells if (c["model"], c["engine"]) == (model, engine) and "ranks" in c
     }
@@ -102,7 +102,7 @@ def figures_row(cells: Sequence[Cell], model: str, engine: str) -> dict[str, Any
     if "FULL_SHARD" not in mine:
         return {}
     full = mine["FULL_SHARD"]
-    # On a GPU the allocator keeps other books, which have a table of their own.
+    # On a GPU the allocator has other figures, in a separate table.
     memory = [key for key in ("peak", "held") if key in full]
     row: dict[str, Any] = {key: {strategy: figures[key] for strategy, figures in mine.items()} for key in memory}
     row |= {"calls": full["calls"], "sent": sum(full["bytes"].values())}

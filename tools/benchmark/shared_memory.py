@@ -1,6 +1,6 @@
-"""`tools/bench --shared-memory PART`: ranks that share memory beside other engines, in parts of at most ten minutes.
+"""`tools/bench --shared-memory PART`: ranks that share memory and other engines, in parts of at most ten minutes.
 
-Each part writes its numbers to a file of its own; the table is made from all that are there.
+Each part writes its numbers to a separate file; the table is made from all existing files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .rounds import EXCHANGE, JOIN, Cell, attempt, note, round_numbers
 from .shared_memory_table import render
 from .statistics import joined
 
-FOLDER = "shared_memory"  # with the parts' numbers, beside the table
+FOLDER = "shared_memory"  # the folder of the parts' numbers, next to the table
 FEW = ("flatfsdp", "fsdp1", "fsdp2", "ddp")
 
 
@@ -31,7 +31,7 @@ class Comparison:
 
     Attributes:
         steps: of a round; None for the model's own number.
-        pages: look at memory in place of times.
+        pages: measure memory instead of times.
     """
 
     case: Case
@@ -47,7 +47,7 @@ class Comparison:
         return f"{self.case.name}, {self.strategy}, {shape} ranks"
 
     def measure(self, engine: str, steps: int | None) -> Cell:
-        """One engine's cell."""
+        """Measure one engine's cell."""
         world, count = World(self.ranks, "gloo"), steps or self.steps or self.case.steps
         if engine == EXCHANGE:
             return attempt(world, time_exchange, joined(self.case.unit_bytes(), JOIN), count)
@@ -66,7 +66,7 @@ _FRONTS = ("flatfsdp", "flatfsdp-front", "flatfsdp-front-flat")
 _ALL = (*_FRONTS, "flatfsdp-orig-flat", "flatfsdp-kept", "flatfsdp-gloo", "fsdp1", "fsdp2", "ddp", "floor", EXCHANGE)
 _MORE = (*_FRONTS, "flatfsdp-kept", "fsdp1", "fsdp2", "ddp")
 _PAGES = ("flatfsdp", "flatfsdp-gloo", "flatfsdp-kept", "fsdp1", "fsdp2", "ddp")
-# By name, how often at most, and what.
+# By name, the largest number of rounds, and the comparisons.
 PARTS: dict[str, tuple[int, tuple[Comparison, ...]]] = {
     "gpt": (9, (_of_gpt("FULL_SHARD", 2, *_ALL),)),
     "models": (9, tuple(Comparison(MODELS[name], "FULL_SHARD", 2, _MORE) for name in ("small", "experts"))),
@@ -95,7 +95,7 @@ PARTS: dict[str, tuple[int, tuple[Comparison, ...]]] = {
 def measure(
     part: str, rounds: int | None, steps: int | None, seconds: float | None, write: Callable[[Cell], None]
 ) -> Cell:
-    """All comparisons of a part in turns; ``write`` gets what there is behind every round."""
+    """Measure all comparisons of a part in turns; ``write`` gets the results so far after every round."""
     most, comparisons = PARTS[part]
     results: Cell = {"cells": [], "load": [], "pages": []}
     for number in round_numbers(rounds or most, seconds):
@@ -115,7 +115,7 @@ def measure(
 
 
 def write_part(folder: Path, part: str, results: Cell) -> str:
-    """Write the numbers of `part` and the table of all parts; the table."""
+    """Write the numbers of `part` and the table of all parts. Returned: the table."""
     numbers = folder / FOLDER
     numbers.mkdir(parents=True, exist_ok=True)
     (numbers / f"{part}.json").write_text(json.dumps(results) + "\n")

@@ -13,7 +13,7 @@ from .rows import Timings
 from .statistics import Spread, paired_ratio
 from .table import MIB, load_lines, machine_line, markdown, spread_of
 
-# What steps should cost: by comparison, engine, cost and what it is divided by, the most that it should be.
+# Goals for the cost of steps: by comparison, engine, cost and its divisor, the largest ratio.
 GOALS = (
     ("gpt, FULL_SHARD, 2 ranks", "flatfsdp", "step", BASE, 0.55),
     ("gpt, FULL_SHARD, 2 ranks", "flatfsdp", "step", TRUTH, 0.75),
@@ -125,7 +125,7 @@ def _pages(cells: Sequence[Cell], title: str) -> list[str]:
         first = [cell["ranks"][0] for cell in mine]
 
         def above(kind: str, phase: str, which: str, first: list[Any] = first, ranks: int = ranks) -> str:
-            """In `phase`, above the level before."""
+            """The value in `phase`, above the level before."""
             if any(kind not in one["phases"][phase]["last"] for one in first):
                 return "not readable"
             grown = [_of(one, kind, phase, which) - _of(one, kind, BEFORE, "last") for one in first]

@@ -1,4 +1,4 @@
-"""Numbers from rounds: medians, spreads, ratios of what ran in the same round, and whether two runs trained alike."""
+"""Numbers from rounds: medians, spreads, ratios within a round, and the distance of two runs' losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TOLERANCE = 1e-4  # relative, of losses: engines sum gradients in different orde
 
 
 class Spread(NamedTuple):
-    """Of a figure over rounds."""
+    """The spread of a figure over rounds."""
 
     median: float
     low: float
@@ -22,7 +22,7 @@ class Spread(NamedTuple):
 
 
 def paired_ratio(values: Sequence[float], base: Sequence[float]) -> Spread:
-    """Ratios to ``base`` round by round: what slowed a whole round cancels."""
+    """Ratios to ``base`` round by round: disturbances of a whole round cancel."""
     return Spread.of([value / reference for value, reference in zip(values, base, strict=True)])
 
 
@@ -37,7 +37,7 @@ def distance(losses: Sequence[float], truth: Sequence[float]) -> float:
 
 
 def joined(sizes: Sequence[int], least: int) -> list[int]:
-    """Neighbours in ``sizes`` put together until each sum but the last is at least ``least``."""
+    """Neighbors in ``sizes`` summed until each sum except the last is at least ``least``."""
     sums = [0]
     for size in sizes:
         if sums[-1] >= least:

@@ -28,7 +28,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table, with an empty line behind it; none without rows."""
+    """A table, followed by an empty line; nothing without rows."""
     if not rows:
         return []
     return [_line(header), _line(["---"] * len(header)), *map(_line, rows), ""]
@@ -39,7 +39,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """When, of what and on what a measurement was taken."""
+    """The date, the commit and the machine of a measurement."""
     return (
         f"{machine['date']}, commit {machine['commit']}, torch {machine['torch']}, Python {machine['python']}; "
         f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, device {machine['device']}."
@@ -61,7 +61,7 @@ def _head(machine: dict[str, Any]) -> list[str]:
 
 
 def load_lines(loads: Sequence[dict[str, Any]]) -> list[str]:
-    """How quiet the machine was in each round."""
+    """The other load of the machine in each round."""
     rows = []
     for number, load in enumerate(loads):
         averages = (f"{load[moment]:.2f}" for moment in ("before", "after"))
@@ -147,7 +147,7 @@ def _figures(cells: Sequence[dict[str, Any]], model: str) -> list[str]:
 
 
 def _failed(cells: Sequence[dict[str, Any]], model: str) -> list[str]:
-    """What has no row because it raised."""
+    """The measurements without a row because they raised."""
     lines = [
         f"- {ENGINES[cell['engine']].title}, {cell['strategy']}: failed, {cell['error'].strip().splitlines()[-1]}"
         for cell in cells
@@ -176,7 +176,7 @@ def _host(cells: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _sweep(cells: Sequence[dict[str, Any]], title: str, models: dict[str, str]) -> list[str]:
-    """By engine, the step's wall clock and CPU time at every size, with the ratio of the latter."""
+    """The wall clock and CPU time of a step at every size, by engine, with the ratio of CPU times."""
     timings = {size: Timings(cells, model) for size, model in models.items()}
     rows = []
     for engine in next(iter(timings.values())).engines:
@@ -194,7 +194,7 @@ def _sweep(cells: Sequence[dict[str, Any]], title: str, models: dict[str, str]) 
 
 
 def _by_strategy(values: dict[str, list[int | None]]) -> str:
-    """One figure for each strategy, that of the fourth step; both where the third was different."""
+    """One figure for each strategy, from the fourth step; both where the third differs."""
 
     def one(steps: list[int | None]) -> str:
         return " then ".join(dict.fromkeys("-" if step is None else f"{step / MIB:.1f}" for step in steps))

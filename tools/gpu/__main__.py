@@ -12,12 +12,12 @@ from .card import card_of
 from .parts import PARTS
 from .report import Report
 
-# What each rank would import by itself, which takes it seconds.
+# Modules that each rank would otherwise import itself, which takes seconds.
 PRELOADED = ("torch._dynamo", "torch.profiler", "tools.benchmark.host", "tools.gpu.scenarios", "tools.gpu.streams")
 
 
 def main() -> int:
-    """Run it; what it raises is its last row."""
+    """Run the part; an exception becomes its last row."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--found", type=Path, required=True, help="the file of its findings")

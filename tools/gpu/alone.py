@@ -1,4 +1,4 @@
-"""What training gives in one process without an engine: the truth that parity is measured against."""
+"""Training in one process without an engine: the reference for parity."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ STEPS, RATE, MOMENTUM = 4, 0.5, 0.9
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """The same for all."""
+    """The optimizer of all trainings."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE, momentum=MOMENTUM)
 
 
 @dataclass(frozen=True)
 class Course:
-    """How a training goes, whatever the engine.
+    """The settings of a training, independent of the engine.
 
     Attributes:
-        seen: what modules compute with of the parameters: a key of `SEEN`.
-        micro: backwards of a step.
+        seen: the form of the parameters that modules compute with: a key of `SEEN`.
+        micro: the number of backwards in a step.
         clip: the norm to which gradients are clipped.
-        frozen: whether some parameters are.
+        frozen: whether some parameters are frozen.
         skipped: the step in which gradients overflow, so that no parameter changes.
     """
 
@@ -42,11 +42,11 @@ class Course:
 
 @dataclass(frozen=True)
 class Story:
-    """What a training gave.
+    """The results of a training.
 
     Attributes:
-        losses: of one rank, or (of one process) of each, by step and microbatch.
-        parameters: whole, at the end, on the CPU, by name.
+        losses: of one rank, or (for one process) of each rank, by step and microbatch.
+        parameters: the unsharded final parameters, on the CPU, by name.
     """
 
     losses: Sequence[Sequence[float]]
@@ -54,7 +54,7 @@ class Story:
 
 
 def _rounded(name: str, parameter: Tensor) -> Tensor:
-    """Weights of the blocks' linear layers through bfloat16, with the gradient of the rounded ones."""
+    """The weights of the blocks' linear layers rounded to bfloat16, with the gradient of the rounded ones."""
     if not name.startswith("blocks.") or "norm" in name or not name.endswith("weight"):
         return parameter
     return parameter + (parameter.detach().bfloat16().float() - parameter.detach())
@@ -70,7 +70,7 @@ SEEN: dict[str, Callable[[str, Tensor], Tensor]] = {
 
 @lru_cache(maxsize=64)
 def train(course: Course, world: int, device: torch.device) -> Story:
-    """On the batches of all ranks of a `world`, one after the other."""
+    """Train on the batches of all ranks of a `world`, one after the other."""
     model = net.build(device, frozen=course.frozen)
     optimizer, seen = optimizer_of(model), SEEN[course.seen]
     losses: list[list[float]] = []
@@ -91,8 +91,8 @@ def train(course: Course, world: int, device: torch.device) -> Story:
 
 
 def apart(found: Story, truth: Story, rank: int, world: int) -> float:
-    """How far `rank`'s story is from the one process's: the larger of the largest relative difference of a loss, and
-    the distance of the parameters relative to the way that they have gone; infinite for what is not finite, or lacks.
+    """The distance of `rank`'s story from the reference: the larger of the largest relative difference of a loss, and
+    the distance of parameters relative to their total change; infinite for missing or non-finite values.
     """
     own = [losses for at, losses in enumerate(truth.losses) if at % world == rank]
     pairs = [pair for a, b in zip(found.losses, own, strict=True) for pair in zip(a, b, strict=True)]

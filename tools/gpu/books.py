@@ -1,4 +1,4 @@
-"""Whose memory it is, by the Python frames that the allocator notes with each block."""
+"""Owners of memory, by the Python frames that the allocator records for each block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 OWNERS = ("engine", "optimizer", "model", "rest")
 MOMENTS = ("after backward", "after step", "peak of the engine")
-# Where the innermost of these frames lies. What a model computes is in modules, above the engine's frames that call it.
+# The innermost of these frames decides. Computation of a model is in modules, inside the engine's frames that call it.
 _PLACES = (
     ("engine", ("/flatfsdp/engine/", "/flatfsdp/fully_sharded", "/flatfsdp/fsdp_module")),
     ("optimizer", ("/torch/optim/",)),
@@ -17,7 +17,7 @@ _PLACES = (
 
 
 def owner(frames: Iterable[dict[str, Any]]) -> str:
-    """Whose a block is; `frames` from the innermost."""
+    """The owner of a block; `frames` from the innermost."""
     for frame in frames:
         for name, places in _PLACES:
             if any(place in frame["filename"] for place in places):
@@ -26,7 +26,7 @@ def owner(frames: Iterable[dict[str, Any]]) -> str:
 
 
 def held(snapshot: dict[str, Any]) -> dict[str, int]:
-    """Bytes that are allocated now, by owner."""
+    """Allocated bytes, by owner."""
     found: Counter[str] = Counter()
     for segment in snapshot["segments"]:
         for block in segment["blocks"]:
@@ -36,7 +36,7 @@ def held(snapshot: dict[str, Any]) -> dict[str, int]:
 
 
 def at_peak_of(whose: str, snapshot: dict[str, Any]) -> dict[str, int]:
-    """Bytes by owner at the moment when one of them had most, from what the allocator did while it was recorded."""
+    """Bytes by owner at the moment when `whose` had most, from the recorded events of the allocator."""
     live: dict[int, tuple[str, int]] = {}
     now: Counter[str] = Counter()
     peak: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The card, as the parts see it; and what stands for it where there is none, so that parts can be tried on a CPU."""
+"""The card, as the parts use it, and a substitute for trying parts on a CPU."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Card:
 
     Attributes:
         kind: the device type.
-        backend: of process groups of one rank.
-        is_real: whether there are kernels and an allocator to look at.
+        backend: the backend of process groups of one rank.
+        is_real: whether there are kernels and an allocator to inspect.
     """
 
     kind, backend, is_real = "cuda", "nccl", True
 
     @property
     def device(self) -> torch.device:
-        """The only card that is used."""
+        """The only card in use."""
         return torch.device(self.kind, 0)
 
     def begin(self) -> None:
-        """Use the card in this process, whatever its rank is."""
+        """Use the card in this process, for any rank."""
         torch.cuda.set_device(self.device)
         torch.cuda.init()
 
@@ -40,23 +40,23 @@ class Card:
         torch.cuda.synchronize()
 
     def spin(self, milliseconds: float) -> None:
-        """Keep the current stream busy, and not the host."""
+        """Keep the current stream busy, without blocking the host."""
         torch.cuda._sleep(int(milliseconds * gpu.cycles_per_ms()))
 
     def free_bytes(self) -> int:
-        """What is free on the card."""
+        """The free bytes of the card."""
         return torch.cuda.mem_get_info()[0]
 
     def allocated(self) -> int:
-        """Bytes that tensors hold now."""
+        """Bytes held by tensors now."""
         return torch.cuda.memory_allocated()
 
     def peaks(self) -> tuple[int, int]:
-        """The most bytes allocated and reserved since `forget_peaks`."""
+        """The peaks of bytes allocated and reserved since `forget_peaks`."""
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
     def peak_in_use(self) -> int:
-        """The most bytes since `forget_peaks` that tensors held or, freed already, another stream was still using."""
+        """The peak since `forget_peaks` of bytes held by tensors or, already freed, still in use by another stream."""
         return torch.cuda.memory_stats().get("active_bytes.all.peak", 0)
 
     def forget_peaks(self) -> None:
@@ -64,29 +64,29 @@ class Card:
         torch.cuda.reset_peak_memory_stats()
 
     def retries(self) -> int:
-        """How often the allocator had to give memory back and try again, since the start."""
+        """How often the allocator had to release memory and retry, since the start."""
         return torch.cuda.memory_stats().get("num_alloc_retries", 0)
 
     def give_back(self) -> None:
-        """What nothing holds any more is free for others."""
+        """Release unreferenced memory to other processes."""
         gc.collect()
         torch.cuda.empty_cache()
 
     def refusing_to_wait(self) -> AbstractContextManager[None]:
-        """Inside, an operation of torch that would keep the host until the device is through raises."""
+        """Inside, operations of torch that would block the host until the device has finished raise."""
         return _refusing_to_wait()
 
     def recording(self) -> AbstractContextManager[None]:
-        """Inside, the allocator notes who takes memory, and `snapshot` has it."""
+        """Inside, the allocator records the stacks of allocations, for `snapshot`."""
         return _recording()
 
     def snapshot(self) -> dict[str, Any]:
-        """What the allocator holds, and what it did while it was `recording`."""
+        """The blocks of the allocator, and its events while it was `recording`."""
         return torch.cuda.memory._snapshot()
 
 
 class NoCard(Card):
-    """A CPU in the place of a card: everything runs, and what only a card can tell is 0."""
+    """A CPU in the place of a card: everything runs, and figures that need a card are 0."""
 
     kind, backend, is_real = "cpu", "gloo", False
 

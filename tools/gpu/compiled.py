@@ -1,4 +1,4 @@
-"""Parity with one process where blocks, or the whole model, are compiled."""
+"""Parity with one process with compiled blocks, or a compiled model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WITHIN = 1e-3  # compiled kernels sum in another order
 
 
 def run(report: Report, card: Card, *, brief: bool) -> None:
-    """By inductor on a card, by its tracing alone without one."""
+    """With inductor on a card, or only with tracing on a CPU."""
     backend = "inductor" if card.is_real and not brief else "aot_eager"
     ranks.run(World(1, card.backend), play_compiled, report.path, card.kind, backend, brief, timeout=600.0)
     report.reload()
 
 
 def play_compiled(rank: int, path: object, kind: str, backend: str, brief: bool) -> None:
-    """A job. Collective."""
+    """A job: train with compiled modules. Collective."""
     card, report = card_of(kind), Report(path)  # type: ignore[arg-type]
     card.begin()
     found = [
@@ -52,7 +52,7 @@ def _blocks(inner: Wrap, backend: str) -> Wrap:
 
 
 class _Whole:
-    """A play: the wrapped model is compiled."""
+    """A play that compiles the wrapped model."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend

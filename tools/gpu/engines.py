@@ -1,4 +1,4 @@
-"""Which engines stand beside each other, and what is measured of one of them at a time."""
+"""The compared engines, and the two worlds in which they are measured."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ WARM_UP = 3
 
 
 def run(report: Report, card: Card, *, brief: bool) -> None:
-    """Nothing is promised here: it is found out."""
+    """Report whether it works; there is no goal."""
     if not card.is_real:
         report.figure("a step as a CUDA graph", "no card")
         return
@@ -32,7 +32,7 @@ def run(report: Report, card: Card, *, brief: bool) -> None:
 
 
 def capture(rank: int, setting: Setting) -> str:
-    """Forward and backward, captured and replayed. Collective."""
+    """Capture forward and backward, and replay them. Collective."""
     card = card_of(setting.device)
     card.begin()
     training = Training(rank, setting)

@@ -1,4 +1,4 @@
-"""What a step costs the host, beside FSDP1 and FSDP2: tiny units in a fake group, so that the device waits for it."""
+"""The host cost of a step, compared with FSDP1 and FSDP2: tiny units in a fake group, so that the device waits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .card import Card
 from .engines import ALONE, OURS, PEERS
 from .report import Report
 
-GOALS = {"2": 0.35, "12": 0.45}  # by tensors of a unit: the most, of either peer's
+GOALS = {"2": 0.35, "12": 0.45}  # by tensors of a unit: the largest share of either peer's cost
 ROUNDS, STEPS = 2, 30
 
 
 def run(report: Report, card: Card, *, brief: bool) -> None:
-    """All engines in turns. What the collectives of a fake group cost is taken off: a real one's launch no copy for
-    each rank."""
+    """Measure all engines in turns. The cost of a fake group's collectives is subtracted: unlike real ones, they launch
+    a copy for each rank."""
     engines = (OURS[0], PEERS[0]) if brief else (*OURS, *PEERS)
     times: dict[str, dict[str, list[float]]] = {}
     for _ in range(1 if brief else ROUNDS):

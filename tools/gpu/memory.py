@@ -1,8 +1,8 @@
-"""Memory of a GPT of about 1B parameters in bf16, beside FSDP1 and FSDP2, and the formula beside the allocator's books.
+"""Memory of a GPT of about 1B parameters in bf16, next to FSDP1 and FSDP2, and the formula next to the allocator.
 
-One rank of a fake group of 8, and a world of one rank, where FSDP1 shards nothing. What a process holds depends on no
-other, so several are looked at side by side, as far as the card has room for them: but for FSDP1's, which frees what
-another stream still reads, so that how fast the card is counts.
+One rank of a fake group of 8, and a world of one rank, where FSDP1 shards nothing. Memory of a process does not depend
+on other processes, so several are measured at the same time, if the card has room for them: except for FSDP1's, which
+frees memory that another stream still reads, so that its figures depend on the speed of the card.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .card import MIB, Card, card_of
 from .engines import ALONE, FAKE, OURS, PEERS
 from .report import Report
 
-# 19 blocks of 50.4 million, and 67 million of the embedding and the head.
+# 19 blocks of 50.4 million parameters, and 67 million in the embedding and the head.
 BILLION = Case("gpt 1B", partial(GPT, 16384, 1024, 2048, 19, 16), GPTBlock, 1024, 16384, 1)
 TINY = Case("gpt", partial(GPT, 64, 8, 16, 2, 2), GPTBlock, 8, 64, 1)
-EARLY, LATE = 2, 50  # steps between which nothing may grow
-NEEDS = {"fake group of 8": 8, "one rank": 25}  # GiB of the card, of one process
-CLOSE = 0.02  # relative, of a term to the formula's: blocks are rounded up, and small tensors are not in it
+EARLY, LATE = 2, 50  # steps between which memory must not grow
+NEEDS = {"fake group of 8": 8, "one rank": 25}  # GiB of the card for one process
+CLOSE = 0.02  # relative to the formula's term: blocks are rounded up, and small tensors are not included
 
 
 def run(report: Report, card: Card, *, brief: bool) -> None:
-    """Peaks, growth, terms."""
+    """Measure peaks, growth and terms."""
     case = BILLION if card.is_real else TINY
     for name, world in zip(NEEDS, (FAKE, World(1, card.backend)), strict=True):
         figures: dict[str, Any] = {}
@@ -73,12 +73,12 @@ def _last(engine: str, brief: bool) -> int:
 
 
 def _room(card: Card, need: int) -> int:
-    """How many processes there is room for, at most as many as there are processors."""
+    """The number of processes that fit on the card, at most the number of processors."""
     return max(1, min(card.free_bytes() // 2**30 // need, (os.cpu_count() or 1) // 2))
 
 
 def _side_by_side(jobs: Sequence[Callable[[], Any]], room: int) -> list[Any]:
-    """What each returns, or the exception that it raises."""
+    """The results of all jobs, or their exceptions."""
 
     def carry_out(job: Callable[[], Any]) -> Any:
         try:
@@ -128,10 +128,10 @@ def _grows(report: Report, card: Card, name: str, found: dict[str, Any]) -> None
 
 
 def _compare(report: Report, card: Card, name: str, figures: dict[str, Any]) -> None:
-    """In the fake group below both; alone, where FSDP1 shards nothing, at most as much.
+    """Compare peaks: in the fake group below both peers; alone, where FSDP1 shards nothing, at most theirs.
 
-    What is in use is compared: FSDP1 frees what other streams still read, after `record_stream`, so that less counts as
-    allocated than there is.
+    Memory in use is compared: after `record_stream`, FSDP1 frees memory that other streams still read, so that less
+    counts as allocated than is in use.
     """
     for key in ("in use", "reserved"):
         for engine in OURS:
@@ -147,7 +147,7 @@ def _compare(report: Report, card: Card, name: str, figures: dict[str, Any]) -> 
 
 
 def _terms(report: Report, card: Card, case: Case) -> None:
-    """What `memory_plan` gives, beside what the allocator's books have."""
+    """Compare the results of `memory_plan` with the allocator's figures."""
     engine = OURS[0]
     setting = Setting(case, engine, device=card.kind, bf16=True, made_there=card.is_real)
     jobs = [
@@ -164,7 +164,7 @@ def _terms(report: Report, card: Card, case: Case) -> None:
         ("shards and gradients after a backward", *2 * [plan["params"] + plan["grads"]], after.get("engine", 0)),
         ("optimizer state after a step", *2 * [plan["optimizer"]], later.get("optimizer", 0)),
         ("shards after a step", *2 * [plan["params"]], later.get("engine", 0)),
-        # Gradients that are `.grad` already are not in the formula's term.
+        # The formula's term excludes gradients that are already in `.grad`.
         (
             "the engine's peak",
             plan["at peak"],
@@ -192,7 +192,7 @@ def plan_of(rank: int, setting: Setting) -> dict[str, int]:
         "params": plan.params,
         "grads": plan.grads,
         "optimizer": sum(plan.optimizer.values()),
-        # Gradients as they came are autograd's memory.
+        # Unsharded gradients belong to autograd's memory.
         "at peak": sum(plan.at_peak.values()) - plan.at_peak.get("arrived", 0),
     }
 

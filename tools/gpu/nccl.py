@@ -1,7 +1,7 @@
-"""Collectives by NCCL itself, for which a world of one rank has no use: an axis of one rank exchanges nothing.
+"""Collectives of NCCL itself, which a world of one rank does not use: an axis of one rank exchanges nothing.
 
-Here such an axis has NCCL's collectives all the same, of one rank; and two ranks on the one card are tried, which NCCL
-refuses unless it is a version that knows NCCL_MULTI_RANK_GPU_ENABLE.
+Here such an axis still calls NCCL's collectives, of one rank; and two ranks on one card are tried, which NCCL refuses
+unless its version supports NCCL_MULTI_RANK_GPU_ENABLE.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from . import parity
 from .card import Card, card_of
 from .report import Report
 
-# In float32 an axis of one rank has no unsharded form besides its shard.
+# In float32, an axis of one rank has no unsharded form other than its shard.
 ONE = (
     "bf16, FULL_SHARD",
     "bf16, SHARD_GRAD_OP",
@@ -49,7 +49,7 @@ TWO = (
 
 
 def run(report: Report, card: Card, *, brief: bool) -> None:
-    """One rank, then two. Without a card gloo carries out what NCCL is asked for."""
+    """Try one rank, then two. Without a card, gloo takes the place of NCCL."""
     try:
         names = ONE[:1] if brief else ONE
         ranks.run(World(1, card.backend), with_collectives, report.path, card.kind, names, timeout=40.0)
@@ -82,7 +82,7 @@ def with_collectives(rank: int, path: Path, kind: str, names: tuple[str, ...]) -
 
 @contextmanager
 def communicating_alone() -> Iterator[None]:
-    """Inside, axes of one rank are served by the backend of their group."""
+    """Inside, axes of one rank use the backend of their group."""
 
     def axis(process_group: Any, device: Any) -> Axis:
         return Axis.of(process_group, device)

@@ -1,6 +1,6 @@
-"""What the parts need of a machine, looked for before the first one runs.
+"""Requirements of the parts, checked before the first one runs.
 
-Beside torch, with CUDA and NCCL, that is compute-sanitizer, for two parts; no other part needs it.
+They are torch with CUDA and NCCL, and, for two parts only, compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLACES = ("/usr/local/cuda*/bin", "/opt/nvidia/compute-sanitizer*", "/opt/nvidia
 
 
 def sanitizer() -> str | None:
-    """The path of compute-sanitizer: that of the environment variable COMPUTE_SANITIZER, else as found."""
+    """The path of compute-sanitizer: from the environment variable COMPUTE_SANITIZER, or else as found."""
     named = os.environ.get("COMPUTE_SANITIZER")
     found = [path for place in PLACES for path in glob.glob(f"{place}/{SANITIZER}")]
     candidates = [named, shutil.which(SANITIZER), *sorted(found, reverse=True)]
@@ -29,7 +29,7 @@ def sanitizer() -> str | None:
 
 
 def look(report: Report, card: Card) -> None:
-    """A row for each thing that is needed."""
+    """Report a row for each requirement."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     wanted = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
     report.goal("torch", wanted, torch.__version__, OLDEST <= version <= NEWEST)

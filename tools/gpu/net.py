@@ -1,4 +1,4 @@
-"""What is trained for parity: a small model that can be made to fail, and its batches, the same everywhere."""
+"""The model trained for parity, which can be made to fail, and its batches, the same everywhere."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ VOCABULARY, WIDTH, BLOCKS, ROWS, LENGTH = 101, 64, 4, 4, 12
 
 
 class Tripped(Exception):
-    """A block failed, as it was made to."""
+    """A block failed on purpose."""
 
 
 class Block(nn.Module):
     """A residual block of six parameters.
 
     Attributes:
-        trips: "forward" or "backward" to raise there, once.
-        recomputes: None, or whether its forward is recomputed by reentrance.
+        trips: "forward" or "backward": where to raise, once.
+        recomputes: None, or whether its forward is recomputed by reentrant checkpointing.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def _raise(grad: Tensor) -> Tensor:
 
 
 def build(device: torch.device, *, frozen: bool = False) -> Net:
-    """The model, with the same values at every call; `frozen`: the embedding and half of the blocks are."""
+    """The model, with the same values at every call; `frozen`: freezes the embedding and half of the blocks."""
     torch.manual_seed(0)
     net = Net().to(device)
     if frozen:
@@ -81,7 +81,7 @@ def build(device: torch.device, *, frozen: bool = False) -> Net:
 
 
 def batch(device: torch.device, rank: int, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-    """What `rank` trains on."""
+    """The batch of `rank`."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator).to(device)
     return tokens[:, :-1], tokens[:, 1:]

@@ -1,4 +1,4 @@
-"""Parity with one process: every scenario is trained under the engine, and compared with what one process gives."""
+"""Parity with one process: every scenario is trained under the engine, and compared with one process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BRIEF = ("FULL_SHARD, flat parameters", "fully_shard, bf16")
 
 
 def run(report: Report, card: Card, where: str, *, brief: bool) -> None:
-    """In a world of "one rank", by the backend of the card, or of "two ranks" on the one card, by gloo."""
+    """Run in a world of "one rank", with the backend of the card, or of "two ranks" on one card, with gloo."""
     world = World(1, card.backend) if where == "one rank" else World(2, "gloo")
     names = [scenario.name for scenario in all_scenarios() if not brief or scenario.name in BRIEF]
     while names:
         try:
-            ranks.run(world, play_all, report.path, card.kind, names, timeout=600.0)  # the runner ends it sooner
+            ranks.run(world, play_all, report.path, card.kind, names, timeout=600.0)  # the runner ends it earlier
             names = []
         except ranks.RankFailed as error:
             names = _after_the_one_that_failed(report, names, error)
@@ -36,7 +36,7 @@ def run(report: Report, card: Card, where: str, *, brief: bool) -> None:
 
 
 def _after_the_one_that_failed(report: Report, names: list[str], error: Exception) -> list[str]:
-    """Ranks did not live through one of the scenarios of these `names`: it has a row, and those that are left."""
+    """Report the one of the scenarios `names` in which ranks died. Returned: the remaining names."""
     report.reload()
     through = {row.what for row in report.found.rows}
     at = next((number for number, name in enumerate(names) if name not in through), None)
@@ -47,9 +47,9 @@ def _after_the_one_that_failed(report: Report, names: list[str], error: Exceptio
 
 
 def play_all(rank: int, path: Path, kind: str, names: Sequence[str], how: str = "") -> None:
-    """A job: the scenarios of these `names`, one after the other; rank 0 reports, with ``how`` they are played.
+    """A job: the scenarios of these `names`, one after the other; rank 0 reports, with ``how`` in the names of rows.
     Collective."""
-    warnings.simplefilter("ignore")  # that a hybrid of one rank shards nothing
+    warnings.simplefilter("ignore")  # a hybrid of one rank shards nothing
     card, report, world = card_of(kind), Report(path) if rank == 0 else None, dist.get_world_size()
     card.begin()
     for scenario in all_scenarios():
@@ -58,7 +58,7 @@ def play_all(rank: int, path: Path, kind: str, names: Sequence[str], how: str = 
 
 
 def play(rank: int, world: int, card: Card, report: Report | None, scenario: Scenario) -> None:
-    """One scenario on this rank. Collective."""
+    """Run one scenario on this rank. Collective."""
     goal = f"at most {scenario.within:g} apart"
     stage = Stage(rank, world, card.device, scenario.wrap, scenario.course)
     far, problem = 0.0, None

@@ -1,4 +1,4 @@
-"""The parts, in the order in which they run: what matters most first, since the budget may end before the last."""
+"""The parts, in the order in which they run: the most important first, since the budget may not suffice for all."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Part:
     """One process.
 
     Attributes:
-        title: of its table.
-        seconds: after which it is ended.
-        module: has ``run(report, card, brief)``; "tools.gpu." is left out.
+        title: the title of its table.
+        seconds: its time limit.
+        module: has ``run(report, card, brief)``; without "tools.gpu.".
         argument: one more for ``run``, where several parts share a module.
-        timed: whether it finds what depends on time, so that nothing may run beside it.
+        timed: whether its findings depend on time, so that nothing may run at the same time.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Part:
     timed: bool = False
 
     def run(self, report: Report, card: Card, *, brief: bool) -> None:
-        """In this process. ``brief``: the least that shows that it runs."""
+        """Run it in this process. ``brief``: only the minimum that shows that it works."""
         module = importlib.import_module(f"tools.gpu.{self.module}")
         more = [self.argument] if self.argument else []
         module.run(report, card, *more, brief=brief)

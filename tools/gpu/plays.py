@@ -1,6 +1,6 @@
-"""Ways to train the small model under the engine: what users do with it besides plain steps.
+"""Ways to train the small model under the engine: plain steps, and features that users combine with them.
 
-A play takes a `Stage` and gives the `Story` that came of it, which has to be that of one process; or it raises.
+A play takes a `Stage` and returns the resulting `Story`, which has to equal that of one process; or it raises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .alone import STEPS, Course, Story
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a play is played: this rank, its device, and how the model is wrapped."""
+    """The setting of a play: this rank, its device, and the wrapping of the model."""
 
     rank: int
     world: int
@@ -38,11 +38,11 @@ class Stage:
     course: Course
 
     def model(self) -> Any:
-        """A new one, wrapped."""
+        """A new model, wrapped."""
         return self.wrap(self.net(), self.device)
 
     def net(self) -> net.Net:
-        """A new one, not wrapped."""
+        """A new model, not wrapped."""
         return net.build(self.device, frozen=self.course.frozen)
 
 
@@ -50,17 +50,17 @@ Play = Callable[[Stage], Story]
 
 
 class Broken(Exception):
-    """The engine did not do what it promises."""
+    """The engine broke a guarantee."""
 
 
 def require(holds: bool, words: str) -> None:
-    """Raise `Broken` unless something holds."""
+    """Raise `Broken` with `words` unless `holds`."""
     if not holds:
         raise Broken(words)
 
 
 def steps(stage: Stage, model: Any, optimizer: Any, numbers: range, accumulating: Any = None) -> list[list[float]]:
-    """The losses of these steps. ``accumulating()``: a context for all backwards of a step but the last."""
+    """Run steps and return their losses. ``accumulating()``: a context for all backwards of a step but the last."""
     losses: list[list[float]] = []
     for step in numbers:
         losses.append(one_step(stage, model, optimizer, step, accumulating))
@@ -68,7 +68,7 @@ def steps(stage: Stage, model: Any, optimizer: Any, numbers: range, accumulating
 
 
 def one_step(stage: Stage, model: Any, optimizer: Any, step: int, accumulating: Any = None) -> list[float]:
-    """The losses of one step."""
+    """Run one step and return its losses."""
     found: list[Tensor] = []
     course = stage.course
     for micro in range(course.micro):
@@ -86,20 +86,20 @@ def one_step(stage: Stage, model: Any, optimizer: Any, step: int, accumulating: 
 
 
 def plain(stage: Stage) -> Story:
-    """Steps and nothing else."""
+    """Only steps."""
     model = stage.model()
     losses = steps(stage, model, alone.optimizer_of(model), range(STEPS))
     return Story(losses, wraps.whole_parameters(model))
 
 
 def poisoned(stage: Stage) -> Story:
-    """Memory is NaN when it is taken and before it is given back: whoever reads it then trains on NaN."""
+    """Memory is filled with NaN when allocated and before it is freed: code that reads it then trains on NaN."""
     with poison():
         return plain(stage)
 
 
 def offloaded(stage: Stage, *, pinned: bool) -> Story:
-    """Shards are the host's, page-locked or not."""
+    """Shards are on the host, page-locked or not."""
     model = stage.model()
     shards = [getattr(p, "_local_tensor", p) for p in model.parameters()]
     require(all(shard.device.type == "cpu" for shard in shards), "a shard is not on the host")
@@ -140,7 +140,7 @@ def tripped(stage: Stage, *, where: str) -> Story:
 
 
 def resumed(stage: Stage) -> Story:
-    """Half-way all is saved, and a new model loads it."""
+    """Halfway, the state is saved, and a new model loads it."""
     model = stage.model()
     optimizer = alone.optimizer_of(model)
     losses = steps(stage, model, optimizer, range(STEPS // 2))
@@ -158,7 +158,7 @@ def resumed(stage: Stage) -> Story:
 
 
 def through_state_dicts(stage: Stage, *, kind: str) -> Story:
-    """Half-way a new model takes the state dicts of the model and of the optimizer."""
+    """Halfway, a new model loads the state dicts of the model and of the optimizer."""
     model = stage.model()
     optimizer = alone.optimizer_of(model)
     losses = steps(stage, model, optimizer, range(STEPS // 2))
@@ -175,7 +175,7 @@ def through_state_dicts(stage: Stage, *, kind: str) -> Story:
 
 
 def through_dtensors(stage: Stage) -> Story:
-    """Half-way a new model of `fully_shard` takes the state dict, of DTensors, and the optimizer's."""
+    """Halfway, a new model of `fully_shard` loads the state dict, of DTensors, and the optimizer's."""
     model = stage.model()
     optimizer = alone.optimizer_of(model)
     losses = steps(stage, model, optimizer, range(STEPS // 2))
@@ -198,7 +198,7 @@ def in_backward(stage: Stage) -> Story:
 
 
 def kept(stage: Stage, *, on: str) -> Story:
-    """What is frozen stays unsharded, on the device or on the host."""
+    """Frozen parameters stay unsharded, on the device or on the host."""
     model = stage.model()
     model.keep_frozen_unsharded(on=on)
     losses = steps(stage, model, alone.optimizer_of(model), range(STEPS))
@@ -206,7 +206,7 @@ def kept(stage: Stage, *, on: str) -> Story:
 
 
 def accumulated(stage: Stage, *, how: str) -> Story:
-    """Several backwards make a step: the earlier ones send nothing, or leave their last reduction under way."""
+    """A step has several backwards: the earlier ones send nothing, or leave their last reduction in flight."""
     model = stage.model()
     contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "no_sync": lambda: model.no_sync(),
@@ -225,7 +225,7 @@ def _switched(switch: Callable[[bool], None]) -> Iterator[None]:
 
 
 def fused(stage: Stage) -> Story:
-    """The optimizer steps on many parameters as one."""
+    """The optimizer step is fused over many parameters."""
     model = stage.model()
     optimizer = alone.optimizer_of(model)
     flatfsdp.fuse_optimizer_steps(optimizer)
@@ -234,7 +234,7 @@ def fused(stage: Stage) -> Story:
 
 
 def watched(stage: Stage) -> Story:
-    """The first NaN is found; before it all is as without `detect_nonfinite`."""
+    """The first NaN is found; until then, results are those without `detect_nonfinite`."""
     model = stage.model()
     optimizer = alone.optimizer_of(model)
     with flatfsdp.detect_nonfinite(model):
@@ -252,7 +252,7 @@ def watched(stage: Stage) -> Story:
 
 
 def inferred(stage: Stage) -> Story:
-    """After training, forwards inside `inference` compute what those outside do."""
+    """After training, forwards inside `inference` return the same as those outside."""
     model = stage.model()
     losses = steps(stage, model, alone.optimizer_of(model), range(STEPS))
     batch = net.batch(stage.device, stage.rank, 0)
@@ -268,7 +268,7 @@ def inferred(stage: Stage) -> Story:
 
 
 def scaled(stage: Stage) -> Story:
-    """Losses are scaled; in one step gradients of the last rank overflow, and no rank takes it."""
+    """Losses are scaled; in one step, gradients of the last rank overflow, and all ranks skip it."""
     model = stage.model()
     optimizer = alone.optimizer_of(model)
     scaler = flatfsdp.ShardedGradScaler(stage.device.type, init_scale=2.0**10)
@@ -288,7 +288,7 @@ def scaled(stage: Stage) -> Story:
 
 
 def in_few_bits(stage: Stage) -> Story:
-    """Parameters and gradients travel in few bits: the loss falls as it does in one process, about."""
+    """Parameters and gradients are sent in few bits: the loss falls about as in one process."""
     return plain(stage)
 
 

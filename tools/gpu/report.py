@@ -1,4 +1,4 @@
-"""What a part finds, written to a file with each finding: of a part that is ended early it has what was found."""
+"""The findings of a part, written to a file one by one: a part that is ended early leaves its findings so far."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Row:
     """One line of the table.
 
     Attributes:
-        goal: what is promised; "" for a figure that nothing is promised of.
-        met: None where there is no goal, or where this machine cannot tell.
+        goal: the goal; "" for a figure without one.
+        met: None where there is no goal, or where this machine cannot decide it.
     """
 
     what: str
@@ -39,11 +39,11 @@ class Table:
 
 @dataclass
 class Findings:
-    """All that one part has found so far.
+    """All findings of one part so far.
 
     Attributes:
-        figures: numbers, for those who want to compute with them.
-        errors: whole tracebacks, by the row that they belong to.
+        figures: numbers for further computation.
+        errors: full tracebacks, by the row that they belong to.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Findings:
 
     @staticmethod
     def read(path: Path) -> Findings:
-        """What lies at `path`; nothing where nothing does."""
+        """Read the findings at `path`; empty without a file."""
         if not path.exists():
             return Findings()
         found = json.loads(path.read_text())
@@ -65,7 +65,7 @@ class Report:
     """The findings of one part, in a file.
 
     Attributes:
-        folder: where a part may leave files of its own.
+        folder: the folder for files of the part.
     """
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
@@ -73,32 +73,32 @@ class Report:
         self.found = Findings.read(path)
 
     def goal(self, what: str, goal: str, found: str, met: bool | None) -> None:
-        """``goal`` is promised, ``found`` was measured."""
+        """Add a row with a ``goal`` and its measurement ``found``."""
         self._add(Row(what, goal, found, met))
 
     def figure(self, what: str, found: str) -> None:
-        """Something that was measured and of which nothing is promised."""
+        """Add a row for a measurement without a goal."""
         self._add(Row(what, "", found, None))
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Figures side by side, in place of an earlier table of that title."""
+        """Add figures side by side, replacing an earlier table with that title."""
         self.found.tables = [table for table in self.found.tables if table.title != title]
         self.found.tables.append(Table(title, list(header), [list(row) for row in rows]))
         self._write()
 
     def numbers(self, name: str, value: Any) -> None:
-        """Plain data, for the JSON alone."""
+        """Add plain data, for the JSON only."""
         self.found.figures[name] = value
         self._write()
 
     def failed(self, what: str, goal: str, error: BaseException) -> None:
-        """``what`` raised."""
+        """Add a row for an exception of ``what``."""
         self.found.errors[what] = "".join(traceback.format_exception(error))
         last = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
         self._add(Row(what, goal, last[-WORST:], False if goal else None))
 
     def reload(self) -> None:
-        """Another process has written to the file."""
+        """Read the file again, after another process has written to it."""
         self.found = Findings.read(self.path)
 
     def _add(self, row: Row) -> None:
@@ -111,4 +111,4 @@ class Report:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self.path.with_suffix(f".{os.getpid()}")
         fresh.write_text(json.dumps(asdict(self.found)))
-        fresh.rename(self.path)  # at once: the runner reads it meanwhile
+        fresh.rename(self.path)  # atomic: the runner may be reading it

@@ -1,7 +1,7 @@
 """Runs parts, each a process with a limit, all within one budget; writes the newest results.
 
-Those that time nothing run side by side, as many as the machine has processors for. A part that dies, hangs or is ended
-leaves what it had found. What no time is left for is listed as not run.
+Those that time nothing run side by side, limited by the number of processors. A part that dies, hangs or is ended
+leaves its findings so far. Parts for which no time is left are listed as not run.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .parts import ROOT, Part
 from .report import Findings, Row
 
 LEAST = 10.0  # seconds below which a part is not begun
-POLL = 0.5  # seconds between two looks at a part
+POLL = 0.5  # seconds between two polls of a part
 SIDE_BY_SIDE = min(4, max(1, (os.cpu_count() or 1) // 4))  # parts that time nothing
 ENDS = "runs to its end"
 
 
 @dataclass
 class Outcome:
-    """A part and what came of it."""
+    """A part and its outcome."""
 
     part: str
     title: str
@@ -37,16 +37,16 @@ class Outcome:
 
     @property
     def unmet(self) -> int:
-        """How many goals are not met."""
+        """The number of unmet goals."""
         return sum(row.met is False for row in self.found.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """The outcome as plain data."""
         return {"part": self.part, "title": self.title, "seconds": round(self.seconds, 1), **asdict(self.found)}
 
 
 def command_of(part: Part, path: Path, folder: Path, device: str, brief: bool) -> list[str]:
-    """What starts `part`, which writes its findings to `path` and what else it makes to `folder`."""
+    """The command that starts `part`, which writes its findings to `path` and other files to `folder`."""
     words = [
         sys.executable,
         "-m",
@@ -70,7 +70,7 @@ def run_all(
     budget: float,
     write: Callable[[list[Outcome]], None],
 ) -> list[Outcome]:
-    """Run `parts`; `write` is called whenever there is something new."""
+    """Run `parts`; `write` is called for every new finding."""
     deadline = time.monotonic() + budget
     outcomes: list[Outcome] = []
     running: list[_Running] = []
@@ -89,20 +89,20 @@ def run_all(
             write(outcomes)
         while running:
             running = _look_at(running, log, lambda: write(outcomes))
-    finally:  # where this is interrupted
+    finally:  # on an interrupt
         for each in running:
             each.end()
     return outcomes
 
 
 def _look_at(running: list[_Running], log: Path, write: Callable[[], None]) -> list[_Running]:
-    """Those that still run a moment later."""
+    """Poll once. Returned: the parts that are still running."""
     time.sleep(POLL)
     return [each for each in running if each.look(log, write)]
 
 
 class _Running:
-    """A part that runs."""
+    """A running part."""
 
     def __init__(
         self, part: Part, outcome: Outcome, command: Callable[[Part, Path], list[str]], scratch: Path, seconds: float
@@ -116,7 +116,7 @@ class _Running:
             )
 
     def look(self, log: Path, write: Callable[[], None]) -> bool:
-        """Take what is new; whether it still runs."""
+        """Read new findings. Returned: whether the part is still running."""
         seconds = time.monotonic() - self._begun
         runs = self._process.poll() is None
         if runs and seconds <= self._limit:
@@ -137,14 +137,14 @@ class _Running:
         return False
 
     def end(self) -> None:
-        """End it and whatever it has started."""
+        """End the part and all processes that it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def _news(outcome: Outcome, path: Path, seen: int, write: Callable[[], None]) -> int:
-    """What a part has found since it was looked at: how many rows there are."""
+    """Print new findings of a part. Returned: the number of its rows."""
     found = Findings.read(path)
     if len(found.rows) > max(seen, 0):
         for row in found.rows[max(seen, 0) :]:

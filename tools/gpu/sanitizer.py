@@ -13,12 +13,12 @@ from .parts import ROOT
 from .report import Report
 
 GOALS = {"memcheck": "no invalid access", "racecheck": "no hazard in shared memory"}
-SECONDS = {"memcheck": 70.0, "racecheck": 55.0}  # a little less than the part has
+SECONDS = {"memcheck": 70.0, "racecheck": 55.0}  # a little less than the limit of the part
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
 def run(report: Report, card: Card, tool: str, *, brief: bool) -> None:
-    """``tool``: of compute-sanitizer. Without a card the steps alone."""
+    """Run the steps under ``tool`` of compute-sanitizer; without a card, only the steps."""
     step = [sys.executable, "-m", small_step.__name__, "--device", card.kind]
     path = needs.sanitizer()
     if not card.is_real or path is None:
@@ -27,7 +27,7 @@ def run(report: Report, card: Card, tool: str, *, brief: bool) -> None:
             return
         path = None
     command = step if path is None else [path, "--tool", tool, "--print-limit", "20", *step]
-    # Each block of memory is then one of the driver's, so that what lies beside it or was freed is nobody's.
+    # Then each block is the driver's, so that accesses next to it, or to freed memory, are invalid.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else None
     try:
         ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS[tool])

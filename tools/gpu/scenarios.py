@@ -1,4 +1,4 @@
-"""All that is trained for parity: a name, how the model is wrapped, what is done with it, and how far it may be off."""
+"""All trainings for parity: a name, the wrapping of the model, the play, and the tolerance."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .alone import Course
 from .plays import Play
 from .wraps import BF16, FP16, FP32, Wrap, front, front_with_hooks, wrapper
 
-EXACT = 1e-5  # sums of ranks in another order, and kernels chosen by alignment
-LOW = 2e-2  # of two runs in bf16 or fp16
+EXACT = 1e-5  # sums over ranks in another order, and kernels chosen by alignment
+LOW = 2e-2  # between two runs in bf16 or fp16
 PLAIN = Course()
-FEW_BITS = 0.5  # parameters go where they would, about
+FEW_BITS = 0.5  # parameters change in about the same direction
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Scenario:
 
 
 def all_scenarios() -> list[Scenario]:
-    """Those of both fronts."""
+    """The scenarios of both fronts."""
     return [*_strategies(), *_precision(), *_schedules(), *_memory(), *_features(), *_fully_shard()]
 
 

@@ -1,4 +1,4 @@
-"""A few small steps and nothing else, for tools that watch each access of the device."""
+"""Only a few small steps, for tools that check each access of the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DONE = "stepped"
 
 
 def main() -> int:
-    """Both fronts, in a fake group of 4 ranks."""
+    """Run both fronts, in a fake group of 4 ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     card = card_of(parser.parse_args().device)

@@ -1,8 +1,8 @@
-"""What one step launches, what runs beside what, and whether anything waits: from the profiler's trace.
+"""The kernels of one step, their overlap, and waits of the host: from the profiler's trace.
 
-In a fake group of 8 ranks each collective is a kernel that spins for as long as its size takes, on the stream that the
-engine chose. The group is served as NCCL's are, which carries out several collectives as one; how many kernels copy
-where a backend cannot do that, so that small tensors are staged, is looked at apart.
+In a fake group of 8 ranks, each collective is a kernel that spins for a time that depends on its size, on the stream
+that the engine chose. The group is treated like NCCL's, which runs several collectives as one. For backends that cannot
+do that, so that small tensors are staged, the number of kernels that copy is measured separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .report import Report
 # A block computes for longer than its collective spins.
 LARGE = Case("large", partial(mlp, 8, 8, 2048), MLPBlock, 8192, 2048, 1)
 SMALL = tiny_case(4, 2)
-LEAD_MS = 250.0  # several times what the host takes to issue a step that is traced
+LEAD_MS = 250.0  # several times the host time for issuing a traced step
 FLOOR, FRONT = "floor", OURS[2]
 # The first gather of a step and the last reduction have nothing to hide behind.
 HIDDEN = {"all_gather": 0.85, "reduce_scatter": 0.8}
@@ -44,7 +44,7 @@ COLUMNS = (
 
 
 def run(report: Report, card: Card, *, brief: bool) -> None:
-    """Ours beside the others', in bf16 and (ours once, and the peers) in float32."""
+    """Measure flatfsdp and the others, in bf16 and (one of flatfsdp's, and the peers) in float32."""
     case = LARGE if card.is_real else SMALL
     for bf16, ours in ((True, OURS[:1] if brief else OURS), (False, OURS[:1])):
         kind, figures = "bf16" if bf16 else "float32", {}
@@ -68,7 +68,7 @@ def run(report: Report, card: Card, *, brief: bool) -> None:
 
 
 def inspect(rank: int, setting: Setting, keep: Path | None) -> dict[str, Any]:
-    """Figures of single steps after the first ones. Collective."""
+    """Figures of single steps after the warm-up. Collective."""
     card = card_of(setting.device)
     card.begin()
     with served_as("nccl"):
@@ -90,7 +90,7 @@ def inspect(rank: int, setting: Setting, keep: Path | None) -> dict[str, Any]:
     return figures | {
         "kernels": len(kernels),
         "copy kernels": sum(kernel.copies for kernel in kernels),
-        "launches": launches - len(stand_ins.issued) if card.is_real else launches,  # each stand-in is one
+        "launches": launches - len(stand_ins.issued) if card.is_real else launches,  # each stand-in is a launch
         "copies on streams": _copies_on_streams(spun),
         "host waits": spun.waits(),
         "memory calls": {name: calls[name] for name in ("cudaMalloc", "cudaFree", "cudaHostAlloc") if calls[name]},
@@ -103,20 +103,20 @@ def inspect(rank: int, setting: Setting, keep: Path | None) -> dict[str, Any]:
 
 
 def _spun(training: Training, card: Card) -> tuple[gpu.StandIns, trace.Trace]:
-    """A step whose collectives take their time, while the host is ahead."""
+    """Trace a step whose collectives take time, while the host is ahead."""
     stand_ins = gpu.StandIns(gpu.SPIN_MS if card.is_real else 0.0, max(training.setting.case.unit_bytes()) // 4)
     return stand_ins, trace.record(training, card, stand_ins, LEAD_MS if card.is_real else 0.0)
 
 
 def _copies_on_streams(spun: trace.Trace) -> int:
-    """Kernels that copy on the streams of collectives."""
+    """The number of kernels that copy on the streams of collectives."""
     kernels = spun.kernels()
     streams = {kernel.stream for kernel in kernels if kernel.communicates}
     return sum(kernel.copies and not kernel.communicates for kernel in kernels if kernel.stream in streams)
 
 
 def copies_with_staging(rank: int, setting: Setting) -> int:
-    """Kernels of a step that copy on the streams of collectives, where small tensors are staged. Collective."""
+    """The number of copies on the streams of collectives in a step, with staging of small tensors. Collective."""
     card = card_of(setting.device)
     card.begin()
     training = Training(rank, setting)
@@ -125,9 +125,9 @@ def copies_with_staging(rank: int, setting: Setting) -> int:
 
 
 def least_with_staging(setting: Setting) -> int:
-    """The least of them in bf16, by the layout. Both gathers of a unit cast all of its tensors with one, which takes
-    those that are staged to their buffer, and copy them out of it with another. Its reduction, of float32, copies them
-    in, and out unless they are all: then that is what was asked for.
+    """The minimum for `copies_with_staging` in bf16, from the layout. Each gather of a unit casts all of its tensors in
+    one kernel, which writes staged ones to their buffer, and copies these out of it in another. A reduction, in
+    float32, copies them in, and out, unless all are staged: then the buffer is the result.
     """
     with torch.device("meta"):
         model = setting.case.make()
@@ -152,7 +152,7 @@ def _stages(report: Report, card: Card, setting: Setting) -> None:
 
 
 def _waits(training: Training, card: Card) -> str:
-    """What raises where nothing may wait; "" for nothing."""
+    """The error of a step in which no operation may wait; "" if there is none."""
     batch = training.batch()
     card.synchronize()
     try:
@@ -186,7 +186,7 @@ def _judge(report: Report, card: Card, name: str, figures: dict[str, Any], casts
 
 
 def _compare(report: Report, card: Card, kind: str, figures: dict[str, Any], ours: tuple[str, ...]) -> None:
-    """Peaks of memory beside the peers'."""
+    """Compare peaks of memory with the peers'."""
     there = [peer for peer in PEERS if peer in figures]
     for engine in ours if there else ():
         if engine in figures:

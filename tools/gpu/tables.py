@@ -1,4 +1,4 @@
-"""What all parts found: as JSON, and as tables in Markdown, each goal a row."""
+"""The findings of all parts: as JSON, and as tables in Markdown, with a row for each goal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORDS = {True: "yes", False: "**no**", None: "-"}
 
 
 def write(folder: Path, machine: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """`results.json` and `results.md`, in place of what was there."""
+    """Write `results.json` and `results.md`, replacing earlier ones."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = {"machine": machine, "parts": [outcome.to_json() for outcome in outcomes]}
     for name, text in (("results.json", json.dumps(whole, indent=1) + "\n"), ("results.md", render(machine, outcomes))):
@@ -23,7 +23,7 @@ def write(folder: Path, machine: dict[str, Any], outcomes: Sequence[Outcome]) ->
 
 
 def render(machine: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
-    """The tables."""
+    """The tables as Markdown."""
     about = ", ".join(
         f"{name} {machine[name]}"
         for name in ("commit", "torch", "cuda", "nccl", "driver", "python")

@@ -1,4 +1,4 @@
-"""One step in the profiler's trace: what the device ran, for what the host waited, which operators it called."""
+"""One step in the profiler's trace: the work of the device, waits of the host, and called operators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNTIME = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace of `record`, as the profiler exports it; ``led``: what the device was given first is not the step's."""
+    """A trace of `record`, as exported by the profiler; ``led``: its first kernel does not belong to the step."""
 
     content: dict[str, Any]
     led: bool = False
@@ -39,7 +39,7 @@ class Trace:
         return [kernel for kernel in found if kernel is not first]
 
     def calls(self) -> Counter[str]:
-        """What the host called of CUDA within the step, all threads together."""
+        """The CUDA calls of the host within the step, of all threads."""
         events = self.content["traceEvents"]
         spans = [
             (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == STEP and e.get("cat") == "user_annotation"
@@ -48,25 +48,25 @@ class Trace:
         return Counter(e["name"] for e in events if e.get("cat") in RUNTIME and begin <= e["ts"] <= end)
 
     def waits(self) -> dict[str, int]:
-        """For what the host waited within the step."""
+        """The calls that made the host wait within the step."""
         calls = self.calls()
         return {name: calls[name] for name in WAITS if calls[name]}
 
     def write(self, path: Path) -> None:
-        """For a viewer."""
+        """Write the trace for a viewer."""
         path.write_bytes(gzip.compress(json.dumps(self.content).encode()))
 
 
 def step(training: Training, batch: Any) -> None:
-    """A step that reads no loss."""
+    """Run a step without reading the loss."""
     training.model(*batch).backward()
     training.optimizer.step()
     training.optimizer.zero_grad()
 
 
 def record(training: Training, card: Card, within: TorchDispatchMode, lead: float = 0.0) -> Trace:
-    """The next step's. ``lead``: milliseconds for which the device is kept busy first, so that the host, which the
-    profiler and ``within`` slow down several times, is not what the device waits for."""
+    """Trace the next step. ``lead``: milliseconds for which the device is kept busy first, so that it does not wait for
+    the host, which the profiler and ``within`` slow down several times."""
     batch = training.batch()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if card.is_real else [])]
     card.synchronize()
@@ -83,7 +83,7 @@ def record(training: Training, card: Card, within: TorchDispatchMode, lead: floa
 
 
 class Operators(TorchDispatchMode):
-    """Counts what torch dispatches."""
+    """Counts the operators that torch dispatches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The two fronts of the engine around the small model, and what is asked of a model under either."""
+"""The two fronts of the engine around the small model, and operations on a model under either."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def wrapper(**options: Any) -> Wrap:
-    """Under `FullyShardedDataParallel`, each block a unit. ``across``: (replicas, shards), 0 for all ranks.
+    """Wrap in `FullyShardedDataParallel`, with each block as a unit. ``across``: (replicas, shards), 0 for all ranks.
 
-    Units are not joined unless asked for: the model is small, and large ones' units are not.
+    By default, units are not joined: the model is small, but stands for large ones, whose units are not joined.
     """
 
     def wrap(model: Net, device: torch.device) -> Any:
@@ -38,7 +38,7 @@ def wrapper(**options: Any) -> Wrap:
 
 
 def front(*, joined: bool = False, **options: Any) -> Wrap:
-    """Under `fully_shard`, each block a unit, and the model around them; ``joined`` as small units usually are."""
+    """Apply `fully_shard` to each block and to the model; ``joined``: join small units, as by default."""
 
     def wrap(model: Net, device: torch.device) -> Any:
         given = {"mesh": _mesh(device, dist.get_world_size()), **options}
@@ -53,7 +53,7 @@ def front(*, joined: bool = False, **options: Any) -> Wrap:
 
 
 def front_with_hooks(**options: Any) -> Wrap:
-    """Under `fully_shard`, with weights of which bfloat16 is gathered, as their tensors say themselves."""
+    """Apply `fully_shard` to weights with gather hooks of their own, which gather bfloat16."""
 
     def wrap(model: Net, device: torch.device) -> Any:
         from tests.harness.gather_hooks import AsBfloat16, extend
@@ -81,7 +81,7 @@ def whole_parameters(model: Any) -> dict[str, Tensor]:
 
 def _whole(parameter: Tensor) -> Tensor:
     whole = _dtensor.whole_of(parameter) if _dtensor.is_dtensor(parameter) else parameter
-    return getattr(whole, "_data", whole).cpu()  # of a tensor with gather hooks: its master
+    return getattr(whole, "_data", whole).cpu()  # the master weight of a tensor with gather hooks
 
 
 def clip(model: Any, bound: float) -> None:
