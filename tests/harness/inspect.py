@@ -279,12 +279,12 @@ class Unit:
     @property
     def forward_prefetch(self) -> list[str]:
         """Names of the units that users want to be gathered ahead in forwards."""
-        return [each.name for each in self._inner.options.forward_targets.units()]
+        return [each.place.name for each in self._inner.options.forward_targets.units()]
 
     @property
     def backward_prefetch(self) -> list[str]:
         """Names of the units that users want to be gathered ahead in backwards."""
-        return [each.name for each in self._inner.options.backward_targets.units()]
+        return [each.place.name for each in self._inner.options.backward_targets.units()]
 
     @property
     def prefetches_own(self) -> bool:
