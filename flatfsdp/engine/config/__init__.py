@@ -1,4 +1,4 @@
-"""What users ask for, checked once and kept as frozen values: arguments, options of units, strategies, precision.
+"""User-defined configuration, validated once and kept as frozen values: arguments, unit options, strategies, precision.
 
 Imports `schedule`, and flatfsdp's errors, `api` and `comm_hooks`.
 """

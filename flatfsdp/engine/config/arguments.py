@@ -1,9 +1,9 @@
-"""The one entrance for what a user hands to a wrapper: every check of arguments that needs no process group.
+"""Validation of all arguments of wrappers that needs no process group.
 
-What is unambiguous is accepted and normalised: the name of an enum's member, a dtype, a bool, a collection of module
-classes, torch's own enums, configs and policies (known by their names and attributes, so that torch's FSDP is never
-imported). The rest is refused in words that name the argument, what was given and what is accepted. Behind it
-code reads a :class:`Config` and checks nothing again.
+Unambiguous values are accepted and normalized: the name of an enum's member, a dtype, a bool, a collection of module
+classes, torch's own enums, configs and policies (recognized by their names and attributes, so that torch's FSDP is
+never imported). For all others an error names the argument, the given value and the accepted ones. All other code reads
+a :class:`Config`, and does not validate it again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from . import fsdp1_mode
 
 
 def check_shardable(path: str, parameter: nn.Parameter) -> None:
-    """Refuse to shard a parameter of a lazy module that has no shape yet, or one that was made in inference mode."""
+    """Raise ConfigValueError for a lazy parameter, which has no shape yet, or one that was made in inference mode."""
     if torch.nn.parameter.is_lazy(parameter):
         raise ConfigValueError(
             f"parameter {path!r} is not initialized: it is of a lazy module, which gives it a shape in its first "
@@ -73,10 +73,10 @@ def check_arguments(
     join_units_below: Any = JOIN_UNITS_BELOW,
     layout: Any = "flat",
 ) -> Config:
-    """Check the arguments of ``FullyShardedDataParallel`` and return them normalised. Never communicates.
+    """Check the arguments of ``FullyShardedDataParallel`` and return them normalized. No communication.
 
     Raises:
-        ConfigTypeError, ConfigValueError: naming the argument, what was given, and what is accepted.
+        ConfigTypeError, ConfigValueError: names the argument, the given value, and the accepted values.
     """
     strategy = member("sharding_strategy", sharding_strategy, ShardingStrategy) or ShardingStrategy.FULL_SHARD
     modules, params = _ignored(_check_module(module), ignored_modules, ignored_states)
@@ -108,10 +108,10 @@ def check_arguments(
 
 
 def check_argument_names(given: Mapping[str, Any], *, where: str) -> None:
-    """Refuse keys of ``given`` that are no arguments of a wrapper, as ``where`` (a policy, a context) provides them.
+    """Check that all keys of ``given``, provided by ``where`` (a policy, a context), are arguments of a wrapper.
 
     Raises:
-        ConfigTypeError: naming the first such key and the argument probably meant.
+        ConfigTypeError: names the first key that is not, and the most similar argument.
     """
     for name in given:
         if name not in (accepted := _argument_names()):
@@ -122,9 +122,9 @@ def check_argument_names(given: Mapping[str, Any], *, where: str) -> None:
             )
 
 
-@cache  # asked for every unit, and slow to find
+@cache  # needed for every unit, and slow to compute
 def _argument_names() -> tuple[str, ...]:
-    """The arguments of a wrapper."""
+    """The names of the arguments of a wrapper."""
     return tuple(name for name in inspect.signature(check_arguments).parameters if name != "module")
 
 
@@ -132,16 +132,16 @@ def has_forward(module: nn.Module) -> bool:
     """Whether ``module`` can be called: containers such as ``ModuleList`` define no forward of their own."""
     if "forward" in module.__dict__:
         return True
-    try:  # plainly, for torch.compile follows it where a whole model is compiled
+    try:  # simple enough for torch.compile, which traces it when a complete model is compiled
         return type(module).forward is not nn.Module.forward
     except AttributeError:  # on a class of torch.jit it is a descriptor that fails without an instance
         return True
 
 
-_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # of FSDP1
+_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # an environment variable of FSDP1
 
 
-# --- One function an argument -----------------------------------------------------------------------------------------
+# --- One function per argument ----------------------------------------------------------------------------------------
 
 
 def _check_module(module: Any) -> nn.Module:
@@ -203,7 +203,7 @@ def _cpu_offload(value: Any) -> CPUOffload:
 
 
 def _mixed_precision(value: Any) -> MixedPrecision:
-    """A bare dtype is the param dtype alone: gradients are then reduced in it too, as for any MixedPrecision."""
+    """A dtype sets only the param dtype: gradients are then reduced in it as well, as for any MixedPrecision."""
     if value is None or isinstance(value, torch.dtype):
         value = MixedPrecision(param_dtype=value)
     precision = own(value, MixedPrecision) or refuse_type(
@@ -242,7 +242,7 @@ def _policy(value: Any) -> Any:
 def _policy_function(argument: str, policy: Callable[..., Any]) -> Callable[..., Any]:
     try:
         signature = inspect.signature(policy)
-    except ValueError:  # a builtin or an extension's function: known only when called
+    except ValueError:  # a builtin or extension function without a signature: fails only when called
         return policy
     try:
         signature.bind(module=None, recurse=True, nonwrapped_numel=0)
@@ -295,7 +295,7 @@ def _ignored(
 def _elements(argument: str, value: Any, kinds: tuple[type, ...], accepted: str) -> tuple[Any, ...]:
     if value is None:
         return ()
-    if isinstance(value, kinds):  # some modules, and all parameters, are iterable: a single one means itself
+    if isinstance(value, kinds):  # some modules, and all parameters, are iterable themselves
         return (value,)
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
         refuse_type(argument, value, f"None, or an iterable of {accepted}")
@@ -351,7 +351,7 @@ def _one_of(argument: str, value: Any, *choices: str) -> Any:
 
 
 def _check_combination(config: Config) -> Config:
-    """`config`, unless its arguments cannot work together; warns of those that do less than they promise."""
+    """`config`; raises ConfigValueError for conflicting arguments, and warns of arguments that have no effect."""
     strategy, precision = config.sharding_strategy, config.mixed_precision
     if config.process_group is not None and config.device_mesh is not None:
         raise ConfigValueError("process_group, device_mesh: got both. Accepted: one of them.")
@@ -385,7 +385,7 @@ def _check_combination(config: Config) -> Config:
     return config
 
 
-# --- torch's look-alikes ----------------------------------------------------------------------------------------------
+# --- Classes of torch with the same names -----------------------------------------------------------------------------
 
 _EnumT = TypeVar("_EnumT", bound=Enum)
 _ConfigT = TypeVar("_ConfigT")
@@ -394,9 +394,9 @@ _ConfigT = TypeVar("_ConfigT")
 def member(
     argument: str, value: Any, kind: type[_EnumT], *, suffix: str = "", is_optional: bool = True
 ) -> _EnumT | None:
-    """``value`` as a member of ``kind``: given as such, by name in any case, or as torch's member of the same name.
+    """``value`` as a member of ``kind``: a member, its name in upper or lower case, or torch's member of the same name.
 
-    ``suffix`` may be left out of names. ``is_optional``: None stands for itself."""
+    ``suffix`` may be omitted from names. ``is_optional``: None is accepted, and returned."""
     if isinstance(value, kind) or (value is None and is_optional):
         return value
     names = list(kind.__members__)
@@ -412,7 +412,7 @@ def member(
 
 
 def own(value: Any, kind: type[_ConfigT]) -> _ConfigT | None:
-    """``value`` as one of our configs: given as such, or torch's of the same name, field by field; else None."""
+    """``value`` as an instance of ``kind``; torch's config of that name is converted; None for other values."""
     if isinstance(value, kind):
         return value
     if isinstance(value, type) or type(value).__name__ != kind.__name__:

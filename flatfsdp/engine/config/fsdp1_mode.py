@@ -1,6 +1,6 @@
-"""Whether this process runs a program for FSDP1 as it is (`as_torch.install()`).
+"""Whether this process runs an unmodified program for FSDP1 (`as_torch.install()`).
 
-Where FSDP1's way and flatfsdp's own differ, and neither is wrong, flatfsdp's holds unless this is `active`.
+If the behavior of FSDP1 and of flatfsdp differs, and neither is wrong, this flag selects that of FSDP1.
 """
 
 from __future__ import annotations

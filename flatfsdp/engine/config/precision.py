@@ -1,7 +1,7 @@
-"""Which dtype serves what.
+"""The dtypes of a flat parameter, and the scaling of gradients.
 
-[Note: dtypes] *Master*: the shard that the optimizer sees. *Compute*: the unsharded parameters. *Reduce*: what travels
-when gradients are reduced. *Accumulate*: what unsharded gradients add up in while nothing is reduced (`no_sync`).
+[Note: dtypes] *Master*: the shard that the optimizer sees. *Compute*: the unsharded parameters. *Reduce*: gradients in
+reductions. *Accumulate*: unsharded gradients that are accumulated without reductions (`no_sync`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Precision:
     accumulate: torch.dtype
     # The dtype in which the optimizer sees gradients: the master dtype unless low precision is kept on request.
     grad: torch.dtype
-    # What unsharded parameters travel as, in blocks; None as they are.
+    # The dtype of block-wise quantized parameters in gathers; None: not quantized.
     gather: torch.dtype | None = None
-    # Of a number when gradients travel, in blocks; None as they are.
+    # The bits of block-wise quantized gradients in reductions; None: not quantized.
     reduce_bits: int | None = None
-    # Whether what these lose is added to the next ones.
+    # Whether the quantization errors of gradients are added to the next gradients.
     error_feedback: bool = False
 
 
@@ -40,7 +40,7 @@ def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
     if not (master.is_floating_point or master.is_complex):
         return Precision(master, master, master, master, master)
     compute = mixed.param_dtype or master
-    # FSDP1's rule: a reduce dtype that is not given follows the compute dtype.
+    # FSDP1's rule: the reduce dtype is by default the compute dtype.
     reduce = mixed.reduce_dtype or compute
     accumulate = mixed.accumulate_dtype or reduce
     grad = reduce if mixed.keep_low_precision_grads else master
@@ -50,11 +50,11 @@ def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
 
 @lru_cache(maxsize=64)
 def gradient_scaling(world: int, reduce: torch.dtype, divide_by: float | None = None) -> tuple[float, float]:
-    """(factor on the way into the slot, factor after the sum) whose product is 1 / `divide_by`, or else 1 / `world`.
+    """(factor before the sum, factor after the sum), whose product is 1 / `divide_by`, by default 1 / `world`.
 
-    [Note: scaling] fp32 and bf16 have the range to sum first and scale once. fp16 does not: at a large world the sum of
-    healthy gradients overflows, so each is divided on the way in by the smallest power of two that is at least `world`
-    (exact, but for subnormals) and the rest is made up afterwards.
+    [Note: scaling] fp32 and bf16 have the range to sum first and scale once. fp16 does not: in a large world the sum of
+    normal gradients overflows. So each gradient is divided before the sum by the smallest power of two that is at least
+    `world` (which is exact, except for subnormals), and the rest of the factor is applied afterwards.
     """
     divisor = world if divide_by is None else divide_by
     if reduce == torch.float16 and world > 1:

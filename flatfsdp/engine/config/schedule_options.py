@@ -1,7 +1,7 @@
-"""What users set of the schedule of one unit beyond its strategy, as data.
+"""User-defined settings of the schedule of one unit, in addition to its strategy, as data.
 
 [Note: schedule] The settings of a unit may change between iterations, and between a forward and its backward. They
-decide which collectives a unit issues, so they are part of what ranks compare when a forward or a backward begins.
+determine which collectives a unit issues, so ranks compare them when a forward or a backward begins.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ class Schedule:
     """The settings of one unit; None leaves a choice to the strategy.
 
     Attributes:
-        reshard_after_forward: whether its parameters are freed between forward and backward; a number: stay sharded
-            over so many ranks instead, more than one and fewer than all. [Note: post-forward shards]
+        reshard_after_forward: whether its parameters are freed between forward and backward; a number: they stay
+            sharded over that many ranks, more than one and fewer than all. [Note: post-forward shards]
         reshard_after_backward: whether they are freed after backward.
-        reduce: whether its backward reduces gradients, or adds them up unsharded.
-        all_reduce: whether what is reduced over the shard axis is reduced over the replicate axis as well, or adds up.
+        reduce: whether its backward reduces gradients, or accumulates them unsharded.
+        all_reduce: whether gradients reduced over the shard axis are also reduced over the replicate axis, or added up.
         unshard_in_backward: whether its backward reads the parameters.
-        unshard_async_op: whether gathers are issued on the caller's stream, and ahead only where a user asks for it.
+        unshard_async_op: whether gathers are issued on the caller's stream, and prefetched only on request of the user.
             The same for all units of a model.
-        divide_by: what the sum of gradients over ranks is divided by; None for the number of ranks.
+        divide_by: the divisor of the sum of gradients over ranks; None for the number of ranks.
         keep_frozen: where frozen parameters stay unsharded, "device" or "host"; None: nowhere. [Note: persistent
             parameters]
-        branch: what it is a part of that runs or not, depending on a rank's data; None if all ranks run it alike.
+        branch: the conditional part of the model that it belongs to; None if all ranks always run it.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -43,7 +43,7 @@ class Schedule:
     branch: Branch | None = None
 
     def describe(self) -> Iterator[str]:
-        """What was set, in words."""
+        """The settings that differ from the defaults, in words."""
         if self is not AS_BUILT:
             for field in fields(self):
                 value = getattr(self, field.name)
@@ -52,7 +52,7 @@ class Schedule:
 
     @property
     def post_forward_ranks(self) -> int | None:
-        """Among how many ranks parameters stay after a forward for a backward that reads them; None: not at all."""
+        """The number of ranks over which parameters stay sharded between forward and backward; None: they do not."""
         count = self.reshard_after_forward
         return None if count is None or isinstance(count, bool) or not self.unshard_in_backward else count
 
@@ -63,7 +63,7 @@ class Schedule:
 
     @property
     def keeps_by_choice(self) -> bool:
-        """Whether parameters may stay unsharded between iterations because a user chose it."""
+        """Whether parameters may stay unsharded between iterations by the user's choice."""
         return self.reshard_after_forward is False or self.reshard_after_backward is False
 
 
@@ -71,8 +71,8 @@ AS_BUILT = Schedule()
 
 
 def reshard_choices(argument: str, value: bool | int | None, *, shards: Iterable[int]) -> bool | int | None:
-    """`reshard_choice` for a unit whose parameters are in different numbers of `shards`: a number counts where it does
-    for any of them. Those in fewer shards stay as they are sharded, as if it was True."""
+    """`reshard_choice` for a unit whose parameters have different numbers of `shards`: a number if it is one for any of
+    them. Parameters with fewer shards are treated as with True."""
     if value is None or isinstance(value, bool):
         return value
     counts = list(shards)
@@ -82,7 +82,7 @@ def reshard_choices(argument: str, value: bool | int | None, *, shards: Iterable
 
 
 def reshard_choice(argument: str, value: bool | int | None, *, shards: int) -> bool | int | None:
-    """`value` for parameters in so many `shards`: where it is the number of one rank or of all, the bool that it means.
+    """`value` for parameters with so many `shards`; False instead of 1, and True instead of the number of all shards.
 
     Raises:
         ConfigValueError: a number that does not divide `shards`.

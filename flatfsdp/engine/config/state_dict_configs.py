@@ -1,4 +1,4 @@
-"""What a state dict is to hold: FSDP1's enums and configs of the same names, with their fields, order and defaults."""
+"""The types and configs of state dicts: FSDP1's enums and configs, with the same names, fields, order and defaults."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
 
 
 class StateDictType(Enum):
-    """What `state_dict()` of a wrapped model holds of each parameter.
+    """The form of parameters in the `state_dict()` of a wrapped model.
 
-    ``FULL_STATE_DICT``: the whole, as of a model that was never wrapped. ``SHARDED_STATE_DICT``: what this rank owns,
-    for `torch.distributed.checkpoint`, loadable by any number of ranks. ``LOCAL_STATE_DICT``: this rank's flat shards,
-    for the same number of ranks and the same wrapping.
+    ``FULL_STATE_DICT``: full tensors, as in a model that was never wrapped. ``SHARDED_STATE_DICT``: this rank's part of
+    each parameter, for `torch.distributed.checkpoint`, loadable by any number of ranks. ``LOCAL_STATE_DICT``: this
+    rank's flat shards, for the same number of ranks and the same wrapping.
     """
 
     FULL_STATE_DICT = 1
@@ -40,7 +40,7 @@ class StateDictType(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """By what an optimizer's state is keyed: names of parameters, or their numbers in its param groups."""
+    """The keys of an optimizer's state: names of parameters, or their indices in its param groups."""
 
     PARAM_NAME = 1
     PARAM_ID = 2
@@ -50,13 +50,13 @@ SHARDED_AS = ("interval", "sharded_tensor", "dtensor", "fsdp1")
 
 
 def default_carrier() -> str:
-    """What carries sharded values where a config names nothing."""
+    """The default of ``sharded_as``."""
     return "fsdp1" if fsdp1_mode.active else "interval"
 
 
 @dataclass
 class _Checked:
-    _carriers: ClassVar[tuple[str, ...]] = SHARDED_AS  # of those that have a `sharded_as`
+    _carriers: ClassVar[tuple[str, ...]] = SHARDED_AS  # the accepted values of `sharded_as`, if there is one
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
@@ -71,27 +71,27 @@ class _Checked:
 
 @dataclass
 class StateDictConfig(_Checked):
-    """For all types: ``offload_to_cpu`` puts values into host memory of their own."""
+    """Options of all types. ``offload_to_cpu``: values are copied into host memory of their own."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """``rank0_only``: only rank 0 has values, the dicts of others are empty; loading then takes values from rank 0."""
+    """``rank0_only``: only rank 0 has values, the dicts of others are empty; loading then uses the values of rank 0."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """``sharded_as`` (not in torch's FSDP): "interval", an `OwnedInterval`, or "sharded_tensor", which torch's FSDP1
+    """``sharded_as`` (not in torch's FSDP): "interval", an `OwnedInterval`; or "sharded_tensor", which torch's FSDP1
     loads if it wraps the same modules with the same arguments, and `use_orig_params=False`, over as many ranks; or
-    "fsdp1", as FSDP1 chooses: a ShardedTensor, and whole values by their names where every rank has all. The default
-    is "interval", and "fsdp1" under `flatfsdp.as_torch`.
+    "fsdp1", the choice of FSDP1: a ShardedTensor, or full values by name if every rank has all. The default is
+    "interval", and "fsdp1" under `flatfsdp.as_torch`.
 
     Raises:
-        ConfigValueError: another ``sharded_as``.
+        ConfigValueError: ``sharded_as`` has another value.
     """
 
     _carriers = tuple(each for each in SHARDED_AS if each != "dtensor")
@@ -100,15 +100,15 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """What carries this rank's part of a parameter.
+    """The class of values that hold this rank's part of a parameter.
 
     ``_use_dtensor``: a DTensor. ``sharded_as`` (not in torch's FSDP): "interval", an `OwnedInterval`, made without
-    communication; "sharded_tensor" or "dtensor", rows of torch's class of that name, for programs that need it;
-    "fsdp1", as FSDP1 chooses: a DTensor for what was wrapped with a `device_mesh`, else a ShardedTensor, and whole
-    values where every rank has all. The default is "interval", and "fsdp1" under `flatfsdp.as_torch`.
+    communication; "sharded_tensor" or "dtensor", rows in torch's class of that name, for programs that need it;
+    "fsdp1", the choice of FSDP1: a DTensor for modules wrapped with a `device_mesh`, else a ShardedTensor, or full
+    values if every rank has all. The default is "interval", and "fsdp1" under `flatfsdp.as_torch`.
 
     Raises:
-        ConfigValueError: another ``sharded_as``.
+        ConfigValueError: ``sharded_as`` has another value.
     """
 
     _use_dtensor: bool = False
@@ -117,7 +117,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig(_Checked):
-    """For all types: ``offload_to_cpu`` puts values into host memory of their own."""
+    """Options of all types. ``offload_to_cpu``: values are copied into host memory of their own."""
 
     offload_to_cpu: bool = True
 
@@ -131,7 +131,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Local state stays where it is by default."""
+    """As `OptimStateDictConfig`, but local state stays on its device by default."""
 
     offload_to_cpu: bool = False
 
@@ -146,7 +146,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """A type and the configs for models and for optimizers."""
+    """A type, and its configs for models and for optimizers."""
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
@@ -161,10 +161,10 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 def settings(state_dict_type: Any, config: Any = None, optim_config: Any = None) -> StateDictSettings:
-    """The arguments of `set_state_dict_type`, checked. Names of members, and torch's own classes, are understood.
+    """The validated arguments of `set_state_dict_type`. Names of members, and torch's own classes, are accepted.
 
     Raises:
-        ConfigTypeError, ConfigValueError: no such type, or a config that belongs to another one.
+        ConfigTypeError, ConfigValueError: the type does not exist, or a config belongs to another type.
     """
     chosen = member("state_dict_type", state_dict_type, StateDictType, suffix="_STATE_DICT", is_optional=False)
     assert chosen is not None

@@ -1,8 +1,8 @@
-"""What a sharding strategy means, as data.
+"""The traits of sharding strategies, as data.
 
-[Note: axes] Ranks are laid out on two axes. Parameters are cut along the *shard* axis and copied along the *replicate*
-axis. FULL_SHARD and SHARD_GRAD_OP have only the first, NO_SHARD only the second (its shard axis has size 1), the
-hybrids both.
+[Note: axes] Ranks are arranged along two axes. Parameters are sharded along the *shard* axis and replicated along the
+*replicate* axis. FULL_SHARD and SHARD_GRAD_OP have only the first, NO_SHARD only the second (its shard axis has size
+1), the hybrid strategies both.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ...api import ShardingStrategy
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The strategy's answers: which axes it has and when the unsharded parameters are freed."""
+    """The traits of a strategy: its axes, and when unsharded parameters are freed."""
 
     strategy: ShardingStrategy
     shards: bool
     replicates: bool
     reshard_after_forward: bool
-    # Whether the unsharded parameters are freed after a backward that did not synchronise gradients.
+    # Whether the unsharded parameters are freed after a backward that did not synchronize gradients.
     reshard_without_sync: bool
 
 

@@ -1,4 +1,4 @@
-"""What users chose for one unit after it was built: its schedule, what runs on its gradients, what it gathers ahead."""
+"""User-defined options of one unit, set after it was built: its schedule, gradient hooks and prefetch targets."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ...api import BackwardPrefetch
 from .schedule_options import AS_BUILT, Schedule
 from .state_dict_configs import StateDictSettings
 
-U = TypeVar("U")  # a unit, whatever that is
+U = TypeVar("U")  # a unit
 _TORCHS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
 
 @dataclass(frozen=True, eq=False)
 class CommHook:
-    """What a user registered.
+    """A communication hook as the user registered it.
 
     Attributes:
-        state: handed to each call.
-        function: called with the state, a gradient, and where parameters are sharded a place for this rank's piece.
+        state: passed to each call.
+        function: called with the state, a gradient, and for sharded parameters the output for this rank's piece.
     """
 
     state: Any
@@ -32,8 +32,8 @@ class CommHook:
 
     @staticmethod
     def of(state: Any, function: Callable[..., Any]) -> CommHook:
-        """`function` with `state`. torch's compress hooks are replaced by ours, which compute the same: theirs record
-        streams, which fails on a CPU and keeps memory longer elsewhere."""
+        """The hook of `function` with `state`. torch's compress hooks are replaced by ours, with the same results:
+        torch's record streams, which fails on a CPU and holds memory longer on an accelerator."""
         name = getattr(function, "__name__", "")
         if getattr(function, "__module__", "") == _TORCHS and name in ("fp16_compress_hook", "bf16_compress_hook"):
             function = getattr(comm_hooks, name)
@@ -41,19 +41,19 @@ class CommHook:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is one of `flatfsdp.comm_hooks`, which leave the same on all ranks."""
+        """Whether it is one of `flatfsdp.comm_hooks`, whose results are equal on all ranks."""
         return getattr(self.function, "__module__", "") == comm_hooks.__name__
 
     @property
     def description(self) -> str:
-        """The hook in words that are equal on all ranks."""
+        """The hook in words, which are equal on all ranks."""
         return f"a communication hook, {getattr(self.function, '__qualname__', type(self.function).__name__)}"
 
 
 class PrefetchTargets(tuple["weakref.ref[U]", ...], Generic[U]):
-    """Units that a user lets another one gather ahead, in order. They are held weakly: any two may name each other.
+    """The units that another one prefetches by the user's choice, in order; weak references, as cycles are possible.
 
-    Whether there are any is checked at every step: a tuple answers without a call.
+    A tuple, whose truth value takes no Python call: every step checks it.
     """
 
     __slots__ = ()
@@ -62,7 +62,7 @@ class PrefetchTargets(tuple["weakref.ref[U]", ...], Generic[U]):
         return super().__new__(cls, map(weakref.ref, units))
 
     def units(self) -> Iterator[U]:
-        """Those that are still there."""
+        """The units that still exist."""
         return (unit for ref in self if (unit := ref()) is not None)
 
 
@@ -71,17 +71,17 @@ NO_TARGETS: PrefetchTargets[Any] = PrefetchTargets()
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """The choices for one unit.
+    """The options of one unit.
 
     Attributes:
         schedule: [Note: schedule].
         backward_prefetch, forward_prefetch: as built, or as set since (`prefetch_was_set`).
         comm_hook: [Note: communication hooks].
         all_reduce_hook: runs on the sum of gradients before it is scaled.
-        forward_targets: gathered ahead when the unit's forward begins; none for the unit that followed last time.
-        backward_targets: gathered ahead when its backward begins; none for the unit that comes next.
-        branch_before: the unit outside that its branch comes right before; none for the order of registration.
-        state_dict: what state dicts hold; ranks need not agree on it until they take one.
+        forward_targets: units to prefetch when the unit's forward begins; if empty, the unit that followed last time.
+        backward_targets: units to prefetch when its backward begins; if empty, the unit that comes next.
+        branch_before: the unit right after its branch, outside of it; if empty, the order of registration decides.
+        state_dict: the settings of state dicts; ranks may differ in them until they take one.
     """
 
     schedule: Schedule = AS_BUILT
@@ -96,7 +96,7 @@ class UnitOptions:
     state_dict: StateDictSettings = field(default_factory=StateDictSettings)
 
     def describe(self) -> Iterator[str]:
-        """What was chosen, in words that are equal on all ranks."""
+        """The options that were set, in words, which are equal on all ranks."""
         yield from self.schedule.describe()
         if self.comm_hook is not None:
             yield self.comm_hook.description

@@ -1,7 +1,7 @@
-"""Tensors that have shapes, dtypes and devices, but neither memory nor values: what a dry run computes with.
+"""Tensors that have shapes, dtypes and devices, but neither memory nor values, for dry runs.
 
-[Note: fake tensors] They are torch's fake tensors. But single numbers, and lists of whole ones, that are made from
-nothing else stay what they are: meshes, counts of steps and the like are read, and are small.
+[Note: fake tensors] They are torch's fake tensors. However, single numbers and lists of integers that are created from
+Python values stay real tensors: meshes, step counts and the like are read, and are small.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from ..base import _torch
 from ..base.overrides import Override
 
-# They write values into their first argument, and there are none.
+# Operations that write into their first argument: skipped, since fake tensors have no values.
 _WRITING = frozenset(
     f"aten::{name}_"
     for name in "copy _foreach_copy _foreach_add zero fill add sub mul div lerp addcmul addcdiv sqrt sign".split()
@@ -28,7 +28,7 @@ _mode: Override[Any] = Override(None)
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Inside, tensors that are made have neither memory nor values, whatever is in them of those made before."""
+    """A context in which new tensors have neither memory nor values, even if computed from tensors that have."""
     with _mode.being(_kind_of_mode()()), warnings.catch_warnings(), _mode.value:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
@@ -40,12 +40,12 @@ def is_memoryless() -> bool:
 
 
 def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What stands for `tensor` on `device` inside `without_memory()`: the same at every call, so that ties survive."""
+    """The fake tensor for `tensor` on `device` inside `without_memory()`: always the same one, which preserves ties."""
     if isinstance(tensor, _torch.fake_tensors().FakeTensor) and tensor.device == device:
         return tensor
     known: dict[int, tuple[torch.Tensor, torch.Tensor]] = _mode.value.stand_ins
     if id(tensor) not in known:
-        # Neither empty_like nor its shape and dtype at once: what is to have no memory could get some.
+        # Not empty_like, nor shape and dtype in one call: integer tensors would get memory.
         memory = torch.empty(_extent(tensor), dtype=torch.float32, device=device)
         made = memory.to(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         if isinstance(tensor, torch.nn.Parameter):
@@ -57,7 +57,7 @@ def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Elements of memory from the first of `tensor` to its last."""
+    """The number of elements in memory from the first to the last one of `tensor`."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
 
@@ -70,12 +70,12 @@ def _kind_of_mode() -> Any:
     class Memoryless(base):
         def __init__(self) -> None:
             super().__init__(allow_non_fake_inputs=True)
-            self.stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of what they stand for
+            self.stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (original, fake) by id of the original
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name, _, _ = func.name().partition(".")
             if name == "prim::device" and isinstance(args[0], fake.FakeTensor):
-                return args[0].fake_device  # most of all calls
+                return args[0].fake_device  # a shortcut for the most frequent call
             kwargs, tensors = kwargs or {}, _tensors_in(args)
             if _has_values(name, tensors, args, kwargs.get("dtype"), fake.FakeTensor):
                 return func(*args, **kwargs)
@@ -92,7 +92,7 @@ def _tensors_in(args: Any) -> list[torch.Tensor]:
 
 
 def _has_values(name: str, tensors: list[torch.Tensor], args: Any, dtype: torch.dtype | None, fake: Any) -> bool:
-    """Whether an operation has values to compute with, or makes some that are read."""
+    """Whether an operation has only real inputs, or without inputs creates a small tensor whose values are read."""
     if tensors:
         return not any(isinstance(tensor, fake) or tensor.is_meta for tensor in tensors)
     if args and isinstance(args[0], (list, tuple)) and not args[0]:  # the shape of a single number

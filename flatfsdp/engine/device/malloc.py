@@ -1,8 +1,8 @@
-"""Memory of the host that is freed and taken again all the time, as unsharded parameters are on a CPU.
+"""Settings of glibc for host memory that is freed and allocated again in each step, as unsharded parameters on a CPU.
 
-glibc takes blocks of more than 32 MiB from the operating system again each time, and gives them back each time: every
-page is zeroed and mapped again at its first use. That is a setting of the whole process, so importing flatfsdp leaves
-it alone.
+glibc requests each block of more than 32 MiB from the operating system, and returns it when it is freed: every page is
+zeroed and mapped again at its first use. The settings affect the whole process, so importing flatfsdp does not change
+them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _retains = False
 
 
 def retain_host_memory() -> bool:
-    """Let this process keep the host memory that it frees, for what it allocates next.
+    """Let this process retain the host memory that it frees, for later allocations.
 
-    For training on a CPU with units of more than 32 MiB. Call it once, first thing in each process; everything that the
-    process allocates is affected, and what it once held at its peak it keeps. Blocks of more than 1 GiB still come from
-    the operating system. It does what ``GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824`` (and
-    ``trim_threshold``) would do from outside; see `mallopt(3)`.
+    It is for training on a CPU with units of more than 32 MiB. Call it once, at the beginning of each process; it
+    affects all allocations of the process, which then holds its peak memory until it ends. Blocks of more than 1 GiB
+    still come from the operating system. It has the effect of the environment variable
+    ``GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824`` (and ``trim_threshold``); see `mallopt(3)`.
 
     Returns:
-        Whether the C library took the settings: False where it is not glibc.
+        Whether the C library accepted the settings: False if it is not glibc.
 
     Example:
         >>> import flatfsdp

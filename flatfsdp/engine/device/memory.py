@@ -1,14 +1,14 @@
-"""Flat buffers that are allocated and freed by resizing one storage, and the count of live bytes.
+"""Flat buffers that are allocated and freed by resizing one storage, and the tracking of live bytes.
 
-[Note: one storage] Autograd keeps views of an unsharded weight (`weight.t()`), so forward and backward of a unit must
-find it in the *same* storage object. A `FlatBuffer` therefore never changes its tensor; it gives the memory back by
-resizing the storage to zero and takes it again by resizing it up.
+[Note: one storage] Autograd saves views of an unsharded weight (`weight.t()`), so forward and backward of a unit must
+find it in the *same* storage object. A `FlatBuffer` therefore never changes its tensor; it frees the memory by resizing
+the storage to zero, and allocates it again by resizing the storage back.
 
-[Note: limiter] The host knows at once on CPU that nothing uses a buffer any more, and so does the stream where it is
-the caller's. Elsewhere it is held until more is needed. With the limit the unshard stream then waits: at most two units
-hold memory besides those whose forward runs around them, the one in use and the one ahead or the one before it, so that
-a gather need not wait for the computation that it could run beside. Without the limit the stream runs on, and memory is
-given back where the device is found to be past.
+[Note: limiter] On a CPU, and if gathers use the caller's stream, a resharded buffer can be freed at once. Otherwise it
+is held until memory is needed. With the limit the unshard stream then waits, so that at most two units hold memory, in
+addition to those whose forward encloses them: the one in use, and the prefetched or the previous one. Two are needed
+so that a gather can overlap with the computation before it. Without the limit the stream does not wait, and buffers are
+freed that the device is found to have finished with.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from .streams import Device, Stream
 class MemoryTracker:
     """Exact live bytes by kind, and their peaks.
 
-    Kinds: `shard`, `unsharded`, `post_forward_shard`, `arrived` (large gradients as they came, before slots that are
-    wider are taken), `slots` (unsharded gradients), `exchange` (of a reduction),
-    `staging` (of several small units), `quantized` (what travels in few bits), `residual` (what that has lost),
-    `reduced` (gradient shards before they become `.grad`), `partial` (sums that await an all-reduce),
-    `summoned`, `host copy` (of persistent parameters).
+    Kinds: `shard`, `unsharded`, `post_forward_shard`, `arrived` (large gradients as computed, before wider slots are
+    allocated), `slots` (unsharded gradients), `exchange` (scratch of a reduction), `staging` (of several small units),
+    `quantized` (encoded parameters and gradients), `residual` (quantization errors), `reduced` (gradient shards before
+    they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, `host copy` (of persistent parameters).
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,7 @@ class MemoryTracker:
         self.at_peak: dict[str, int] = {}  # `live` when the total was at its peak
 
     def add(self, kind: str, count: int) -> None:
-        """`count` bytes of `kind` came to life."""
+        """Count `count` bytes of `kind` as allocated."""
         live = self.live[kind] = self.live[kind] + count
         self.total += count
         if live > self._peaks[kind]:
@@ -55,42 +54,42 @@ class MemoryTracker:
             self.at_peak = dict(self.live)
 
     def remove(self, kind: str, count: int) -> None:
-        """`count` bytes of `kind` were freed."""
+        """Count `count` bytes of `kind` as freed."""
         if count > self.live[kind]:
             raise InternalError(f"memory tracker: {count} bytes of {kind!r} freed, only {self.live[kind]} are live")
         self.live[kind] -= count
         self.total -= count
 
     def move(self, kind: str, other: str, count: int) -> None:
-        """`count` bytes of `kind` are of the `other` kind from now on."""
+        """Count `count` bytes of `kind` as bytes of the `other` kind from now on."""
         self.live[kind] -= count
         live = self.live[other] = self.live[other] + count
         if live > self._peaks[other]:
             self._peaks[other] = live
 
     def allocate(self, kind: str, count: int) -> Callable[[], None]:
-        """`count` bytes of `kind` came to life; what is returned is called when they are freed."""
+        """Count `count` bytes of `kind` as allocated; returns a function to call when they are freed."""
         self.add(kind, count)
         return functools.partial(self.remove, kind, count)
 
     def peak(self, kind: str) -> int:
-        """The most bytes of `kind` alive at once since the last `reset_peaks`."""
+        """The most live bytes of `kind` at any time since the last `reset_peaks`."""
         return self._peaks[kind]
 
     def reset_peaks(self) -> None:
-        """Start measuring peaks from what is alive now."""
+        """Restart the peaks from the bytes that are live now."""
         self._peaks = defaultdict(int, self.live)
         self.peak_total = self.total
         self.at_peak = dict(self.live)
 
 
 _poisoned = Override(False)
-# Inside, floating-point buffers are NaN when they are allocated and before they are freed: a double for tests.
+# A context in which floating-point buffers are filled with NaN when allocated and before being freed, for tests.
 poison = functools.partial(_poisoned.being, True)
 
 
 class FlatBuffer:
-    """A 1-D tensor whose memory comes and goes while the tensor object, its storage object and views of it stay.
+    """A 1-D tensor whose memory is allocated and freed while the tensor, its storage object and its views stay.
 
     Attributes:
         tensor: shape (numel,); its contents are undefined after `allocate` and unreadable after `free`.
@@ -99,33 +98,33 @@ class FlatBuffer:
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, tracker: MemoryTracker, kind: str
     ) -> None:
-        with torch.inference_mode(False):  # it serves training, whatever pass needs it first
+        with torch.inference_mode(False):  # used in training, even if first requested in inference mode
             self.tensor = torch.empty(0, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self._numel = numel
         self._bytes = numel * self.tensor.element_size()
         self._tracker = tracker
         self._kind = self._usual_kind = kind
-        # Not of one without memory, of a dry run.
+        # Not for fake tensors of a dry run.
         is_large = self._bytes >= LEAST and type(self.tensor) is torch.Tensor
         self._advise = adviser_for(device, self._bytes) if is_large else None
         self._shaped = False  # whether the tensor has its elements, allocated or not
         self.allocated = False
 
     def now_holds(self, kind: str) -> None:
-        """What lies in the memory is of another `kind` until it is freed."""
+        """Count the memory as another `kind` until it is freed."""
         self._tracker.move(self._kind, kind, self._bytes)
         self._kind = kind
 
     def allocate(self) -> None:
-        """Take the memory; nothing happens if it is there."""
+        """Allocate the memory; does nothing if it is allocated."""
         if self.allocated:
             return
         try:
             self._storage.resize_(self._bytes)
         except RuntimeError:
             self._check_that_it_stays()
-            self._tracker.remove(self._kind, self._bytes)  # it was counted all along
+            self._tracker.remove(self._kind, self._bytes)  # counted already: the memory was never freed
         if self._advise is not None:
             self._advise(self._storage.data_ptr(), self._bytes)
         if not self._shaped:
@@ -138,7 +137,7 @@ class FlatBuffer:
             self.tensor.fill_(float("nan"))
 
     def free(self) -> None:
-        """Give the memory back; nothing happens if it is gone. The caller sees to it that nobody reads it any more."""
+        """Free the memory; does nothing if it is freed. The caller ensures that no code reads it afterwards."""
         if not self.allocated:
             return
         if _poisoned.value and self.tensor.is_floating_point():
@@ -155,42 +154,42 @@ class FlatBuffer:
             self._tracker.add(self._kind, self._bytes)
 
     def _check_that_it_stays(self) -> bool:
-        """True where the storage cannot be resized, and has its memory: a NumPy array was made of part of it, and may
-        live. Called where resizing has failed.
+        """Return True if the storage cannot be resized, but has its memory: a NumPy array was made of part of it, and
+        may still exist. Called when resizing has failed.
 
         Raises:
             UsageError: it has no memory, and cannot get any.
         """
         if self._storage.resizable():
-            raise  # what the caller handles
+            raise  # the exception that the caller handles
         if self._storage.nbytes() != self._bytes:
             raise UsageError(
-                "a NumPy array was made of a view of a parameter whose memory had been given back, and torch gives "
-                "memory of which there are arrays no other size: the parameters of that unit cannot be gathered any "
-                "more. Make arrays while the parameter is whole, of a clone(), and build the model anew"
+                "a NumPy array was made of a view of a parameter whose memory had been given back, and torch cannot "
+                "resize memory that arrays use: the parameters of that unit cannot be gathered any more. Make arrays "
+                "of a clone(), while the parameter is whole, and build the model again"
             )
         warn_once(
             "not resizable",
             "a NumPy array was made of a parameter while it was whole, as weight.detach().numpy() in a forward does: "
-            "its unit's memory stays from now on, and such an array shows what comes there. Make arrays of a clone()",
+            "its unit's memory stays from now on, and the array shows later contents of it. Make arrays of a clone()",
         )
         return True
 
     @property
     def address(self) -> int:
-        """Where the memory is; 0 while it is gone."""
+        """The address of the memory; 0 while it is freed."""
         return self._storage.data_ptr()
 
     def users(self) -> tuple[float, ...]:
-        """How many have the memory, where it is, and whether it can be given back: what changes where somebody else
-        gets part of it."""
-        if type(self.tensor) is not torch.Tensor:  # of a dry run
+        """The reference counts of the storage, whether it is resizable, and its address: a value that changes when
+        other code gets a reference to the memory."""
+        if type(self.tensor) is not torch.Tensor:  # in a dry run
             return ()
         storage = self._storage
         return _torch.storage_uses(storage._cdata), sys.getrefcount(storage), storage.resizable(), storage.data_ptr()
 
     def disown(self) -> torch.Tensor:
-        """Hand the memory to the caller; the next `allocate` takes new memory in a new tensor."""
+        """Pass the tensor with its memory to the caller; the next `allocate` makes a new tensor with new memory."""
         given, self.tensor = self.tensor, torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
         self._storage, self._shaped = self.tensor.untyped_storage(), False
         self.allocated = False
@@ -200,7 +199,7 @@ class FlatBuffer:
 
 @dataclass(frozen=True, eq=False)
 class DeferredFree:
-    """A resharded buffer of `unit` that has its memory until the device is past `mark`."""
+    """A resharded buffer of `unit` whose memory is freed after the device has reached `mark`."""
 
     unit: str
     mark: object
@@ -208,11 +207,11 @@ class DeferredFree:
 
 
 class Limiter:
-    """The memory that gathers on one stream take and that is given back to it.
+    """Controls the memory that gathers on one stream allocate, and frees it on that stream. [Note: limiter]
 
     Attributes:
         limit: whether the stream waits for memory.
-        held: what was resharded and has its memory still, oldest first.
+        held: resharded buffers that still have their memory, oldest first.
     """
 
     def __init__(self, device: Device, stream: Stream, *, limit: bool) -> None:
@@ -220,37 +219,37 @@ class Limiter:
         self._stream = stream
         self.limit = limit
         self.held: list[DeferredFree] = []
-        self._uploaded: object = None  # an event behind the last upload of an offloaded shard
+        self._uploaded: object = None  # an event after the last upload of an offloaded shard
 
     def free_later(self, unit: str, buffer: FlatBuffer) -> None:
-        """Free `buffer`, memory of the stream, once the caller's stream is done with it."""
+        """Free `buffer`, memory of the stream, once the caller's stream has finished with it."""
         if self._stream.is_callers:
             buffer.free()
         else:
             self.held.append(DeferredFree(unit, self._device.mark(), buffer))
 
     def make_room(self, needed: FlatBuffer | None, *, ahead: bool) -> None:
-        """Memory is about to be taken on the stream, for `needed` if that exists; `ahead` of its use."""
+        """Free held buffers before memory is allocated on the stream, for `needed` if given; `ahead`: a prefetch."""
         for held in self.held:
             if held.buffer is needed:
                 self._stream.await_mark(held.mark)
         self.held = [held for held in self.held if held.buffer is not needed]
         if not self.limit:
             due = [held for held in self.held if self._device.is_past(held.mark)]
-        elif ahead or not self.held:  # all but `needed`, which is in use again
+        elif ahead or not self.held:  # all except `needed`, which is in use again
             due = self.held
         else:
             due = [held for held in self.held if held.unit != self.held[-1].unit]
         self._free(due)
 
     def record_upload(self) -> None:
-        """The stream was given a copy from an offloaded shard."""
+        """Record that a copy from an offloaded shard was issued on the stream."""
         self._uploaded = self._stream.mark()
 
     def free_all(self) -> None:
-        """An iteration ends: only shards hold memory, and offloaded ones are the host's to write to."""
+        """At the end of an iteration, free all held buffers, and wait until the host may write to offloaded shards."""
         self._free(self.held)
-        self._device.block_host(self._uploaded)  # an upload under way would read what the host writes next
+        self._device.block_host(self._uploaded)  # an upload in flight would read values that the host writes next
         self._uploaded = None
 
     def _free(self, due: list[DeferredFree]) -> None:

@@ -1,14 +1,14 @@
-"""The one device seam: streams, and in-flight work as a value.
+"""The interface to devices: streams, and work in flight as a value.
 
-[Note: streams] A `Stream` is an order of execution beside compute. On an accelerator it is one; on CPU there is none
-and the host itself is the order, while collectives run in the backend's threads. Both share one order of *issue*. What
-differs is when memory may be reused: a CPU wait blocks the host, an accelerator's wait only orders streams. Hence two
-rules that hold for both: whoever starts work keeps its tensors alive until it was waited for (`PendingWork`), and a
-buffer is freed on the stream that allocated it, after an event of the stream that used it last. `record_stream` is
-never called.
+[Note: streams] A `Stream` is an order of execution concurrent to compute. On an accelerator it is a stream; on a CPU
+the host's own order takes its place, while collectives run in the backend's threads. Both have the same order of
+*issue*. They differ in when memory may be reused: a wait on a CPU blocks the host, a wait on an accelerator only orders
+streams. Hence two rules for both: the object that represents a work keeps its tensors alive until it was waited for
+(`PendingWork`), and a buffer is freed on the stream that allocated it, after an event of the stream that used it last.
+`record_stream` is never called.
 
-A `Stream` may be the caller's own order on an accelerator, too: its collectives still run beside compute, on streams of
-the backend's, but memory is taken and given back in order with compute, and needs no events.
+On an accelerator, too, a `Stream` may be the caller's own: its collectives still overlap with compute, on streams of
+the backend, but memory is allocated and freed in order with compute, and needs no events.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .fake_tensors import is_memoryless
 
 
 class Work(Protocol):
-    """What a communication backend hands back for an asynchronous operation."""
+    """The result of an asynchronous operation of a communication backend."""
 
     def wait(self) -> Any: ...
 
 
 _stand_in: Override[Any] = Override(None)
-# Inside, a module (with the streams and events of `torch.cuda`) orders the work of CPU tensors in models that are
-# wrapped there: a double for tests.
+# A context in which a module (with streams and events like those of `torch.cuda`) orders the work of CPU tensors, in
+# models that are wrapped inside: a test double.
 standing_in = _stand_in.being
 
 
@@ -51,11 +51,11 @@ class Device:
 
     @property
     def has_streams(self) -> bool:
-        """Whether work is ordered by streams (an accelerator) and not by the host."""
+        """Whether work is ordered by streams (on an accelerator) instead of by the host."""
         return self._module is not None
 
     def new_stream(self, name: str, *, high_priority: bool = False) -> Stream:
-        """A new stream beside compute."""
+        """A new stream that is concurrent to compute."""
         if self._module is None:
             return Stream(name, self, None)
         return Stream(name, self, self._module.Stream(self.device, priority=-1 if high_priority else 0))
@@ -65,7 +65,7 @@ class Device:
         return self._module.current_stream(self.device) if self._module is not None else None
 
     def running_on(self, stream: Any) -> AbstractContextManager[None]:
-        """Makes `stream` the current one."""
+        """A context in which `stream` is the current one."""
         assert self._module is not None
         return self._module.stream(stream)
 
@@ -79,13 +79,13 @@ class Device:
             self.current_stream().wait_event(event)
 
     def block_host(self, event: Any) -> None:
-        """Keep the host until the device has reached `event`."""
+        """Block the host until the device has reached `event`."""
         if event is not None:
             event.synchronize()
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start to copy `tensor`, which lives here or on the host, in the caller's order; the copy, and the event that
-        the device has to be past before the host reads it."""
+        """Start to copy `tensor`, which is on this device or the host, in the caller's order. Returns the copy, and the
+        event that the device must have reached before the host reads the copy."""
         if self._module is None or tensor.device.type == "cpu":
             return tensor, None
         copy = pinned_like(tensor)
@@ -101,11 +101,11 @@ _HERE: AbstractContextManager[None] = nullcontext()
 
 
 class Stream:
-    """An order of execution: a stream on an accelerator; without one the caller's own, which on CPU is the host's.
+    """An order of execution: a stream of an accelerator; without one the caller's own order, on a CPU the host's.
 
     Attributes:
-        is_stream: whether it is an order of its own, beside the host.
-        is_callers: whether it is the caller's own order: what is issued here is in order with what the caller computes.
+        is_stream: whether it is a stream of its own.
+        is_callers: whether it is the caller's own order: work issued here is in order with the caller's computation.
     """
 
     def __init__(self, name: str, device: Device, stream: Any) -> None:
@@ -114,14 +114,14 @@ class Stream:
         self._stream = stream
         self.is_stream = stream is not None
         self.is_callers = stream is None
-        self._downloaded: Any = None  # an event behind the last download that the host has not waited for
+        self._downloaded: Any = None  # an event after the last download that the host has not waited for
 
     def running(self) -> AbstractContextManager[None]:
-        """Issue the enclosed work on this stream."""
+        """A context in which work is issued on this stream."""
         return _HERE if self._stream is None else self._device.running_on(self._stream)
 
     def follow_compute(self) -> None:
-        """Order what this stream runs next after everything that the caller's stream was given so far."""
+        """Order later work of this stream after all work issued on the caller's stream so far."""
         if self._stream is not None:
             self._stream.wait_stream(self._device.current_stream())
 
@@ -130,7 +130,7 @@ class Stream:
         return self._stream.record_event() if self._stream is not None else self._device.mark()
 
     def await_mark(self, event: Any) -> None:
-        """Order what this stream runs next after `event`."""
+        """Order later work of this stream after `event`."""
         if self._stream is None:
             self._device.await_mark(event)
         elif event is not None:
@@ -139,7 +139,7 @@ class Stream:
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, PendingWork]:
         """Start to copy `tensor` into page-locked host memory on this stream, on an accelerator.
 
-        Returns the copy, which the host may read after `await_downloads`, and what keeps `tensor` until then.
+        Returns the copy, which the host may read after `await_downloads`, and the work, which keeps `tensor` alive.
         """
         copy = pinned_like(tensor)
         with self.running():
@@ -154,20 +154,20 @@ class Stream:
         return PendingWork(device=self._device, event=self.mark(), keep=(target, source))
 
     def await_downloads(self) -> None:
-        """Keep the host until all that was downloaded is there."""
+        """Block the host until all downloads are complete."""
         event, self._downloaded = self._downloaded, None
         self._device.block_host(event)
 
 
 class PendingWork:
-    """In-flight work: owns every tensor that it reads or writes until it was waited for.
+    """Work in flight: keeps every tensor that it reads or writes alive until it was waited for.
 
-    `wait()` orders the caller after the work (blocking on CPU), runs `finish` once, and lets the tensors go. It may be
-    called again at no cost.
+    `wait()` orders the caller after the work (on a CPU it blocks), runs `finish` once, and releases the tensors. More
+    calls do nothing.
 
     Attributes:
         done: whether it was waited for.
-        advances_in_waits: whether it goes on only where ranks wait, and not beside what they compute.
+        advances_in_waits: whether it makes progress only while ranks wait, not while they compute.
     """
 
     __slots__ = ("_device", "_event", "_finish", "_keep", "_work", "advances_in_waits", "done")
@@ -191,14 +191,14 @@ class PendingWork:
         self.done = False
 
     def followed_by(self, finish: Callable[[], None], *keep: torch.Tensor) -> PendingWork:
-        """This work and, when it is waited for, `finish`, which uses the tensors `keep`. In its place from now on."""
+        """Run `finish`, which uses the tensors `keep`, in the wait for this work. Use the returned work instead."""
         if self.done or self._finish is not None:
             return PendingWork(work=self, keep=keep, finish=finish)
         self._finish, self._keep = finish, (*self._keep, *keep)
         return self
 
     def wait(self) -> None:
-        """Order the caller after the work; collective only in the sense that the peers must have issued theirs."""
+        """Order the caller after the work, which requires that the peers have issued theirs."""
         if self.done:
             return
         if self._work is not None:
@@ -221,12 +221,12 @@ DONE.wait()
 
 
 def accelerator_count() -> int:
-    """How many accelerators this machine has."""
+    """The number of accelerators of this machine."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def accelerator(index: int | None = None) -> torch.device | None:
-    """The accelerator of that index, the current one without; None on a machine that has none."""
+    """The accelerator of that index, by default the current one; None on a machine that has none."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:
         return None
@@ -234,7 +234,7 @@ def accelerator(index: int | None = None) -> torch.device | None:
 
 
 def concrete(device: torch.device) -> torch.device:
-    """`device` as tensors have it: a CPU has no index, an accelerator without one is the current one."""
+    """`device` as the `device` of tensors shows it: a CPU without index, an accelerator with one (of the current)."""
     if device.type == "cpu":
         return torch.device("cpu")
     current = accelerator() if device.index is None else None
@@ -242,13 +242,13 @@ def concrete(device: torch.device) -> torch.device:
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in page-locked host memory where an accelerator is present, else itself: copies from it overlap."""
+    """`tensor` in page-locked host memory, so that copies from it can overlap; itself if there is no accelerator."""
     if torch.accelerator.is_available() and not is_memoryless():
         return tensor.pin_memory()
     return tensor
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory for a copy of `tensor`, page-locked where an accelerator is present; undefined values."""
+    """Uninitialized host memory for a copy of `tensor`, page-locked if there is an accelerator."""
     locked = torch.accelerator.is_available() and not is_memoryless()
     return torch.empty_like(tensor, device="cpu", pin_memory=locked)

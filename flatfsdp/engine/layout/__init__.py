@@ -1,3 +1,3 @@
-"""Which element of which parameter lies where in a flat parameter, and how intervals become boxes and contiguous runs,
-in integers only. Imports flatfsdp's errors.
+"""The positions of parameters in a flat parameter, and the conversion of intervals to boxes and contiguous runs, in
+integers only. Imports flatfsdp's errors.
 """

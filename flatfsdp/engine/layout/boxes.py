@@ -1,9 +1,9 @@
-"""An interval of a parameter as boxes: the language of distributed checkpoints.
+"""Intervals of parameters as boxes, the form that distributed checkpoints use.
 
-[Note: boxes] A rank owns an interval of a parameter's elements in memory order, `[start, stop)`. Checkpoints know only
-boxes: N-D blocks with offsets and sizes. An interval of a row-major N-D parameter (N >= 1) is at most 2(N-1)+1 boxes:
-incomplete rows at its beginning and its end, for each dimension but the first, and whole ones between. Each box is
-again an interval, so its elements lie together. A parameter without dimensions is one box.
+[Note: boxes] A rank owns an interval of a parameter's elements in memory order, `[start, stop)`. Checkpoints support
+only boxes: N-D blocks with offsets and sizes. An interval of a row-major N-D parameter (N >= 1) is at most 2(N-1)+1
+boxes: incomplete rows at its beginning and its end, for each dimension but the first, and complete rows in between.
+Each box is again an interval, so its elements are contiguous. A parameter without dimensions is one box.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Box:
     """A block of a parameter.
 
     Attributes:
-        offsets, sizes: where it begins and how far it reaches, per dimension of the parameter.
+        offsets, sizes: its first index and its extent, per dimension of the parameter.
         span: its elements in the parameter's memory order.
         order: the dimensions from the slowest to the fastest in memory; (0, 1, ...) for row-major parameters.
     """
@@ -33,7 +33,7 @@ class Box:
 
     @property
     def sizes_in_memory(self) -> tuple[int, ...]:
-        """The shape that the elements have as they lie; `permute(back)` of it is the box."""
+        """The shape of the elements in memory order; `permute(back)` of that is the box."""
         return tuple(self.sizes[dim] for dim in self.order)
 
     @property
@@ -44,12 +44,12 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class PartBox:
-    """A block of the whole that a parameter is a part of. [Note: parts of wholes]
+    """A block of the whole tensor of which a parameter is a part. [Note: parts of wholes]
 
     Attributes:
-        offsets, sizes: where it begins in the whole and how far it reaches.
+        offsets, sizes: its first index in the whole tensor, and its extent, per dimension.
         source: the box of the part that has its elements.
-        inside: where it begins in that.
+        inside: its first index in `source`.
     """
 
     offsets: tuple[int, ...]
@@ -59,7 +59,7 @@ class PartBox:
 
 
 def boxes_of_whole(spec: ParamSpec, span: Span) -> tuple[Box, ...] | tuple[PartBox, ...]:
-    """What `span` of a parameter, in its own memory order, is as boxes of the whole that it is a part of."""
+    """The boxes of the whole tensor for `span` of a parameter, in the parameter's own memory order."""
     boxes = boxes_of(spec, span)
     if spec.part is None:
         return boxes
@@ -71,8 +71,8 @@ def boxes_of_whole(spec: ParamSpec, span: Span) -> tuple[Box, ...] | tuple[PartB
 
 
 def runs_of_whole(spec: ParamSpec, span: Span) -> Iterator[tuple[Span, Span]]:
-    """(elements of the part, elements of the whole) of each run that lies together in both, in the order of the part;
-    all of `span` is in them. Precondition: part and whole have their dimensions in one order in memory."""
+    """(elements of the part, elements of the whole) of each run that is contiguous in both, in the order of the part;
+    together they are `span`. Precondition: part and whole have the same order of dimensions in memory."""
     whole, order = spec.whole, spec.whole.order
     shape = [whole.shape[dim] for dim in order]
     steps = [prod(shape[place + 1 :]) for place in range(len(shape))]
@@ -84,7 +84,7 @@ def runs_of_whole(spec: ParamSpec, span: Span) -> Iterator[tuple[Span, Span]]:
         sizes = [box.sizes[dim] for dim in order]
         begin = [box.offsets[dim] for dim in order]
         stored_begin = [box.source.offsets[dim] + box.inside[dim] for dim in order]
-        inner = len(shape) - 1  # from this dimension on elements lie together
+        inner = len(shape) - 1  # from this dimension on, elements are contiguous
         while inner > 0 and sizes[inner] == shape[inner]:
             inner -= 1
         length = prod(sizes[max(inner, 0) :])
@@ -103,9 +103,9 @@ def runs_of_whole(spec: ParamSpec, span: Span) -> Iterator[tuple[Span, Span]]:
 
 
 def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
-    """What `span` of a parameter (in memory order) is as boxes, in order; none for an empty span.
+    """The boxes of `span` of a parameter (in memory order), in order; none for an empty span.
 
-    An empty parameter is one empty box wherever it is asked for: whether somebody has to name it is not known here.
+    For an empty parameter it is always one empty box; the caller decides whether that is needed.
     """
     order = spec.order
     shape = tuple(spec.shape[dim] for dim in order)

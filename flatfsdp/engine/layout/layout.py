@@ -1,24 +1,24 @@
-"""The address map of a flat parameter: which element of which parameter lies where, on which rank.
+"""The address map of a flat parameter: the positions of all parameters' elements, and the ranks that own them.
 
 [Note: the flat space]
-Parameters lie one after the other in a one-dimensional *flat space*, in declaration order, each on its *span*.
-Between spans there may be *alignment padding*. The space is a row of *segments*, each filled up by *world padding* and
-split evenly over ``world`` ranks: rank ``r`` has *piece* ``r`` of each, and its *shard* is these pieces, one behind the
-other. The whole map is integers: nothing here knows a dtype, a device or a tensor. Everything that needs an address
-(collectives, views, state dicts, optimizers, estimates) reads it here and computes none of its own.
+Parameters are placed one after the other in a one-dimensional *flat space*, in declaration order, each on its *span*.
+Between spans there may be *alignment padding*. The space is a sequence of *segments*, each extended by *world padding*
+and split evenly over ``world`` ranks: rank ``r`` has *piece* ``r`` of each, and its *shard* is the concatenation of
+these pieces. The map consists of integers only, without dtypes, devices or tensors. All code that needs an address
+(collectives, views, state dicts, optimizers, estimates) reads it here, and computes none of its own.
 
-[Note: pieces] With one segment, shards are equal intervals of the flat space, and parameters are cut anywhere:
-FSDP1's layout, with the least padding. With one for each parameter, whose pieces are whole rows, each rank has
-consecutive rows of every parameter, as ``torch.chunk`` divides them, which is what FSDP2's ``Shard(0)`` means. Either
-way a rank owns one interval of each parameter, and parameters are whole in the flat space. Between segments there may
+[Note: pieces] With one segment, shards are equal intervals of the flat space, and parameters are split anywhere:
+FSDP1's layout, with the least padding. With one segment per parameter, whose pieces are complete rows, each rank has
+consecutive rows of every parameter, as ``torch.chunk`` divides them: the meaning of FSDP2's ``Shard(0)``. In both cases
+a rank owns one interval of each parameter, and parameters are contiguous in the flat space. Between segments there may
 be alignment padding that is in no shard.
 
-Three spaces have elements, and a `Span` means nothing without the one that it lies in: the flat space, one rank's
-shard, one parameter (flat space minus the span's start; memory order, see `ParamSpec`).
+A `Span` is an interval of one of three spaces, which has to be known from the context: the flat space, one rank's
+shard, or one parameter (flat space minus the span's start; memory order, see `ParamSpec`).
 
-A layout is a frozen value that proves itself when made, so a wrong one cannot be passed on. FSDP1's layouts are two
-calls of `FlatLayout.pack`: with ``use_orig_params=True`` parameters are aligned and the total is padded to the world
-size, with ``False`` neither is done.
+A layout is a frozen value that is verified when it is created, so an invalid one cannot be passed on. FSDP1's layouts
+are two calls of `FlatLayout.pack`: with ``use_orig_params=True`` parameters are aligned and the total is padded to the
+world size, with ``False`` neither is done.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from .span import Span as Span
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the layout knows of one original parameter.
+    """The description of one original parameter.
 
-    ``stride`` is None for row-major parameters, whose elements lie in the flat space in row-major order. A dense
-    parameter that is not row-major (channels_last) gives its stride and lies there in the order its own memory has, so
-    that ``as_strided(shape, stride)`` on its span is the parameter. The row-major stride itself is normalised to None.
-    A 1x1 convolution in channels_last keeps its stride: kernels read it though no element's place depends on it.
-    ``part`` is None unless this is a part of a larger tensor. [Note: parts of wholes]
+    ``stride`` is None for row-major parameters, whose elements are in row-major order in the flat space. A dense
+    parameter that is not row-major (channels_last) has its stride here, and its elements are in the order of its own
+    memory, so that ``as_strided(shape, stride)`` on its span is the parameter. A row-major stride is normalized to
+    None. A 1x1 convolution in channels_last keeps its stride: kernels read it although no element's place depends on
+    it. ``part`` is None unless this is a part of a larger tensor. [Note: parts of wholes]
 
     Raises:
         ConfigValueError: a negative size, or a stride with gaps or overlaps (an expanded or sliced parameter).
@@ -86,12 +86,12 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter: 1 for shape ``()``, 0 where a size is 0."""
+        """The number of elements: 1 for shape ``()``, 0 if a size is 0."""
         return prod(self.shape)
 
     @property
     def whole(self) -> ParamSpec:
-        """The whole tensor that this is a part of, maybe itself."""
+        """The whole tensor of which this is a part; itself if it is not a part."""
         return self if self.part is None else ParamSpec(self.name, self.part.shape, self.part.stride)
 
     @property
@@ -101,21 +101,21 @@ class ParamSpec:
         if self.stride is None:
             return tuple(dims)
         stride = self.stride
-        # A dimension of size one with the stride of another lies inside of it: the other's steps are no longer.
+        # A dimension of size one with the same stride as another one counts as the faster of the two.
         return tuple(sorted(dims, key=lambda dim: (-stride[dim], self.shape[dim] == 1, dim)))
 
     @property
     def rows(self) -> int:
-        """Into how many slices of equal size, each contiguous, the slowest dimension in memory divides it."""
+        """The number of equal contiguous slices along the slowest dimension in memory."""
         return self.shape[self.order[0]] if self.shape else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """The elements of one parameter that lie in one rank's shard.
+    """The elements of one parameter in one rank's shard.
 
-    ``index`` points into `FlatLayout.params`; ``in_param`` is the interval inside the flattened parameter, ``in_shard``
-    the interval inside the shard. Both have the same number of elements.
+    ``index`` is the parameter's index in `FlatLayout.params`; ``in_param`` is the interval in the flattened parameter,
+    ``in_shard`` the interval in the shard. Both have the same number of elements.
     """
 
     index: int
@@ -128,8 +128,8 @@ class Segment:
     """A part of the flat space that is split evenly over the ranks. [Note: pieces]
 
     Attributes:
-        span: of the flat space, padding included; as many elements for each rank.
-        members: the parameters that lie in it, as a span of indices into `FlatLayout.params`.
+        span: its interval of the flat space, including padding; with equally many elements for each rank.
+        members: its parameters, as a span of indices of `FlatLayout.params`.
     """
 
     span: Span
@@ -138,19 +138,19 @@ class Segment:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where every parameter of one flat parameter lies, and what each of ``world`` ranks keeps of it.
+    """The positions of all parameters in one flat parameter, and the shards of ``world`` ranks.
 
     Attributes:
-        params: the parameters in the order in which they lie.
+        params: the parameters in the order of their positions.
         spans: for each parameter its span of the flat space.
         world: number of shards (ranks of the shard group).
         numel: elements of the unpadded flat parameter. Alignment padding is part of it, and so is the world padding
-            when the total was padded (``pack(pad_total=True)``): what FSDP1 calls the unpadded unsharded size.
-        shard_numel: elements of every rank's shard, padding included.
-        align: every span starts at a multiple of this many elements.
-        segments: what the ranks split, in order; if none are given, all of the space as one. [Note: pieces]
+            if the total was padded (``pack(pad_total=True)``): FSDP1's unpadded unsharded size.
+        shard_numel: elements of every rank's shard, including padding.
+        align: every span starts at a multiple of this number of elements.
+        segments: the segments in order; by default one for all of the space. [Note: pieces]
 
-    Making one costs O(parameters), whatever the world; `owned` costs O(log parameters + what the rank owns).
+    Creation takes O(parameters), independent of the world; `owned` takes O(log parameters + owned parameters).
 
     Example:
         >>> layout = FlatLayout.pack([ParamSpec("weight", (2, 3)), ParamSpec("bias", (3,))], world=2, align=4)
@@ -170,7 +170,7 @@ class FlatLayout:
 
     @classmethod
     def pack(cls, params: Iterable[ParamSpec], *, world: int, align: int = 1, pad_total: bool = False) -> FlatLayout:
-        """Lay ``params`` out in the order given, each at the next multiple of ``align`` elements, in equal shards.
+        """Place ``params`` in the given order, each at the next multiple of ``align`` elements, in equal shards.
 
         With ``pad_total`` the unpadded size itself is rounded up to a multiple of ``world``; without it only the shards
         are. FSDP1 packs with ``align=16 // itemsize`` (of the compute dtype) and ``pad_total=True`` under
@@ -192,11 +192,11 @@ class FlatLayout:
 
     @classmethod
     def pack_rows(cls, params: Iterable[ParamSpec], *, world: int, align: int = 1) -> FlatLayout:
-        """Lay ``params`` out in the order given, each in a segment of its own of which every rank has whole rows.
+        """Place ``params`` in the given order, each in a segment of its own, of which every rank has complete rows.
 
-        A rank's piece is ``ceil(rows / world)`` rows, the first ranks' full: what ``torch.chunk`` makes of the slowest
-        dimension in memory (`ParamSpec.rows`). Segments start at multiples of ``align`` elements. One rank has all of
-        one segment.
+        A rank's piece is ``ceil(rows / world)`` rows, full on the first ranks: the chunks of ``torch.chunk`` along the
+        slowest dimension in memory (`ParamSpec.rows`). Segments start at multiples of ``align`` elements. In a world of
+        one rank there is only one segment.
 
         Raises:
             ConfigValueError: ``world`` or ``align`` below 1.
@@ -225,7 +225,7 @@ class FlatLayout:
         return cls(params, tuple(spans), world, end, shard_numel, align, tuple(segments))
 
     def __post_init__(self) -> None:
-        """Prove that the spans fit their parameters and that the shards hold every parameter exactly once."""
+        """Verify that the spans fit their parameters and that the shards contain every parameter exactly once."""
         if self.world < 1 or self.align < 1:
             raise InternalError(f"a layout needs world >= 1 and align >= 1, found {self.world} and {self.align}")
         if not self.segments:
@@ -245,8 +245,8 @@ class FlatLayout:
             if span.stop > self.numel:
                 raise InternalError(f"{param.name!r} at {span} ends behind the layout's {self.numel} elements")
             end = span.stop
-        # The pieces of a segment are equal and adjoin: they cover each span inside of it exactly once. No rank needs to
-        # be visited for that.
+        # The pieces of a segment are equal and adjacent, so they cover each span inside of it exactly once: there is no
+        # need to check each rank.
         for segment in self.segments:
             for index in range(segment.members.start, segment.members.stop):
                 param, span = self.params[index], self.spans[index]
@@ -259,11 +259,11 @@ class FlatLayout:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if "segments" not in state:  # a pickle of before there were several
+        if "segments" not in state:  # a pickle of a version without segments
             self.__post_init__()
 
     def _prove_segments(self) -> None:
-        """Prove that segments are disjoint and split evenly, and that each parameter is in one."""
+        """Verify that segments are disjoint and split evenly, and that each parameter is in one."""
         end = members = pieces = 0
         for segment in self.segments:
             if segment.span.start < end:
@@ -281,17 +281,17 @@ class FlatLayout:
 
     @property
     def padded_numel(self) -> int:
-        """Elements of the unsharded buffer: all shards together, and what is between segments."""
+        """Elements of the unsharded buffer: of all shards, and of the padding between segments."""
         return self.segments[-1].span.stop
 
     def shard(self, rank: int) -> Span:
-        """The span of the flat space that ``rank`` keeps, padding included; only where there is one segment."""
+        """The span of ``rank``'s shard in the flat space, including padding. Precondition: there is one segment."""
         if len(self.segments) > 1:
             raise InternalError(f"a shard of {len(self.segments)} segments is no span of the flat space")
         return self.pieces(rank)[0]
 
     def pieces(self, rank: int) -> tuple[Span, ...]:
-        """For each segment the span of the flat space that ``rank`` keeps, padding included."""
+        """For each segment the span of ``rank``'s piece in the flat space, including padding."""
         cached: tuple[Span, ...] | None = self._known.get(("pieces", rank))
         if cached is None:
             if not 0 <= rank < self.world:
@@ -304,7 +304,7 @@ class FlatLayout:
         return cached
 
     def rank_of(self, element: int) -> int:
-        """The rank whose shard holds ``element`` of the flat space."""
+        """The rank whose shard contains ``element`` of the flat space."""
         if not 0 <= element < self.padded_numel:
             raise ConfigValueError(f"expected an element from 0 to {self.padded_numel - 1}, found {element}")
         ends = [segment.span.stop for segment in self.segments]
@@ -314,32 +314,32 @@ class FlatLayout:
         return (element - segment.start) // (segment.numel // self.world)
 
     def owned(self, rank: int) -> tuple[Owned, ...]:
-        """What ``rank`` owns of each parameter, in order; parameters of which it owns no element are left out."""
+        """The elements that ``rank`` owns of each parameter, in order, without parameters of which it owns none."""
         cached: tuple[Owned, ...] | None = self._known.get(("owned", rank))
         if cached is None:
             cached = self._known["owned", rank] = tuple(self._cut(rank))
         return cached
 
     def span_in_shard(self, index: int, rank: int) -> Span:
-        """Where parameter ``index`` lies in the shard of ``rank``; an empty span inside the shard where it does not."""
+        """The span of parameter ``index`` in the shard of ``rank``; an empty span inside the shard if it has none."""
         segment = self._segment_of[index]
         piece, place = self.pieces(rank)[segment], self.pieces_in_shard[segment]
         return piece.intersect(self.spans[index]).shift(place.start - piece.start)
 
     def span_in_param(self, index: int, rank: int) -> Span:
-        """Which elements of parameter `index` are in the shard of ``rank``; ``[0, 0)`` where none is."""
+        """The elements of parameter `index` that are in the shard of ``rank``; ``[0, 0)`` if there are none."""
         shared = self.spans[index].intersect(self.pieces(rank)[self._segment_of[index]])
         return Span(0, 0) if shared.is_empty else shared.shift(-self.spans[index].start)
 
     def unpadded_part(self, rank: int) -> Span:
-        """What ``rank`` keeps of the flat space without world padding; ``[0, 0)`` for nothing. Only where there is one
-        segment."""
+        """The span of ``rank``'s shard in the flat space, without world padding; ``[0, 0)`` if that is empty.
+        Precondition: there is one segment."""
         shared = self.shard(rank).intersect(Span(0, self.numel))
         return Span(0, 0) if shared.is_empty else shared
 
     def over(self, world: int) -> FlatLayout:
-        """The same flat space, padding included, split over ``world`` ranks, each of which has some of these pieces of
-        each segment in a row.
+        """The same flat space, including padding, split over ``world`` ranks, each of which has several consecutive
+        pieces of each segment of this layout.
 
         Raises:
             ConfigValueError: ``world`` does not divide this layout's.
@@ -353,12 +353,12 @@ class FlatLayout:
         return cached
 
     def digest(self) -> str:
-        """SHA-256 in hex over everything in the layout: equal on two ranks exactly when their layouts are equal."""
+        """SHA-256 in hex over the complete layout: equal on two ranks exactly if their layouts are equal."""
         return hashlib.sha256("\n".join(self._facts()).encode()).hexdigest()
 
     def _facts(self) -> Iterator[str]:
         yield f"world {self.world} numel {self.numel} shard {self.shard_numel} align {self.align}"
-        if len(self.segments) > 1:  # files hold the digests of others
+        if len(self.segments) > 1:  # not for one segment: existing files contain digests of such layouts
             yield " ".join(f"{segment.span} of {segment.members}" for segment in self.segments)
         for param, span in zip(self.params, self.spans, strict=True):
             yield f"{param.name!r} {param.shape} {param.stride} {span}{'' if param.part is None else f' {param.part}'}"
@@ -376,14 +376,14 @@ class FlatLayout:
 
     @cached_property
     def pieces_in_shard(self) -> tuple[Span, ...]:
-        """For each segment the span of every rank's shard that is its piece: one behind the other."""
+        """For each segment the span of its piece in every rank's shard; these are adjacent."""
         sizes = [segment.span.numel // self.world for segment in self.segments]
         ends = list(accumulate(sizes))
         return tuple(Span(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
     @cached_property
     def gaps(self) -> tuple[Span, ...]:
-        """What no parameter covers: alignment padding and world padding, in order."""
+        """The spans of the flat space outside of all parameters: alignment padding and world padding, in order."""
         starts = (*(span.start for span in self.spans), self.padded_numel)
         ends = (0, *(span.stop for span in self.spans))
         return tuple(Span(end, start) for end, start in zip(ends, starts, strict=True) if start > end)
@@ -398,13 +398,13 @@ class FlatLayout:
 
     @cached_property
     def _known(self) -> dict[tuple[str, int], Any]:
-        """What was found by `pieces`, `owned` and `over`, of a rank or a world."""
+        """The cached results of `pieces`, `owned` and `over`, by rank or world."""
         return {}
 
 
 def stride_by_rows(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """The stride of a dense tensor of which `dim` is the slowest dimension in memory, and the others are in order; so
-    `ParamSpec.order` begins with it.
+    """The stride of a dense tensor whose slowest dimension in memory is `dim`, followed by the others in order; so
+    `ParamSpec.order` begins with `dim`.
 
     Example:
         >>> stride_by_rows((2, 3, 4), 1)
@@ -415,7 +415,7 @@ def stride_by_rows(shape: Sequence[int], dim: int) -> tuple[int, ...]:
         stride[each] = step
         step *= max(shape[each], 1)
     if shape and ParamSpec("", tuple(shape), tuple(stride)).order[0] != dim:
-        stride[dim] = max(stride) + 1  # of one row or none, whose stride moves nothing
+        stride[dim] = max(stride) + 1  # with at most one row, so this stride moves nothing
     return tuple(stride)
 
 

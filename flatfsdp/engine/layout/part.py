@@ -1,9 +1,9 @@
-"""Which part of a whole tensor is stored here, where ranks of another mesh store the others.
+"""This rank's part of a whole tensor, whose other parts are on other ranks of another mesh dimension.
 
-[Note: parts of wholes] Tensor parallelism splits a parameter before it comes to a unit: what the flat parameter
-stores, gathers and reduces is this rank's *part* of the *whole*, and layouts know the part's shape. What leaves a unit
-by name (state dicts, states of optimizers, checkpoints) has the whole's. A part is a product of ranges, some along each
-dimension, mostly one. Several ranks may store the same part: these are *copies*.
+[Note: parts of wholes] Tensor parallelism splits a parameter before it is added to a unit: the flat parameter stores,
+gathers and reduces this rank's *part* of the *whole* tensor, and layouts have the part's shape. Named values (state
+dicts, optimizer states, checkpoints) have the shape of the whole. A part is a product of ranges, with one or more along
+each dimension, usually one. Several ranks may store the same part: these are *copies*.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Part:
     """A part of a whole tensor.
 
     Attributes:
-        shape: of the whole; stride: of the whole, None where that is row-major.
-        ranges: for each dimension what the part has of it, in the order in which it is stored.
-        copy: the number of this copy, of those that ranks store of the same part.
+        shape: the shape of the whole; stride: the stride of the whole, None if that is row-major.
+        ranges: for each dimension the ranges that the part consists of, in the order in which they are stored.
+        copy: the index of this copy among those of the same part.
     """
 
     shape: tuple[int, ...]
@@ -47,14 +47,14 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the tensor, in order."""
+        """Whether the part is the complete tensor, in order."""
         return all(ranges == ((0, size),) for size, ranges in zip(self.shape, self.ranges, strict=True) if size)
 
     def blocks(
         self, offsets: Iterable[int], sizes: Iterable[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        """(offsets in the whole, sizes, offsets in the block) of each block of the whole that a block of the part,
-        given by its offsets and sizes, consists of."""
+        """The blocks of the whole that make up the block of the part with these offsets and sizes, each as (offsets in
+        the whole, sizes, offsets in the block)."""
         sides = zip(self.ranges, offsets, sizes, strict=True)
         for places in product(*(list(_within(ranges, offset, size)) for ranges, offset, size in sides)):
             yield (
@@ -65,7 +65,7 @@ class Part:
 
 
 def _within(ranges: Ranges, offset: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """(first in the whole, length, first in the interval) of what `[offset, offset + size)` of `ranges` consists of."""
+    """The parts of `[offset, offset + size)` of `ranges`, as (first in the whole, length, first in the interval)."""
     start = 0
     for first, length in ranges:
         begin, end = max(start, offset), min(start + length, offset + size)
@@ -75,7 +75,7 @@ def _within(ranges: Ranges, offset: int, size: int) -> Iterator[tuple[int, int, 
 
 
 def chunk(ranges: Ranges, count: int, place: int) -> Ranges:
-    """Number `place` of the `count` chunks of `ranges`, as torch.chunk makes them: the last ones may be shorter, or
+    """Chunk `place` of the `count` chunks of `ranges`, divided like by torch.chunk: the last ones may be shorter, or
     empty."""
     total = sum(length for _, length in ranges)
     size = -(-total // count)
@@ -83,8 +83,8 @@ def chunk(ranges: Ranges, count: int, place: int) -> Ranges:
 
 
 def strided_chunk(ranges: Ranges, count: int, place: int, split_factor: int) -> Ranges:
-    """What is left of `ranges` where each of `split_factor` chunks of them is divided into `count` again: number
-    `place` of each."""
+    """The ranges that remain if each of `split_factor` chunks of `ranges` is divided into `count` chunks again, and
+    chunk `place` of each is taken."""
     return joined(
         each for outer in range(split_factor) for each in chunk(chunk(ranges, split_factor, outer), count, place)
     )
@@ -97,8 +97,8 @@ def cut(ranges: Ranges, count: int, place: int, split_factor: int | None) -> Ran
 
 @lru_cache(maxsize=1024)
 def shown_elsewhere(size: int, cuts: tuple[tuple[int, int | None], ...], last: int) -> tuple[int, ...] | None:
-    """A place that has other ones of `size` elements if `cuts`, each a count and a split factor, are made in order than
-    if number `last` of them is made at the end, into chunks; None where no place has."""
+    """A place that gets other elements of `size` if `cuts` (each a count and a split factor) are made in order than if
+    number `last` of them is made at the end, into chunks; None if there is no such place."""
     others = [i for i in range(len(cuts)) if i != last]
     if size % prod(cuts[i][0] for i in others) == 0:
         return None  # `last` cuts pieces of one size
@@ -114,7 +114,7 @@ def shown_elsewhere(size: int, cuts: tuple[tuple[int, int | None], ...], last: i
 
 
 def joined(ranges: Iterable[Range]) -> Ranges:
-    """`ranges` with those that continue one another as one."""
+    """`ranges`, with adjacent ones merged."""
     out: list[Range] = []
     for first, length in ranges:
         if out and sum(out[-1]) == first:

@@ -1,4 +1,4 @@
-"""Parameters that lie together in a shard, as runs: what an elementwise operation can treat as one."""
+"""Runs of parameters that are contiguous in a shard, so that an elementwise operation can treat them as one tensor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .layout import Span
 
 @dataclass(frozen=True, slots=True)
 class ParamInShard:
-    """Where a parameter lies in a shard.
+    """The place of a parameter in a shard.
 
     Attributes:
-        span: of the shard; empty for a parameter of which the shard holds nothing.
-        kind: parameters are taken together where this is equal; None: with no other.
+        span: the span in the shard; empty for a parameter without elements in the shard.
+        kind: parameters of equal kind may be in one run; None: with no other parameter.
     """
 
     span: Span
@@ -22,11 +22,11 @@ class ParamInShard:
 
 
 def find_runs(places: Sequence[ParamInShard], *, padding: int) -> list[list[int]]:
-    """The places by run: maximal sequences of one kind that only padding divides. Empty places are in none.
+    """The indices of the places in each run, a maximal sequence of one kind with only padding between; no empty places.
 
     Args:
-        places: in the order in which they lie.
-        padding: how many elements at most may lie between two of a run.
+        places: the places in the order of their spans.
+        padding: the most elements between two places of a run.
 
     Example:
         >>> places = [ParamInShard(Span(0, 6), "a"), ParamInShard(Span(8, 11), "a"), ParamInShard(Span(12, 14), "b")]

@@ -24,12 +24,12 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """Elements in the span."""
+        """The number of elements in the span."""
         return self.stop - self.start
 
     @property
     def is_empty(self) -> bool:
-        """Whether the span holds no element. An empty span still has a place."""
+        """Whether the span has no elements. An empty span still has a position."""
         return self.start == self.stop
 
     @property
@@ -38,10 +38,10 @@ class Span:
         return builtins.slice(self.start, self.stop)
 
     def intersect(self, other: Span) -> Span:
-        """What both spans hold. Where they share nothing, an empty span at this span's end nearest to ``other``."""
+        """The elements in both spans. If there are none, an empty span at this span's end nearest to ``other``."""
         start = min(max(self.start, other.start), self.stop)
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, by: int) -> Span:
-        """The same interval seen from an origin ``by`` elements earlier (negative ``by``: later)."""
+        """The same interval relative to an origin that is ``by`` elements earlier (negative ``by``: later)."""
         return Span(self.start + by, self.stop + by)
