@@ -55,7 +55,7 @@ def on_all_ranks(
         describe: a description of an exception for the other ranks.
 
     Raises:
-        Exception: what `raises` returns.
+        Exception: the result of `raises`.
         AgreementError: on every rank: some make another call.
         LostRankError: a rank has ended.
     """

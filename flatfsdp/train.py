@@ -64,7 +64,7 @@ class Command(Settings):
     overwrite: bool = setting(False, "with --export: replace an export that is there, and nothing else")
     dry_run: bool = setting(False, "train nothing: print units, bytes per rank and traffic, without any device")
     world_size: Count | None = setting(None, "of so many ranks, for --dry-run; none for those that would start")
-    measure: bool = setting(False, "with --dry-run: run one real step, too, and print what it keeps of activations")
+    measure: bool = setting(False, "with --dry-run: run one real step, too, and print the size of kept activations")
 
     def __post_init__(self) -> None:
         for name in ("world_size", "measure"):

@@ -95,7 +95,7 @@ def mesh_of_both(dp_mesh: Any, other: Any) -> Any:
         raise UsageError(
             f"the meshes of data and tensor parallelism have dimensions {names}: {both[0]!r} is in both. A parameter "
             'that is a DTensor lies on the dimensions of tensor parallelism alone, such as mesh["tp"]; data '
-            "parallelism splits what it has there"
+            "parallelism splits its parts there"
         )
     try:
         return _dtensor.concatenated([dp_mesh, other])

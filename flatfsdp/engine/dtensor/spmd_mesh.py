@@ -80,8 +80,8 @@ class SpmdMesh:
             if not placements[place].is_replicate():
                 raise UsageError(
                     f"{path!r} is a DTensor with placements {tuple(placements)}, of which {placements[place]} is along "
-                    f"{mesh.mesh_dim_names[place]!r}, a dimension of dp_mesh_dims. Expected Replicate() there: the "
-                    "split is what fully_shard() does"
+                    f"{mesh.mesh_dim_names[place]!r}, a dimension of dp_mesh_dims. Expected Replicate() there: "
+                    "fully_shard() does the split"
                 )
 
     def at_rest(self, stored: Any, dim: int, dtype: torch.dtype) -> tuple[Any, int]:

@@ -410,7 +410,7 @@ def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
             found = "itself" if target is unit else f"a {target.entries.class_name} that is wrapped in another model"
             raise ConfigValueError(
                 f"{method} of unit {unit.label}: modules: got {found}. Accepted: {accepted}. Wrap the whole model "
-                "before you choose what is gathered ahead"
+                "before you choose the modules to prefetch"
             )
         targets.append(target)
     return PrefetchTargets(dict.fromkeys(targets))
@@ -426,6 +426,6 @@ def check_prefetches_on_request(unit: Unit, method: str) -> None:
     ):
         if is_made:
             raise ConfigValueError(
-                f"{method}: a {unit.entries.class_name} inside was wrapped with {setting}, which gathers ahead by "
-                f"itself. Wrap without it, and list what is gathered ahead by set_modules_to_{instead}_prefetch"
+                f"{method}: a {unit.entries.class_name} inside was wrapped with {setting}, which prefetches "
+                f"automatically. Wrap without it, and list the modules to prefetch by set_modules_to_{instead}_prefetch"
             )

@@ -92,8 +92,8 @@ class GatherHooks:
         self._stride = tuple(prod(max(size, 1) for size in tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
         if absent := next((each for each in (PRE, POST) if not callable(getattr(tensor, each, None))), None):
             raise UsageError(
-                f"{self._what} has {POST if absent == PRE else PRE} but no {absent}: what is gathered of it is made by "
-                "the one, and what modules compute with by the other. Define both, or none"
+                f"{self._what} has {POST if absent == PRE else PRE} but no {absent}: the first makes the tensors "
+                "to gather, the second those that modules compute with. Define both, or none"
             )
         self._takes = len(inspect.signature(getattr(tensor, PRE)).parameters)
         if self._takes not in (1, 5):

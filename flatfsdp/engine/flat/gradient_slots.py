@@ -341,7 +341,7 @@ class Accumulation:
         if ours:
             raise UsageError(
                 f"unit {self._handle.label}: the .grad of {', '.join(ours)} was edited after a backward "
-                "under no_sync(). Until gradients are synchronised it shows only a piece of what has accumulated; edit "
+                "under no_sync(). Until gradients are synchronized it shows only a piece of the accumulated ones; edit "
                 "it after a backward outside of no_sync(), or drop it with zero_grad()"
             )
         # An empty piece looks zero after any edit; its neighbors show it.

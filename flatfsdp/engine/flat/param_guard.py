@@ -173,7 +173,7 @@ class ExpandedParameter(torch.Tensor):
         used = (*args, *(kwargs or {}).values())
         names = _names(each.leaf for each in used if isinstance(each, ExpandedParameter))
         raise UsageError(
-            f"{name_of(func)} computes with what expand_as() or view_as() made of parameter {names} where it is "
+            f"{name_of(func)} computes with the result of expand_as() or view_as() of parameter {names}, which is "
             "sharded: that only leads to its AccumulateGrad node. Compute with whole values in the forward of its "
             "module, or inside summon_full_params()"
         )
@@ -373,5 +373,5 @@ def _refusal_to_ask(operation: str, arguments: Iterable[Any]) -> str:
     return (
         f"{operation} needs the gradients of parameter {_names(_hidden_in(arguments))}, which are reduced over "
         "ranks as they come, and show as .grad when the backward is over. Call backward() without inputs=, and read "
-        ".grad; what is not to be trained by it can be frozen before the forward (requires_grad_(False))"
+        ".grad; freeze parameters that it should not train before the forward (requires_grad_(False))"
     )

@@ -74,7 +74,7 @@ def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str
             UsageError(
                 f"unit {who}: its {happened} after its parameters were stepped in the same backward, as in no "
                 "backward before. This backward would mix weights of two steps. Such a model has to be stepped after "
-                "the backward: call remove() of what optimizer_in_backward() returned"
+                "the backward: call remove() of the object that optimizer_in_backward() returned"
             )
         )
     story = "; ".join(map(str, events.tail())) if events is not None else "no trace yet"

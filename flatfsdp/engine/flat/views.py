@@ -300,7 +300,7 @@ class ParamViews:
         handle.face.holder_of(index).requires_grad_(False)
         view = handle.at_rest.views[index]
         if view.is_meta or index in self.without_values:
-            self._store(index, torch.zeros(view.shape, dtype=view.dtype, device=handle.device), "what nobody holds")
+            self._store(index, torch.zeros(view.shape, dtype=view.dtype, device=handle.device), "an unused parameter")
 
     def adopt_flat(self) -> None:
         """Copy a user's replacement for the flat parameter's `.data` into the shard."""

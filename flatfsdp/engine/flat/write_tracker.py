@@ -73,8 +73,8 @@ class FlatParameter(TracksWrites, nn.Parameter):
         # verl assigns it after `flat_param_to()`, which has assigned it already.
         if value.data_ptr() != self.data_ptr():
             raise UsageError(
-                "_local_shard of a FlatParameter: expected what its `.data` shows. Assign `.data`, or write to it in "
-                "place"
+                "_local_shard of a FlatParameter: expected the tensor in its `.data`. Assign `.data`, or write to it "
+                "in place"
             )
 
 

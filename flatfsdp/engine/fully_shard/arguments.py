@@ -129,7 +129,7 @@ def _modules(given: Any) -> list[nn.Module]:
         if taken is not None and not isinstance(taken, Unit):
             raise UsageError(
                 f"module: {plain_class(each).__name__} has an attribute of its own that is called _unit, under which "
-                f"{CALL}() keeps what it needs. Give the attribute another name"
+                f"{CALL}() keeps its own state. Give the attribute another name"
             )
     return _outer(list(dict.fromkeys(modules)))
 

@@ -190,7 +190,7 @@ class FSDP2Controls(ScheduleControls):
         """Refused: torch's private state."""
         raise UsageError(
             f"_get_fsdp_state() of unit {self._unit.label}: this is the private state of torch's FSDP2, which modules "
-            "of flatfsdp do not have. flatfsdp.summary(model) and flatfsdp.stats(model) show what there is"
+            "of flatfsdp do not have. Use flatfsdp.summary(model) and flatfsdp.stats(model)"
         )
 
 

@@ -210,7 +210,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     except Exception as error:
         raise UsageError(
             f"memory_plan(): a step of {type(optimizer).__name__} fails on tensors without values "
-            f"({type(error).__name__}: {error}). What it keeps cannot be estimated; call memory_plan() without it"
+            f"({type(error).__name__}: {error}). Its state cannot be estimated; call memory_plan() without it"
         ) from error
 
 

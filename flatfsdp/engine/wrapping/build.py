@@ -104,7 +104,7 @@ class Front:
 
 
 WRAPPER = Front()
-_BY_HOOKS = ". What its fsdp_pre_all_gather returns is gathered of it where flatfsdp.fully_shard() shards the module"
+_BY_HOOKS = ". If flatfsdp.fully_shard() shards the module, the result of its fsdp_pre_all_gather is gathered"
 
 
 @torch.inference_mode(False)  # tensors made in inference mode have no versions, and cannot be trained
@@ -387,7 +387,7 @@ def _check_new(module: nn.Module, nested: Iterable[Unit], front: Front) -> None:
         if unit.entries.in_place is not bool(front.entries):
             made = "fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel"
             raise UsageError(
-                f"module: {unit.entries.class_name} inside was sharded by {made}, and what is around it is given to "
+                f"module: {unit.entries.class_name} inside was sharded by {made}, and the outer module is given to "
                 f"{front.words}. A model is sharded by one of them: use the same for all of its modules"
             )
 
@@ -438,6 +438,6 @@ def _check_plain(param_refs: Iterable[ParamRef], transforms: Iterable[Transform]
             raise UsageError(
                 f"{param_ref.path!r} is a {type(param_ref.leaf).__name__}, a tensor made of others: a flat parameter "
                 "holds plain elements. Name its module in ignored_modules=, which leaves it whole on each rank, or set "
-                "what is stored of it with flatfsdp.extensions.set_extensions()"
+                "its stored form with flatfsdp.extensions.set_extensions()"
                 f"{_BY_HOOKS if has_gather_hooks(param_ref.leaf) else ''}"
             )

@@ -219,7 +219,7 @@ def copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
         return copy.deepcopy(hook, memo)
     except Exception as error:  # any error of user-defined state
         warn_once_per_job(
-            f"the copy of a wrapped model does not have what was given to {method}, which cannot be copied "
+            f"the copy of a wrapped model does not have the argument of {method}, which cannot be copied "
             f"({type(error).__name__}: {error}). Call {method} on the copy before it trains"
         )
         memo[id(hook)] = None

@@ -275,5 +275,5 @@ def test_what_would_never_run_is_refused(pool2: Run) -> None:
         assert "the flat parameter of unit <root> has a hook on its AccumulateGrad node" in flat
         assert all("flatfsdp.optimizer_in_backward(model, optimizer)" in each for each in (before, after, leaf, flat))
         assert "'last.bias' of unit <root> has a hook of register_prehook()" in earlier
-        assert "sum() computes with what expand_as() or view_as() made of parameter '0.weight' of unit" in expanded
+        assert "sum() computes with the result of expand_as() or view_as() of parameter '0.weight' of unit" in expanded
     assert flatfsdp.optimizer_in_backward

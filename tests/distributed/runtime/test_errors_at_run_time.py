@@ -892,7 +892,7 @@ def test_a_tensor_made_of_others(world: None) -> None:
         reported(lambda: FullyShardedDataParallel(nn.Sequential(module))),
         """\
 '0.weight' is a TwoTensor, a tensor made of others: a flat parameter holds plain elements. Name its
-module in ignored_modules=, which leaves it whole on each rank, or set what is stored of it with
+module in ignored_modules=, which leaves it whole on each rank, or set its stored form with
 flatfsdp.extensions.set_extensions()""",
     )
 

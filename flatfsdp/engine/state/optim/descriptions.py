@@ -58,7 +58,7 @@ def description_of(param: OptimizedParam, state: Mapping[str, Any]) -> Descripti
         elif param.keeps_any_shape:
             found[name] = OtherState(None if handle is None or handle.is_unsharded_at_rest else value_of(value))
         elif isinstance(value, torch.Tensor):
-            words = f"a tensor of shape {tuple(value.shape)}, where what this rank steps on has {param.shape}"
+            words = f"a tensor of shape {tuple(value.shape)}, where the stepped tensor here has {param.shape}"
             found[name] = UnsupportedState(words)
         else:
             found[name] = UnsupportedState(f"a {type(value).__name__} that holds tensors")
@@ -116,8 +116,8 @@ def _agreed(name: str, by_rank: Mapping[int, Description | None]) -> Description
                 _refuse_unsupported(name, state, value, having[rank][state])
                 raise AgreementError(
                     f"optimizer state {state!r} of {name!r}: rank {first} has {shown(value)}, rank {rank} has "
-                    f"{shown(having[rank][state])}. What is no tensor of the parameter's shape is one value for the "
-                    "parameter, equal on every rank that owns elements of it"
+                    f"{shown(having[rank][state])}. A state that is not a tensor of the parameter's shape is one value "
+                    "for the parameter, equal on every rank that owns elements of it"
                 )
     for state, value in expected.items():
         _refuse_unsupported(name, state, value)

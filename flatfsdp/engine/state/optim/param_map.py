@@ -145,7 +145,7 @@ def groups_of(
         if optim is None:
             return [list(model.parameters())]
         return [list(group["params"]) for group in optim.param_groups]
-    accepted = "what the optimizer was given: parameters, or param groups as dicts"
+    accepted = "the input of the optimizer: parameters, or param groups as dicts"
     if isinstance(optim_input, torch.Tensor) or not isinstance(optim_input, Iterable):
         refuse_type("optim_input", optim_input, accepted)
     given = list(optim_input)
