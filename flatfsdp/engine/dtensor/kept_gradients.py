@@ -63,7 +63,7 @@ class KeptGradients:
 
     @staticmethod
     def serve(total: torch.Tensor, parameters: int) -> bool:
-        """Whether to keep gradients like those of so many `parameters` in `total`."""
+        """Whether to keep gradients like `total`, which holds those of `parameters` parameters."""
         return type(total) is torch.Tensor and total.nbytes <= MOST * parameters and _COUNTS
 
     def _facts(self) -> tuple[Any, ...]:

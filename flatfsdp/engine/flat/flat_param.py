@@ -119,7 +119,7 @@ class FlatParamHandle:
         writes: counts writes to the shard and the leaves.
         state: [Note: states].
         unsharded: the unsharded parameter, from the launch of its gather until it is resharded; it has a `buffer` only
-            where it does not share the shard's memory.
+            if it does not share the shard's memory.
         kept_source: another source of the unsharded form that stays here between uses, in addition to the shard.
         persistence: where the unsharded parameter stays between uses; None if it does not. [Note: persistent
             parameters]

@@ -36,7 +36,7 @@ class Input(NamedTuple):
         return prod(self.shape) * dtype.itemsize
 
     def view(self, memory: torch.Tensor, ranks: int) -> torch.Tensor:
-        """`memory`, bytes of so many `ranks`, as their tensors, concatenated along the first dimension."""
+        """`memory`, the bytes of `ranks` ranks, as their tensors, concatenated along the first dimension."""
         first = self.shape[0] if self.shape else 1
         dtype: torch.dtype = getattr(torch, self.dtype)
         return memory.view(dtype).view(ranks * first, *self.shape[1:])
@@ -265,7 +265,7 @@ def listed(inputs: Sequence[Input]) -> str:
 
 
 def fitting(found: Sequence[Input], agreed: Sequence[Input], rows: int, most: int) -> bool:
-    """Whether a rank with so many `rows` of a parameter, of at most `most`, may contribute `found` if the first rank
+    """Whether a rank with `rows` rows of a parameter, of at most `most`, may contribute `found` if the first rank
     contributes `agreed`: the same shapes and dtypes, or fewer rows, which can be padded."""
     if len(found) != len(agreed):
         return False

@@ -3,8 +3,8 @@
 [Note: gradient slots] As a leaf's gradient arrives it is moved, with the cast to the reduce dtype, into its *slot*: its
 place in a flat buffer laid out like the parameter. Large ones are moved at once; small ones are collected up to
 `COLLECT_BYTES` and moved by one call. When the unit's last expected gradient is in, the buffer is reduce-scattered
-(`Reduction`), and later gradients go to other slots. Slots that received nothing count as zero, and where that is so
-on all ranks their leaves get no gradient ([Note: unused]).
+(`Reduction`), and later gradients go to other slots. Slots that received nothing count as zero; if that is so on
+all ranks, their leaves get no gradient ([Note: unused]).
 
 [Note: slot sharing] A parameter is not read after its gradient has arrived, so its own place in the unsharded buffer
 can be its slot: the unit's memory is not needed twice. That takes equal dtypes, a backward that reduces and will not be

@@ -48,7 +48,7 @@ class UnshardedParam:
 
     Attributes:
         flat: 1-D and padded.
-        buffer: its memory; None where it is the shard itself.
+        buffer: its memory; None if it is the shard itself.
         layout: the places of the parameters in it, or of the tensors gathered for them.
         segments: the parts of it that are gathered, since it first had memory. [Note: pieces]
         views: the parameters as N-D views of it, once it was filled; shown: each leaf with its view.

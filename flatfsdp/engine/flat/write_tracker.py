@@ -84,7 +84,7 @@ _NO_VERSION = 1 << 40  # larger than any sum of versions
 
 
 class WriteTracker:
-    """The version counters of one shard and of the leaves, since the shard is where it is. [Note: versions]
+    """The version counters of one shard and of the leaves, since the shard last moved. [Note: versions]
 
     Attributes:
         known: the leaves' versions while the buffer is filled and no other code writes; empty before it is.

@@ -189,7 +189,7 @@ def _of_first(unit: Unit, state_dict: Any) -> Any:
     """`state_dict`, or {} if only the first rank's matters and this one's is invalid. Collective over both axes.
 
     Raises:
-        UsageError, AgreementError: on every rank: the first one's is no state dict.
+        UsageError, AgreementError: on every rank: the first one's is not a state dict.
     """
     axes = every_axis([unit])
 

@@ -93,7 +93,7 @@ class OptimStates:
         missing for some are zeros; single values must be there for all, and equal.
 
         Args:
-            model, optim: as of `optim_state_dict`.
+            model, optim: as for `optim_state_dict`.
             optim_state_dict: the dict of names; it is not changed.
             is_named_optimizer: whether the optimizer's keys are names of `model.named_parameters()`, not numbers.
             load_directly: whether to load it, too.
@@ -122,7 +122,7 @@ class OptimStates:
         """`optim_state_dict` with full tensors on the CPU, independent of the setting of `model`. Collective.
 
         Args:
-            model, optim, group: as of `optim_state_dict`.
+            model, optim, group: as for `optim_state_dict`.
             optim_input: the input from which the optimizer was built, if its own param groups are not to be used.
             rank0_only: whether the dicts of ranks other than the first are empty.
         """
@@ -149,7 +149,7 @@ class OptimStates:
 
         Args:
             full_optim_state_dict: the dict.
-            model: as of `optim_state_dict`.
+            model: as for `optim_state_dict`.
             optim_input: the input from which the optimizer was built; None for the param groups of `optim`, or without
                 that for `model.parameters()`.
             optim: the optimizer.
@@ -164,7 +164,7 @@ class OptimStates:
 
         Args:
             sharded_optim_state_dict: this rank's.
-            model, optim: as of `optim_state_dict`.
+            model, optim: as for `optim_state_dict`.
         """
         return load(model, optim, sharded_optim_state_dict)
 
@@ -182,7 +182,7 @@ class OptimStates:
 
         Args:
             full_optim_state_dict: the dict; ignored on other ranks.
-            model, optim_input, optim: as of `shard_full_optim_state_dict`.
+            model, optim_input, optim: as for `shard_full_optim_state_dict`.
             group: the ranks of which the first has it; None for the model's.
         """
         return load(model, optim, full_optim_state_dict, optim_input=optim_input, from_first=True, group=group)
@@ -203,7 +203,7 @@ class OptimStates:
         Args:
             optim_state_dict: the dict; returned unchanged if it has such keys already.
             optim_state_key_type: `OptimStateKeyType.PARAM_NAME` or `.PARAM_ID`.
-            model, optim_input, optim: as of `shard_full_optim_state_dict`.
+            model, optim_input, optim: as for `shard_full_optim_state_dict`.
 
         Raises:
             ConfigTypeError, ConfigValueError: a key that the optimizer does not know; an optimizer of flat parameters,

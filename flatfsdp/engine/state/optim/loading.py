@@ -85,7 +85,7 @@ def _description_of_first(model: nn.Module, axes: list[Transport], state_dict: A
     """A description of the first rank's `state_dict`. Collective over `axes`.
 
     Raises:
-        AgreementError, ConfigTypeError, ConfigValueError, UsageError: it is no such dict, or cannot reach all ranks.
+        AgreementError, ConfigTypeError, ConfigValueError, UsageError: it is not such a dict, or cannot reach all ranks.
     """
     ranks, first = ranks_over(axes), is_first_of(axes)
     own: list[StateDictSpec] = []
