@@ -1,1 +1,1 @@
-"""What tests are written with: process pools, models, references and the parity driver. Each file says its own idea."""
+"""Tools for tests: process pools, models, references and the parity driver. Each file describes its idea."""

@@ -1,4 +1,4 @@
-"""Time in calls, which no other program on the machine changes."""
+"""Cost measured in calls, independent of other programs on the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def calls_by_file(work: Callable[[], object]) -> Counter[str]:
         if event == "call":
             found[frame.f_code.co_filename] += 1
 
-    gc.collect()  # or finalisers of earlier tests are counted
+    gc.collect()  # so that finalizers of earlier tests are not counted
     before = sys.getprofile()
     sys.setprofile(profile)
     try:
@@ -28,5 +28,5 @@ def calls_by_file(work: Callable[[], object]) -> Counter[str]:
 
 
 def calls_of(work: Callable[[], object], *, inside: str = "") -> int:
-    """How many these are; those of files whose path begins with `inside`."""
+    """The number of these calls, in files whose path begins with `inside`."""
     return sum(count for file, count in calls_by_file(work).items() if file.startswith(inside))

@@ -1,8 +1,8 @@
-"""Commands of this python, ``-m module ARGUMENTS`` or ``program.py ARGUMENTS``, without the seconds of a start.
+"""Commands of this python, ``-m module ARGUMENTS`` or ``program.py ARGUMENTS``, without a slow interpreter start.
 
-They run in a process that is forked where torch is imported already, and so do the ranks that they spawn (see
-`processes`); what they do and print, their folder, environment and exit code are those of the command. For what happens
-before torch is imported, in a terminal, or to a whole process group, start an interpreter.
+They run in a process that is forked where torch is already imported, and so do the ranks that they spawn (see
+`processes`). Their actions, output, folder, environment and exit code are those of the command. For anything before
+the import of torch, in a terminal, or for a whole process group, start an interpreter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.harness.processes import _Rank
 
 
 class _Printing(_Rank):
-    """Prints to files, and has the environment of the process that started it: a forked one inherits neither."""
+    """Prints to files, and has the environment of its starting process: a fork of the server inherits neither."""
 
     printed: tuple[str, str] = ("", "")  # the files of the command that runs in this process
 
@@ -47,7 +47,7 @@ class _Printing(_Rank):
 
 
 class _Forking(ForkServerContext):
-    """In a command's process the context "spawn"."""
+    """The context "spawn" in a command's process."""
 
     _name = "spawn"
     Process = _Printing
@@ -55,7 +55,7 @@ class _Forking(ForkServerContext):
 
 @dataclass(frozen=True)
 class Command:
-    """One that runs."""
+    """A running command."""
 
     process: _Printing
     limit: float  # of seconds
@@ -65,10 +65,10 @@ class Command:
         os.kill(self.process.pid, number)
 
     def wait(self) -> subprocess.CompletedProcess[str]:
-        """What it printed, once it has ended.
+        """Wait for its end. Returned: the output and the exit code.
 
         Raises:
-            TimeoutError: it did not in time; the text holds what it has printed.
+            TimeoutError: it did not end in time; the message has its output.
         """
         self.process.join(self.limit)
         text, complained = (Path(file).read_text(errors="replace") for file in self.process.files)
@@ -83,7 +83,7 @@ class Command:
 def started(
     *arguments: object, folder: Path, environment: Mapping[str, str], limit: float = 300.0
 ) -> Iterator[Command]:
-    """``python ARGUMENTS`` in `folder`; it does not outlive the context."""
+    """``python ARGUMENTS`` in `folder`; killed at the end of the context."""
     texts = [str(each) for each in arguments]
     with tempfile.TemporaryDirectory(prefix="flatfsdp-command-") as printed:
         process = _Printing(target=_main, args=(texts, str(folder)), name=" ".join(texts))
@@ -100,7 +100,7 @@ def started(
 def run(
     *arguments: object, folder: Path, environment: Mapping[str, str], limit: float = 300.0
 ) -> subprocess.CompletedProcess[str]:
-    """The same, until it has ended."""
+    """Run such a command to its end."""
     with started(*arguments, folder=folder, environment=environment, limit=limit) as command:
         return command.wait()
 
@@ -111,7 +111,7 @@ def _main(arguments: list[str], folder: str) -> None:
     sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     multiprocessing.context._concrete_contexts["spawn"] = _Forking()  # type: ignore[attr-defined]
-    # Its address is that of the server that forked this process, which goes on for as long as any process of its own.
+    # Its address is that of the server that forked this process, which runs as long as any of its processes.
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
     try:
         if arguments[0] == "-m":
@@ -123,5 +123,5 @@ def _main(arguments: list[str], folder: str) -> None:
             sys.path.insert(0, str(Path(arguments[0]).parent))
             runpy.run_path(arguments[0], run_name="__main__")
     except Exception:
-        sys.excepthook(*sys.exc_info())  # as the interpreter does: libraries put theirs there
+        sys.excepthook(*sys.exc_info())  # like the interpreter: libraries replace it
         sys.exit(1)

@@ -1,9 +1,9 @@
 """Any training program under the engine and, rank after rank, under plain autograd in one process: both must agree.
 
-A *program* is `program(model, rank, step)`: it runs forwards and backwards with that rank's data and returns what else
-is to be compared (losses, gradients of inputs). The oracle runs it on one plain copy of the model per rank and averages
-`.grad` in rank order, once for all settings; the engine runs it once per rank under each. Each step is compared, then
-SGD steps.
+A *program* is `program(model, rank, step)`: it runs forwards and backwards with that rank's data and returns further
+tensors to compare (losses, gradients of inputs). The oracle runs it on one plain copy of the model per rank and
+averages `.grad` in rank order, once for all settings; the engine runs it once per rank under each. Each step is
+compared, and followed by an SGD step.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ LR = 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is wrapped.
+    """The wrapping of a model.
 
-    `doubled`: under a late communicator and poisoned buffers, and a thread that goes on with exchanges at any moment.
-    `post_forward`: among how many ranks parameters stay between forward and backward. `large`: units and gradients,
-    which are small here, are treated as large ones: exchanged, and moved, one by one as they come. `rows`: each
-    parameter is split by rows.
+    `doubled`: under a late communicator and poisoned buffers, and a thread that progresses exchanges at any moment.
+    `post_forward`: the number of ranks that share parameters between forward and backward. `large`: units and
+    gradients, which are small here, are treated as large ones: exchanged and moved individually as they arrive.
+    `rows`: each parameter is split by rows.
     """
 
     strategy: str = "FULL_SHARD"
@@ -75,7 +75,7 @@ class Setting:
         return " ".join([self.strategy, "orig" if self.orig else "flat", *(word for word, on in flags.items() if on)])
 
     def wrap(self, model: nn.Module, units: Collection[type[nn.Module]], **more: Any) -> FullyShardedDataParallel:
-        """`model` with the modules of the classes `units`, and the whole, as units."""
+        """`model`, wrapped with the modules of the classes `units`, and the whole model, as units."""
         if "HYBRID" in self.strategy:
             more["device_mesh"] = replicas_of_shards()
         if self.large:
@@ -92,13 +92,13 @@ class Setting:
         )
 
     def doubles(self) -> AbstractContextManager[Any]:
-        """The doubles, where asked for, and what makes gradients large."""
+        """A context with the requested doubles and with large gradients."""
         stack = ExitStack()
         if self.large:
             stack.enter_context(patch.object(grads, "SMALL_BYTES", 0))
         if self.doubled:
             stack.enter_context(doubled(DelayedTransport))
-            # The thread takes a quarter of the processor from the ranks at the shorter period.
+            # With the shorter period, the thread uses a quarter of the processor.
             often = 0.0001 if is_thorough() else 0.001
             stack.enter_context(patch.multiple(attendant, PERIOD=often, REST=2 * often))
             stack.enter_context(poison())
@@ -106,13 +106,13 @@ class Setting:
 
 
 PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-# Every strategy with and without original parameters; plain and doubled, small and large in turn, some by rows.
+# Every strategy with and without original parameters; alternately plain and doubled, small and large; some by rows.
 ALL = tuple(
     Setting(s, orig, doubled=(i + orig) % 2 == 1, large=orig, rows=s == "SHARD_GRAD_OP" and orig)
     for i, s in enumerate(PLAIN)
     for orig in (True, False)
 )
-# For many programs in turn: every strategy, and both of everything else, in each half.
+# Alternatives for many programs: each half has every strategy, and both values of all other fields.
 HALVES = tuple(ALL[i] for i in (0, 2, 5)), tuple(ALL[i] for i in (1, 3, 4))
 HYBRID = tuple(
     Setting(s, orig, doubled=orig, large=not orig, rows=s != "HYBRID_SHARD" and not orig)
@@ -120,7 +120,7 @@ HYBRID = tuple(
     for orig in (True, False)
 )
 
-# The same of these: both strategies, and both of everything else.
+# The same for these settings: both strategies, and both values of all other fields.
 HYBRID_HALVES = HYBRID[::3], HYBRID[1:3]
 OFFLOADED = tuple(
     Setting(s, orig, offload=True) for s, orig in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True))
@@ -128,7 +128,7 @@ OFFLOADED = tuple(
 
 
 def chosen(program: Callable[..., Any], halves: Sequence[tuple[Setting, ...]] = HALVES) -> tuple[Setting, ...]:
-    """One of the `halves`, by the program's name and what else in words it is given; with --thorough both."""
+    """One of the `halves`, chosen by the program's name and its text arguments; with --thorough both."""
     words = [each for each in getattr(program, "keywords", {}).values() if isinstance(each, str)]
     words.append(getattr(program, "func", program).__qualname__)
     first, second = halves
@@ -146,8 +146,8 @@ def differences(
     steps: int = 2,
     bound: float = 0.0,
 ) -> list[str]:
-    """A line for each thing that differs between engine and oracle: bit by bit, unless `bound` allows a relative
-    error. Without `under`, under those `chosen`."""
+    """A line for each difference between engine and oracle: bit by bit, unless `bound` allows a relative
+    error. Without `under`, under the `chosen` settings."""
     if under is None:
         under = chosen(program)
     lines: list[str] = []
@@ -163,8 +163,8 @@ def differences(
 
 @dataclass
 class Expected:
-    """What a program gives on plain models: each step's results on this rank with the averaged gradients, and how the
-    parameters ended."""
+    """The results of a program on plain models: each step's results on this rank with the averaged gradients, and the
+    final parameters."""
 
     steps: list[tuple[list[Tensor], Gradients]]
     parameters: dict[str, Tensor]
@@ -207,7 +207,7 @@ def _differences(
 
 
 def _oracle(rank: int, world: int, build: Callable[[], nn.Module], program: Program, steps: int) -> Expected:
-    """The program on a plain model per rank, which all step alike."""
+    """Run the program on a plain model per rank, with the same step for all."""
     plain = [seeded(build) for _ in range(world)]
     expected = []
     for step in range(steps):
@@ -224,7 +224,7 @@ def _oracle(rank: int, world: int, build: Callable[[], nn.Module], program: Prog
                 continue
             with torch.no_grad():
                 for _, parameter in parameters:
-                    parameter.add_(average, alpha=-LR)  # as SGD does, to the bit
+                    parameter.add_(average, alpha=-LR)  # like SGD, to the bit
         expected.append((flat(results[rank]), averaged))
     return Expected(expected, {name: parameter.detach() for name, parameter in plain[0].named_parameters()})
 
@@ -234,9 +234,9 @@ def _zeros(parameters: dict[str, Tensor], name: str) -> Tensor:
 
 
 def full_gradients(model: Any) -> Gradients:
-    """The whole gradient of every trainable parameter by name, None where there is none. Collective.
+    """The unsharded gradient of every trainable parameter by name, None where there is none. Collective.
 
-    Of a parameter without elements no rank holds a piece: its gradient, without elements too, is taken to be there.
+    No rank holds a piece of a parameter without elements: its gradient, also without elements, counts as present.
     """
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
         trained = {plain(name): p for name, p in model.named_parameters() if p.requires_grad}
@@ -244,19 +244,19 @@ def full_gradients(model: Any) -> Gradients:
 
 
 def _gradients(model: Any) -> tuple[Gradients, Together]:
-    """The whole gradients, and of which parameters they come together."""
+    """The unsharded gradients, and the sets of parameters that have gradients together."""
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
         return gradients_of(model), together(model, names_of(model))
 
 
 def full_parameters(model: Any) -> dict[str, Tensor]:
-    """The whole parameters by name. Collective."""
+    """The unsharded parameters by name. Collective."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def at_rest(model: Any) -> Iterator[str]:
-    """A line for each sign that an iteration has not ended: memory beside the shards, gradients of another shape."""
+    """A line for each sign that an iteration has not ended: memory besides the shards, gradients of another shape."""
     memory = inspect.memory(model)
     for kind, count in memory.live.items():
         if count and kind != "shard":
@@ -304,7 +304,7 @@ def data(rank: int, step: int, micro: int = 0, *, rows: int = 4, width: int = WI
 
 
 class Net(nn.Module):
-    """Blocks and a head; how they are used says `route(net, x, **more)`."""
+    """Blocks and a head; the forward is `route(net, x, **more)`."""
 
     def __init__(
         self, route: Callable[..., Any] | None = None, *, depth: int = 3, block: type[nn.Module] = Feedforward
@@ -327,12 +327,12 @@ def chain(net: Net, x: Tensor) -> Tensor:
 
 
 def loss_of(output: Tensor) -> Tensor:
-    """A loss that no linear layer makes trivial."""
+    """A loss that is not trivial for any linear layer."""
     return F.softplus(output).mean()
 
 
 def unsynced(model: Any) -> AbstractContextManager[None]:
-    """`model.no_sync()`, also of a plain model."""
+    """`model.no_sync()`; also accepts a plain model."""
     context: AbstractContextManager[None] = (
         model.no_sync() if isinstance(model, FullyShardedDataParallel) else nullcontext()
     )

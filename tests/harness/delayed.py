@@ -1,4 +1,4 @@
-"""A double of transports, for tests: results come as late as they may."""
+"""A double of transports, for tests: results arrive as late as possible."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.harness import inspect
 
 
 class DelayedTransport(ProcessGroupTransport):
-    """A double that delivers late: outputs are NaN (or zero bytes) until `wait()`, whatever the backend did
-    meanwhile."""
+    """A double that delivers late: outputs are NaN (or zero bytes) until `wait()`, even if the backend has already
+    finished."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(**inspect.arguments_of(inner))

@@ -9,11 +9,11 @@ from flatfsdp.checkpoint.disk import Disk
 
 
 class Killed(BaseException):
-    """What `Mortal` raises in place of ending the process: no handler of errors may see it."""
+    """Raised by `Mortal` instead of ending the process: no handler of errors may catch it."""
 
 
 class Counting(Disk):
-    """Notes every operation, as (operation, name of the file or folder, bytes)."""
+    """Records every operation, as (operation, name of the file or folder, bytes)."""
 
     def __init__(self) -> None:
         self.operations: list[tuple[str, str, int]] = []
@@ -26,7 +26,7 @@ class Counting(Disk):
 
 
 class Mortal(Counting):
-    """Dies ahead of operation number ``moment`` that changes something, and is dead from then on."""
+    """Dies before operation number ``moment`` of those that change something, and fails from then on."""
 
     def __init__(self, moment: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Mortal(Counting):
 
 
 class Full(Disk):
-    """Has room for ``room`` bytes."""
+    """A disk with ``room`` bytes."""
 
     def __init__(self, room: int) -> None:
         self.room = room

@@ -1,4 +1,4 @@
-"""What ranks owe of their gradients by error feedback."""
+"""Residuals of gradients under error feedback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.harness.gradients import plain
 
 
 def owed_by_all(model: Any) -> dict[str, Tensor]:
-    """What all ranks owe together, by parameter, as it would be in the mean. Collective."""
+    """The sum of all ranks' residuals by parameter, in the units of the mean gradient. Collective."""
     found: dict[str, Tensor] = {}
     flats = [(unit.name, flat) for unit in inspect.units(model) for flat in unit.flat_params]
     for (unit, flat), total in zip(flats, inspect.owed(model), strict=True):

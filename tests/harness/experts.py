@@ -1,4 +1,4 @@
-"""A model with experts, which ranks of a mesh of their own divide among them, as torchtitan's and transformers' do."""
+"""A model with experts, which ranks divide over a separate mesh, like torchtitan and transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Two layers for each expert. Tokens go to all of them, weighted."""
+    """Two layers for each expert. Tokens go to all experts, weighted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Mixture(nn.Module):
 
 
 def divide(net: Any, mesh: Any) -> Any:
-    """Let each rank of `mesh` have some experts."""
+    """Distribute the experts over the ranks of `mesh`."""
     for block in net.blocks:
         for name in ("up", "down"):
             whole = getattr(block.experts, name).detach()
@@ -104,7 +104,7 @@ def divide(net: Any, mesh: Any) -> Any:
 
 
 def loss_on(net: nn.Module, step: int, rank: int, world: int) -> Tensor:
-    """A rank's share of the sum over all ranks' tokens, divided by their number."""
+    """A rank's part of the mean loss over all ranks' tokens."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(world, 5, WIDTH, generator=generator)
     classes = torch.randint(0, 3, (world, 5), generator=generator)

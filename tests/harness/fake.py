@@ -1,7 +1,7 @@
-"""One process that believes it is a rank of a world of any size: torch's fake process group.
+"""One process as a rank of a world of any size: torch's fake process group.
 
-Its collectives return at once and move nothing, so values mean nothing here. What can be tested: construction,
-metadata, messages, and which collectives are issued in which order and size.
+Its collectives return at once and move nothing, so values mean nothing here. Tests can check construction,
+metadata, messages, and the order and size of issued collectives.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from flatfsdp.engine.runtime.coalesced_collectives import apart
 
 @contextmanager
 def fake_world(world: int, rank: int = 0, *, joined: bool = False) -> Iterator[dist.ProcessGroup]:
-    """The default process group is a fake one, this process its ``rank``; destroyed at exit.
+    """A context in which the default process group is a fake one, with this process as ``rank``.
 
-    The store behind it is a real one that only this process writes to: waiting there for another rank runs into its
-    timeout. Units have collectives of their own unless small ones are to be ``joined``.
+    Its store is a real one that only this process writes to: waiting for another rank there runs into the
+    timeout. Units have separate collectives unless small ones are to be ``joined``.
     """
     assert not dist.is_initialized(), "a process group is left over from an earlier test"
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)

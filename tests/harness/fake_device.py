@@ -1,17 +1,17 @@
-"""A double of `torch.cuda` that finds races: streams that really run nothing, over CPU tensors that are really there.
+"""A double of `torch.cuda` that finds races: streams that run nothing, over real CPU tensors.
 
     with FakeDevice() as device:
         model = FullyShardedDataParallel(...)
         model(x).sum().backward()
     assert device.races == []
 
-[Note: happens before] The host issues operations in the right order, so the numbers come out right whatever the engine
-forgets; an accelerator promises only the order of one stream, and between streams what events order. So every operation
-that torch dispatches is a tick of the current stream's clock, every stream knows which ticks of the others lie before
-its next operation, and events carry that knowledge. A read must know the last write, a write must know all accesses,
-and memory that is freed goes back to the stream that it was allocated on, which must know all accesses by then: torch's
-allocator hands it out again at once. A collective that is issued asynchronously runs on the backend's own stream, after
-what the current one was given so far; whoever waits for it lets the current stream know.
+[Note: happens before] The host issues operations in the right order, so results are right even if the engine forgets
+to synchronize; an accelerator only guarantees the order within one stream, and between streams that of events. So every
+operation that torch dispatches is a tick of the current stream's clock, every stream knows which ticks of the others
+precede its next operation, and events carry that knowledge. A read must know the last write, a write must know all
+accesses. Freed memory returns to the stream that it was allocated on, which must know all accesses by then: torch's
+allocator may reuse it at once. An asynchronous collective runs on the backend's own stream, after the operations issued
+so far on the current one; waiting for it passes its knowledge to the current stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _all_to_all_single = dist.all_to_all_single
 
 @dataclass(frozen=True)
 class Access:
-    """One operation: what it was, on which stream, at which tick of that stream."""
+    """One operation: its name, its stream, and its tick in that stream."""
 
     what: str
     stream: FakeStream
@@ -49,7 +49,7 @@ class Access:
 
 
 class Clock(dict["FakeStream", int]):
-    """Which ticks of which streams are known to be over."""
+    """The last tick of each stream that is known to be finished."""
 
     def learn(self, other: Clock) -> None:
         for stream, tick in other.items():
@@ -68,21 +68,21 @@ class Event:
         self.clock = Clock(stream.clock)
 
     def query(self) -> bool:
-        """Whether the device has come past: only when the test says so. The host knows from then on."""
+        """Whether the device has passed the event: only if the test sets `is_fast`. Then the host knows."""
         self.device.log.append(f"query {self.stream.name}")
         if self.device.is_fast:
             self.device.host.learn(self.clock)
         return self.device.is_fast
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Make the host wait."""
         self.device.log.append(f"the host waits for {self.stream.name}")
         self.device.host_waits.append(self.stream.name)
         self.device.host.learn(self.clock)
 
 
 class FakeStream:
-    """An order of operations."""
+    """An ordered sequence of operations."""
 
     def __init__(self, device: FakeDevice, name: str) -> None:
         self.device = device
@@ -90,7 +90,7 @@ class FakeStream:
         self.clock = Clock({self: 0})
 
     def tick(self, what: str) -> Access:
-        """One more operation."""
+        """Add an operation."""
         self.clock.learn(self.device.host)
         self.clock[self] += 1
         return Access(what, self, self.clock[self])
@@ -114,10 +114,10 @@ class FakeStream:
 
 @dataclass
 class AsyncWork:
-    """What the backend hands back for a collective on its own stream."""
+    """The work that the backend returns for a collective on its own stream."""
 
     event: Event
-    really: Any = None  # the work of a backend that does move something
+    really: Any = None  # the work of a backend that moves data
 
     def wait(self) -> None:
         if self.really is not None:
@@ -127,7 +127,7 @@ class AsyncWork:
 
 @dataclass
 class Memory:
-    """One storage: whose memory it is and who has touched it since it was allocated."""
+    """One storage: the stream that owns its memory, and all accesses since its allocation."""
 
     owner: FakeStream
     write: Access | None = None
@@ -138,24 +138,24 @@ class Memory:
         return [*self.reads.values(), *([self.write] if self.write else [])]
 
 
-# Operations on process groups do not declare what they write: their first argument, or nothing.
+# Operations on process groups do not declare their writes: the first argument, or nothing.
 _WRITTEN = {"_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_", "alltoall_base_", "recv_"}
-_WRITTEN |= {"allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"}  # which write all of a list
+_WRITTEN |= {"allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"}  # these write a whole list
 _NOT_WRITTEN = {"send"}
 _ALLOCATING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
-_NOT_TOUCHING = _ALLOCATING | {"set_", "resize_", "unsafe_split_with_sizes"}  # the last makes views, undeclared
+_NOT_TOUCHING = _ALLOCATING | {"set_", "resize_", "unsafe_split_with_sizes"}  # the last returns undeclared views
 
 
 class FakeDevice(TorchDispatchMode):
-    """The module (``Stream``, ``current_stream``, ``stream``, ``current_device``) and the watch over all operations.
+    """The module (``Stream``, ``current_stream``, ``stream``, ``current_device``) and the check of all operations.
 
-    On an accelerator the host reads and writes memory of its own; `by_host` says where a test does.
+    On an accelerator, the host accesses its own memory; tests mark such accesses with `by_host`.
 
     Attributes:
         races: a sentence for each access that could happen too early.
-        log: what was recorded, waited for, allocated and freed, in the order of issue.
-        host_waits: for what the host waited.
-        is_fast: whether the device is found to be past every event that the host asks about.
+        log: records, waits, allocations and releases, in the order of issue.
+        host_waits: the events that the host waited for.
+        is_fast: whether the device counts as having passed every event that the host queries.
     """
 
     def __init__(self, *, is_fast: bool = False) -> None:
@@ -165,7 +165,7 @@ class FakeDevice(TorchDispatchMode):
         self.log: list[str] = []
         self.host_waits: list[str] = []
         self.host = Clock()
-        self._names = itertools.cycle(["reduce", "replicate"])  # of streams without priority, as a model makes them
+        self._names = itertools.cycle(["reduce", "replicate"])  # of streams without priority, as made by a model
         self._compute = FakeStream(self, "compute")
         self._backend = FakeStream(self, "the backend")
         self._current = [self._compute]
@@ -194,13 +194,13 @@ class FakeDevice(TorchDispatchMode):
 
     @contextmanager
     def by_host(self) -> Iterator[None]:
-        """Operations inside are the host's own: it runs them at once, knowing only what it has waited for."""
+        """Operations inside run on the host, immediately; it only knows the ticks that it has waited for."""
         host = FakeStream(self, "the host")
         with self.stream(host):
             yield
         self.host.learn(host.clock)
 
-    # -- the watch -----------------------------------------------------------------------------------------------------
+    # -- the check ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> FakeDevice:
         super().__enter__()
@@ -232,7 +232,7 @@ class FakeDevice(TorchDispatchMode):
         return noted
 
     def _resized(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """`UntypedStorage.resize_`, by which memory comes and goes while tensors stay."""
+        """`UntypedStorage.resize_`, by which memory is allocated and freed while tensors stay."""
         resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -268,7 +268,7 @@ class FakeDevice(TorchDispatchMode):
             self._dead.append(memory)
 
     def reap(self) -> None:
-        """Judge what died since the last operation."""
+        """Check the storages that were freed since the last operation."""
         while self._dead:
             self._freed(self._dead.pop(), "tensor")
 
@@ -327,7 +327,7 @@ class FakeDevice(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Those that have memory: of one that is made of others, such as a DTensor, these."""
+    """The tensors with memory; for one that is made of others, such as a DTensor, its parts."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -352,7 +352,7 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor]:
 def _is_asynchronous(func: Any, args: Any) -> bool:
     for place, argument in enumerate(func._schema.arguments if func.namespace == "c10d" else ()):
         if argument.name in ("async_op", "asyncOp"):
-            return bool(args[place] if place < len(args) else argument.default_value)  # defaults do not come along
+            return bool(args[place] if place < len(args) else argument.default_value)  # defaults are not passed
     return False
 
 
@@ -362,7 +362,7 @@ def _is_written(argument: Any) -> bool:
 
 @contextmanager
 def streams(**options: Any) -> Iterator[FakeDevice]:
-    """A fake device, and no race at the end."""
+    """A fake device, with a check for races at the end."""
     with FakeDevice(**options) as device:
         yield device
     assert not device.races, "\n".join(device.races)

@@ -1,15 +1,15 @@
-"""Processes of their own for one job: what may crash, hang, exit, or needs a process in which nothing has run yet.
+"""New processes for one job, which may crash, hang, exit, or need a process in which nothing has run yet.
 
-A second instead of milliseconds: whatever a pool can run belongs there.
+They take a second instead of milliseconds: use a pool for all other jobs.
 
-Most of these jobs wait for what the watchdog finds out, so a file's jobs run several at a time. A test that names its
-job in a mark finds how it ended in the fixture `outcomes`:
+Most of these jobs wait for the watchdog, so several jobs of a file run at a time. A test that names its job in a mark
+finds the job's outcome in the fixture `outcomes`:
 
     @pytest.mark.ranks(2, part, of=["case"], timeout=60)  # part(rank, world, case), with the test's parameter
     @pytest.mark.parametrize("case", ["another order", "forwards"])
     def test_ranks_part(outcomes, case): ...
 
-The first such test of a file starts those of all that were selected. With ``in_folder=True`` the job's next argument is
+The first such test of a file starts the jobs of all selected tests. With ``in_folder=True``, the job's next argument is
 the path of an empty folder, which the test finds in the fixture `folder`.
 """
 
@@ -31,18 +31,18 @@ import torch.distributed as dist
 
 from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
 
-AT_ONCE = 3  # jobs of a file
-LEAVE_TIMEOUT = 90.0  # seconds that a rank may take from its answer to the end of its process
+AT_ONCE = 3  # jobs of a file at a time
+LEAVE_TIMEOUT = 90.0  # seconds from a rank's answer to the end of its process
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended.
+    """The outcome of one rank.
 
     Attributes:
         exit_code: the exit status of its process, negative for the signal that ended it; None when it was still
             running at the timeout (it has been killed since).
-        result: what the function returned; None when it did not return.
+        result: the result of the function; None when it did not return.
         error: the traceback of its exception; the Python stacks of a rank still running at the timeout; else None.
         output: everything that it wrote to standard output and error.
     """
@@ -55,17 +55,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Started:
-    """The job of a test, and the folder that it may have asked for."""
+    """The job of a test, and the folder that it may have requested."""
 
     outcomes: Future[list[Outcome]]
     folder: Path
 
 
 def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Outcome]:
-    """``fn(rank, world, *args, **kwargs)`` in ``world`` new processes; how each of them ended, in rank order.
+    """``fn(rank, world, *args, **kwargs)`` in ``world`` new processes; their outcomes, in rank order.
 
-    ``fn`` is a function at the top of a module. It finds the environment that torchrun gives, and no process group: the
-    first line of most is ``dist.init_process_group("gloo")``. Raises nothing for what happens in the ranks. ``timeout``
+    ``fn`` is a function at the top of a module. It runs in the environment of torchrun, without a process group: the
+    first line of most is ``dist.init_process_group("gloo")``. Raises nothing for failures of ranks. ``timeout``
     in seconds counts from when all ranks have started.
     """
     ranks = Ranks(world, _serve)
@@ -76,10 +76,10 @@ def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.
         for pipe in ranks.pipes:
             pipe.send_bytes(job)
         deadline = time.monotonic() + timeout
-        # Answers are read as they come: a rank cannot end before a large one has left its pipe.
+        # Answers are read as they arrive: a rank cannot end before its pipe has been drained.
         answers = [_read(pipe, deadline) for pipe in ranks.pipes]
         for process, answer in zip(ranks.processes, answers, strict=True):
-            # One that has answered only has to leave, and how long that takes is not what anybody tests.
+            # A rank that has answered only has to exit, and that time is not tested.
             process.join(LEAVE_TIMEOUT if answer is not None else max(0.0, deadline - time.monotonic()))
         stacks = ranks.stacks([rank for rank in range(world) if ranks.processes[rank].is_alive()])
         return [
@@ -97,8 +97,8 @@ def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.
 
 @contextmanager
 def started(items: Sequence[pytest.Item], folder: Path) -> Iterator[dict[str, Started]]:
-    """By the id of a test, the job of its mark `ranks`, where it has one. They run `AT_ONCE` at a time, in this order;
-    those that have not begun by the end of the context never do."""
+    """The jobs of marks `ranks`, by the id of their test. `AT_ONCE` of them run at a time, in this order;
+    jobs that have not begun by the end of the context are dropped."""
     pool = ThreadPoolExecutor(AT_ONCE)
     marked = [item for item in items if item.get_closest_marker("ranks")]
     folders = [folder / str(number) for number in range(len(marked))]
@@ -123,7 +123,7 @@ def _job_of(item: pytest.Item, folder: Path) -> list[Outcome]:
 
 
 def _read(pipe: Connection, deadline: float) -> tuple[Any, str | None] | None:
-    """(result, error) of a rank; None when it ended without an answer or has not come to one."""
+    """(result, error) of a rank; None when it ended without an answer or did not answer in time."""
     try:
         if pipe.poll(max(0.0, deadline - time.monotonic())):
             answer: tuple[Any, str | None] = pickle.loads(pipe.recv_bytes())

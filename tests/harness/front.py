@@ -1,5 +1,5 @@
-"""`fully_shard`, ours or torch's, as an engine of `parity`, and the settings whose combinations must all train like one
-process: a covering array of all pairs, and as many other cells as are asked for."""
+"""`fully_shard`, flatfsdp's or torch's, as an engine of `parity`, and the settings whose combinations must all train
+like one process: a covering array of all pairs, and any requested number of other cells."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ TORCHS = "torch.distributed.fsdp"
 
 @dataclass(frozen=True)
 class FullyShard(Unsharded):
-    """``fully_shard`` of a package.
+    """The ``fully_shard`` of a package.
 
     Attributes:
-        accumulation: how backwards that are not the last before a step differ: one of `ACCUMULATIONS`.
+        accumulation: the setting of all backwards before a step except the last: one of `ACCUMULATIONS`.
     """
 
     package: str = "flatfsdp"
@@ -109,7 +109,7 @@ class FullyShard(Unsharded):
             return
         front = import_module(self.package).FSDPModule
         for root in [model] if isinstance(model, front) else model.children():
-            root = getattr(root, "module", root)  # of a checkpoint around it
+            root = getattr(root, "module", root)  # the module inside a checkpoint around it
             getattr(root, method)(value)
 
     def gradients(self, model: nn.Module) -> Gradients:
@@ -128,7 +128,7 @@ class FullyShard(Unsharded):
 
 
 def whole(parameter: Any) -> Tensor:
-    """A copy of all of a DTensor. Collective."""
+    """An unsharded copy of a DTensor. Collective."""
     full: Tensor = parameter.detach().full_tensor().clone()
     return full
 
@@ -138,12 +138,12 @@ def _like(value: Tensor, state: Any) -> Tensor:
 
 
 def _columns(parameter: nn.Parameter, *, even: bool) -> Shard | None:
-    """`even`: of those that torch's can split over two ranks."""
+    """`even`: only where torch's can split it over two ranks."""
     return Shard(1) if parameter.dim() == 2 and not (even and parameter.shape[1] % 2) else None
 
 
 def _over_others(api: Any, shape: tuple[int, ...] | None) -> Callable[[nn.Parameter], Any]:
-    """Weights are sharded where the other parameters are replicated, and the reverse."""
+    """Weights are sharded over the axes on which the other parameters are replicated, and vice versa."""
     world = dist.get_world_size()
     other = named_mesh(world) if shape is not None and len(shape) == 2 and shape[0] > 1 else named_mesh(world, 1)
     if api.__name__ == TORCHS:
@@ -156,14 +156,14 @@ def _over_others(api: Any, shape: tuple[int, ...] | None) -> Callable[[nn.Parame
 
 
 class _Recomputed(nn.Module):
-    """A module that is recomputed in the backward, with everything that its call does."""
+    """A module that is recomputed in the backward, including the hooks of its call."""
 
     def __init__(self, module: nn.Module, reentrant: bool) -> None:
         super().__init__()
         self.module, self.reentrant = module, reentrant
 
     def forward(self, x: Tensor) -> Any:
-        if self.reentrant and not x.requires_grad:  # else a reentrant checkpoint brings no gradients
+        if self.reentrant and not x.requires_grad:  # otherwise a reentrant checkpoint has no gradients
             x = x.detach().requires_grad_()
         return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
@@ -213,7 +213,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "accumulation": tuple(ACCUMULATIONS),
     "roots": ("one", "several", "after a unit"),
 }
-SEQUENTIAL = ("mlp", "rows", "frozen", "dtypes", "unused")  # models that are no more than their children
+SEQUENTIAL = ("mlp", "rows", "frozen", "dtypes", "unused")  # models that only chain their children
 
 
 @dataclass(frozen=True)
@@ -235,12 +235,12 @@ class Cell:
 
     @property
     def mesh(self) -> tuple[int, ...] | None:
-        """Its shape."""
+        """The shape of its mesh."""
         return MESHES[self.strategy](self.world)
 
     @property
     def recipe(self) -> Recipe:
-        """What is trained."""
+        """The recipe of the cell."""
         micro: dict[str, Any] = {} if self.accumulation == "plain" else {"micro": 2, "accumulate": "communicate"}
         if self.accumulation == "no sync":
             micro["accumulate"] = "no_sync"
@@ -251,7 +251,7 @@ class Cell:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of the engine."""
+        """The options of the engine."""
         options = {name: getattr(self, name) for name in ("placement", "units", "offload", "meta", "roots")}
         options |= {"checkpointing": self.checkpointing, "mesh": self.mesh}
         options["cast"] = self.precision != "bf16 cast by the root"
@@ -261,14 +261,14 @@ class Cell:
         return options
 
     def engine(self, package: str = "flatfsdp") -> FullyShard:
-        """What trains it."""
+        """The engine that trains the cell."""
         return FullyShard(package, self.accumulation)
 
     @property
     def bound(self) -> float:
-        """0: every bit is the same. A kernel adds up the products of columns in another order than those of rows;
-        microbatches are added up before replicas are; each call in a unit that is recomputed reentrantly is reduced by
-        itself, or added by itself to what has accumulated, in the dtype that is reduced."""
+        """0: every bit is equal. A kernel sums products of columns in another order than those of rows;
+        microbatches are summed before replicas are; each call in a reentrantly recomputed unit is reduced
+        individually, or added individually to accumulated gradients, in the reduce dtype."""
         early = self.model == "encoder" or self.roots == "after a unit"
         calls = early or (self.units == "lists" and self.accumulation == "no sync")
         apart = self.checkpointing == "reentrant checkpoints inside" and calls
@@ -285,10 +285,10 @@ class Cell:
 
     @property
     def bound_to_torchs(self) -> float:
-        """0: on two ranks every bit is torch's. A kernel adds up the products of columns in another order than those
-        of rows; torch's divides numbers after it has cast them to fp16, of which the smallest lose bits; it adds
-        microbatches up in 16 bits where there is one replica, which are added up in `.grad` here; and adds up in parts
-        what has accumulated in a list whose modules are recomputed reentrantly, where here is what one process has."""
+        """0: on two ranks, every bit equals torch's. A kernel sums products of columns in another order than those
+        of rows; torch divides numbers after casting them to fp16, where the smallest lose bits; with one replica, it
+        sums microbatches in 16 bits, which are summed in `.grad` here; and in a list with reentrantly recomputed
+        modules, it adds up accumulated gradients in parts, where flatfsdp equals one process."""
         if self.units == "lists" and self.accumulation == "no sync" and self.checkpointing == "reentrant checkpoints":
             return self._rounding
         narrow = self.precision in ("bf16", "bf16 cast by the root", "fp16 reduce")
@@ -313,7 +313,7 @@ class Cell:
 
 
 def illegal(cell: Cell) -> str | None:
-    """Why there is no such cell."""
+    """The reason why there is no such cell, or None."""
     around = cell.checkpointing in ("checkpoints around units", "reentrant checkpoints")
     if (cell.world == 4) != (cell.strategy == "2x2" or (cell.strategy == "1-D" and cell.reshard == "int")):
         return "four ranks are for two axes, and for parts of an axis"
@@ -333,7 +333,7 @@ def illegal(cell: Cell) -> str | None:
 
 
 def legal_cells(count: int, seed: int = 0) -> list[Cell]:
-    """Some of them, drawn."""
+    """`count` randomly drawn legal cells."""
     drawn = random.Random(f"cells {seed}")
     cells: list[Cell] = []
     while len(cells) < count:
@@ -342,7 +342,7 @@ def legal_cells(count: int, seed: int = 0) -> list[Cell]:
 
 
 def _drawn(drawn: random.Random, fixed: dict[str, Any], tries: int = 1) -> list[Cell]:
-    """A legal cell with the `fixed` levels; none where no try makes one."""
+    """A legal cell with the `fixed` levels; empty if no try succeeds."""
     for _ in range(tries):
         cell = Cell(**{name: fixed.get(name, drawn.choice(levels)) for name, levels in FACTORS.items()})
         if illegal(cell) is None:
@@ -358,7 +358,7 @@ def all_pairs() -> set[Pair]:
 
 
 def array(taken: Callable[[Cell], bool] = lambda cell: True) -> list[Cell]:
-    """A few cells in which every pair of levels occurs that is legal and `taken`; the same few at every call."""
+    """A few cells that cover every legal pair of levels in `taken` cells; the same at every call."""
     drawn = random.Random(0)
     cells = [cell for cell in legal_cells(400) if taken(cell)]
     missing = all_pairs().difference(*(pairs_of(cell, FACTORS) for cell in cells))
@@ -367,24 +367,24 @@ def array(taken: Callable[[Cell], bool] = lambda cell: True) -> list[Cell]:
     return covering_array(dict.fromkeys(cells), FACTORS)
 
 
-# --- beside torch's ---------------------------------------------------------------------------------------------------
+# --- next to torch's -------------------------------------------------------------------------------------------------
 
 
 def torch_takes(cell: Cell) -> bool:
-    """Whether torch's runs this cell on two ranks without an accelerator, and means the same by it."""
+    """Whether torch's runs this cell on two ranks without an accelerator, with the same meaning."""
     return (
         cell.world == 2
         and not cell.offload
         and cell.model not in ("dtypes", "rows")  # several dtypes are trained; one parameter is empty
         and cell.model != "encoder"
         and cell.roots != "after a unit"  # a unit runs before its root
-        # torch's loses gradients where several modules of a list come to their ends apart
+        # torch's loses gradients where several modules of a list finish at different times
         and not (cell.accumulation == "within replicas" and cell.units == "lists" and "reentr" in cell.checkpointing)
     )
 
 
 def beside(rank: int, world: int, cell: Cell) -> list[str]:
-    """A job for the pool: what is not the same as under torch's, in losses, gradients, parameters, DTensors."""
+    """A job for the pool: differences from torch's, in losses, gradients, parameters, DTensors."""
     stories, models = [], []
     for package in ("flatfsdp", TORCHS):
         engine = _Keeping(package, cell.accumulation)
@@ -411,7 +411,7 @@ class _Keeping(FullyShard):
 
 
 def facts(parameter: Any) -> tuple[Any, ...]:
-    """What a DTensor is besides its values."""
+    """The metadata of a DTensor."""
     local = parameter._local_tensor
     return (
         parameter.shape,

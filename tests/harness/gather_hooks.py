@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 _aten = torch.ops.aten
-PRESERVING = {  # FSDP2 asks for these
+PRESERVING = {  # FSDP2 calls these
     _aten.empty_like.default,
     _aten.new_zeros.default,
     _aten.slice.Tensor,
@@ -26,7 +26,7 @@ PRESERVING = {  # FSDP2 asks for these
 
 
 class Gathered(torch.Tensor):
-    """A tensor around another one, of which something else is gathered. Every call of a hook is counted."""
+    """A tensor around another one, with hooks that change the gathered form. Calls of hooks are counted."""
 
     calls: ClassVar[list[str]] = []
     _data: torch.Tensor
@@ -64,7 +64,7 @@ class Gathered(torch.Tensor):
 
 
 class AsBfloat16(Gathered):
-    """Half of the bytes of float32; modules compute in `param_dtype`, in memory that is freed with the parameter."""
+    """Half the bytes of float32; modules compute in `param_dtype`, in memory that is freed with the parameter."""
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         assert mesh.ndim == 1 and isinstance(module, nn.Module) and hasattr(mp_policy, "param_dtype")
@@ -84,7 +84,7 @@ class AsBfloat16(Gathered):
 
 
 class AsInt8(Gathered):
-    """A quarter of the bytes of float32, and a scale for each row."""
+    """A quarter of the bytes of float32, plus a scale for each row."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         self.calls.append("pre")
@@ -104,7 +104,7 @@ class AsInt8(Gathered):
 
 
 def extend(model: nn.Module, kind: Callable[[torch.Tensor], Any], where: type[nn.Module] = nn.Linear) -> nn.Module:
-    """Let the weights of modules of the class `where` in `model` be of `kind`."""
+    """Convert the weights of modules of class `where` in `model` to `kind`."""
     for module in model.modules():
         if isinstance(module, where):
             module.weight = nn.Parameter(kind(module.weight.detach()), module.weight.requires_grad)  # type: ignore[arg-type]

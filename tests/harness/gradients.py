@@ -1,8 +1,8 @@
-"""Gradients of which some are None, which is not zeros: an optimizer with momentum or weight decay moves a parameter
-whose gradient is zeros and leaves one alone that has none.
+"""Gradients, of which some are None. That differs from zeros: an optimizer with momentum or weight decay changes a
+parameter whose gradient is zeros, but not one without a gradient.
 
-One process is the measure: a parameter has a gradient where any rank's loss reached it in any microbatch of a window.
-Parameters that share one flat parameter (`use_orig_params=False`) have gradients together, zeros where none came.
+One process is the reference: a parameter has a gradient where any rank's loss reached it in any microbatch of a window.
+Parameters that share one flat parameter (`use_orig_params=False`) have gradients together, with zeros where needed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Gradients = dict[str, Tensor | None]
 Names = dict[nn.Parameter, str]
 Together = tuple[frozenset[str], ...]  # sets of parameters, by their plain names, that have gradients together
 
-_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")  # what wrappers put into names
+_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")  # added to names by wrappers
 
 
 def plain(name: str) -> str:
-    """A parameter's or buffer's name without what wrappers put into it."""
+    """A parameter's or buffer's name without the prefixes of wrappers."""
     for prefix in _PREFIXES:
         name = name.replace(prefix, "")
     return name
@@ -36,12 +36,12 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def copied(grad: Tensor | None) -> Tensor | None:
-    """A copy of its own."""
+    """A copy with separate memory."""
     return None if grad is None else grad.detach().clone()
 
 
 def fill(model: nn.Module, sets: Together) -> None:
-    """Give parameters of a plain `model` the zeros that they have where gradients come together."""
+    """Add the zero gradients that parameters of a plain `model` have where gradients come together."""
     params = dict(model.named_parameters())
     for name, grad in filled(gradients_of(model), sets, lambda name: torch.zeros_like(params[name])).items():
         if params[name].grad is None:
@@ -49,7 +49,7 @@ def fill(model: nn.Module, sets: Together) -> None:
 
 
 def averaged_over_ranks(grads: Sequence[Tensor | None]) -> Tensor | None:
-    """What the ranks brought of one parameter, added in rank order: None if it is nothing."""
+    """The mean of the ranks' gradients of one parameter, summed in rank order: None if all are None."""
     there = [grad for grad in grads if grad is not None]
     if not there:
         return None
@@ -58,18 +58,18 @@ def averaged_over_ranks(grads: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def names_of(model: nn.Module) -> Names:
-    """The plain names of the parameters: of a plain model, or of a wrapped one while they are whole."""
+    """The plain names of the parameters: of a plain model, or of a wrapped one while it is unsharded."""
     return {param: plain(name) for name, param in model.named_parameters()}
 
 
 def together(model: Any, names: Names) -> Together:
-    """Which parameters of our wrapper have gradients together."""
+    """The sets of parameters of flatfsdp's wrapper that have gradients together."""
     found = [each for each in inspect.flat_params(model) if not each.has_orig_params]
     return tuple(frozenset(names[leaf] for leaf in each.leaves if leaf in names) for each in found)
 
 
 def together_in_torchs(model: Any) -> Together:
-    """Which do in torch's FSDP1: all of a unit, with original parameters, too."""
+    """The same sets for torch's FSDP1: all parameters of a unit, even with original parameters."""
     sets = []
     for name, module in model.named_modules():
         if isinstance(module, type(model)) and module._handle is not None:
@@ -79,7 +79,7 @@ def together_in_torchs(model: Any) -> Together:
 
 
 def filled(gradients: Gradients, sets: Together, zeros: Callable[[str], Tensor]) -> Gradients:
-    """`gradients` as they are where those of a set come together; `zeros(name)` makes what is missing."""
+    """`gradients`, where missing ones of a set with other gradients are `zeros(name)`."""
     result = dict(gradients)
     for names in sets:
         if any(gradients.get(name) is not None for name in names):
@@ -88,7 +88,7 @@ def filled(gradients: Gradients, sets: Together, zeros: Callable[[str], Tensor])
 
 
 def unlike(found: Tensor | None, expected: Tensor | None, *, rtol: float = 0.0, atol: float = 0.0) -> str:
-    """In words, what is not the same within the bounds; nothing where all is."""
+    """A description of the difference beyond the bounds; "" without one."""
     if found is None and expected is not None and not expected.numel():
         return ""  # no rank holds a piece of it
     if found is None or expected is None:

@@ -1,8 +1,8 @@
-"""The one place in tests that looks inside a model.
+"""The only file of tests that inspects the internals of a model.
 
-What tests need of a wrapped model beyond its public names they read here, under names that stay when the engine's
-classes and members change theirs: whoever moves or renames those mends this file and no test. Functions take a wrapper;
-what they return reads the engine at each use.
+Tests read all internals of a wrapped model here, under names that do not change with the engine's classes and members:
+after a rename in the engine, only this file needs a change. Functions take a wrapper; their results read the engine at
+each use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flatfsdp.engine.watchdog.regions import current_watch
 
 
 class Event(NamedTuple):
-    """One thing that the engine did: its kind, the path of the unit's module ("" of the outermost), and its phase."""
+    """One event of the engine: its kind, the path of the unit's module ("" of the outermost), and its phase."""
 
     kind: str
     unit: str
@@ -42,24 +42,24 @@ class Event(NamedTuple):
         return f"{self.kind} {self.unit or '<root>'} ({self.phase})"
 
 
-# Kinds of events in the words of tests, where the engine's are others.
+# Names of event kinds in tests, where they differ from the engine's.
 KINDS: dict[str, str] = {}
-MEMORY_KINDS: dict[str, str] = {}  # and kinds of bytes
+MEMORY_KINDS: dict[str, str] = {}  # the same for kinds of memory
 
 
 class Events:
-    """What happens in a model, in order."""
+    """The events of a model, in order."""
 
     def __init__(self, trace: Any) -> None:
         self._trace = trace
 
     def record(self, kind: str, unit: str = "") -> None:
-        """Something that happens in a test, in order with the rest."""
+        """Record an event of the test, in order with the others."""
         self._trace.record(kind, unit, "")
 
     @contextmanager
     def listening(self, listener: Callable[[Event], None] | None = None) -> Iterator[list[Event]]:
-        """Collect (and hand to `listener`) what happens inside the context."""
+        """Collect the events inside the context, and pass them to `listener`."""
         seen: list[Event] = []
 
         def note(event: Any) -> None:
@@ -80,22 +80,22 @@ class Memory:
 
     @property
     def live(self) -> dict[str, int]:
-        """Bytes by kind; kinds of which nothing is alive may be there. The same object at each call."""
+        """Live bytes by kind, possibly with zeros. The same object at each call."""
         found: dict[str, int] = self._ledger.live
         return found
 
     @property
     def held(self) -> dict[str, int]:
-        """Bytes of the kinds of which something is alive."""
+        """Live bytes by kind, without zeros."""
         return {MEMORY_KINDS.get(kind, kind): count for kind, count in self.live.items() if count}
 
     def peak(self, kind: str) -> int:
-        """The most bytes of `kind` since `reset_peaks`."""
+        """The peak bytes of `kind` since `reset_peaks`."""
         found: int = self._ledger.peak(kind)
         return found
 
     def peaks(self) -> dict[str, int]:
-        """`peak` of every kind of which something was alive."""
+        """`peak` of every kind with a peak above zero."""
         return {MEMORY_KINDS.get(kind, kind): peak for kind in self.live if (peak := self.peak(kind))}
 
     @property
@@ -106,12 +106,12 @@ class Memory:
 
     @property
     def peak_total(self) -> int:
-        """The most bytes of all kinds together since `reset_peaks`."""
+        """The peak bytes of all kinds together since `reset_peaks`."""
         found: int = self._ledger.peak_total
         return found
 
     def reset_peaks(self) -> None:
-        """Measure from what is alive now."""
+        """Restart all peaks from the live bytes."""
         self._ledger.reset_peaks()
 
 
@@ -123,25 +123,25 @@ class CommStats:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many were issued."""
+        """The number of issued collectives by kind."""
         found: dict[str, int] = self._traffic.counts
         return found
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes of their unsharded side."""
+        """Bytes of their unsharded sides, by kind."""
         found: dict[str, int] = self._traffic.bytes
         return found
 
     @property
     def messages(self) -> int:
-        """Sent and received, of what is carried out pairwise."""
+        """The number of messages, sent and received, of pairwise collectives."""
         found: int = self._traffic.messages
         return found
 
     @property
     def staged(self) -> int:
-        """Bytes that went through staging buffers."""
+        """Bytes copied through staging buffers."""
         found: int = self._traffic.staged
         return found
 
@@ -154,7 +154,7 @@ class FlatParam:
     """One flat parameter of a unit.
 
     Attributes:
-        layout: where which parameter lies. leaves: the original parameters, in its order.
+        layout: the places of parameters. leaves: the original parameters, in the order of the layout.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -170,7 +170,7 @@ class FlatParam:
 
     @property
     def unsharded(self) -> Tensor:
-        """All of it; without memory while it is sharded."""
+        """The unsharded flat parameter; without memory while it is sharded."""
         found: Tensor = self._handle.unsharded.flat
         return found
 
@@ -182,7 +182,7 @@ class FlatParam:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What optimizers see of it where they do not see the original parameters."""
+        """The parameter for optimizers that do not see the original parameters."""
         found: nn.Parameter = self._handle.flat_param
         return found
 
@@ -194,7 +194,7 @@ class FlatParam:
 
     @property
     def has_orig_params(self) -> bool:
-        """Whether optimizers see the original parameters, each by itself."""
+        """Whether optimizers see the original parameters."""
         found: bool = not self._handle.face.is_flat
         return found
 
@@ -205,18 +205,18 @@ class FlatParam:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the shard axis has one rank, and its shard is all of it."""
+        """Whether the shard axis has one rank, so that the shard is the whole flat parameter."""
         found: bool = self._handle.is_unsharded_at_rest
         return found
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it is neither unsharded nor on its way to that."""
+        """Whether it is neither unsharded nor being gathered."""
         return bool(self._handle.state is SHARDED)
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether it is unsharded, and not only on its way to that."""
+        """Whether it is unsharded, with a finished gather."""
         return bool(self._handle.state is UNSHARDED)
 
 
@@ -245,23 +245,23 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether all is sharded that does not stay on the device."""
+        """Whether all its parameters are sharded, except persistent ones."""
         found: bool = self._inner.is_sharded
         return found
 
     @property
     def options(self) -> Any:
-        """What users chose for it, comparable."""
+        """The options chosen by users; comparable."""
         return self._inner.options
 
     @property
     def schedule(self) -> Any:
-        """What users chose of when it communicates."""
+        """The options chosen by users for the time of communication."""
         return self._inner.options.schedule
 
     @property
     def comm_hook(self) -> Any:
-        """What was registered, None without."""
+        """The registered communication hook, or None."""
         return self._inner.options.comm_hook
 
     @property
@@ -272,23 +272,23 @@ class Unit:
 
     @property
     def post_forward_axis(self) -> Any:
-        """Among which ranks parameters stay between forward and backward: `ranks`, and its `rank` there."""
+        """The axis over which parameters stay sharded between forward and backward: `ranks`, and its `rank` there."""
         (transport,) = self._inner.kept.retain.transports.values()
         return transport.group
 
     @property
     def forward_prefetch(self) -> list[str]:
-        """Names of the units that users want to be gathered ahead in forwards."""
+        """Names of the units that users chose for prefetching in forwards."""
         return [each.place.name for each in self._inner.options.forward_targets.units()]
 
     @property
     def backward_prefetch(self) -> list[str]:
-        """Names of the units that users want to be gathered ahead in backwards."""
+        """Names of the units that users chose for prefetching in backwards."""
         return [each.place.name for each in self._inner.options.backward_targets.units()]
 
     @property
     def prefetches_own(self) -> bool:
-        """Whether the units to be gathered ahead in backwards are of this unit's model."""
+        """Whether the units prefetched in backwards belong to this unit's model."""
         targets = self._inner.options.backward_targets.units()
         return all(model_of(each) is model_of(self._inner) for each in targets)
 
@@ -298,7 +298,7 @@ def _model(model: Any) -> Any:
 
 
 def events(model: Any) -> Events:
-    """What happens in `model` from now on."""
+    """The events of `model` from now on."""
     return Events(_model(model).resources.events)
 
 
@@ -308,18 +308,18 @@ def memory(model: Any) -> Memory:
 
 
 def comm_stats(model: Any) -> CommStats:
-    """What `model` has communicated."""
+    """The collectives of `model`."""
     return CommStats(_model(model).resources.comm_stats)
 
 
 def units(model: Any) -> list[Unit]:
-    """All units of the model that `model` is the outermost wrapper of, or a part; the outermost last."""
+    """All units of the model with the wrapper `model`, which may be an inner one; the outermost last."""
     return [Unit(each) for each in _model(model).units]
 
 
 def held_by_units(model: Any) -> list[set[str]]:
-    """For each unit, the classes of what it holds, and of what that holds. Modules and tensors are the user's, whose
-    hooks hold the engine; of functions counts what they were made with, not the globals of their module."""
+    """For each unit, the classes of the objects that it references, directly or not. User modules and tensors are not
+    followed, since their hooks reference the engine; of functions, closures and defaults are, but not globals."""
     return [_held_by(each) for each in _model(model).units]
 
 
@@ -339,12 +339,12 @@ def _held_by(start: object) -> set[str]:
 
 
 def copies_of_shards(model: Any) -> int:
-    """How many shards units keep a copy of, to notice what is written to them."""
+    """The number of shards of which units keep a copy, to notice writes to them."""
     return sum(len(each.kept.shards) for each in units_in(model))
 
 
 def kept_gradient_bytes(model: Any) -> int:
-    """The memory that is kept for gradients of small parameters."""
+    """The bytes that are kept allocated for gradients of small parameters."""
     faces = [handle.face for each in units_in(model) for handle in each.handles]
     return sum(face.kept._storage.nbytes() for face in faces if face.kept is not None)
 
@@ -355,19 +355,19 @@ def unit(wrapper: Any) -> Unit:
 
 
 def opens_ranges(wrapper: Any) -> bool:
-    """Whether what its own unit does opens ranges of a profiler."""
+    """Whether actions of its unit open ranges of a profiler."""
     return "reshard" in wrapper._unit.__dict__
 
 
 def flat_params(model: Any) -> list[FlatParam]:
-    """All of them, unit by unit."""
+    """All flat parameters, unit by unit."""
     return [each for found in units(model) for each in found.flat_params]
 
 
 def owed(model: Any) -> list[Tensor]:
-    """Of each of `flat_params`, all of it, what this rank owes of its gradients by error feedback, once what a failed
-    backward has left is over: shape (padded numel,), float32, in the units of what travels; zeros where that is
-    nothing."""
+    """For each of `flat_params`, this rank's residuals of its gradients under error feedback, unsharded, after cleaning
+    up any failed backward: shape (padded numel,), float32, in the units of the communicated gradients; zeros where
+    there are none."""
     _model(model).iteration.finish_interrupted()
     found = []
     for handle, _, own in (kind for each in _model(model).units for kind in each.kinds):
@@ -386,34 +386,34 @@ def owed(model: Any) -> list[Tensor]:
 
 
 def wrappers_called(model: Any) -> set[int]:
-    """The ids of the wrapped modules whose forward users call."""
+    """The ids of the wrapped modules whose forwards are called by users."""
     return {id(each.entries.first) for each in _model(model).setup.entries}
 
 
 def parts(model: Any) -> list[weakref.ref[Any]]:
-    """References to what the engine made for `model`, which goes when the model does."""
+    """Weak references to objects that the engine made for `model`, which must be freed with the model."""
     root = _model(model)
     held = [root, *root.units, *(handle.shard for each in root.units for handle in each.handles)]
     return [weakref.ref(each) for each in held]
 
 
 def shared_state(model: Any) -> weakref.ref[Any]:
-    """A reference to what exists once for the units of `model`."""
+    """A weak reference to the state shared by all units of `model`."""
     return weakref.ref(_model(model))
 
 
 def begin(model: Any, *, training: bool = False) -> None:
-    """What the first forward does before it computes."""
+    """Run the setup of the first forward."""
     _model(model).setup.lazy_init(training=training)
 
 
 def move(model: Any, device: torch.device) -> None:
-    """Let the engine take `device` for the one where `model` computes."""
+    """Let the engine treat `device` as the compute device of `model`."""
     _model(model).resources.device.device = device
 
 
 def check_shards_on(model: Any, device: torch.device) -> None:
-    """What a forward checks that finds the shards of `model` on `device`, which this machine may lack."""
+    """Run a forward's check for shards of `model` on `device`, which this machine may lack."""
     with FakeTensorMode():
         for unit in _model(model).units:
             for handle in unit.handles:
@@ -422,43 +422,43 @@ def check_shards_on(model: Any, device: torch.device) -> None:
 
 
 def limits_gathers(model: Any) -> bool:
-    """Whether gathers wait until memory is free."""
+    """Whether gathers wait for free memory."""
     found: bool = _model(model).resources.limiter.limit
     return found
 
 
 def is_last_backward(model: Any) -> bool:
-    """Whether backwards end with all of their reductions."""
+    """Whether backwards wait for all of their reductions at the end."""
     found: bool = _model(model).backwards.is_last_backward
     return found
 
 
 def weight(model: Any) -> float:
-    """What this rank's gradients count in the mean over ranks."""
+    """The weight of this rank's gradients in the mean over ranks."""
     found: float = _model(model).backwards.weight
     return found
 
 
 def schedule_in_words(model: Any) -> str:
-    """What was set, as ranks compare it."""
+    """The description of the settings that ranks compare."""
     found: str = _model(model).setup.description
     return found
 
 
 def waits_for_gradients(model: Any) -> bool:
-    """Whether somebody holds a node that a gradient of the next backward is to come to."""
+    """Whether a gradient accumulation node is held for the next backward."""
     return bool(_model(model).accumulators.expects_gradients)
 
 
 def drop_observers(model: Any, *, all_of_them: bool = False) -> None:
-    """Attach nothing that looks at what backwards leave, or nothing at all; a later forward does not change it."""
+    """Remove all observers of ended backwards, or all observers; a later forward does not restore them."""
     observers = _model(model).observers
     kept = [each for each in observers.all if type(each).backward_ended is Observer.backward_ended]
     observers.set(*[] if all_of_them else kept)
 
 
 def non_finite_detector(model: Any) -> Any:
-    """What looks for values that are not finite, None where nobody asked for it."""
+    """The detector of non-finite values, None where it was not requested."""
     return next((each for each in _model(model).observers.all if each.requested_by == "detect_nonfinite()"), None)
 
 
@@ -469,7 +469,7 @@ def replicate_stream(model: Any) -> Any:
 
 @contextmanager
 def large_gradients() -> Iterator[None]:
-    """Treat gradients as large ones, which are moved one by one as they come."""
+    """Treat gradients as large ones, which are moved individually as they arrive."""
     with patch.object(grads, "SMALL_BYTES", 0):
         yield
 
@@ -478,28 +478,28 @@ def large_gradients() -> Iterator[None]:
 
 
 def arguments_of(transport: Any) -> dict[str, Any]:
-    """What a double of `transport` is made with."""
+    """The arguments for constructing a double of `transport`."""
     names = ("group", "device", "comm_stats", "tracker")
     return {name: getattr(transport, name) for name in names}
 
 
 def comm_stats_of(transport: Any) -> CommStats:
-    """What was communicated with `transport`, and others of its model."""
+    """The collectives of `transport`, and of other transports of its model."""
     return CommStats(transport.comm_stats)
 
 
 def memory_of(transport: Any) -> Memory:
-    """The live bytes of what `transport` is of."""
+    """The live bytes of the model of `transport`."""
     return Memory(transport.tracker)
 
 
 def outbox_rests(exchange: Any) -> bool:
-    """Whether the outbox of an `exchange` through shared memory gives its pages back at once, or has."""
+    """Whether the outbox of an `exchange` through shared memory has released its pages, or does so now."""
     return bool(exchange._shared.rest())
 
 
 def looks(exchange: Any) -> int:
-    """How often a rank that waits for an `exchange` through shared memory looks before it sleeps."""
+    """The number of polls by a rank that waits for an `exchange` through shared memory before it sleeps."""
     return int(exchange._shared.looks)
 
 
@@ -507,35 +507,35 @@ _LOOKS_ALONE = exchanges._LOOKS_ALONE
 
 
 def share_processors(shared: bool = True) -> None:
-    """Ranks of this process look as if there were more of them than processors: several jobs run at once. Or not."""
+    """Set whether ranks of this process assume more ranks than processors, as when several jobs run at once."""
     exchanges._LOOKS_ALONE = exchanges._LOOKS if shared else _LOOKS_ALONE
 
 
 def make_small_outboxes() -> None:
-    """Outboxes of this process have 128 KiB, which tests get round more often, and take fewer pages again after each
-    rest: that was a seventh of the time of ranks."""
+    """Give outboxes of this process 128 KiB: tests wrap around more often, and fewer pages are allocated again after
+    each rest, which took a seventh of the time of ranks."""
     groups.CAPACITY = 128 * 1024
 
 
 def attendant_loop(attended: Any, wanted: Any, hurried: Any) -> Callable[[], None]:
-    """What the thread runs that attends to exchanges, with these events: what wakes it, and what hurries it."""
+    """The loop of the thread that progresses exchanges, with two events: one wakes it, one shortens its period."""
     made = Attendant(lambda: attended)
     made._wanted, made._hurried = wanted, hurried
     return made._run
 
 
 def outbox_bytes(exchange: Any) -> int:
-    """What this rank's outbox of an `exchange` through shared memory has of pages now."""
+    """The bytes of pages that this rank's outbox of an `exchange` through shared memory has now."""
     return int(exchange._shared._segment.held) - CONTROL
 
 
 def outboxes(model: Any) -> dict[str, int]:
-    """The same for all that units of a model exchange by: parameters ("gather") and gradients ("reduce")."""
+    """The same for the exchanges of a model's units: parameters ("gather") and gradients ("reduce")."""
     found = {}
     for each in _model(model).units:
         own = each.axes.own_transports
         for name, transport in (("gather", own.gather), ("reduce", own.scatter)):
-            made = vars(transport).get("_in_memory")  # by the first exchange
+            made = vars(transport).get("_in_memory")  # set by the first exchange
             found[name] = outbox_bytes(made) if made is not None else 0
     return found
 
@@ -544,22 +544,22 @@ def outboxes(model: Any) -> dict[str, int]:
 
 
 def verdict_of(model: Any) -> Callable[[], BaseException | None]:
-    """Asks for the error that ends everything that the ranks do together; None while there is none."""
+    """A function that returns the error that ends all collective operations of the ranks; None without one."""
     agreement = _model(model).agreement
     return lambda: agreement.peers.verdict
 
 
 def doing() -> str:
-    """What this rank does, as it tells the others that ask."""
+    """This rank's current operation, as reported to other ranks."""
     return current_watch()._local.status().doing
 
 
 def meetings(model: Any) -> int:
-    """At how many places this rank left a note because something unexpected happened."""
+    """The number of places where this rank left a note about an unexpected event."""
     return len(_model(model).agreement.sequence.meetings.places)
 
 
 def note(model: Any, key: str) -> str | None:
-    """What stands at `key` in the store, None if nothing does."""
+    """The value of `key` in the store, None without one."""
     found: str | None = _model(model).agreement.peers.store.read(key)
     return found

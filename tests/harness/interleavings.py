@@ -1,11 +1,11 @@
-"""All that can happen to processes that share memory, found by trying: a model of x86, small enough to be exhausted.
+"""An exhaustive search of all interleavings of processes that share memory, in a small model of x86.
 
-What runs is the real code, on doubles of what it shares. A double asks its `Replay` for what it loads. Where there is
-no answer yet the code is left, by an exception, and begun again later with the answers so far: so each process is a
-value (where it began, and its answers), and every interleaving of all processes can be followed from every state.
+The searched code is the real code, on doubles of its shared memory. A double asks its `Replay` for each loaded value.
+If there is no answer yet, an exception leaves the code, which is restarted later with the answers so far. So each
+process is a value (its start, and its answers), and all interleavings can be followed from every state.
 
-Stores go through a buffer of each process: others see them late, in order, and loads may pass them (x86-TSO). A
-`barrier`, and a system call, waits until the buffer is empty.
+Stores go through a buffer of each process: other processes see them late, in order, and loads may overtake them
+(x86-TSO). A `barrier`, and a system call, waits until the buffer is empty.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 
 
 class Paused(BaseException):
-    """The code asks for what it has no answer to yet."""
+    """The code requests a value without an answer yet."""
 
 
 class Wrong(AssertionError):
-    """What must not happen. Its text is followed by how it came to that."""
+    """A violation. Its message is followed by the steps that led to it."""
 
 
 class Request(NamedTuple):
-    """What a process does next.
+    """The next action of a process.
 
     Attributes:
-        kind: "load" of an address; "barrier"; "sleep" on an address whose value is still what was `seen`; "wake" of
-            who sleeps on an address; "again": it begins anew, as `local`; "end".
+        kind: "load" of an address; "barrier"; "sleep" on an address if its value is still the one `seen`; "wake" the
+            processes that sleep on an address; "again": restart as `local`; "end".
     """
 
     kind: str
@@ -41,10 +41,10 @@ BARRIER, END = Request("barrier"), Request("end")
 
 
 class Replay:
-    """One run of the code of a process, up to where it has no answers.
+    """One run of a process's code, up to the first request without an answer.
 
     Attributes:
-        stores: what it stored since its last answer. request: what it asked for at the end.
+        stores: its stores since the last answer. request: its last request.
     """
 
     def __init__(self, answers: Sequence[int | None]) -> None:
@@ -53,7 +53,7 @@ class Replay:
         self.request: Request | None = None
 
     def store(self, address: int, value: int) -> None:
-        if self.request is None:  # and not in a `finally` on the way out
+        if self.request is None:  # not in a `finally` on the way out
             self.stores.append((address, value))
 
     def ask(self, request: Request) -> int:
@@ -68,7 +68,7 @@ class Replay:
 
 
 class Words:
-    """Shared words, at `first` and behind it, for one process."""
+    """Shared words from `first` on, for one process."""
 
     def __init__(self, replay: Replay, first: int) -> None:
         self._replay, self._first = replay, first
@@ -80,7 +80,7 @@ class Words:
         self._replay.store(self._first + index, value)
 
 
-Run = Callable[[Any, Replay], None]  # run(local, replay): the code of a process that begins as `local`
+Run = Callable[[Any, Replay], None]  # run(local, replay): the code of a process that starts as `local`
 
 
 class _Process(NamedTuple):
@@ -90,14 +90,14 @@ class _Process(NamedTuple):
     sleeps: bool
 
 
-State = tuple[int, ...]  # the number of what each process is, and the memory
+State = tuple[int, ...]  # the numbers of the processes' values, and the memory
 
 
 class Interleavings:
-    """Every state that processes over one memory can come to.
+    """All states that processes over one memory can reach.
 
     Attributes:
-        states: how many there are, once explored.
+        states: their number, once explored.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Interleavings:
         together: Callable[[int], Hashable] = lambda address: address,
         in_order: bool = True,
     ) -> None:
-        """`begin`: the processes' local states. `memory`: how many words there are, all 0.
+        """`begin`: the processes' local states. `memory`: the number of words, all 0.
 
-        `together`: loads one behind the other from addresses for which it gives the same are one step. `in_order`: or
-        stores become visible in any order (x86 has no such thing).
+        `together`: consecutive loads from addresses with equal values of it are one step. `in_order`: if False,
+        stores become visible in any order (unlike on x86).
         """
         self._runs = runs
         self._world = len(runs)
@@ -128,10 +128,10 @@ class Interleavings:
         self.states = 0
 
     def explore(self, most: int = 2_000_000) -> None:
-        """Go to every state.
+        """Visit every state.
 
         Raises:
-            Wrong: the code raised it, or there is a state from which not all processes can come to their end.
+            Wrong: the code raised it, or from some state not all processes can finish.
         """
         came_from: dict[State, list[State]] = {self._first: []}
         to_do, ended = [self._first], []
@@ -174,7 +174,7 @@ class Interleavings:
         return self._known[key]
 
     def _settled(self, index: int, process: _Process) -> int:
-        """`process` with what it stores up to its next request."""
+        """`process` with its stores up to its next request."""
         while True:
             stores, request = self._next(index, process)
             buffer = process.buffer + stores
@@ -209,7 +209,7 @@ class Interleavings:
                 yield self._through(index, process, request, state)
 
     def _through(self, index: int, process: _Process, request: Request, state: State) -> State:
-        """A barrier, or a system call."""
+        """Execute a barrier, or a system call."""
         after = list(state)
         if request.kind == "sleep" and state[self._world + request.address] == request.seen:
             after[index] = self._number(index, process._replace(sleeps=True), request)
@@ -230,7 +230,7 @@ class Interleavings:
                 if address == request.address:
                     value = own
             number, count = self._answered(index, number, value), count + 1
-            if len(self._processes[number].answers) < count:  # it has begun anew
+            if len(self._processes[number].answers) < count:  # it has restarted
                 break
             request = self._requests[number]
         return number

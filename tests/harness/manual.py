@@ -1,17 +1,17 @@
-"""The pages of the manual, README among them, as programs: their blocks of code, and what these should print.
+"""The pages of the manual, README among them, as programs: their blocks of code, and the expected output.
 
-A page's blocks of Python are one program, on two ranks; its blocks of output are what rank 0 prints, `...` for what
-differs from run to run. Comments of HTML, which no reader sees, say more:
+A page's blocks of Python are one program, on two ranks; its blocks of output are rank 0's output, with `...` for parts
+that differ between runs. Comments of HTML, which readers do not see, add:
 
-    <!-- ranks: 4 -->            on so many ranks
-    <!-- continues: PAGE -->     after the blocks of that page, which lies beside it
-    <!-- needs: MODULE, ... -->  where these are installed
+    <!-- ranks: 4 -->            the number of ranks
+    <!-- continues: PAGE -->     run after the blocks of that page, in the same folder
+    <!-- needs: MODULE, ... -->  run only where these are installed
     <!-- setup                   lines of Python before the next block
     -->
-    <!-- not run: REASON -->     before a block: only its syntax and its names are looked at
-    <!-- run by: TEST -->        before a block: there
-    <!-- thorough -->            before a block of a shell: with --thorough; a block of output right after it is what
-                                 its last command prints
+    <!-- not run: REASON -->     before a block: only its syntax and its names are checked
+    <!-- run by: TEST -->        before a block: that test runs it
+    <!-- thorough -->            before a block of a shell: run with --thorough; a block of output right after it is
+                                 the output of its last command
     <!-- file: NAME -->          before a block: the reader saves it as that file, for the commands of the page
 """
 
@@ -51,7 +51,7 @@ class Block:
     line: int
     language: str
     text: str
-    mark: str  # the comment before it
+    mark: str  # the content of the comment before it
 
     @property
     def runs(self) -> bool:
@@ -73,7 +73,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def read(page: Path, what: str) -> list[str]:
-    """What the page's comment `what` lists."""
+    """The items of the page's comment `what`."""
     found = re.findall(rf"^<!-- {what}: (.*) -->$", page.read_text(), flags=re.MULTILINE)
     return [each.strip() for line in found for each in line.split(",")]
 
@@ -86,7 +86,7 @@ def program(page: Path) -> str:
 
 
 def files(page: Path) -> dict[str, str]:
-    """What the reader saves for the commands of the page: texts by the names of files."""
+    """The files that readers save for the commands of the page: texts by the names of files."""
     own = {name: program(page) for name in re.findall(_SAVED, page.read_text())}
     marked = [each for each in blocks(page) if each.mark.startswith("file: ")]
     return own | {each.mark.removeprefix("file: "): each.text for each in marked}
@@ -103,13 +103,13 @@ def commands(page: Path) -> list[tuple[Block, Block | None]]:
 
 
 def promised(page: Path) -> str:
-    """What the program of the page prints."""
+    """The expected output of the page's program."""
     of_commands = [output for _, output in commands(page)]
     return "".join(each.text for each in blocks(page) if each.language == "output" and each not in of_commands)
 
 
 def differs(page: Path, printed: str, expected: str | None = None) -> str:
-    """How what was printed differs from what the page shows, by default of its program; "" if it does not."""
+    """The difference of a printed text from the page's output, by default its program's; "" if there is none."""
     shown = promised(page) if expected is None else expected
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     if doctest.OutputChecker().check_output(shown, printed, flags):
@@ -118,13 +118,13 @@ def differs(page: Path, printed: str, expected: str | None = None) -> str:
 
 
 def run_in_turn(rank: int, world: int, programs: list[str]) -> list[str]:
-    """Run programs that each make and destroy a process group, on this rank, in the folders that they lie in; what
-    each printed."""
+    """Run programs that each make and destroy a process group, on this rank, each in its own folder. Returned: their
+    output."""
     outputs = []
     shared = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     for each in programs:
         os.chdir(Path(each).parent)
-        # Each finds the keys of its own group only: under torchrun it would have a store to itself.
+        # Each sees only the keys of its own group, like under torchrun with a separate store.
         join = partial(dist.init_process_group, store=dist.PrefixStore(each, shared), rank=rank, world_size=world)
         with (
             contextlib.redirect_stdout(io.StringIO()) as printed,

@@ -3,9 +3,9 @@
     for cell in covering_array(legal_cells()):
         cell.check()
 
-`CROSSED` has, besides, the settings that change what a backward does: too many to try all combinations of, so that all
-pairs and a sample of the rest are tried, on four ranks. A combination that means nothing is no cell: `illegal` says
-why, in words. The engine accepts all that are.
+`CROSSED` also has the settings that change a backward: too many for all combinations, so that all pairs and a sample of
+the others are tried, on four ranks. A combination without a meaning is not a cell: `illegal` returns
+the reason. The engine accepts all cells.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PASSES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination; each field is a factor, its default the level that the other factors are tried alone with."""
+    """One combination; each field is a factor, its default is used when other factors are tried alone."""
 
     strategy: str = "FULL_SHARD"
     world: int = 2
@@ -65,9 +65,9 @@ class Cell:
 
     @property
     def recipe(self) -> Recipe:
-        """What is trained: two steps, so that the second starts from what the first left behind.
+        """The recipe: two steps, so that the second starts from the state after the first.
 
-        Only the second backward steps inside: three, then.
+        Three for an optimizer in the backward, which only begins in the second backward.
         """
         settings = PRECISIONS[self.precision] | MODELS[self.model] | PASSES[self.passes]
         return Recipe(**settings, steps=3 if self.in_backward else 2, replicas=2 if self.hybrid else 1)
@@ -102,7 +102,7 @@ class Cell:
     def check(self, *, hostile: bool = False) -> Story:
         """Train on the pool and compare every bit with one process that runs the ranks' batches one after the other.
 
-        gloo's exchange adds in rank order, so the numbers are the same for every world. ``hostile``: under a
+        gloo's exchange sums in rank order, so results are the same for every world. ``hostile``: under a
         communicator that delivers late and with freed memory poisoned.
         """
         context = hostile_world if hostile else nullcontext
@@ -141,7 +141,7 @@ CROSSED: dict[str, tuple[Any, ...]] = FACTORS | {
 
 @contextmanager
 def hostile_world() -> Iterator[None]:
-    """Collectives that deliver NaN until they are waited for, and buffers that are NaN before use and after."""
+    """A context with collectives that deliver NaN until waited for, and buffers that are NaN before and after use."""
     from flatfsdp.engine.comm import transport as comm
     from flatfsdp.engine.device import memory as storage
     from tests.harness.delayed import DelayedTransport
@@ -151,7 +151,7 @@ def hostile_world() -> Iterator[None]:
 
 
 def illegal(cell: Cell) -> str | None:
-    """Why there is no such cell."""
+    """The reason why there is no such cell, or None."""
     if cell.hybrid and cell.world != 4:
         return "two axes of two ranks need a world of four"
     if cell.model == "reached" and cell.checkpointing == "reentrant checkpoints":
@@ -163,14 +163,14 @@ def illegal(cell: Cell) -> str | None:
 
 @lru_cache(maxsize=1)
 def legal_cells() -> tuple[Cell, ...]:
-    """Every combination of all factors that means something."""
+    """Every meaningful combination of all factors."""
     cells = (Cell(*levels) for levels in product(*FACTORS.values()))
     return tuple(cell for cell in cells if illegal(cell) is None)
 
 
 @lru_cache(maxsize=1)
 def crossed_cells() -> tuple[Cell, ...]:
-    """Every combination on four ranks, of what changes a backward, too."""
+    """Every meaningful combination on four ranks, including the settings that change a backward."""
     cells = (Cell(**dict(zip(CROSSED, levels, strict=True))) for levels in product(*CROSSED.values()))
     return tuple(cell for cell in cells if illegal(cell) is None)
 
@@ -184,9 +184,9 @@ def pairs_of(cell: Any, factors: Iterable[str] = CROSSED) -> frozenset[Pair]:
 
 
 def covering_array(cells: Iterable[C], factors: Iterable[str] = CROSSED) -> list[C]:
-    """A few of ``cells`` in which every pair of levels occurs that occurs in any; the same few at every call.
+    """A few of ``cells`` that cover all their pairs of levels; the same at every call.
 
-    Greedy: always the first of the cells with the most pairs that none before it had.
+    Greedy: each time the first of the cells with the most new pairs.
     """
     bits: dict[Pair, int] = {}
     remaining = {cell: sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs_of(cell, factors)) for cell in cells}
@@ -200,7 +200,7 @@ def covering_array(cells: Iterable[C], factors: Iterable[str] = CROSSED) -> list
 
 
 def crossed(count: int) -> list[Cell]:
-    """``count`` of the `crossed_cells`, the same at every call: first those in which all pairs occur."""
+    """``count`` of the `crossed_cells`, the same at every call: first those that cover all pairs."""
     shuffled = random.Random(20261121).sample(crossed_cells(), len(crossed_cells()))
     covering = covering_array(shuffled[:400])
     others = (cell for cell in shuffled if cell not in covering)
@@ -208,7 +208,7 @@ def crossed(count: int) -> list[Cell]:
 
 
 def each_alone() -> list[Cell]:
-    """Every level by itself: the others are the defaults (and a world of four, where the strategy asks for it)."""
+    """Every level alone: the others are the defaults (and a world of four, where the strategy needs it)."""
     cells = [Cell(**{name: level}) for name, levels in FACTORS.items() for level in levels]
     hybrids = [Cell(strategy=strategy, world=4) for strategy in STRATEGIES if "HYBRID" in strategy]
     return list(dict.fromkeys(cell for cell in [*cells, *hybrids] if illegal(cell) is None))

@@ -1,8 +1,8 @@
 """Bytes of tensors on the CPU, exact to the byte: every allocation and release as torch's CPU allocator reports it.
 
-Resized storages, temporaries inside one operator and memory that only autograd holds are all seen, which no walk over
-Python's objects can say. What the allocator does not report is a block's release when the block is older than the
-recording: so build what is to be measured inside the recording, and `mark` where the measurement begins.
+This includes resized storages, temporaries inside one operator and memory held only by autograd, which no traversal of
+Python objects can find. The allocator does not report the release of blocks that are older than the recording: so build
+the measured objects inside the recording, and `mark` where the measurement begins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK = "memory mark: "
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes live at the start and the end of an interval, and the most that were live in between."""
+    """Bytes live at the start and the end of an interval, and their peak in between."""
 
     start: int
     peak: int
@@ -29,7 +29,7 @@ class Usage:
 
 
 class Recording:
-    """Records allocations while it is entered; afterwards `between` answers for any two marks.
+    """Records allocations while it is entered; afterwards, `between` returns the usage between any two marks.
 
     >>> with Recording() as recording:
     ...     weight = torch.empty(1000)
@@ -66,9 +66,9 @@ class Recording:
 
 
 def peak_bytes(fn: Callable[[], object]) -> tuple[int, int]:
-    """Bytes that ``fn()`` adds to what is live: at its peak, and at its end with its result still held.
+    """The increase of live bytes by ``fn()``: at its peak, and at its end with its result still held.
 
-    ``fn`` must not release or resize tensors that were there before the call: use a `Recording` for that.
+    ``fn`` must not release or resize tensors that existed before the call: use a `Recording` for that.
     """
     with Recording() as recording:
         result = fn()

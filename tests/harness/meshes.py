@@ -1,7 +1,7 @@
 """Meshes of a pool's ranks whose process groups all jobs share.
 
-gloo gives each group a thread that wakes up a hundred times a second, for as long as the process lives: the groups that
-jobs left behind took a quarter of the cores from the jobs that ran.
+gloo gives each group a thread that wakes up a hundred times a second, for the life of the process: the groups that
+jobs left behind used a quarter of the cores.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ def replicas_of_shards() -> DeviceMesh:
 
 @lru_cache(maxsize=8)
 def named_mesh(*shape: int) -> DeviceMesh:
-    """One whose axes have names, as `fully_shard` wants it of a hybrid. Collective at the first call."""
+    """A mesh with names of axes, which `fully_shard` requires for a hybrid. Collective at the first call."""
     return dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])

@@ -1,4 +1,4 @@
-"""Small deterministic models, each with a trait that engines get wrong, and batches that differ on every rank.
+"""Small deterministic models, each with a property that engines get wrong, and batches that differ on every rank.
 
 Sizes are odd on purpose: shards are uneven on two, three and four ranks, and parameters cross their borders.
 """
@@ -18,13 +18,13 @@ Batch = tuple[Tensor, ...]  # the model's inputs, then the target
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how to feed it.
+    """A model and its batches.
 
     Attributes:
-        build: a new model, the same at every call and on every rank, in training mode.
+        build: makes a new model, the same at every call and on every rank, in training mode.
         batch: ``batch(rank, step, micro)``, of equal size everywhere.
-        units: the module classes to wrap, besides the root.
-        loss: of a model and a batch, a mean over the batch in fp32 or wider.
+        units: the module classes to wrap, in addition to the root.
+        loss: computes the loss of a model and a batch, a mean over the batch in fp32 or wider.
         concatenable: whether the mean of the ranks' losses is the loss of their batches put together (not under batch
             norm, whose statistics are those of one rank).
     """
@@ -117,7 +117,7 @@ class Low(nn.Module):
 
 
 class Motley(nn.Module):
-    """Parameters of four dtypes: fp32 and fp64 trainable, bf16 trainable, int8 frozen (a quantised weight)."""
+    """Parameters of four dtypes: fp32 and fp64 trainable, bf16 trainable, int8 frozen (a quantized weight)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Convolution(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.wide = nn.Conv2d(channels, channels + 2, 3, padding=1, bias=False)  # a norm takes a bias out again
+        self.wide = nn.Conv2d(channels, channels + 2, 3, padding=1, bias=False)  # a norm cancels a bias
         self.norm = nn.BatchNorm2d(channels + 2)
         self.narrow = nn.Conv2d(channels + 2, channels, 1)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -171,7 +171,7 @@ class Spare(nn.Module):
 
 
 class Nest(nn.Module):
-    """Two blocks and parameters of its own: a scalar, an empty one and a vector. Zero-dimensional, so not for FSDP1."""
+    """Two blocks and its own parameters: a scalar (which FSDP1 refuses), an empty one and a vector."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Rows(Nest):
 
 
 class Encoding(nn.Module):
-    """An encoder, which is also called by itself, before everything and afterwards."""
+    """A model with an encoder, which is also called directly, before and after the model."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Encoding(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Uses those of its weights that the bits from `first` on in `bits` are set for; with none returns its input."""
+    """Uses the weights whose bits, from `first` on, are set in `bits`; without any, returns its input."""
 
     def __init__(self, width: int, bits: list[int], first: int) -> None:
         super().__init__()
@@ -223,18 +223,18 @@ class Chosen(nn.Module):
 
 
 class Reached(nn.Module):
-    """Units of which a batch uses some parameters, and some outputs: a weight, or a unit, has no gradient at times.
+    """Units of which a batch uses some parameters and outputs: a weight, or a unit, sometimes has no gradient.
 
-    The bits of the second input choose. Always unused is `spare`; `aside` always runs, and the loss seldom sees it.
+    The bits of the second input choose. `spare` is never used; `aside` always runs, but is rarely part of the loss.
     """
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
-        self.bits = [0]  # the same list in the units: what a wrapper is given does not reach its module
+        self.bits = [0]  # shared with the units: attributes set on a wrapper do not reach its module
         self.first, self.second = Chosen(width, self.bits, 0), Chosen(width, self.bits, 3)
         self.aside = Feedforward(width, width + 2)
         self.spare = nn.Parameter(torch.randn(3, width))
-        self.shift = nn.Parameter(torch.zeros(width))  # or the first unit would have no graph on some ranks
+        self.shift = nn.Parameter(torch.zeros(width))  # otherwise the first unit would have no graph on some ranks
         self.head = nn.Linear(width, out)
 
     def forward(self, x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,8 +295,8 @@ def _encoded_apart(model: Any, batch: Batch) -> Tensor:
 
 
 def unit_first(case: Case) -> Case:
-    """The case with a loss that has the output of the first unit, too, which runs before the model does. The model has
-    units."""
+    """The case with a loss that includes the output of the first unit, which runs before the model does. The model must
+    have units."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         unit = next(module for module in model.modules() if isinstance(module, tuple(case.units)))
@@ -334,7 +334,7 @@ def _token_case(name: str, make: Callable[..., nn.Module] = Transformer, **optio
 
 
 def _partly_frozen(**options: Any) -> nn.Module:
-    """A transformer of which the attentions and the positions are frozen."""
+    """A transformer with frozen attentions and positions."""
     model = Transformer(**options)
     model.position.requires_grad_(False)
     for block in model.blocks:
@@ -373,7 +373,7 @@ CASES: dict[str, Case] = {
     )
 }
 
-# Under `fully_shard` alone: the wrapper takes no forward of a module inside before its root's.
+# Only under `fully_shard`: the wrapper accepts no forward of an inner module before its root's.
 OF_FULLY_SHARD: dict[str, Case] = {
     case.name: case
     for case in (

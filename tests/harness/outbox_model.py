@@ -1,7 +1,7 @@
-"""Ranks that exchange through outboxes, as a model: the code of `exchange.py`, `chunks.py` and `bell.py`, over words
-that are doubles, in every interleaving (`interleavings.py`).
+"""Ranks that exchange through outboxes, as a model: the code of `exchange.py`, `chunks.py` and `bell.py`, on doubles of
+shared words, in every interleaving (`interleavings.py`).
 
-Beside `inspect.py` the only one that looks inside: it gives objects of the engine memory that is none.
+Besides `inspect.py`, this is the only file that uses internals: it gives objects of the engine simulated memory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tests.harness.interleavings import BARRIER, Interleavings, Replay, Request,
 
 @dataclass(frozen=True)
 class Scope:
-    """What the ranks do, and how little room they have for it.
+    """The operations of the ranks, and the limits of their memory.
 
     Attributes:
-        operations: of each, its elements, one to a chunk, and whether it posts what the one before it brought.
+        operations: for each, its elements, one per chunk, and whether it posts the result of the previous one.
         room: cells of an outbox, of which an element takes so many `cells`. in_flight: `chunks.IN_FLIGHT`.
-        with_bells: ranks sleep, without a limit, until they are woken; else they look again and again.
-        others_go_on: and wait for nothing, but for the first.
+        with_bells: ranks sleep, without a limit, until they are woken; otherwise they poll.
+        others_go_on: only the first rank waits.
         tags: `exchange.TAGS`.
-        apart: no two loads are one step.
-        rests: ranks give the pages of their outboxes back at the end.
-        barriers, in_order: or the processor does what x86 does not.
+        apart: loads are never joined into one step.
+        rests: ranks release the pages of their outboxes at the end.
+        barriers, in_order: False for a processor that is weaker than x86.
     """
 
     world: int
@@ -55,18 +55,18 @@ class Scope:
 
     @property
     def words(self) -> int:
-        """Of a rank: two counters, tags, its outbox, and two of its bell."""
+        """The number of words of a rank: two counters, tags, its outbox, and two of its bell."""
         return 2 + self.tags + self.room + 2
 
     def together(self, address: int) -> Hashable:
-        """Counters of all ranks are heard at once, and so is a chunk: whatever goes wrong between two loads does at
-        the moment of one of them, too, and counters only grow."""
+        """Counters of all ranks are loaded in one step, and so is a chunk: a failure between two loads also occurs at
+        one of them, and counters only grow."""
         place = address % self.words
         return address if self.apart or place >= self.words - 2 else min(place, 2)
 
 
 class Words:
-    """Shared words for one process: those at `indices` begin at `first`."""
+    """Shared words for one process: the words for `indices` begin at `first`."""
 
     def __init__(self, replay: Replay, first: int, indices: Sequence[int] | None = None) -> None:
         self._replay, self._first = replay, first
@@ -83,7 +83,7 @@ class Words:
 
 
 class Round:
-    """All peers' words, for as long as a round is not over."""
+    """All peers' words, until a round is over."""
 
     def __init__(self, words: Sequence[Words], is_over: Callable[[], bool], then: Callable[[], Any]) -> None:
         self._words, self._is_over, self._then = words, is_over, then
@@ -95,7 +95,7 @@ class Round:
 
 
 class Step:
-    """An operation whose chunks are cells with the chunk's number in them."""
+    """An operation whose chunks are cells that contain the chunk's number."""
 
     def __init__(self, tag: int) -> None:
         self.tag, self.done = tag, False
@@ -116,7 +116,7 @@ class Step:
 
 
 class Pages:
-    """Of an outbox: what is given back is zeros."""
+    """The pages of an outbox; released ones become zeros."""
 
     def __init__(self, outbox: Words, room: int) -> None:
         self._outbox, self._room = outbox, room
@@ -129,7 +129,7 @@ class Pages:
 
 
 class System:
-    """Sleeping and waking, as the kernel does it."""
+    """Sleeping and waking, as in the kernel."""
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
@@ -142,7 +142,7 @@ class System:
 
 
 class Rank:
-    """One rank's code: everything is issued, and it waits for the last. Its local state is its stream's."""
+    """One rank's code: it issues all operations, and waits for the last. Its local state is that of its stream."""
 
     def __init__(self, scope: Scope, rank: int, kind: type[ChunkStream[Step]]) -> None:
         self._scope, self._rank = scope, rank
@@ -181,7 +181,7 @@ class Rank:
                 else:
                     shared.progress()
             return
-        # Once a chunk is through, its loop comes to the same as another call: what it heard before is forgotten.
+        # After a chunk, its loop equals another call: earlier loads are forgotten.
         shared._their_words = Round(shared._their_words, lambda: stream.posted + stream.taken > moves, begin_anew)
         shared.progress()
         begin_anew()
@@ -223,7 +223,7 @@ class Rank:
         vars(shared).update(_outbox=outboxes[rank], _outboxes=theirs, _segment=Pages(outboxes[rank], scope.room))
         vars(shared).update(
             worked_at=0.0, _end=lambda error: None
-        )  # a process that pauses raises, and begins anew with another
+        )  # a process that pauses raises, and restarts with another
         vars(shared).update(_peers=[type("Peer", (), {"rank": each}) for each in peers])
         return shared
 
@@ -237,10 +237,10 @@ def _copied(stream: ChunkStream[Step]) -> ChunkStream[Step]:
 
 
 def explore(scope: Scope, kind: type[ChunkStream[Any]] = ChunkStream) -> int:
-    """How many states there are.
+    """Explore all states. Returned: their number.
 
     Raises:
-        Wrong: one of them is.
+        Wrong: one of them is a violation.
     """
     with (
         patch.object(chunks, "IN_FLIGHT", scope.in_flight),

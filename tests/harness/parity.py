@@ -3,7 +3,7 @@
     parity.check(2, Recipe("mlp", steps=3), sharding_strategy="SHARD_GRAD_OP", use_orig_params=True)
 
 trains on two ranks of the pool under flatfsdp and, in this process, under the sequential reference, and fails with the
-list of what differs. An oracle's run is kept: a recipe says nothing about the engine, so all of them share it.
+list of differences. An oracle's run is cached: a recipe is independent of the engine, so all engines share it.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ if TYPE_CHECKING:
 
 
 class Engine(ABC):
-    """What can train a recipe. Engines travel to the workers by pickle."""
+    """An engine that can train a recipe. Engines are pickled for the workers."""
 
     @abstractmethod
     def wrap(self, model: nn.Module, recipe: Recipe, options: dict[str, Any]) -> nn.Module:
-        """The model that is trained instead of ``model``, which may be consumed."""
+        """The model to train in place of ``model``, which may be consumed."""
 
     def optimize(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         """A new optimizer of the recipe's kind."""
         return recipe.optimize(model.parameters())
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        """Backwards inside only accumulate."""
+        """A context whose backwards only accumulate."""
         context: AbstractContextManager[None] = model.no_sync()
         return context
 
     def communicate(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Backwards inside reduce, and are not the last before a step."""
+        """A context whose backwards reduce, but are not the last before a step."""
         return nullcontext()
 
     @abstractmethod
@@ -69,20 +69,20 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self, model: nn.Module) -> Gradients | None:
-        """The full gradient of every trainable parameter by its plain name; None where the engine cannot tell."""
+        """The full gradient of every trainable parameter by its plain name; None where the engine has none."""
 
     def together(self, model: nn.Module) -> Together:
-        """Which parameters have gradients together."""
+        """The sets of parameters that have gradients together."""
         return ()
 
     @abstractmethod
     def tensors(self, model: nn.Module) -> tuple[Tensors, Tensors]:
-        """The full parameters, and this rank's buffers, by their plain names."""
+        """The unsharded parameters, and this rank's buffers, by their plain names."""
 
 
 @dataclass(frozen=True)
 class FSDP(Engine):
-    """``FullyShardedDataParallel`` of a package: ours, or torch's FSDP1, which has the same interface.
+    """The ``FullyShardedDataParallel`` of a package: flatfsdp's, or torch's FSDP1, which has the same interface.
 
     Options are its arguments, ``mesh``: the shape of a device mesh to make, and ``checkpointing``: one of
     `CHECKPOINTING`. Strategies may be given by name.
@@ -110,7 +110,7 @@ class FSDP(Engine):
                 dtypes["accumulate_dtype"] = recipe.accumulated
             arguments["mixed_precision"] = package.MixedPrecision(**dtypes)
         if self.package != "flatfsdp":
-            arguments.setdefault("device_id", torch.device("cpu"))  # FSDP1 looks for an accelerator otherwise
+            arguments.setdefault("device_id", torch.device("cpu"))  # otherwise FSDP1 selects an accelerator
         wrapped: nn.Module = package.FullyShardedDataParallel(model, **arguments)
         if checkpointing in ("checkpoints around units", "reentrant checkpoints"):
             inside = [module for module in wrapped.modules() if type(module) is type(wrapped) and module is not wrapped]
@@ -139,7 +139,7 @@ class FSDP(Engine):
 
 @dataclass(frozen=True)
 class StepsInBackward(FSDP):
-    """flatfsdp with an optimizer that steps in backwards, and whose gradients nobody sees therefore."""
+    """flatfsdp with an optimizer that steps in backwards, so that gradients cannot be inspected."""
 
     def optimize(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         import flatfsdp
@@ -162,20 +162,20 @@ CHECKPOINTING = ("checkpoints inside units", "checkpoints around units", "reentr
 
 
 def recompute_forwards(modules: list[nn.Module], *, reentrant: bool = False) -> None:
-    """Let the forward of each module be recomputed in the backward."""
+    """Make the forward of each module recompute in the backward."""
     for module in modules:
         module.forward = partial(_recomputed, module.forward, reentrant)  # type: ignore[method-assign]
 
 
 def _recomputed(forward: Callable[[Tensor], Tensor], reentrant: bool, x: Tensor) -> Tensor:
-    if reentrant and not x.requires_grad:  # else a reentrant checkpoint brings no gradients
+    if reentrant and not x.requires_grad:  # otherwise a reentrant checkpoint has no gradients
         x = x.detach().requires_grad_()
     result: Tensor = checkpoint(forward, x, use_reentrant=reentrant)
     return result
 
 
 class Unsharded(Engine):
-    """What DDP and the plain FSDP have in common."""
+    """The common part of DDP and the plain FSDP."""
 
     def clip(self, model: nn.Module, bound: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), bound)
@@ -204,7 +204,7 @@ class Plain(Unsharded):
         return recipe.optimize(model.shards)
 
     def gradients(self, model: nn.Module) -> Gradients | None:
-        return None  # they exist as shards only
+        return None  # they exist only as shards
 
     def tensors(self, model: Any) -> tuple[Tensors, Tensors]:
         both: tuple[Tensors, Tensors] = model.whole(_tensors)
@@ -229,7 +229,7 @@ def train(
 ) -> tuple[Story, str]:
     """A job for the pool: train by the recipe. This rank's story, and a fingerprint of its gradients and parameters.
 
-    Only rank 0's story holds tensors besides the losses: the others' are the same, which their fingerprints tell.
+    Only rank 0's story holds tensors other than losses: equal fingerprints show that the others' are the same.
     """
     with context():
         case, story = recipe.model, Story()
@@ -316,7 +316,7 @@ def check(
 
 @lru_cache(maxsize=256)
 def oracle_steps(recipe: Recipe, world: int, oracle: str = "sequential", together: Together = ()) -> Story:
-    """The oracle's training, computed once in this process. What has gradients `together` counts where some lack."""
+    """The oracle's training, computed once in this process. `together` matters where some gradients are missing."""
     if together:
         alone = oracle_steps(recipe, world, oracle)
         if all(grad is not None for gradients in alone.gradients for grad in gradients.values()):
@@ -328,7 +328,7 @@ def oracle_steps(recipe: Recipe, world: int, oracle: str = "sequential", togethe
 
 
 def _joined(stories: list[Story]) -> Story:
-    """Rank 0's story with the losses of all."""
+    """Rank 0's story with the losses of all ranks."""
     joined = stories[0]
     for other in stories[1:]:
         for step, other_step in zip(joined.losses, other.losses, strict=True):
@@ -344,7 +344,7 @@ def compare(story: Story, oracle: Story, *, mode: Mode, bound: float = 1e-5) -> 
     for step, (found_step, expected_step) in enumerate(zip(story.losses, oracle.losses, strict=True)):
         for micro, (found_losses, expected_losses) in enumerate(zip(found_step, expected_step, strict=True)):
             found, expected = torch.stack(found_losses), torch.stack(expected_losses)
-            if found.numel() != expected.numel():  # the oracle saw all ranks' batches as one
+            if found.numel() != expected.numel():  # the oracle used all ranks' batches as one
                 found = found.mean(0, keepdim=True)
             lines += same(f"step {step}, microbatch {micro}: the ranks' losses", found, expected)
     for step, gradients in enumerate(story.gradients):
@@ -382,7 +382,7 @@ def _close(bound: float) -> _Same:
         yield from _alike(what, found, expected)
         if found.shape == expected.shape:
             difference, size = (found.double() - expected.double()).norm(), expected.double().norm()
-            if not difference <= bound * size:  # so that NaN is a difference
+            if not difference <= bound * size:  # NaN counts as a difference
                 yield f"{what}: {_apart(found, expected)}, more than {bound:g} of its norm {size:.3g}"
 
     return close
@@ -402,7 +402,7 @@ def _apart(found: Tensor, expected: Tensor) -> str:
 
 @contextmanager
 def deprecations_allowed() -> Iterator[None]:
-    """A ``context`` for engines that use what torch deprecates: FSDP1 itself does."""
+    """A ``context`` for engines that use deprecated functions of torch, like FSDP1 itself."""
     import warnings
 
     with warnings.catch_warnings():

@@ -1,6 +1,6 @@
-"""An FSDP for which nothing has to be fast: gather, compute, free, gather again, reduce, one thing at a time.
+"""A simple, slow FSDP: gather, compute, free, gather again, reduce, one step at a time.
 
-The second oracle beside the references: it communicates as an engine does, and is short enough to be believed.
+A second oracle in addition to the references: it communicates like an engine, and is short enough to be trusted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 class PlainUnit:
     """One module's own parameters as one flat vector, of which every rank keeps a chunk in `shard`.
 
-    The parameters are views of `full`, whose memory is taken away while the module does not compute.
+    The parameters are views of `full`, whose memory is freed while the module does not compute.
     """
 
     def __init__(self, module: nn.Module, params: list[nn.Parameter]) -> None:
@@ -39,13 +39,13 @@ class PlainUnit:
         self.waiting = {param for param in params if param.requires_grad}
 
     def gather(self) -> None:
-        """Fill `full` from every rank's shard. What autograd saved of it stays valid: the bytes come back the same."""
+        """Fill `full` from every rank's shard. Views saved by autograd stay valid: the bytes are the same again."""
         self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
             dist.all_gather(list(self.full.chunk(self.world)), self.shard.detach())
 
     def free(self) -> None:
-        """Take the memory of `full` away."""
+        """Free the memory of `full`."""
         self.full.untyped_storage().resize_(0)
 
     def _arrived(self, param: nn.Parameter) -> None:
@@ -54,7 +54,7 @@ class PlainUnit:
             self.reduce()
 
     def reduce(self) -> None:
-        """Average the gradients over the ranks, added in rank order; keep this rank's chunk as the shard's gradient."""
+        """Average gradients over the ranks, summed in rank order; keep this rank's chunk as the shard's gradient."""
         grads = [p.grad for p in self.params if p.grad is not None]
         assert len(grads) == len(self.params)
         pieces = [grad.reshape(-1) for grad in grads]
@@ -72,7 +72,7 @@ class PlainUnit:
 class PlainFSDP(nn.Module):
     """The units of ``module`` (instances of ``classes``, and the rest as one), of one dtype; every parameter is used.
 
-    None is frozen. Optimize `shards`.
+    No parameter may be frozen. Optimize `shards`.
     """
 
     def __init__(self, module: nn.Module, classes: Iterable[type[nn.Module]]) -> None:
@@ -88,14 +88,14 @@ class PlainFSDP(nn.Module):
 
     @property
     def shards(self) -> list[nn.Parameter]:
-        """What this rank's optimizer steps on."""
+        """The parameters for this rank's optimizer."""
         return [unit.shard for unit in self.units]
 
     def forward(self, *inputs: Any) -> Any:
         return self.module(*inputs)
 
     def whole(self, read: Callable[[nn.Module], Any]) -> Any:
-        """``read(module)`` while every parameter is there in full."""
+        """``read(module)`` while every parameter is unsharded."""
         for unit in self.units:
             unit.gather()
         result = read(self.module)

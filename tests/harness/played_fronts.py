@@ -1,4 +1,4 @@
-"""What random programs do with a sharded model, whichever of the two fronts has sharded it."""
+"""Operations of random programs on a sharded model, for each of the two fronts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Wrapper:
 
     @staticmethod
     def at_rest(model: Any) -> None:
-        """`model` is new, and its parameters are sharded."""
+        """Called for a new `model`, whose parameters are sharded."""
 
     @staticmethod
     def inner(model: Any) -> Any:
@@ -47,7 +47,7 @@ class Wrapper:
 
     @staticmethod
     def shown(model: Any, with_grads: bool) -> Shown:
-        """Names, whole values, whole gradients. Collective."""
+        """Names, unsharded values and gradients. Collective."""
         with FullyShardedDataParallel.summon_full_params(model, with_grads=with_grads, writeback=False):
             return [
                 (name, p.detach().clone(), p.grad.clone() if with_grads and p.grad is not None else None)
@@ -56,7 +56,7 @@ class Wrapper:
 
     @staticmethod
     def gradients(model: Any) -> Gradients:
-        """The whole gradient of each trainable parameter, by name. Collective."""
+        """The unsharded gradient of each trainable parameter, by name. Collective."""
         return full_gradients(model)
 
     @staticmethod
@@ -75,7 +75,7 @@ class Wrapper:
 
     @staticmethod
     def kinds(layout: str) -> list[StateDictType]:
-        # In rows there is no local one.
+        # The layout of rows has no local state dict.
         return [kind for kind in StateDictType if layout == "flat" or kind is not StateDictType.LOCAL_STATE_DICT]
 
     @staticmethod
@@ -83,7 +83,7 @@ class Wrapper:
         return FullyShardedDataParallel.state_dict_type(model, kind)
 
 
-# The DTensors of a model, which modules hold at rest, and only then.
+# The DTensors of a model, which modules hold only at rest.
 _held: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
 
 
@@ -172,6 +172,6 @@ def _offload(offload: Any) -> Any:
 
 
 def whole(value: Any) -> Tensor:
-    """A copy of all of it; of a plain tensor too. Collective of a DTensor."""
+    """An unsharded copy; also accepts a plain tensor. Collective for a DTensor."""
     found: Tensor = value.detach().full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()
     return found

@@ -1,9 +1,9 @@
 """Jobs in a running pool of gloo workers: the cheap way (milliseconds) to run a function on 2, 3 or 4 ranks.
 
 `run` starts the pool of a world size at its first use and keeps it for the whole test run. A pool whose job failed,
-died or hung is killed, because nobody knows what its ranks still wait for; the next job gets a fresh one. So does the
-job after one that left more than `MANY_GROUPS` process groups behind: each holds sockets and a thread that never rests
-(see `meshes`), and no one can tell which of them the engine keeps for its next model.
+died or hung is killed, because its ranks may still wait for something; the next job gets a new one. So does the job
+after one that left more than `MANY_GROUPS` process groups behind: each holds sockets and a thread that never rests
+(see `meshes`), and it is unknown which of them the engine keeps for its next model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.harness import inspect
 from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
 from tests.harness.thorough import is_thorough
 
-MANY_GROUPS = 12  # of four ranks take as much of a core in 8 s as starting another pool
-GRACE = 3.0  # seconds that the other ranks get to answer once one of them has failed
+MANY_GROUPS = 12  # groups of four ranks cost as much CPU time in 8 s as starting another pool
+GRACE = 3.0  # seconds for the other ranks to answer once one of them has failed
 
 
 class JobFailed(Exception):
-    """A job raised, died or hung on at least one rank. The message holds every rank's traceback, stack or last words.
+    """A job raised, died or hung on at least one rank. The message has every rank's traceback, stack or last output.
 
     ``errors``: rank to the text of its exception, for ranks that raised one.
     """
@@ -51,9 +51,9 @@ class _Answer:
 
 
 def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
-    """``fn(rank, world, *args, **kwargs)`` on every rank of a pool; what each returned, in rank order.
+    """``fn(rank, world, *args, **kwargs)`` on every rank of a pool; the results, in rank order.
 
-    ``fn`` is a function at the top of a module. In it the default process group is a gloo group of ``world`` ranks,
+    ``fn`` is a function at the top of a module. The default process group is a gloo group of ``world`` ranks,
     torch uses one thread and is seeded alike on all ranks, and torch's deprecation warnings are errors.
 
     Raises:
@@ -98,13 +98,13 @@ class _Pool:
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
         job = dumps((fn, args, kwargs))
         for pipe in self.ranks.pipes:
-            # A worker that died since its last job breaks the pipe; waiting for its answer says so in words.
+            # A worker that died since its last job breaks the pipe; waiting for its answer reports that.
             with contextlib.suppress(BrokenPipeError):
                 pipe.send_bytes(job)
         return self._collect(timeout, f"{fn.__module__}.{fn.__qualname__}")
 
     def _collect(self, timeout: float, what: str) -> list[Any]:
-        """Every rank's result of what it was last asked for."""
+        """Every rank's result of the current job."""
         answers: dict[int, _Answer] = {}
         dead: set[int] = set()
         deadline = time.monotonic() + timeout
@@ -131,7 +131,7 @@ class _Pool:
     def _story(
         self, what: str, errors: dict[int, str], dead: set[int], answers: dict[int, _Answer], limit: float
     ) -> str:
-        """What each rank did, in one text."""
+        """A report of all ranks, in one text."""
         hung = [rank for rank in range(self.ranks.world) if rank not in answers and rank not in dead]
         stacks = self.ranks.stacks(hung)
         parts = [f"{what} failed on a pool of {self.ranks.world} ranks"]
@@ -154,11 +154,11 @@ atexit.register(discard_all)
 
 
 def _serve(rank: int, world: int, pipe: Connection) -> None:
-    """The life of a worker: join the group, then answer one job after the other until the parent is gone."""
+    """The main function of a worker: join the group, then run one job after the other until the parent has ended."""
     inspect.share_processors()
     if not is_thorough():
         inspect.make_small_outboxes()
-    # Longer than any job may take: a job that hangs is reported with stacks by the parent, not by gloo.
+    # Longer than the limit of any job: the parent reports a hanging job, with stacks, not gloo.
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     pipe.send_bytes(dumps(_Answer(None, None, _count_groups())))
     with contextlib.suppress(EOFError):
@@ -178,11 +178,11 @@ def _answer(rank: int, world: int, job: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _job_settings() -> Iterator[None]:
-    """Everything that a job may expect to find as if it were the first one."""
+    """A context that gives each job the same state as the first one."""
     random.seed(0)
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)  # torch's kind of deprecation
+        warnings.simplefilter("error", FutureWarning)  # torch's deprecations
         warnings.filterwarnings("error", category=DeprecationWarning, module=r"torch\.distributed|flatfsdp")
         try:
             yield

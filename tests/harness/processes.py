@@ -1,14 +1,14 @@
-"""Starting ranks: processes that find each other as they would under torchrun.
+"""Starting ranks: processes that find each other like under torchrun.
 
-They are forked from a process that has imported torch and flatfsdp and done nothing else, which saves each the seconds
-that it takes. Otherwise they are like processes that were just started: they have the environment that this one has
-now, and end as the interpreter does.
+They are forked from a process that has only imported torch and flatfsdp, which saves the seconds of an import in each.
+Otherwise they are like newly started processes: they have the current environment of this one,
+and end like the interpreter.
 
 The parent hosts the store, and every rank gets the environment variables that torchrun would set, so that
-``init_process_group("gloo")`` works in it without arguments. What a rank prints, crash reports included, goes to a file
-of its own; SIGUSR1 makes it write the Python stack of each of its threads to another.
+``init_process_group("gloo")`` works in it without arguments. The output of a rank, including crash reports, goes to a
+separate file; SIGUSR1 makes it write the Python stacks of all its threads to another.
 
-Values cross process borders as plain pickled bytes: a tensor comes out as a detached copy on the CPU, never as shared
+Values cross process borders as plain pickled bytes: a tensor arrives as a detached copy on the CPU, never as shared
 memory.
 """
 
@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 STARTUP_TIMEOUT = 120.0  # seconds for importing torch in every rank while other programs have the cores
 
-# Never fork this process: torch's threads do not survive it. One that only imports has none.
+# Never fork this process: torch's threads do not survive a fork. A process that only imports has none.
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(
     [
@@ -46,38 +46,38 @@ _FORKSERVER.set_forkserver_preload(
         "torch._dynamo",  # optimizers import it at their first step
         "flatfsdp.checkpoint",
         "tests.harness.parity",
-        "pytest",  # which modules with tests import
+        "pytest",  # imported by test modules
     ]
 )
 
 
 class _Popen(popen_forkserver.Popen):
-    """Its exit status can be read once, and every process that starts on any thread looks at all others: of two threads
-    that read at once one got the status and the other one the end of the pipe, for which CPython says 255."""
+    """Its exit status can be read only once, and every process started on any thread polls all others: of two threads
+    that poll at the same time, one gets the status and the other a closed pipe, which CPython reports as 255."""
 
     _reading = threading.Lock()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         if self.returncode is None and flag != os.WNOHANG:
-            connection.wait([self.sentinel])  # as long as it takes, and so without the lock
+            connection.wait([self.sentinel])  # may take long, and so without the lock
         with self._reading:
             return super().poll(os.WNOHANG)
 
 
 class _Rank(ForkServerProcess):
-    """A forked process that ends as a started one does: atexit callbacks run, and the interpreter is finalised."""
+    """A forked process that ends like a started one: atexit callbacks run, and the interpreter is finalized."""
 
     _Popen = staticmethod(_Popen)
 
     def _bootstrap(self, *args: Any) -> NoReturn:
-        gc.freeze()  # the collector need not go through all of torch's objects, at the end in particular
+        gc.freeze()  # the collector then skips all of torch's objects, in particular at the end
         code = super()._bootstrap(*args)
         ctypes.pythonapi.Py_Exit(code)
         raise AssertionError("Py_Exit does not return")
 
 
 class Ranks:
-    """``world`` running processes, each with a pipe to this one. ``body(rank, world, pipe)`` is what they run."""
+    """``world`` running processes, each with a pipe to this one. They run ``body(rank, world, pipe)``."""
 
     def __init__(self, world: int, body: Callable[[int, int, Connection], None]) -> None:
         self.world = world
@@ -95,11 +95,11 @@ class Ranks:
             self.processes.append(process)
 
     def output(self, rank: int) -> str:
-        """All that ``rank`` wrote to standard output and error so far."""
+        """The output of ``rank`` to standard output and error so far."""
         return self._file(rank).read_text(errors="replace")
 
     def stacks(self, ranks: list[int]) -> dict[int, str]:
-        """The Python stack of every thread of these ranks, most recent call first; '' for a rank that is gone."""
+        """The Python stack of every thread of these ranks, most recent call first; '' for a rank that has ended."""
         asked = []
         for rank in ranks:
             process = self.processes[rank]
@@ -114,7 +114,7 @@ class Ranks:
         return {rank: self._stack_file(rank).read_text() if rank in asked else "" for rank in ranks}
 
     def kill(self) -> None:
-        """End all ranks at once and take their files away. A second call does nothing."""
+        """Kill all ranks and remove their files. A second call has no effect."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -140,7 +140,7 @@ def dumps(value: object) -> bytes:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            # A copy: a view would bring along all of the storage that it looks into.
+            # A copy: a view would include its whole storage.
             return value.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
@@ -169,7 +169,7 @@ def _rank_main(
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world),
         LOCAL_WORLD_SIZE=str(world),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served already: rank 0 must not open its own
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store already exists: rank 0 must not open its own
         GLOO_SOCKET_IFNAME=environment.get("GLOO_SOCKET_IFNAME", "lo"),
     )
     torch.set_num_threads(1)

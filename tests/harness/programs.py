@@ -1,5 +1,5 @@
-"""Runs a program of another framework on ranks of its own, on torch's FSDP and under `flatfsdp.as_torch`, and compares
-what it wrote of its end (`tests/process/programs/frameworks/outcome`)."""
+"""Runs a program of another framework on new ranks, on torch's FSDP and under `flatfsdp.as_torch`, and compares the
+outcomes that it wrote (`tests/process/programs/frameworks/outcome`)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "process" / "programs" / "frameworks"
-WORDS = 6000  # characters of what a failed program printed
+WORDS = 6000  # characters of a failed program's output
 
 
 class ProgramError(Exception):
-    """A program failed, or took longer than it may."""
+    """A program failed, or exceeded its limit."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A program and what it is compared with: itself on torch's FSDP, with the same arguments unless others are given.
+    """A program and its reference: itself on torch's FSDP, with the same arguments unless others are given.
 
     Attributes:
-        arguments: after the folder that the program writes to; ``{theirs}`` is that of torch's side, ``{other}`` that
-            of the side which does not run.
+        arguments: follow the folder that the program writes to; ``{theirs}`` is the folder of torch's side, ``{other}``
+            that of the other side.
         needs: the packages without which it is skipped.
-        bound: by how much numbers and shards may differ at most; 0.0 is bit by bit.
-        parts: the parts of the outcome that are compared, by the beginning of their files' names.
-        runs: the arguments of runs before the compared one, in the same folder; both sides are through with theirs
+        bound: the largest allowed difference of numbers and shards; 0.0 means bit by bit.
+        parts: the compared parts of the outcome, by the beginning of their files' names.
+        runs: the arguments of runs before the compared one, in the same folder; both sides have finished theirs
             before it begins.
     """
 
@@ -52,12 +52,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """How two outcomes compare.
+    """The comparison of two outcomes.
 
     Attributes:
         largest: the largest difference of a number or an element of a shard.
-        where: what has it.
-        problems: what else tells them apart.
+        where: the place of the largest difference.
+        problems: all other differences.
     """
 
     largest: float
@@ -68,8 +68,8 @@ class Result:
 
 
 def exit_code_of(command: Sequence[str], printed: IO[str], limit: float, **how: Any) -> int | None:
-    """Run `command`, which prints to `printed`; None where it still ran after `limit` seconds, and all that it started
-    has been killed. `how`: as of `subprocess.Popen`."""
+    """Run `command`, with output to `printed`; None where it exceeded `limit` seconds: then it is killed, with all
+    processes that it has started. `how`: arguments of `subprocess.Popen`."""
     process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True, **how)
     try:
         return process.wait(limit)
@@ -85,7 +85,7 @@ def launch(case: Case, arguments: tuple[str, ...], folder: Path, *, ours: bool, 
     """Run the program of `case` on its ranks, at most `limit` seconds.
 
     Raises:
-        ProgramError: it failed, or did not end in time; with the end of what it printed.
+        ProgramError: it failed, or did not end in time; with the end of its output.
     """
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -106,7 +106,7 @@ def launch(case: Case, arguments: tuple[str, ...], folder: Path, *, ours: bool, 
 
 
 def _end_of(log: Path) -> str:
-    """The first traceback that a rank printed, not the launcher's; else the end of what was printed."""
+    """The first traceback of a rank, not the launcher's; or else the end of the output."""
     lines = log.read_text(errors="replace").splitlines()
     begins = [i for i, line in enumerate(lines) if line.startswith("[rank") and "Traceback" in line]
     if not begins:
@@ -119,7 +119,7 @@ def run(case: Case, folder: Path, *, limit: float) -> Result:
     """Run both sides of `case` below `folder`, `limit` seconds each run, and compare.
 
     Raises:
-        ProgramError: a run failed; torch's side too, which then is no yardstick.
+        ProgramError: a run failed, including torch's side, which is the reference.
     """
     seconds = [0.0, 0.0]
     folders = folder / "theirs", folder / "ours"
@@ -170,7 +170,7 @@ def _outcome(path: Path) -> dict[str, Any]:
 
 
 def _apart(one: torch.Tensor, two: torch.Tensor) -> float:
-    """The largest difference; infinite where one is not finite and the other is."""
+    """The largest difference; infinite where only one of two values is finite."""
     if not one.numel() or torch.equal(one, two):
         return 0.0
     apart = (one.double() - two.double()).abs().max().item()

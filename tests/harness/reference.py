@@ -1,7 +1,7 @@
-"""The oracles: one process without any engine, slow and obvious.
+"""The oracles: one process without any engine, slow and simple.
 
-`sequential` runs the ranks' batches one after the other and combines their gradients as the engine promises to: cast,
-add in rank order, scale. What an engine computes must equal it bit for bit wherever its exchange adds in that order.
+`sequential` runs the ranks' batches one after the other and combines their gradients as the engine is specified to:
+cast, add in rank order, scale. An engine must equal it bit for bit wherever its exchange adds in that order.
 `concatenated` is plain training on all ranks' batches at once, which must agree within rounding.
 """
 
@@ -24,7 +24,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained: what both the engine and its reference are given.
+    """The training of a model, for both the engine and its reference.
 
     Attributes:
         case: a name in `models.CASES`, or in `models.OF_FULLY_SHARD`.
@@ -33,12 +33,12 @@ class Recipe:
         accumulate: with several microbatches, "no_sync" (gradients add up unsharded and are reduced once) or
             "communicate" (every microbatch is reduced and the sharded results add up).
         optimizer: "sgd" (with momentum) or "adamw"; both decay weights.
-        compute, reduce, accumulated, buffers: dtypes of `MixedPrecision`; None as they are there.
-        nested: the case's units are wrapped, and so are batch norms, in full precision, where a dtype is given; else
+        compute, reduce, accumulated, buffers: dtypes of `MixedPrecision`; None for unchanged ones.
+        nested: the case's units are wrapped, and, where a dtype is given, batch norms, in full precision; otherwise
             the whole model is one unit.
-        replicas: replica groups of a hybrid strategy. Each of them adds up its own ranks first.
+        replicas: replica groups of a hybrid strategy. Each group sums over its own ranks first.
         clip: the bound for the norm of all gradients; None does not clip.
-        early: a unit's forward runs by itself before the root's, and its output is in the loss (`models.unit_first`).
+        early: a unit's forward runs separately before the root's, and its output is in the loss (`models.unit_first`).
     """
 
     case: str = "mlp"
@@ -62,7 +62,7 @@ class Recipe:
 
     @property
     def model(self) -> Case:
-        """The case by its name."""
+        """The case with this name."""
         case = (CASES | OF_FULLY_SHARD)[self.case]
         return unit_first(case) if self.early else case
 
@@ -75,11 +75,11 @@ class Recipe:
 
 @dataclass
 class Story:
-    """What a training run was: ``losses[step][micro][rank]``, the full gradients of each step, and how it ended."""
+    """The results of a training run: ``losses[step][micro][rank]``, the gradients of each step, the final state."""
 
     losses: list[list[list[Tensor]]] = field(default_factory=list)
     gradients: list[Gradients] = field(default_factory=list)
-    together: Together = ()  # what has gradients together in each step
+    together: Together = ()  # parameters that have gradients together in each step
     parameters: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)  # rank 0's, in the dtypes that the model was built with
 
@@ -88,9 +88,9 @@ def sequential(recipe: Recipe, world: int, together: Together = ()) -> Story:
     """Train on ``world`` ranks' batches, one rank after the other, on a full copy each.
 
     Gradients are cast to the reduce dtype, added in rank order (within a replica group, then over the groups), scaled
-    by 1 / ``world`` and cast to the parameter's dtype. A gradient that a rank lacks counts as zero; one that all lack
-    is none, unless another one of a set that has them ``together`` is there. fp16 is divided before the sum by the
-    next power of two, and the rest is made up afterwards.
+    by 1 / ``world`` and cast to the parameter's dtype. A missing gradient of one rank counts as zero; one that is
+    missing on all is None, unless another one of its set ``together`` exists. fp16 is divided before the sum by the
+    next power of two, and the remaining factor is applied afterwards.
     """
     with _one_thread():
         case, story = recipe.model, Story(together=together)
@@ -116,7 +116,7 @@ def sequential(recipe: Recipe, world: int, together: Together = ()) -> Story:
 
 
 def concatenated(recipe: Recipe, world: int, together: Together = ()) -> Story:
-    """Train one model on the ranks' batches put together: no cast, no rank. ``losses`` has one rank."""
+    """Train one model on the ranks' concatenated batches: no casts, no ranks. ``losses`` has one rank."""
     with _one_thread():
         case, story = recipe.model, Story(together=together)
         model = case.build()
@@ -143,12 +143,12 @@ def _finish_step(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Rec
 
 
 class _Rank:
-    """What one rank has of its own: buffers, a copy of the model in the dtypes of computation, unreduced gradients."""
+    """The state of one rank: buffers, a copy of the model in the compute dtypes, unreduced gradients."""
 
     def __init__(self, master: nn.Module, recipe: Recipe, world: int) -> None:
         self.model = copy.deepcopy(master)
         self.case = recipe.model
-        # Batch norms in units of their own: full precision, fed and answering in kind.
+        # Batch norms in separate units: full precision, with inputs and outputs cast.
         norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         full = norms if recipe.nested and recipe.mixed else []
         kept = {id(param) for module in full for param in module.parameters()}
@@ -163,7 +163,7 @@ class _Rank:
             self.window_dtypes[name] = (
                 recipe.accumulated if lower and accumulates and recipe.accumulated else self.reduce_dtypes[name]
             )
-        # Computation may see buffers in a lower dtype, but only what it writes into them loses precision.
+        # Computation may read buffers in a lower dtype, but only its writes to them lose precision.
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -174,7 +174,7 @@ class _Rank:
             for module in full:
                 module.register_forward_pre_hook(lambda _, inputs: _cast(inputs, torch.float32))
                 module.register_forward_hook(lambda _, inputs, output: output.to(recipe.compute))
-        # fp16 overflows in sums of healthy gradients: it is divided before, exactly, and the rest is made up after.
+        # Sums of normal gradients can overflow fp16: divide before, exactly, and apply the remaining factor after.
         self.divisors = {
             name: 2 ** (world - 1).bit_length() if dtype == torch.float16 else 1
             for name, dtype in self.reduce_dtypes.items()
@@ -182,7 +182,7 @@ class _Rank:
         self.window: Tensors = {}
 
     def run(self, master: nn.Module, batch: Batch) -> Tensor:
-        """One forward and backward on the weights of ``master``; the loss. Gradients are added to the window."""
+        """One forward and backward on the weights of ``master``; returns the loss. Gradients add to the window."""
         with torch.no_grad():
             for param, source in zip(self.model.parameters(), master.parameters(), strict=True):
                 param.copy_(source)
@@ -204,13 +204,13 @@ class _Rank:
         return loss.detach()
 
     def release(self) -> Tensors:
-        """The window's gradients in the reduce dtype, of what this rank has reached; the next window is empty."""
+        """The window's gradients of parameters that this rank has reached, in the reduce dtype; starts a new window."""
         window, self.window = self.window, {}
         return {name: grad.to(self.reduce_dtypes[name]) for name, grad in window.items()}
 
 
 def _average(of_ranks: list[Tensors], recipe: Recipe) -> Tensors:
-    """Every rank's gradients to one, in the reduce dtype, of what any rank has reached."""
+    """The ranks' average gradients, in the reduce dtype, of the parameters that any rank has reached."""
     world = len(of_ranks)
     per_group = world // recipe.replicas
     averaged = {}
@@ -228,7 +228,7 @@ def _cast(inputs: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[Any, ...]
 
 
 class _one_thread:
-    """Sums of one thread, as in the workers: with more threads a product is split, and rounds, elsewhere."""
+    """A context with one thread, as in the workers: with more, a product is split, and rounds, differently."""
 
     def __enter__(self) -> None:
         self.before = torch.get_num_threads()

@@ -18,7 +18,7 @@ from flatfsdp.engine.wrapping.build import Front, build_unit
 
 @contextmanager
 def row_faces(mesh: Any) -> Iterator[None]:
-    """Inside, wrappers give their parameters that look, over `mesh`."""
+    """Inside, wrappers hold their parameters in that form, over `mesh`."""
     face = RowFaces(mesh)
     front = Front(faces=lambda transformed, leaves, unit_mesh: face)
     with patch.object(facade, "build_unit", partial(build_unit, front=front)):
@@ -26,7 +26,7 @@ def row_faces(mesh: Any) -> Iterator[None]:
 
 
 def wrapped(module: nn.Module, mesh: Any, **options: Any) -> FullyShardedDataParallel:
-    """`module` wrapped with such parameters; a 2-D `mesh` is that of a hybrid."""
+    """`module` wrapped with such parameters; a 2-D `mesh` means a hybrid."""
     strategy = "HYBRID_SHARD" if mesh.ndim == 2 else "FULL_SHARD"
     given = {"use_orig_params": True, "layout": "rows", "device_mesh": mesh, "sharding_strategy": strategy}
     with row_faces(mesh):

@@ -1,9 +1,9 @@
 """Several pytest processes that do one run together: ``pytest --processes 3``.
 
-The one that was started starts the others and shows the results of all, as if it had run everything itself. Each takes,
-file by file, what none has taken before: many tests wait for something, and leave the cores to those of another
-process meanwhile. Whoever collects the same tests in the same order needs no further agreement than a folder, where the
-first to create a file's mark has it.
+The process that was started starts the others and shows the results of all, as if it had run everything itself. Each
+takes files, one by one, that no other has taken: many tests wait, and meanwhile leave the cores to tests of another
+process. Processes that collect the same tests in the same order need only a common folder to agree: the first one to
+create a file's mark there runs that file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import IO
 
 import pytest
 
-WAIT = 0.2  # seconds between looks at what the others have done, when this process has nothing left to do
+WAIT = 0.2  # seconds between polls of the other processes, when this one has nothing left to do
 QUIET = ("-p", "no:cacheprovider", "--processes", "1")
 
 
 class Share:
-    """The plugin of a process that is not alone: it runs the files that it is the first to take."""
+    """The plugin of each of several processes: it runs the files that it is the first to take."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class Share:
         mine = self._taken(session.items)
         item = next(mine, None)
         while item is not None:
-            following = next(mine, None)  # what it needs of this one's fixtures stays
+            following = next(mine, None)  # keeps the fixtures that both need
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             self.look(session)
             if session.shouldfail:
@@ -56,14 +56,14 @@ class Share:
                 yield from of_file
 
     def look(self, session: pytest.Session) -> None:
-        """After each test."""
+        """Called after each test."""
 
     def finish(self, session: pytest.Session) -> None:
-        """When no file is left."""
+        """Called when no file is left."""
 
 
 class Helper(Share):
-    """Was started by a `Leader`, for whom it writes down every report."""
+    """The plugin of a process started by a `Leader`, for which it records every report."""
 
     def __init__(self, config: pytest.Config, folder: Path, number: int) -> None:
         super().__init__(folder)
@@ -81,7 +81,7 @@ class Helper(Share):
 
 
 class Leader(Share):
-    """Starts the others, shows what they report, and fails if one of them ends in any way but well."""
+    """Starts the other processes, shows their reports, and fails if one of them does not succeed."""
 
     def __init__(self, config: pytest.Config, count: int) -> None:
         self._exit = ExitStack()
@@ -115,7 +115,7 @@ NOTHING_LEFT = pytest.ExitCode.NO_TESTS_COLLECTED  # all files were taken
 
 
 class _Started:
-    """A helper as its leader sees it."""
+    """A helper, from the view of its leader."""
 
     def __init__(self, folder: Path, number: int, config: pytest.Config) -> None:
         self._config = config
@@ -136,7 +136,7 @@ class _Started:
     def news(self) -> Iterator[pytest.TestReport]:
         while line := self._reports.readline():
             self._line += line
-            if self._line.endswith("\n"):  # else it is being written
+            if self._line.endswith("\n"):  # otherwise it is still being written
                 data, self._line = json.loads(self._line), ""
                 yield self._config.hook.pytest_report_from_serializable(config=self._config, data=data)
 
@@ -159,13 +159,13 @@ def _reports(folder: Path, number: int) -> Path:
 
 
 def options(parser: pytest.Parser) -> None:
-    """What a user says, and what a leader says to its helpers."""
+    """The options of users, and those that a leader passes to its helpers."""
     parser.addoption("--processes", type=int, default=1, help="run the files of tests in as many processes at once")
     parser.addoption("--helps", help="FOLDER:NUMBER of a process that was started by --processes")
 
 
 def register(config: pytest.Config) -> None:
-    """Share the run where the command line says so."""
+    """Share the run if the command line requests it."""
     if helps := config.getoption("--helps"):
         folder, _, number = helps.rpartition(":")
         config.pluginmanager.register(Helper(config, Path(folder), int(number)))

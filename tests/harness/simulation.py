@@ -1,11 +1,11 @@
-"""W ranks that train one model, without torch: schedules of each for forward and backward, and who waits for whom.
+"""W ranks that train one model, without torch: their schedules for forward and backward, and the waits between them.
 
-A *program* is what all ranks run forward, drawn at random: calls of units inside of each other, some again, some under
-checkpoints, some as a rank's data will have it. Each rank draws what its backward reaches of it, which gradients that
-brings, and which parameters it uses in parts of units that are recomputed, so that their gradients come late.
+A *program* is the forward of all ranks, drawn at random: calls of units inside each other, some repeated, some under
+checkpoints, some depending on a rank's data. Each rank draws the part that its backward reaches, the gradients that
+this yields, and the parameters that are used in recomputed parts of units, so that their gradients come late.
 `SimulatedRank` is a double of autograd and of the units: it reports events to a `ForwardSchedule` and to a
-`BackwardSchedule`, carries out their actions, and writes down what it issues, and where its host or its device waits.
-What ranks decide depends on nothing that they receive, so `deadlock` plays what was written down afterwards.
+`BackwardSchedule`, executes their actions, and records the issued operations and the waits of its host and its device.
+Decisions of ranks do not depend on received values, so `deadlock` replays the records afterwards.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flatfsdp.engine.schedule.forward_record import ForwardRecord
 from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardSchedule
 from flatfsdp.engine.schedule.issue_order import coalesce
 
-PARAMETERS = 2  # of a unit
+PARAMETERS = 2  # per unit
 Leaf = tuple[str, int]
 
 
 class Listed(tuple[str, ...]):
-    """Units that another one gathers ahead in a forward."""
+    """Units that another one prefetches in a forward."""
 
     def units(self) -> Iterable[str]:
         return self
@@ -36,7 +36,7 @@ class Listed(tuple[str, ...]):
 
 @dataclass(eq=False)
 class Region:
-    """A checkpoint around some calls; another one may be `around` it."""
+    """A checkpoint around some calls; it may be inside another one, `around`."""
 
     reentrant: bool
     around: Region | None = None
@@ -44,14 +44,14 @@ class Region:
 
 @dataclass(eq=False)
 class Plain:
-    """Modules inside of a unit, and none themselves, under a reentrant checkpoint: the parameters that they use."""
+    """Modules inside a unit that are not units, under a reentrant checkpoint: the parameters that they use."""
 
     leaves: list[Leaf]
 
 
 @dataclass(eq=False)
 class Call:
-    """One forward of a unit: `body` has calls inside of it, and the parameters that it uses, in order."""
+    """One forward of a unit: `body` has inner calls, and the used parameters, in order."""
 
     unit: str
     body: list[Call | Leaf | Plain]
@@ -60,7 +60,7 @@ class Call:
 
     @property
     def reentrant(self) -> list[Region]:
-        """The reentrant checkpoints around it, the outermost first: each makes graphs in a task of its own."""
+        """The reentrant checkpoints around it, the outermost first: each makes graphs in a separate task."""
         return [each for each in _outwards(self.region) if each.reentrant][::-1]
 
     @property
@@ -69,14 +69,14 @@ class Call:
         return any(each.reentrant for each in _outwards(self.region))
 
     def calls(self) -> Iterator[Call]:
-        """This one and all inside, in the order of the forward."""
+        """This call and all inner ones, in the order of the forward."""
         yield self
         for each in self.body:
             if isinstance(each, Call):
                 yield from each.calls()
 
     def uses(self) -> Iterator[tuple[Call, Leaf]]:
-        """Which call uses which parameter, in the order of the forward."""
+        """Pairs of a call and a parameter that it uses, in the order of the forward."""
         for each in self.body:
             if isinstance(each, Call):
                 yield from each.uses()
@@ -86,14 +86,14 @@ class Call:
 
 @dataclass
 class Program:
-    """What all ranks share.
+    """The common program of all ranks.
 
     Attributes:
-        steps: outermost calls; a list: units of a conditional part, of which each rank runs some.
-        sizes: of units, for coalescing; 0: alone.
-        passes: how many forwards there are before the backward; covered: those that it comes to.
+        steps: outermost calls; a list: units of a conditional part, some of which each rank runs.
+        sizes: of units, for coalescing; 0: never coalesced.
+        passes: the number of forwards before the backward; covered: those that the backward reaches.
         frees: units that are freed between forward and backward.
-        gathers_next: units that gather the one ahead that followed; listed: what units gather ahead instead.
+        gathers_next: units that prefetch the next one of the last forward; listed: chosen units to prefetch instead.
         is_known: whether there was a complete forward before.
     """
 
@@ -118,7 +118,7 @@ class Program:
         return users.union(*(self.rules[unit].owners for unit in users))
 
     def cut(self, units: Iterable[str]) -> Iterable[tuple[str, ...]]:
-        """Groups that share a collective."""
+        """Groups of units that share a collective."""
         return coalesce(units, lambda unit: (self.sizes[unit], None) if self.sizes[unit] else None, most=self.most)
 
 
@@ -129,7 +129,7 @@ def _outwards(region: Region | None) -> Iterator[Region]:
 
 
 def _leaves_in(each: Call | Leaf | Plain) -> list[Leaf]:
-    """The parameters that this item of a body uses itself."""
+    """The parameters that this item of a body uses directly."""
     return [] if isinstance(each, Call) else each.leaves if isinstance(each, Plain) else [each]
 
 
@@ -138,7 +138,7 @@ def _own(unit: str) -> list[Leaf]:
 
 
 def drawn_program(seed: int) -> Program:
-    """A program, by a number."""
+    """The random program for a seed."""
     rng = random.Random(seed)
     names = [f"u{index}" for index in range(rng.randint(2, 7))]
     waiting, called = list(names), [""]
@@ -165,7 +165,7 @@ def drawn_program(seed: int) -> Program:
     once = [step for step in steps if isinstance(step, Call)]
     inner_names = {each.unit for step in once for each in [*step.calls()][1:]}
     for step in once:
-        if rng.random() < 0.15 and step.unit not in inner_names:  # called again, later
+        if rng.random() < 0.15 and step.unit not in inner_names:  # called again later
             steps.append(Call(step.unit, [*_own(step.unit)]))
     owners = _draw_tied(rng, steps) if rng.random() < 0.3 else {}
     _draw_checkpoints(random.Random(f"tied {seed}") if owners else rng, steps)
@@ -177,7 +177,7 @@ def drawn_program(seed: int) -> Program:
         kinds = ["before", "halfway", "after", None]
     targeting = rng.choice((0.05, 0.05, 0.05, 0.4))
     listed = [each.unit for step in steps if isinstance(step, Call) for each in step.calls() if not each.is_reentrant]
-    listed = listed if listed and rng.random() < 0.5 else names  # the former are those of the plan
+    listed = listed if listed and rng.random() < 0.5 else names  # the former follow the plan
     rules = {
         name: UnitRules(
             prefetch=rng.choice(kinds),
@@ -214,7 +214,7 @@ def program_of(
     joined: Sequence[str] = (),
     together: Sequence[str] = (),
 ) -> Program:
-    """A program that is written out: every unit trained, none but those `joined` with others in a collective."""
+    """A given program: every unit is trained, and only the `joined` ones share a collective with others."""
     return Program(
         units=list(rules),
         steps=list(steps),
@@ -229,7 +229,7 @@ def program_of(
 
 
 def call(unit: str, *inside: Call, checkpoint: Region | None = None) -> Call:
-    """A call with calls inside, before the unit's own parameters are used; `checkpoint`: around this one, alone."""
+    """A call with inner calls, before the unit's own parameters are used; `checkpoint`: around this call only."""
     made = Call(unit, [*inside, *_own(unit)], checkpoint)
     if checkpoint is not None:
         for each in made.calls():
@@ -251,7 +251,7 @@ def _draw_checkpoints(rng: random.Random, steps: Sequence[Call | list[str]]) -> 
 
 
 def _draw_reentrant(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
-    """Reentrant checkpoints around single calls, also inside of units, of each other, and of others."""
+    """Reentrant checkpoints around single calls, also inside units, inside each other, and inside other checkpoints."""
     share = rng.choice((0.0, 0.3, 0.6))
     nesting = rng.random() < 0.5
 
@@ -273,7 +273,7 @@ def _draw_reentrant(rng: random.Random, steps: Sequence[Call | list[str]]) -> No
 
 
 def _draw_nested(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
-    """Checkpoints of both kinds around single calls that are in others."""
+    """Checkpoints of both kinds around single calls inside other calls."""
     share = rng.choice((0.0, 0.0, 0.3))
     for step in steps:
         for outer in step.calls() if isinstance(step, Call) else ():
@@ -300,14 +300,14 @@ def _draw_plain(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
 
 
 def _draw_tied(rng: random.Random, steps: Sequence[Call | list[str]]) -> dict[str, list[str]]:
-    """Let units use a parameter of others, their owners, which are returned."""
+    """Let units use parameters of other units. Returned: these owners, by user."""
     calls = [each for step in steps if isinstance(step, Call) for each in step.calls()]
     names = [*dict.fromkeys(each.unit for each in calls)]
     owners: dict[str, list[str]] = {}
     if len(names) < 2:
         return owners
     if rng.random() < 0.5:
-        rng.shuffle(names)  # wrapped in this order: what holds a parameter first owns it
+        rng.shuffle(names)  # wrapped in this order: the first holder of a parameter owns it
     for _ in range(rng.choice((1, 1, 2, 3))):
         owner, user = sorted(rng.sample(names, 2), key=names.index)
         if owner not in owners.setdefault(user, []):
@@ -319,11 +319,11 @@ def _draw_tied(rng: random.Random, steps: Sequence[Call | list[str]]) -> dict[st
 
 
 class Problem(AssertionError):
-    """What a program of a user would notice."""
+    """A failure that a user's program would notice."""
 
 
 class SimulatedForwards(ForwardSchedule[str]):
-    """What decides the forwards of one rank, which carries it out."""
+    """The schedule of one rank's forwards; the rank executes its actions."""
 
     def __init__(self, rank: SimulatedRank) -> None:
         program = rank.program
@@ -370,9 +370,9 @@ class SimulatedRank:
     """One rank's forward and backward.
 
     Attributes:
-        gathers, reductions: the groups that it issued.
-        operations: what its host did, in order.
-        running: units that are in their forward, the innermost last.
+        gathers, reductions: the issued groups.
+        operations: the operations of its host, in order.
+        running: units in their forward, the innermost last.
     """
 
     def __init__(
@@ -393,43 +393,43 @@ class SimulatedRank:
         self._schedule_class = schedule_class
         self._record: ForwardRecord[str] = ForwardRecord(knows_late=random.Random(f"late {seed}").random() < 0.8)
         self._segments: dict[Region, Any] = {}
-        self._checkpointed: dict[Region, list[Call]] = {}  # the outermost calls in each reentrant checkpoint
+        self._checkpointed: dict[Region, list[Call]] = {}  # by reentrant checkpoint, its outermost calls
         self._unsharded: dict[str, int] = {}  # by unit, the number of its gather
         self._waited: set[str] = set()
         self.running: list[str] = []
         self._ahead: set[str] = set()  # gathered before their turn in a forward
         self._forwards = forwards_class(self)
         self._running: int | None = None  # the reentrant checkpoint whose backward runs, the outermost
-        self._tasks: list[set[Leaf]] = []  # gradients that the running graph tasks bring
+        self._tasks: list[set[Leaf]] = []  # gradients computed by the running graph tasks
         self._expecting: set[str] = set()
         self._completed: set[str] = set()
         self._over: set[str] = set()
         self._kept: set[str] = set()
         self._arrived: set[Leaf] = set()
-        self._late: dict[str, int] = {}  # by unit, gradients that come again
+        self._late: dict[str, int] = {}  # by unit, the number of gradients that arrive again
         self._task_of: dict[str, set[Leaf]] = {}  # by unit, the graph task in which it began to take part
-        self._arrived_inside: dict[str, set[int]] = {}  # by unit, gradients that came in tasks inside of that one
+        self._arrived_inside: dict[str, set[int]] = {}  # by unit, gradients that arrived in inner tasks
         self._missing: dict[str, set[int]] = {}
         self._open: dict[str, list[Call]] = {}
         self._in_flight: list[int] = []
         self._participates: set[str] = set()
         self._recomputed_regions: set[Region] = set()
-        self._begun: set[Call] = set()  # to which the backward has come
+        self._begun: set[Call] = set()  # calls that the backward has reached
         more = random.Random(f"parts {seed}")
-        self._parting = more.choice((0.0, 0.0, 0.3))  # the share of parameters that it uses in plain parts
+        self._parting = more.choice((0.0, 0.0, 0.3))  # the share of parameters used in plain parts
         self._drawn_parts = more
-        self._used_once = {unit for unit in program.units if more.random() < 0.7}  # as steps before have shown
+        self._used_once = {unit for unit in program.units if more.random() < 0.7}  # as seen in earlier steps
         self.lacks = False
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
-        """Play it, and draw what the backward will reach."""
+        """Run the forward, and draw the part that the backward will reach."""
         self._steps: list[Call] = []
         if self.program.is_known:
             self._learn()
-        self._covered: list[Call] = []  # of the passes to which the backward comes
-        self._alive = []  # as graphs would hold them
+        self._covered: list[Call] = []  # of the passes that the backward reaches
+        self._alive = []  # kept like by graphs
         for number in range(self.program.passes):
             self._record.begin()
             self._forwards.order.begin()
@@ -444,7 +444,7 @@ class SimulatedRank:
         covered = {call for step in self._covered for call in step.calls()}
         self._reached = {call for call in self._calls() if call in covered and self.rng.random() < 0.8}
         self._recomputing = {id(call.reentrant[0]) for call in covered if call.reentrant}
-        # What these are given is passed on, and nothing saved for it.
+        # These calls pass their inputs on, and save nothing for them.
         share = self.rng.choice((0.0, 0.2))
         self._passing = {call for call in self._calls() if self.rng.random() < share}
         share = self.rng.choice((0.0, 0.3))
@@ -453,16 +453,16 @@ class SimulatedRank:
         self._used = {leaf for leaf in sorted(uses) if leaf not in self.program.frozen and self.rng.random() < 0.8}
 
     def _check_freed(self) -> None:
-        """A forward has ended: what is to be freed is, or was gathered ahead for a run that is to come."""
+        """After a forward: all units to be freed are freed, except units prefetched for a later run."""
         if left := self._unsharded.keys() & self.program.frees - self._ahead:
             raise Problem(f"{left} are unsharded after a forward that frees them")
 
     def is_unsharded(self, unit: str) -> bool:
-        """Whether it is gathered, or on its way."""
+        """Whether it is gathered, or being gathered."""
         return unit in self._unsharded
 
     def _learn(self) -> None:
-        """A forward before this one was complete."""
+        """Learn from a complete earlier forward."""
         self._forwards.order.begin()
         for step in self.program.steps:
             for unit in step if isinstance(step, list) else [each.unit for each in step.calls()]:
@@ -499,7 +499,7 @@ class SimulatedRank:
 
     def _run(self, call: Call, around: Call | None = None) -> Call:
         record, reentrant, owners = self._record, call.reentrant, self.program.rules[call.unit].owners
-        # Without a graph, which is in the outermost reentrant one, checkpoints without reentrance do nothing.
+        # Without a graph, as in the outermost reentrant one, non-reentrant checkpoints have no effect.
         saving = _outwards(reentrant[0].around if reentrant else call.region)
         segments = [self._segments.setdefault(each, _Segment()) for each in saving]
         segment = segments[0] if segments else None
@@ -536,26 +536,26 @@ class SimulatedRank:
         return Plain([each]) if not isinstance(each, Plain) and self._drawn_parts.random() < self._parting else each
 
     def run_without_graph(self, unit: str) -> None:
-        """As under `no_grad()`."""
+        """Run a forward like under `no_grad()`."""
         self._record.enter_without_graph(unit)
         self._record.leave_without_graph(unit)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def brought(self, calls: Iterable[Call]) -> set[Leaf]:
-        """The gradients that a graph task through these calls brings."""
+        """The gradients computed by a graph task through these calls."""
         return {leaf for call in calls for leaf in call.body if leaf in self._used and self._uses(call, leaf)}
 
     def _uses(self, call: Call, leaf: Leaf | Plain) -> bool:
-        """Whether the backward through `call` reads the parameters, and computes their gradients if they have some."""
+        """Whether the backward through `call` reads the parameters, and computes gradients of trained ones."""
         return call in self._reached and call not in self._passing and (call, leaf) not in self._left_out
 
     def has_gradients(self) -> bool:
-        """Whether the backward brings any."""
+        """Whether the backward computes any gradients."""
         return bool(self.brought(self._calls()))
 
     def backward(self) -> None:
-        """Play it."""
+        """Run the backward."""
         record, program = self._record, self.program
         if record.empty:
             return
@@ -588,7 +588,7 @@ class SimulatedRank:
         outer = self._running
         if not self.in_inner_task():
             self._running = id(region)
-        if region.around is not None and not region.around.reentrant:  # which saved what this one was given
+        if region.around is not None and not region.around.reentrant:  # it saved the inputs of this one
             self._recompute(region.around)
         calls = self._checkpointed[region]
         for call in calls:
@@ -602,7 +602,7 @@ class SimulatedRank:
         self._running = outer
 
     def _recompute(self, region: Region) -> None:
-        """What a checkpoint without reentrance does when the first of its tensors is needed."""
+        """The recomputation of a non-reentrant checkpoint when the first of its tensors is needed."""
         if region in self._recomputed_regions:
             return
         self._recomputed_regions.add(region)
@@ -612,7 +612,7 @@ class SimulatedRank:
             self._run_again(step, inside=region)
 
     def _run_again(self, call: Call, *, inside: Region) -> None:
-        """Run what is `inside` of a checkpoint: with a graph, unless it is in another one that is reentrant."""
+        """Run the calls `inside` a checkpoint: with a graph, unless there is an inner reentrant one."""
         regions = [*_outwards(call.region)]
         again = inside in regions
         if again:
@@ -630,8 +630,8 @@ class SimulatedRank:
                 self.schedule.has_graph(each)
 
     def _through(self, call: Call, *, inside: Region | None = None) -> None:
-        """The backward of one call: its end, what is inside of it, its begin. `inside`: the reentrant checkpoint of
-        which the graph task runs."""
+        """The backward of one call: its end, its inner calls, its begin. `inside`: the reentrant checkpoint whose graph
+        task runs."""
         further = call.reentrant[call.reentrant.index(inside) + 1 :] if inside is not None else call.reentrant
         if further:
             self._reentrant(further[0])
@@ -659,17 +659,17 @@ class SimulatedRank:
             self._inputs_ready(call)
 
     def _flows_on(self, call: Call, at: int) -> bool:
-        """Whether a gradient is computed by what is at this place of the body of `call`, or before."""
-        # A reentrant checkpoint has no graph where nothing that it is given has one.
+        """Whether a gradient is computed at this place of the body of `call`, or before."""
+        # A reentrant checkpoint has no graph if none of its inputs has one.
         before = (each for each in call.body[: at + 1] if not isinstance(each, Plain))
         return self._is_given_gradients(call) or any(
             isinstance(each, Call) or each not in self.program.frozen for each in before
         )
 
     def _is_last_use(self, call: Call, leaf: Leaf) -> bool:
-        """Whether no earlier call, to which the backward is yet to come, uses the parameter, too."""
+        """Whether no earlier call, which the backward has yet to reach, uses the parameter, too."""
         uses = (user for step in self._steps for user, used in step.uses() if used == leaf and self._uses(user, leaf))
-        own = call.reentrant[-1:]  # what accumulates in a graph task of its own
+        own = call.reentrant[-1:]  # gradients accumulate separately in each graph task
         return call is next(user for user in uses if user.reentrant[-1:] == own)
 
     def _before_backward(self, call: Call) -> None:
@@ -689,7 +689,7 @@ class SimulatedRank:
             around, frozen = len([*call.calls()]) > 1, len(self._leaves(unit)) < PARAMETERS
             tied = unit in self.program.tied()
             if (around and (self.schedule.clock.recomputes or frozen or tied)) or (len(needed) > 1 and frozen):
-                self._kept.add(unit)  # nothing tells when its backward is over
+                self._kept.add(unit)  # no event marks the end of its backward
         begun = unit in self._expecting and unit not in self._completed and unit in self._unsharded
         if begun and unit not in self.program.tied():
             return
@@ -701,15 +701,15 @@ class SimulatedRank:
             self.participate(unit)
 
     def _is_given_gradients(self, call: Call) -> bool:
-        """Whether gradients flow on through what `call` is given: not where it is the first to run, or runs in this one
-        before a parameter is used."""
+        """Whether gradients flow on through the inputs of `call`: not if it is the first to run, or if it runs in the
+        first one before a parameter is used."""
         first: Call | Leaf | Plain = self._steps[0]
         while first is not call and isinstance(first, Call):
             first = first.body[0]
         return self.program.has_inputs or call.is_reentrant or first is not call
 
     def _is_elsewhere(self, unit: str) -> bool:
-        """Whether another graph task runs than the one in which `unit` began to take part."""
+        """Whether the running graph task is not the one in which `unit` began to participate."""
         return self._task_of.get(unit) is not self._tasks[-1]
 
     def _has_its_gradients(self, unit: str) -> bool:
@@ -766,7 +766,7 @@ class SimulatedRank:
                 self._advance(owner)
 
     def _awaits_more(self, unit: str) -> bool:
-        """Whether gradients that came in tasks inside have another part to come."""
+        """Whether another part is pending for gradients that arrived in inner tasks."""
         if self._is_elsewhere(unit):
             return True
         self._missing[unit].update(i for i in self._arrived_inside[unit] if self._comes(unit, i))
@@ -787,7 +787,7 @@ class SimulatedRank:
     # -- facts -------------------------------------------------------------------------------------------------------
 
     def facts(self) -> UnitFacts[str]:
-        """What the schedule may ask of a unit."""
+        """The facts about a unit that the schedule may read."""
         return UnitFacts(
             completed=self._completed.__contains__,
             expects_gradients=lambda unit: unit in self._expecting or unit in self._completed,
@@ -802,7 +802,7 @@ class SimulatedRank:
         )
 
     def may_bring_more(self, unit: str) -> bool:
-        """Another call of it is to come."""
+        """Whether another call of the unit is pending."""
         to_come = self._reached - self._begun
         return any(unit == each.unit or unit in self.program.rules[each.unit].owners for each in to_come)
 
@@ -887,25 +887,25 @@ class SimulatedRank:
         self._participates.difference_update(units)
 
     def end_turn(self) -> None:
-        if self.rng.random() < 0.2:  # where the step is highest
+        if self.rng.random() < 0.2:  # where memory is highest
             self.release_inputs()
 
     def report_no_gradients(self) -> None:
-        """None comes anywhere, in these programs, where none comes on one rank."""
+        """In these programs, if one rank has no gradients, no rank has."""
 
 
 class _Segment:
-    """A checkpoint without reentrance, as the record knows it: by its identity."""
+    """A non-reentrant checkpoint in the record, by its identity."""
 
 
-# -- who waits for whom ------------------------------------------------------------------------------------------------
+# -- waits between ranks -----------------------------------------------------------------------------------------------
 
 
 Stream = list[tuple[str, Any]]
 
 
 def on_host(rank: SimulatedRank) -> list[Stream]:
-    """The host itself waits, as with gloo; at the end ranks that lack gradients wait for notes of all."""
+    """The host itself waits, as with gloo; at the end, ranks without some gradients wait for notes of all ranks."""
     notes: Stream = [("issue", ("note", 0))]
     if rank.lacks:
         notes.append(("await", ("note", 0)))
@@ -913,7 +913,7 @@ def on_host(rank: SimulatedRank) -> list[Stream]:
 
 
 def on_device(rank: SimulatedRank) -> list[Stream]:
-    """Streams wait, and a gather for the memory of all that was freed when the host issued it."""
+    """Streams wait; a gather also waits for the memory of all units freed when the host issued it."""
     compute: Stream = []
     unshard: Stream = []
     reduce: Stream = []
@@ -940,7 +940,7 @@ def _may_go_on(kind: str, what: Any, marked: set[int], issued: dict[Any, set[int
 
 
 def deadlock(ranks: Sequence[list[Stream]]) -> str:
-    """Plays streams of all ranks; "" if all come to their end, else where each is stuck."""
+    """Replay the streams of all ranks; "" if all finish, otherwise the places where they are stuck."""
     heads = [[0] * len(streams) for streams in ranks]
     issued: dict[Any, set[int]] = {}
     marked: list[set[int]] = [set() for _ in ranks]
@@ -969,7 +969,7 @@ def deadlock(ranks: Sequence[list[Stream]]) -> str:
 
 
 def problem_of(seed: int, **how: Any) -> str:
-    """Play program `seed` on some ranks; "" or what went wrong. `how`: as of `problem_of_program`."""
+    """Run program `seed` on some ranks; "" or the problem. `how`: arguments of `problem_of_program`."""
     return problem_of_program(drawn_program(seed), seed, **how)
 
 
@@ -981,7 +981,7 @@ def problem_of_program(
     forwards_class: type[SimulatedForwards] = SimulatedForwards,
     world: int = 0,
 ) -> str:
-    """Play `program` on some ranks, of which `seed` draws what their backwards reach; "" or what went wrong."""
+    """Run `program` on some ranks; `seed` draws the calls that backwards reach. Returned: "" or the problem."""
     rng = random.Random(f"ranks {seed}")
     double = rng.random() < 0.1
     ranks = [
@@ -998,7 +998,7 @@ def problem_of_program(
         for rank in ranks:
             rank.forward()
         if not all(rank.has_gradients() for rank in ranks):
-            return ""  # ranks get an error that they differ, or none comes anywhere
+            return ""  # ranks raise because they differ, or none has gradients
         for rank in ranks:
             rank.backward()
     except Problem as error:

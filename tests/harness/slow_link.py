@@ -1,7 +1,7 @@
-"""A slow link between ranks, simulated: what arrives is held back for as long as a link of a given bandwidth takes.
+"""A simulated slow link between ranks: results are delayed for the time that a given bandwidth takes.
 
-Each rank has a link of its own, which carries what that rank sends, one collective after the other. Nothing is slowed
-down but `wait()`: what a rank computes meanwhile hides the link, as it would hide a real one.
+Each rank has a link of its own, which carries the data that it sends, one collective after the other. Only `wait()` is
+slowed down: computation in the meantime hides the link, as it would hide a real one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tests.harness import inspect
 
 
 class Link:
-    """What one rank sends through.
+    """The outgoing link of one rank.
 
     Attributes:
-        sent: bytes so far.
+        sent: the bytes sent so far.
     """
 
     def __init__(self, bandwidth: float, delay: float) -> None:
@@ -34,14 +34,14 @@ class Link:
         self.sent = 0
 
     def send(self, count: int) -> float:
-        """Put so many bytes on the link; when they are through."""
+        """Put so many bytes on the link. Returned: the time at which they have arrived."""
         self.sent += count
         self._free_at = max(self._free_at, time.monotonic()) + count / self._bandwidth
         return self._free_at + self._delay
 
 
 class SlowTransport(ProcessGroupTransport):
-    """A double that delivers what a transport does when the link is through with it."""
+    """A double that delivers the results of a transport once the link has carried them."""
 
     def __init__(self, inner: Transport, link: Link) -> None:
         super().__init__(**inspect.arguments_of(inner))
@@ -68,8 +68,8 @@ class SlowTransport(ProcessGroupTransport):
 
 @contextmanager
 def slow_link(bandwidth: float, delay: float = 0.0) -> Iterator[Link]:
-    """Inside, models that are wrapped send through a slow link, and so does torch's FSDP1, which on a CPU waits where
-    it sends."""
+    """Inside, models that are wrapped send through a slow link, and so does torch's FSDP1, which on a CPU waits
+    when it sends."""
     link = Link(bandwidth, delay)
 
     def slowed(function: Any, count: Any) -> Any:
@@ -91,7 +91,7 @@ def slow_link(bandwidth: float, delay: float = 0.0) -> Iterator[Link]:
             "reduce_scatter_tensor": lambda output, full, *_: full.nbytes * (world - 1) // world,
             "reduce_scatter_single": lambda output, full, *_: full.nbytes * (world - 1) // world,
         }.items():
-            if hasattr(dist, name):  # as FSDP1 calls them depends on torch's version
+            if hasattr(dist, name):  # the names in FSDP1 depend on torch's version
                 stack.enter_context(patch.object(dist, name, slowed(getattr(dist, name), count)))
         yield link
 

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def seeded() -> Net:
-    """The same on every rank."""
+    """A new model, the same on every rank."""
     torch.manual_seed(0)
     return Net()
 
@@ -52,7 +52,7 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def on_mesh(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """`net` with all parameters on `mesh`, split along "tp" as Megatron does where there is such a dimension."""
+    """`net` with all parameters on `mesh`, split along "tp" in Megatron's way if there is such a dimension."""
 
     def place(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for attribute, parameter in list(module.named_parameters(recurse=False)):
@@ -76,7 +76,7 @@ def inputs(step: int, mesh: DeviceMesh, dp: tuple[str, ...]) -> Tensor:
 
 
 def step_one(one: nn.Module, step: int) -> float:
-    """One process goes forward and backward through all rows."""
+    """Forward and backward of one process for all rows."""
     generator = torch.Generator().manual_seed(100 + step)
     loss = one(torch.randn(ROWS, WIDTH, generator=generator)).square().sum() / ROWS
     loss.backward()
@@ -84,7 +84,7 @@ def step_one(one: nn.Module, step: int) -> float:
 
 
 def step_on_mesh(net: nn.Module, step: int, mesh: DeviceMesh, dp: tuple[str, ...]) -> float:
-    """All ranks do, each with what it has of the rows. Collective."""
+    """Forward and backward of all ranks, each for its rows. Collective."""
     loss: Any = net(inputs(step, mesh, dp)).square().sum() / ROWS
     loss.backward()
     assert isinstance(loss, DTensor)

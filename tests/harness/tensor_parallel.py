@@ -1,4 +1,4 @@
-"""A small model, split by torch's tensor parallelism, and what one process computes with it."""
+"""A small model, split by torch's tensor parallelism, and its training in one process."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ class Net(nn.Module):
 
 @lru_cache(maxsize=4)
 def mesh_of(*shape: int) -> DeviceMesh:
-    """A mesh of this worker's world, the last dimension of two or three that of tensor parallelism. Collective."""
+    """A mesh of this worker's world, with tensor parallelism in the last of two or three dimensions. Collective."""
     return dist.init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)])
 
 
 def seeded(build: Callable[[], nn.Module] = Net) -> nn.Module:
-    """What `build` makes, the same on every rank."""
+    """The result of `build`, the same on every rank."""
     torch.manual_seed(0)
     return build()
 
 
 def parallelized(net: nn.Module, mesh: DeviceMesh, *, sequence: bool, source: int | None = 0) -> Any:
-    """`net`, split over `mesh`; with `sequence` the activations between are, too. `source`: whose values are taken, or
-    None for each rank's own."""
+    """`net`, split over `mesh`; with `sequence`, so are the activations in between. `source`: the rank whose values are
+    used, or None for each rank's own."""
     split = Shard(1) if sequence else Replicate()
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=split),
@@ -87,7 +87,7 @@ def sharded(
 
 
 def batches(shape: Iterable[int], step: int) -> tuple[Tensor, Tensor, int]:
-    """Tokens and classes for every place of data parallelism on a mesh of this `shape`, and this rank's place."""
+    """Tokens and classes for every data-parallel place on a mesh of this `shape`, and this rank's place."""
     *dp, tp = shape
     places = 1
     for size in dp:
@@ -103,7 +103,7 @@ def loss_of(model: nn.Module, tokens: Tensor, classes: Tensor) -> Tensor:
 
 
 def step_one(one: nn.Module, shape: Iterable[int], step: int) -> float:
-    """One process goes forward and backward through all batches; the mean loss."""
+    """Forward and backward of one process for all batches. Returned: the mean loss."""
     tokens, classes, _ = batches(shape, step)
     total = 0.0
     for each, right in zip(tokens, classes, strict=True):
@@ -114,7 +114,7 @@ def step_one(one: nn.Module, shape: Iterable[int], step: int) -> float:
 
 
 def step_ours(model: nn.Module, shape: Iterable[int], step: int) -> float:
-    """This rank goes forward and backward through its batch; the mean loss of all. Collective."""
+    """Forward and backward of this rank for its batch. Returned: the mean loss of all ranks. Collective."""
     tokens, classes, place = batches(shape, step)
     loss = loss_of(model, tokens[place], classes[place])
     loss.backward()

@@ -1,4 +1,4 @@
-"""A program in a terminal: what it writes, as a screen shows it."""
+"""A program in a terminal, and its output as shown on a screen."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ROWS = 24
 
 @dataclass(frozen=True)
 class Shown:
-    """What a program came to.
+    """The result of a program.
 
     Attributes:
         code: its exit code.
-        first: seconds until it wrote something.
-        lines: all that it wrote, as a screen without an end has it; a line that wrapped is several.
-        wrapped: how many wrapped.
+        first: seconds until its first output.
+        lines: its output, as shown on a screen without an end; a line that wrapped is several.
+        wrapped: the number of lines that wrapped.
     """
 
     code: int
@@ -45,7 +45,7 @@ def run_in_terminal(
     after: float = 0.0,
     limit: float = 240.0,
 ) -> Shown:
-    """Run `command` in a terminal of `columns`. Ctrl-C comes `after` seconds after `interrupt_at` was written, once."""
+    """Run `command` in a terminal of `columns`. Ctrl-C is sent once, `after` seconds after `interrupt_at` appears."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
 
@@ -75,7 +75,7 @@ def run_in_terminal(
             if select([ours], [], [], 0.05)[0]:
                 try:
                     data = os.read(ours, 2**16)
-                except OSError:  # nobody has it open any more
+                except OSError:  # no process has it open any more
                     break
                 first = first or time.monotonic() - started
                 written += data
@@ -88,7 +88,7 @@ def run_in_terminal(
 
 
 def on_screen(text: str, columns: int) -> tuple[list[str], int]:
-    """The lines that `text` leaves on a screen that is `columns` wide, and how many of them wrapped."""
+    """The lines that `text` leaves on a screen that is `columns` wide, and the number of wraps."""
     rows: list[list[str]] = [[]]
     row = column = wrapped = 0
     for part in text.replace("\x1b[A", "\v"):

@@ -1,7 +1,7 @@
-"""How much is played of what is random, and how many combinations of settings: some in every run, all with
+"""The extent of random tests and of combinations of settings: some in every run, all with
 ``pytest --thorough``.
 
-``--seed N`` begins elsewhere, so that two thorough runs see different programs; the header of the run names it.
+``--seed N`` changes the first seed, so that two thorough runs use different programs; the run's header shows it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 A, B = TypeVar("A"), TypeVar("B")
 
 
-_VARIABLE = "FLATFSDP_TESTS_THOROUGH"  # by which ranks know
+_VARIABLE = "FLATFSDP_TESTS_THOROUGH"  # for ranks
 
 
 @dataclass
@@ -35,7 +35,7 @@ def options(parser: pytest.Parser) -> None:
 
 
 def register(config: pytest.Config) -> None:
-    """Before test modules are imported, whose parameters depend on it."""
+    """Called before test modules are imported, because their parameters depend on it."""
     _extent.thorough, _extent.first = config.getoption("--thorough"), config.getoption("--seed")
     os.environ.pop(_VARIABLE, None)
     if _extent.thorough:
@@ -51,7 +51,7 @@ def is_thorough() -> bool:
 
 
 def seeds(few: int, many: int) -> list[int]:
-    """`range(few)`, the same in every run; with --thorough also seeds from --seed on, `many` in all."""
+    """`range(few)`, the same in every run; with --thorough also seeds from --seed on, `many` in total."""
     usual = list(range(few))
     if not _extent.thorough:
         return usual
@@ -60,11 +60,11 @@ def seeds(few: int, many: int) -> list[int]:
 
 
 def some(cases: Sequence[A], of: int, first: int = 0) -> Sequence[A]:
-    """One in every `of` cases, from `first` on; with --thorough all."""
+    """Every `of`-th case, from `first` on; with --thorough, all."""
     return cases if _extent.thorough else cases[first % of :: of]
 
 
 def spread(worlds: Sequence[A], cases: Iterable[B]) -> list[tuple[A, B]]:
-    """Each case in one of the worlds in turn, so that each world has several; with --thorough each case in each."""
+    """Each case in one of the worlds, in turn, so that each world has several; with --thorough, in each world."""
     cases = list(cases)
     return list(product(worlds, cases)) if _extent.thorough else list(zip(cycle(worlds), cases, strict=False))

@@ -13,7 +13,7 @@ TEMPLATE = (
 
 
 def write_llama(folder: Path, *, tied: bool = False) -> Path:
-    """Random weights of seed 0 and their tokenizer, as `save_pretrained` writes them."""
+    """Random weights of seed 0 and their tokenizer, in the format of `save_pretrained`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -61,6 +61,6 @@ class Letters:
 
     def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool = False, **options: Any) -> list[int]:
         written = "".join(f"<{each['role'][0]}{each['content']}>" for each in messages)
-        if self.chat_template == "drops" and len(messages) > 2:  # of earlier turns
+        if self.chat_template == "drops" and len(messages) > 2:  # drops earlier turns
             written = written.replace("<a", "<b", 1)
         return [ord(each) for each in written + "<a" * add_generation_prompt]
