@@ -445,6 +445,15 @@ def schedule_in_words(model: Any) -> str:
     return found
 
 
+def does_what_is_chosen(model: Any) -> bool:
+    """Whether units were settled anew since the last choice of a user's."""
+    setup = _model(model).setup
+    settled = [unit.resolved for unit in setup.units]
+    for unit in setup.units:
+        setup._resolve(unit)
+    return settled == [unit.resolved for unit in setup.units]
+
+
 def waits_for_gradients(model: Any) -> bool:
     """Whether a gradient accumulation node is held for the next backward."""
     return bool(_model(model).accumulators.expects_gradients)

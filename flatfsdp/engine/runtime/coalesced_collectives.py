@@ -91,8 +91,7 @@ class Coalescer:
             return None
         reducers = unit.resolved.reducers[unit.handles[0]]
         travels = unit.groups.shard.size > 1 or reducers[1] is not None
-        feedback = unit.built.mixed_precision.reduce_error_feedback
-        return (size, (*map(id, reducers), feedback)) if travels else None
+        return (size, (*map(id, reducers), unit.built.mixed_precision.reduce_error_feedback)) if travels else None
 
     # -- collectives -------------------------------------------------------------------------------------------------
 

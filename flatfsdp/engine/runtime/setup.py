@@ -153,13 +153,14 @@ class Setup:
         reshards = chosen.reshard_after_forward
         if reshards is None:  # the outermost unit's backward begins where its forward ends: freeing would gain nothing
             reshards = unit.built.traits.reshard_after_forward and not unit.place.is_outermost
-        over = {handle: unit.axes.transports_of(handle).reducers for handle in unit.handles}
-        unit.resolved = Resolved(
-            precision.param_dtype if casts else None,
-            bool(reshards),
-            over if chosen.all_reduce else {handle: (scatter, None) for handle, (scatter, _) in over.items()},
-            frozenset(handle for handle, (_, across) in over.items() if chosen.all_reduce or across is None),
-        )
+        reducers, whole = {}, []
+        for handle in unit.handles:
+            transports = unit.axes.transports_of(handle) if unit.axes.elsewhere else unit.axes.own_transports
+            scatter, across = transports.reducers
+            if chosen.all_reduce or across is None:
+                whole.append(handle)
+            reducers[handle] = scatter, across if chosen.all_reduce else None
+        unit.resolved = Resolved(precision.param_dtype if casts else None, bool(reshards), reducers, frozenset(whole))
 
     def _transports(self, unit: Unit, groups: ProcessGroups) -> Transports:
         """Those of `unit` over `groups`. [Note: communication hooks]"""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp import CPUOffload, FullyShardedDataParallel
+from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ensure_unit_participation
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, UsageError
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
@@ -500,3 +500,33 @@ def test_copies_have_the_settings() -> None:
         with Collectives() as seen:
             forward(twin).backward()
         assert seen.counts["gather"] == UNITS
+
+
+def first_piece(state: object, gradient: torch.Tensor, piece: torch.Tensor | None = None) -> None:
+    """A communication hook that communicates nothing."""
+    if piece is not None:
+        piece.copy_(gradient[: piece.numel()])
+
+
+CHOICES: dict[str, Callable[[Any], object]] = {
+    "reshard": lambda model: model.set_reshard_after_forward(True),
+    "post-forward": lambda model: model.set_reshard_after_forward(2),
+    "all-reduce": lambda model: model.set_requires_all_reduce(False),
+    "divide": lambda model: model.set_gradient_divide_factor(3.0),
+    "hook": lambda model: model.register_comm_hook(None, first_piece),
+    "branch": lambda model: ensure_unit_participation(model.module.b),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "HYBRID_SHARD"])
+def test_units_do_what_is_chosen_from_the_choice_on(strategy: str, choice: str) -> None:
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    with fake_world(8):
+        model = wrapped(strategy, mixed_precision=mixed, **{"mesh": (2, 4)} if strategy == "HYBRID_SHARD" else {})
+        settled(model)
+        CHOICES[choice](model)
+        assert inspect.does_what_is_chosen(model)
+        twin: Any = copy.deepcopy(model)
+        settled(twin)
+        assert inspect.does_what_is_chosen(twin)
