@@ -1,4 +1,4 @@
-"""Whether replicas hold the same parameters, for users. [Note: replicas]"""
+"""The public comparison of replicas. [Note: replicas]"""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..runtime.rest import check_outside, quiesce, take_over
 def check_replicas(model: nn.Module) -> None:
     """Compare the parameters of ranks that hold the same pieces: replicas of the hybrids, all ranks under `NO_SHARD`.
 
-    They must be equal in every bit. Checksums are compared, of what each rank keeps; the first training forward does
-    the same, and after it each thousandth backward that reduces, and both report it by `check_values`. Where nothing
-    is replicated there is nothing to compare. Collective, between iterations: one number a rank, and one for each
-    parameter where those differ.
+    They must be bitwise equal. The checksums of each rank's shards are compared. The first training forward compares
+    them, too, and then every thousandth backward that reduces; both report differences according to `check_values`.
+    Without replicas nothing is compared. Collective, between iterations: one number per rank, and one per parameter
+    if those differ.
 
     Args:
         model: the outermost wrapper.

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model, whatever holds them, and clipping by it."""
+"""The norm of all gradients of a model, inside and outside of its units, and clipping by that norm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dt
     """The sum of |g|^p over `grads` (the maximum of |g| for p = inf; the number of non-zeros for p = 0), in `dtype`."""
     total = torch.zeros((), dtype=dtype, device=device)
     for grad in grads:
-        if not grad.numel():  # a rank without rows of the parameter, whose largest value torch refuses to name
+        if not grad.numel():  # a rank without rows of the parameter: torch raises for the maximum of an empty tensor
             continue
         norm: Any = torch.linalg.vector_norm(
             grad.detach().to_dense() if grad.is_sparse else grad.detach(), p, dtype=dtype
@@ -44,12 +44,12 @@ def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dt
 
 
 class _Gradients(NamedTuple):
-    """Of some parameters, as optimizers see them.
+    """Gradients of some parameters, as optimizers see them.
 
     Attributes:
-        sharded: pieces of them, by the process groups over which their norms add up, with how those exchange them.
-        whole: what every rank holds (NO_SHARD, ignored parameters).
-        dtypes: of the gradients on any rank, also where this one holds none of a kind.
+        sharded: sharded gradients, by the process groups over which their norms are summed, with their transports.
+        whole: gradients that every rank holds completely (NO_SHARD, ignored parameters).
+        dtypes: of the gradients on any rank, including dtypes of which this rank holds none.
     """
 
     sharded: dict[tuple[Any, ...], tuple[list[Transport], list[torch.Tensor]]]
@@ -58,7 +58,7 @@ class _Gradients(NamedTuple):
 
     @classmethod
     def of(cls, model: Model, parameters: Iterable[torch.Tensor]) -> _Gradients:
-        """Those of `parameters`, in units of `model` or outside of them."""
+        """The gradients of `parameters`, in units of `model` or outside of them."""
         found = cls({}, [], set())
         managed: set[int] = set()
         norm_axes = model.setup.norm_axes
@@ -77,7 +77,7 @@ class _Gradients(NamedTuple):
                     continue
                 if handle in norm_axes:
                     own = norm_axes[handle]
-                grads = found.whole  # without the calls of `over`, for each unit
+                grads = found.whole  # `over`, without a call per unit
                 if own:
                     key = (own[0].group.process_group,) if len(own) == 1 else tuple(a.group.process_group for a in own)
                     grads = found.sharded.setdefault(key, (own, []))[1]
@@ -88,27 +88,27 @@ class _Gradients(NamedTuple):
         return found
 
     def over(self, axes: list[Transport]) -> list[torch.Tensor]:
-        """The list of gradients of which the ranks of `axes` hold different pieces; without axes those held whole."""
+        """The list of gradients of which the ranks of `axes` hold different pieces; `whole` if there are no axes."""
         if not axes:
             return self.whole
         return self.sharded.setdefault(tuple(axis.group.process_group for axis in axes), (axes, []))[1]
 
     def norm(self, p: float, device: torch.device) -> torch.Tensor:
-        """Their joint norm, in float32 or float64. Collective over the groups of `sharded`."""
+        """The norm of all these gradients, in float32 or float64. Collective over the groups of `sharded`."""
         wide = torch.float64 if torch.float64 in self.dtypes else torch.float32
         total = _power_sum(self.whole, p, device, wide)
         for axes, grads in self.sharded.values():
             part = _power_sum(grads, p, device, wide)
             for axis in axes:
-                # backends' maximum may lose a NaN
+                # the maximum of a backend may drop a NaN
                 part = axis.gather_now(part).amax() if math.isinf(p) else axis.all_reduce_now(part)
             total = torch.maximum(total, part) if math.isinf(p) else total + part
         return total if math.isinf(p) or p == 0 else total ** (1.0 / p)
 
 
 def _by_axes(unit: Unit, kind: int, chosen: Container[int]) -> Iterator[tuple[list[Transport], list[torch.Tensor]]]:
-    """The gradients of one handle that optimizers see and that are among the `chosen` ids, with the axes besides the
-    unit's own over which they are split. [Note: parts of wholes]"""
+    """The gradients of one handle, as optimizers see them, for parameters with `chosen` ids; each with the axes, in
+    addition to those of the unit, over which it is split. [Note: parts of wholes]"""
     handle = unit.handles[kind]
     grads = handle.face.grads_of_leaves()
     for index, axes in enumerate(part_axes(unit, kind)):
@@ -120,13 +120,13 @@ def _by_axes(unit: Unit, kind: int, chosen: Container[int]) -> Iterator[tuple[li
 def clip_grad_norm(
     model: Model, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """Scale the gradients of `parameters`, as optimizers see them and the same on all ranks, so that their joint norm
-    is at most `max_norm`; returns the norm before.
+    """Scale the gradients of `parameters`, as optimizers see them, by one factor on all ranks, so that their joint norm
+    is at most `max_norm`; returns the norm before scaling.
 
     A sharded gradient counts once over its shard group, and over the ranks of tensor parallelism that split its
-    parameter; one that every rank holds counts once. Collective over these groups: one scalar each, present gradients
-    or not. A norm that is not finite is that on all ranks, which with
-    `error_if_nonfinite` go on to exchange which gradient it is.
+    parameter; a gradient that every rank holds counts once. Collective over these groups: one scalar each, with or
+    without gradients. A norm that is not finite is so on all ranks; with `error_if_nonfinite` all of them then exchange
+    the gradient that caused it.
     """
     check_bool("error_if_nonfinite", error_if_nonfinite)
     if stepping := optimizers_of(model).active:
@@ -155,13 +155,13 @@ def clip_grad_norm(
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in every:
-        grad.mul_(scale.to(grad.device))  # of no dimension: computed in its precision, kept in the gradient's dtype
+        grad.mul_(scale.to(grad.device))  # 0-dim: multiplied in its precision, stored in the gradient's dtype
     return norm.to(max(found.dtypes, key=attrgetter("itemsize"))) if found.dtypes else norm
 
 
 def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.nn.utils.clip_grad_norm_` that takes the norm over all ranks where it is given parameters of a model of
-    ours, all of them or some; collective then. Gradients of parameters of no model are left to `torchs_own`."""
+    """`torch.nn.utils.clip_grad_norm_`, with the norm over all ranks if any of the parameters is of a wrapped model and
+    no DTensor; collective in this case. It calls `torchs_own` in all others."""
 
     @functools.wraps(torchs_own)
     def clip_grad_norm_(
@@ -174,7 +174,7 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ids = set(map(id, given))
         units = {unit for model in registry.models for unit in model.units}
-        # Wrappers inside others had models of their own before: each unit's is looked up. Others' may be collected.
+        # A wrapper inside another one had a model of its own before, which may be collected: look up each unit's now.
         found = {
             model_of(unit)
             for unit in units

@@ -1,4 +1,4 @@
-"""The switch of communication hooks: which model takes one, and when. What a hook then does is a reducer of `comm`.
+"""Registration of communication hooks, with the checks of model and time; a reducer of `comm` calls the hook.
 [Note: communication hooks]"""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..runtime.unit import Unit
 
 
 def register_comm_hook(unit: Unit, state: Any, function: Callable[..., Any]) -> None:
-    """Let a user's hook do what the reductions of all units do; only on the root."""
+    """Replace the reductions of all units by a user-defined hook; only on the outermost wrapper."""
     method = "register_comm_hook()"
     if not callable(function):
         refuse_type("register_comm_hook: hook", function, "a callable (state, grad) or (state, grad, shard)")

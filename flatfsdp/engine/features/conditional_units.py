@@ -1,4 +1,4 @@
-"""Parts of a model that a rank runs as its data will have it, and in which all ranks take part. [Note: conditional
+"""Parts of a model that each rank runs depending on its data, and whose collectives all ranks issue. [Note: conditional
 units]"""
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..schedule.conditional import Branch, ParticipationCursor, ParticipationPla
 
 
 class ConditionalUnits(Observer, Turns):
-    """The branches of one model, and how far its running forward has come past them.
+    """The branches of one model, and the position of its running forward among them.
 
     Attributes:
-        cursors: the forwards that run, one in the other.
-        training: whether the running forward has a backward; on a rank that runs a unit without gradients, too.
+        cursors: one per running forward, the innermost last.
+        training: whether a backward follows the running forward, also while a rank runs a unit without gradients.
     """
 
     plain = False
@@ -34,11 +34,11 @@ class ConditionalUnits(Observer, Turns):
         self.cursors: list[ParticipationCursor[Unit]] = []
         self.training = False
         self._units: Sequence[Unit] = ()
-        self._ran: set[Unit] = set()  # of a branch that is there
-        self._without: set[Unit] = set()  # what it ran without a graph, of forwards that the next backward may cover
+        self._ran: set[Unit] = set()  # units of the gathered branch
+        self._without: set[Unit] = set()  # units that ran without a graph, in forwards of the next backward
 
     def forward_order(self, units: Sequence[Unit]) -> Turns | None:
-        """These turns, if units of the model, the outermost last, are of branches."""
+        """`self` if any of `units`, the outermost last, is in a branch; else None."""
         branches = {unit: branch for unit in units if (branch := _branch_of(unit)) is not None}
         before = {unit: later for unit in units for later in unit.options.branch_before.units()}
         self._units, self.conditional = units, branches.keys()
@@ -52,10 +52,10 @@ class ConditionalUnits(Observer, Turns):
             self._without.clear()
 
     def enter(self, unit: Unit, gathers: ForwardGathers) -> bool:
-        """As of `Turns`.
+        """See `Turns`.
 
         Raises:
-            UsageError: its turn was over, or is in the forward of another unit.
+            UsageError: the turn of `unit` is over, or is in the forward of another unit.
         """
         held = self._advance_to(unit, gathers)
         if held:
@@ -83,7 +83,7 @@ class ConditionalUnits(Observer, Turns):
         return slot.any_order
 
     def _complete(self, cursor: ParticipationCursor[Unit], position: Place | None, gathers: ForwardGathers) -> None:
-        """Take the turns that come before `position` and that this rank's data left out."""
+        """Take the remaining turns before `position`, or all for None: this rank's data did not need their units."""
         self._close(cursor, position, gathers)
         while (slot := cursor.next_before(position)) is not None:
             if slot.any_order:
@@ -100,7 +100,7 @@ class ConditionalUnits(Observer, Turns):
                 gathers.gather_in_turn(unit)
 
     def _close(self, cursor: ParticipationCursor[Unit], position: Place | None, gathers: ForwardGathers) -> None:
-        """The branch that is there is over, if `position` lies behind it."""
+        """End the gathered branch if `position` is behind it, or is None, and finish its units."""
         slot = cursor.open
         if slot is not None and (position is None or slot.position < position):
             cursor.open = None
@@ -110,8 +110,7 @@ class ConditionalUnits(Observer, Turns):
                     gathers.finish(unit, reached=self.training)
 
     def _participate(self, unit: Unit, gathers: ForwardGathers) -> None:
-        """Do what the forward of `unit` does together with other ranks, and nothing else. Collective over the shard
-        axis."""
+        """Issue the collectives of the forward of `unit` without running its module. Collective over the shard axis."""
         phase, depth = unit.phase, len(self.cursors)
         unit.enter_phase(FORWARD)
         try:
@@ -147,16 +146,16 @@ class ConditionalUnits(Observer, Turns):
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def coalesced(self, units: Iterable[Unit]) -> dict[Unit, tuple[Unit, ...]]:
-        """They may be reached in any order, on every rank in another."""
+        """Units of branches in any order, with all units of their branch: ranks may reach them in different orders."""
         slots = {unit: self._plan.slot.get(unit) for unit in units}
         return {unit: slot.units for unit, slot in slots.items() if slot is not None and slot.any_order}
 
     def check_recomputed(self, unit: Unit) -> None:
-        """As of `Turns`.
+        """See `Turns`.
 
         Raises:
-            UsageError: it is of a branch in order, of which other ranks gather one unit after the other as they pass
-                it; or it had no graph, and other ranks do not know that it gets one now.
+            UsageError: `unit` is in a branch in order, whose units other ranks gather one by one; or it ran without a
+                graph, and other ranks do not know that it is recomputed with one.
         """
         branch = unit.options.schedule.branch
         if branch is None:
@@ -176,10 +175,10 @@ class ConditionalUnits(Observer, Turns):
             )
 
     def check_backward_inside(self) -> None:
-        """As of `Turns`.
+        """See `Turns`.
 
         Raises:
-            UsageError: units of a branch in any order are gathered for all of it, and the backward would free them.
+            UsageError: units of a branch in any order are gathered together, and the backward would free them.
         """
         for cursor in self.cursors:
             if cursor.open is not None:
@@ -191,10 +190,10 @@ class ConditionalUnits(Observer, Turns):
                 )
 
     def check_recomputed_in_window(self, unit: Unit) -> None:
-        """Refuses it: such a backward does not bring the gathers of branches into order with this one's.
+        """See `Turns`.
 
         Raises:
-            UsageError: always.
+            UsageError: always; ranks would gather branches in different orders.
         """
         raise UsageError(
             f"unit {unit.label} runs again inside a backward without reduction, for a reentrant checkpoint, in a model "

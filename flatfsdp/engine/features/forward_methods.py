@@ -1,4 +1,4 @@
-"""Methods of wrapped modules other than `forward`: entries like it where registered, explained where they fail."""
+"""Methods of wrapped modules other than `forward`: registered ones gather; errors of others are explained."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from ..runtime.unit import Unit
 from ..watchdog import process_exit
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
-REGISTERED = "_forward_methods"  # of a wrapper: the names, as plain data that copies and pickles hold
+REGISTERED = "_forward_methods"  # attribute of a wrapper with their names; plain data, in copies and pickles, too
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module.method_name(...)` gather parameters around it, as calling `module` does, from now on.
+    """Let `module.method_name(...)` gather parameters around it, as a call of `module` does, from now on.
 
-    Called through the wrapper the method then has the wrapper's own parameters whole while it runs; wrappers inside
-    gather theirs as they are called, and a backward may follow. Where what it returns shows no tensor that requires a
-    gradient it counts as run without gradients. Such calls are collective; a loop inside whose length differs between
-    ranks, for example of generation, wants `inference()` around it. A module that is not wrapped is left as it is, so
-    that a program may run without FSDP. As FSDP2's function of that name.
+    While the method runs, called through the wrapper, the wrapper's own parameters are unsharded; wrappers inside
+    gather theirs when they are called, and a backward may follow. If no tensor in its result requires a gradient, the
+    call counts as one without gradients. Such calls are collective; if the length of a loop inside differs between
+    ranks, for example in generation, use `inference()` around it. A module that is not wrapped is not changed, so that
+    a program also runs without FSDP. Equivalent to FSDP2's function of that name.
 
     Args:
-        module: a wrapper, in whose module inside the attribute is looked up; or a module of `fully_shard`.
+        module: a wrapper, whose inner module has the method; or a module of `fully_shard`.
         method_name: the name of its method.
 
     Raises:
-        ConfigTypeError: no module, or no string.
+        ConfigTypeError: `module` is no module, or `method_name` no string.
         ConfigValueError: there is no such method, the wrapper has one of that name itself, or it is a generator or a
             coroutine, which runs after the call.
 
@@ -87,7 +87,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _gathering_in_place(module: nn.Module, method: Any) -> Any:
-    """`method` of `module`, which holds its unit itself: so it must not hold the module."""
+    """`method` of `module`, with a gather around it. Holds `module`, which will hold the result, only weakly."""
     bound = inspect.ismethod(method) and method.__self__ is module
     function, ref = method.__func__ if bound else method, weakref.ref(module)
 
@@ -104,7 +104,7 @@ def _gathering_in_place(module: nn.Module, method: Any) -> Any:
 
 
 def through_wrapper(wrapper: nn.Module, name: str) -> Any:
-    """The attribute `name` of the module inside `wrapper`, which has none itself; methods gather, or explain."""
+    """The attribute `name` of the module in `wrapper`; registered methods gather, errors of others are explained."""
     inside: nn.Module = wrapper._fsdp_wrapped_module  # type: ignore[assignment]
     found = getattr(inside, name)
     if name in wrapper.__dict__.get(REGISTERED, ()):
@@ -115,11 +115,11 @@ def through_wrapper(wrapper: nn.Module, name: str) -> Any:
 
 
 def put_through_wrapper(wrapper: nn.Module, name: str, value: torch.Tensor) -> None:
-    """`functional_call` puts `value` in the place of the tensor `name` of the module inside `wrapper`, of `wrapper`
-    itself where there is none. The forward refuses it, unless it is undone before that.
+    """Set the tensor `name` of the module inside `wrapper`, or else of `wrapper`, to `value`, for `functional_call`.
+    A forward raises unless this is undone before it.
 
     Raises:
-        UsageError: it is in the place of a flat parameter, with which nothing computes.
+        UsageError: `name` is a flat parameter, with which no module computes.
     """
     inside: nn.Module = wrapper._fsdp_wrapped_module  # type: ignore[assignment]
     unit: Unit = wrapper.__dict__["_unit"]
@@ -145,7 +145,7 @@ def _explaining(wrapper: nn.Module, name: str, method: Any) -> Any:
             return method(*args, **kwargs)
         except FlatFSDPError:
             raise
-        except (RuntimeError, IndexError) as error:  # as torch complains of shapes
+        except (RuntimeError, IndexError) as error:  # torch's errors for wrong shapes
             found = _sharded_in(error.__traceback__, units_in(wrapper))
             if found is None:
                 raise
@@ -161,7 +161,7 @@ def _explaining(wrapper: nn.Module, name: str, method: Any) -> Any:
 
 
 def explain(error: BaseException) -> str:
-    """What flatfsdp knows of an `error` of torch's that ends the program; "" for nothing."""
+    """An explanation of an `error` of torch that ends the program; "" if there is none."""
     if isinstance(error, FlatFSDPError) or not isinstance(error, (RuntimeError, IndexError)):
         return ""
     units = [unit for model in registry.models for unit in model.units]
@@ -192,9 +192,9 @@ def explain(error: BaseException) -> str:
 
 
 def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Unit, ParamRef] | None:
-    """The parameter, at rest, of the innermost module on the way to an exception that holds one.
+    """The sharded parameter of the innermost module in `traceback` that holds one.
 
-    None also for what the user's own code raised, which knows of what it complains.
+    None also for exceptions raised outside of torch, whose messages need no explanation.
     """
     holders: dict[int, tuple[Unit, ParamRef]] = {}
     for unit in units:
@@ -206,7 +206,7 @@ def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Uni
         frame, at = traceback.tb_frame, traceback.tb_lasti
         receiver = frame.f_locals.get("self")
         if isinstance(receiver, ForwardDriver):
-            # A unit runs: its parameters were whole, and those around it are not computed with.
+            # The forward of a unit: its parameters were unsharded, and modules around it did not compute.
             running = frame.f_locals.get("unit")
             holders, found = {key: held for key, held in holders.items() if held[0] is not running}, None
         found = holders.get(id(receiver), found)

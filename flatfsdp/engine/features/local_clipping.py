@@ -1,23 +1,23 @@
-"""`torch.nn.utils.clip_grad_norm_` on shards, which clips each rank by a norm of its own: noticed, one warning per job.
+"""Detection of `torch.nn.utils.clip_grad_norm_` on shards, with a different norm on each rank: one warning per job.
 
-The call itself cannot be observed, so its effect is looked for ([Note: local norms]): some elements of gradients are
-kept when a backward has ended, and compared with what they are when an optimizer that holds them steps.
+The call itself cannot be observed, so its effect is ([Note: local norms]): a sample of gradient elements is kept at the
+end of a backward, and compared with the same elements when an optimizer that holds them steps.
 
-[Note: local norms] `torch.nn.utils.clip_grad_norm_` takes the norm of what one process holds. Of shards that is another
-norm on each rank, and each multiplies its gradients by another factor. What it leaves behind: on every rank elements of
-several sizes have become smaller by one and the same factor; these factors differ, though the ranks hold pieces of one
-parameter, or though what is left has the same norm, the one that was asked for. Both are needed: parameters may be
-scaled by factors of their own on purpose, and then ranks that hold different ones differ, too. Factors that are powers
-of two apart come from scaling losses.
+[Note: local norms] `torch.nn.utils.clip_grad_norm_` computes the norm of the tensors of one process. For shards it
+differs between ranks, so that each rank multiplies its gradients by a different factor. The effect: on every rank,
+elements of several sizes have decreased by the same factor; these factors differ between ranks, although the ranks hold
+pieces of one parameter, or although the resulting norms are equal (to the requested one). Both are needed: a program
+may scale each parameter by its own factor, so that ranks with different parameters differ, too. Factors whose ratio is
+a power of two come from loss scaling.
 
-What fits nothing of it is a program's own affair: clipping by value, noise, gradients that were set to zero.
+Other changes are not reported: clipping by value, noise, gradients that were set to zero.
 
-[Note: sampled steps] That is done around the first `FIRST` backwards that reduce, and one in `RHYTHM` from then on: for
-at most `MOST` units, some views and two small copies, and one norm of this rank's gradients. On an accelerator it is
-some kernels more in such a step; their results are copied to page-locked memory, and the watch ([Note: watch]) looks
-whether they have arrived: the host waits for none of it. The watch also leaves this rank's finding in the store, where
-the next rank's compares it with its own: two requests per rank and sampled step, no collective. In between a backward
-and a step cost a call or two each.
+[Note: sampled steps] Gradients are sampled in the first `FIRST` backwards that reduce, then in one of `RHYTHM`: some
+views, two small copies, and one norm of this rank's gradients, for at most `MOST` flat parameters. On an accelerator
+these are a few more kernels per sampled step; their results are copied to page-locked memory, and the watch ([Note:
+watch]) polls for them, so that the host does not wait. The watch also writes this rank's finding to the store, where
+the next rank compares it with its own: two requests per rank and sampled step, no collective. Other backwards and steps
+cost one or two calls each.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from ..watchdog.store import StoreClient
 from .optimizer_in_backward import optimizers_of
 
 FIRST, RHYTHM = 4, 64
-MOST = 16  # flat parameters that are looked at, at three parameters each
-ELEMENTS = 4  # of a parameter
-PATIENCE = 10.0  # seconds to wait for what the rank before found
-LEAST = 1e-4  # how far factors that are one may be apart
-SMALLEST = 1e-30  # factor that a norm leads to
-REPORTED = "clipped by themselves"  # in the store: the rank that warns for the whole job
+MOST = 16  # sampled flat parameters, with three parameters each
+ELEMENTS = 4  # per parameter
+PATIENCE = 10.0  # seconds to wait for the finding of the previous rank
+LEAST = 1e-4  # relative difference up to which factors count as equal
+SMALLEST = 1e-30  # factor of a norm
+REPORTED = "clipped by themselves"  # key in the store, for the rank that warns for the whole job
 
-_found: list[str] = []  # by the watch, for the main thread to warn of
+_found: list[str] = []  # findings of the watch, for warnings by the main thread
 
 
 @functools.cache
 def _warn_at_end() -> None:
-    """What was found after the last step is reported, too."""
+    """Warn of findings after the last step, too."""
     at_end(lambda error: _warn())
 
 
@@ -69,11 +69,11 @@ def _warn() -> None:
 
 
 class Scaling(NamedTuple):
-    """One rank multiplied its gradients by one `factor`.
+    """One `factor` by which a rank multiplied its gradients.
 
     Attributes:
-        norm: of its gradients after that.
-        numbers: of the parameters that it was seen at.
+        norm: of its gradients afterwards.
+        numbers: of the parameters in its sample.
     """
 
     factor: float
@@ -82,14 +82,14 @@ class Scaling(NamedTuple):
 
 
 def tolerance(eps: float) -> float:
-    """How far factors may be apart, relative to them, by the rounding of gradients with this machine epsilon."""
+    """The relative difference up to which factors of gradients with this machine epsilon count as equal."""
     return max(LEAST, 2 * eps)
 
 
 def one_factor(pairs: Iterable[tuple[float, float]], *, within: float, tiny: float) -> float | None:
-    """By what elements became what they are, if it is one factor, not more than 1 and not 0; None otherwise.
+    """The factor of all `pairs`, if it is a single one, not more than 1 and not 0; None otherwise.
 
-    `pairs`: an element before and after; those below `tiny` show nothing, and such of one size nothing about factors.
+    `pairs`: an element before and after. Elements below `tiny` are ignored; elements of a single size give None.
     """
     factors = []
     sizes = []
@@ -107,7 +107,7 @@ def one_factor(pairs: Iterable[tuple[float, float]], *, within: float, tiny: flo
 
 
 def are_apart(one: Scaling, other: Scaling, *, within: float) -> bool:
-    """Whether these ranks each took a norm of its own. [Note: local norms]"""
+    """Whether these ranks have clipped by different norms. [Note: local norms]"""
     ratio = one.factor / other.factor
     if abs(ratio / 2 ** round(math.log2(ratio)) - 1) <= 2 * within:
         return False
@@ -117,11 +117,11 @@ def are_apart(one: Scaling, other: Scaling, *, within: float) -> bool:
 
 
 class GradientPiece(NamedTuple):
-    """What this rank holds of one parameter: the elements from `start` in the gradient of `parameter`.
+    """This rank's piece of one parameter: `numel` elements from `start` on in the gradient of `parameter`.
 
     Attributes:
         number: of the parameter in the model, the same on all ranks.
-        of: how many elements that gradient has.
+        of: the number of elements of that gradient.
     """
 
     number: int
@@ -131,7 +131,7 @@ class GradientPiece(NamedTuple):
     of: int
 
     def elements(self) -> torch.Tensor | None:
-        """Some of its gradient, a view; None where there is no gradient, or one of another kind."""
+        """A view of some elements of its gradient; None without a gradient, or for one that is not plain."""
         grad = self.parameter.grad
         if grad is None or not _is_plain(grad) or grad.numel() != self.of:
             return None
@@ -140,7 +140,7 @@ class GradientPiece(NamedTuple):
 
 
 class GradientSample(NamedTuple):
-    """Elements of gradients as a backward left them, one piece's behind the other's."""
+    """Elements of gradients at the end of a backward, concatenated piece by piece."""
 
     step: int
     pieces: list[GradientPiece]
@@ -149,18 +149,18 @@ class GradientSample(NamedTuple):
 
 
 class LocalClipping(Observer):
-    """Looks after the gradients of one model. [Note: sampled steps]"""
+    """Samples the gradients of one model. [Note: sampled steps]"""
 
     def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)
         self._steps = 0  # backwards that reduced
         self._due = False
         self._pieces: list[GradientPiece] | None = None
-        self._group: Axis | None = None  # that shares the parameters
+        self._group: Axis | None = None  # that shards the parameters
         self._sample: GradientSample | None = None
 
     def backward_ended(self, backward: Backward) -> None:
-        """Gradients of a backward are there."""
+        """Take a sample, if one is due."""
         model = self._model()
         if model is None or not backward.sync:
             return
@@ -168,7 +168,7 @@ class LocalClipping(Observer):
         self._due = self._due or self._steps <= FIRST or self._steps % RHYTHM == 0
         if not self._due or backward.deferred:
             return
-        if self._pieces == [] or not model.agreement.peers.scope:  # nothing to compare, or nobody to compare it with
+        if self._pieces == [] or not model.agreement.peers.scope:  # nothing to compare, or no other rank
             self._due = False
         elif not optimizers_of(model).active:
             self._take(model)
@@ -186,8 +186,7 @@ class LocalClipping(Observer):
             self._sample = GradientSample(self._steps, [piece for piece, _ in found], sizes, values)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """If it is the first that holds parameters of this model since the sample was taken, sees what was made of
-        them."""
+        """Compare the sample, if `optimizer` is the first since it was taken that holds parameters of this model."""
         if _found:
             _warn()
         model, sample = self._model(), self._sample
@@ -228,13 +227,13 @@ class LocalClipping(Observer):
 
 
 class SampleOnHost(NamedTuple):
-    """What became of a sample, on its way to the host.
+    """The elements of a sample, then and now, on their way to the host.
 
     Attributes:
-        numbers: of the parameters that were looked at.
+        numbers: of the sampled parameters.
         values: elements before, the same after, and the norm of all gradients.
-        arrived: when the host may read them, an event of `device`.
-        within, tiny: what counts as equal, and from where on elements count.
+        arrived: an event of `device`, after which the host may read `values`.
+        within, tiny: the tolerance of factors, and the smallest element that counts.
     """
 
     step: int
@@ -247,11 +246,11 @@ class SampleOnHost(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """Whether the host may read it."""
+        """Whether the host may read `values`."""
         return self.device.is_past(self.arrived)
 
     def scaling(self) -> Scaling | None:
-        """What this rank's gradients were multiplied with, if it was one factor."""
+        """The scaling of this rank's gradients, if it has a single factor."""
         *elements, norm = self.values.tolist()
         count = len(elements) // 2
         pairs = zip(elements[:count], elements[count:], strict=True)
@@ -260,7 +259,7 @@ class SampleOnHost(NamedTuple):
 
 
 def _comparison(store: StoreClient, key: str, group: Axis, sample: SampleOnHost) -> Iterator[None]:
-    """Compare what this rank found with what the rank before it did; yields where there is nothing to read yet."""
+    """Compare the finding of this rank with that of the previous rank; yields while either is not available."""
     deadline = time.monotonic() + PATIENCE
     while not sample.is_there:
         yield
@@ -273,7 +272,7 @@ def _comparison(store: StoreClient, key: str, group: Axis, sample: SampleOnHost)
             case [int(step), float(factor), float(norm), list(numbers)] if step == sample.step:
                 other = Scaling(factor, norm, frozenset(number for number in numbers if isinstance(number, int)))
                 claim = f"{key}/{rank} in step {step}"
-                # Whatever else may stand there.
+                # The store may contain any number.
                 is_apart = SMALLEST < factor < 2 and are_apart(mine, other, within=sample.within)
                 if is_apart and store.set_if_absent(REPORTED, claim) == claim:
                     _found.append(
@@ -290,7 +289,7 @@ def _comparison(store: StoreClient, key: str, group: Axis, sample: SampleOnHost)
 
 
 def _pieces_of(model: Model) -> tuple[Axis | None, list[GradientPiece]]:
-    """Pieces that this rank holds of some parameters, and who holds the others. All ranks choose the same units."""
+    """The axis that shards the sampled parameters, and this rank's pieces. All ranks select the same handles."""
     numbered: list[tuple[int, FlatParamHandle]] = []
     group: Axis | None = None
     count = 0
@@ -305,7 +304,7 @@ def _pieces_of(model: Model) -> tuple[Axis | None, list[GradientPiece]]:
     pieces = []
     for first, handle in numbered[:: math.ceil(len(numbered) / MOST) or 1]:
         owned = handle.layout.owned(handle.rank)
-        # At the ends of a shard are the parameters that others have pieces of, too.
+        # The parameters at the ends of a shard may have pieces on other ranks, too.
         for place in sorted({0, len(owned) // 2, len(owned) - 1}) if owned else ():
             each = owned[place]
             numel = each.in_shard.numel

@@ -1,9 +1,9 @@
-"""Where the first value that is infinite or not a number appeared: on which rank, in which unit, of which parameter.
+"""Detection of the first value that is infinite or not a number: its rank, its unit, its parameter.
 
-[Note: findings] While somebody looks, each rank looks at values in the order in which a step makes them, and notes the
-first one that is not finite. At the end of a forward, and of a backward, all ranks exchange what they found, two
-numbers each: so all of them raise, at the same point, and none waits for one that stopped. Where nothing is sharded
-a forward is each rank's own affair; what it finds is reported at the end of the backward.
+[Note: findings] A detector checks values in the order in which a step computes them, and each rank records the first
+one that is not finite. At the end of a forward, and of a backward, all ranks exchange these findings, two numbers each:
+so all of them raise at the same point, and none waits for one that has stopped. If nothing is sharded, forwards are
+local to each rank; their findings are reported at the end of the backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..runtime.model import Model, outermost_model
 from ..runtime.rest import check_outside
 from ..runtime.unit import Unit
 
-PARAMETER, INPUT, OUTPUT, GRADIENT, REDUCED = range(5)  # what a value is, in the order of a step
+PARAMETER, INPUT, OUTPUT, GRADIENT, REDUCED = range(5)  # kinds of values, in the order of a step
 _IN_WORDS = (  # with the name of a unit or a parameter
     "parameter {} before the forward",
     "an input of unit {}",
@@ -37,11 +37,11 @@ _IN_WORDS = (  # with the name of a unit or a parameter
 
 
 class Finding(NamedTuple):
-    """One value that is not finite, in numbers that mean the same on all ranks.
+    """One value that is not finite, as numbers with the same meaning on all ranks.
 
     Attributes:
-        order: how many values the rank had looked at.
-        unit: its place among the root's; kind, leaf: numbers of the handle and of the leaf, for a parameter's value.
+        order: the number of values that the rank had checked.
+        unit: its index in the model; kind, leaf: numbers of the handle and of the leaf, for a parameter's value.
         is_nan: else it is infinite.
     """
 
@@ -54,17 +54,17 @@ class Finding(NamedTuple):
 
     @property
     def number(self) -> int:
-        """All but `order`."""
+        """All fields but `order`, in one integer."""
         return (((self.unit << 8 | self.kind) << 24 | self.leaf) << 3 | self.stage) << 1 | self.is_nan
 
     @classmethod
     def of(cls, order: int, number: int) -> Finding:
-        """The finding of these numbers."""
+        """The finding with these numbers."""
         position, stage, is_nan = number >> 4, number >> 1 & 7, bool(number & 1)
         return cls(order, stage, position >> 32, position >> 24 & 0xFF, position & 0xFFFFFF, is_nan)
 
     def describe(self, units: Sequence[Unit]) -> str:
-        """What and where, in words."""
+        """The value and its place, in words."""
         unit = units[self.unit]
         name = unit.label
         if self.stage not in (INPUT, OUTPUT):
@@ -74,7 +74,7 @@ class Finding(NamedTuple):
 
 
 class NonFiniteDetector(Observer):
-    """Looks for the first value that is not finite, for as long as somebody asks for it."""
+    """Records the first value that is not finite, inside `detect_nonfinite()`."""
 
     requested_by = "detect_nonfinite()"
 
@@ -87,7 +87,7 @@ class NonFiniteDetector(Observer):
         self._found: Finding | None = None
 
     def forward_begins(self, unit: Unit, inputs: Any, *, outermost: bool) -> None:
-        """Looks at all parameters where the outermost forward begins, and at the inputs of each."""
+        """Check all parameters when the outermost forward begins, and the inputs of each forward."""
         if outermost:
             self._looked, self._found = 0, None
             for each in self._units:
@@ -98,10 +98,10 @@ class NonFiniteDetector(Observer):
             self._look(INPUT, unit, levels_of(tensor)[-1])
 
     def forward_ended(self, unit: Unit, output: Any, *, outermost: bool) -> None:
-        """Where the outermost forward ends: collective over all axes, where forwards are at all.
+        """Check the outputs. At the end of the outermost forward collective over all axes, unless forwards are local.
 
         Raises:
-            NonFiniteError: then, on every rank.
+            NonFiniteError: at the end of the outermost forward, on every rank if it is collective.
         """
         for tensor in tensors_in(output):
             self._look(OUTPUT, unit, levels_of(tensor)[-1])
@@ -113,18 +113,18 @@ class NonFiniteDetector(Observer):
             raise NonFiniteError(f"this rank's forward has {self._found.describe(self._units)}")
 
     def gradient_came(self, unit: Unit, kind: int, index: int, grad: torch.Tensor) -> None:
-        """The gradient as this rank computed it."""
+        """Check a gradient as this rank computed it."""
         self._look(GRADIENT, unit, grad, kind, index)
 
     def reduced(self, unit: Unit) -> None:
-        """What the reduction over ranks made of it."""
+        """Check the reduced gradients of `unit`."""
         for kind, (handle, grads) in enumerate(zip(unit.handles, unit.grads, strict=True)):
             for flat in grads.reduced:
                 for index, view in enumerate(handle.at_rest.views_of(flat)):
                     self._look(REDUCED, unit, view, kind, index)
 
     def backward_ends(self) -> None:
-        """Collective over all axes.
+        """Check the reduced gradients of all units. Collective over all axes.
 
         Raises:
             NonFiniteError: on every rank.
@@ -145,7 +145,7 @@ class NonFiniteDetector(Observer):
 
 
 def of_all_ranks(mine: Finding | None, agreement: Agreement, units: Sequence[Unit]) -> str:
-    """What which ranks found, in words, the first first; "" if nobody found anything. Collective over all axes."""
+    """The findings of all ranks, in words, in their order; "" if there are none. Collective over all axes."""
     code, extra = (mine.order + 1, mine.number) if mine is not None else (0, 0)
     answers = agreement.peers.numbers_of_ranks(code, extra)
     found = {rank: Finding.of(code - 1, extra) for rank, (code, extra) in answers.items() if code}
@@ -185,13 +185,13 @@ def first_gradient(units: Sequence[Unit]) -> Finding | None:
 def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[None]:
     """A context in which a forward or a backward that computes NaN or inf raises, and names the place of the first one.
 
-    Looked at are parameters before the forward, inputs and outputs of each unit, the gradient of each parameter as this
-    rank computed it, and what the reduction over ranks made of it. The error names rank, unit and
-    parameter, and is raised on every rank at the same point: at the end of the forward or of the backward, which leaves
-    `.grad` as it was. Outside of the context nothing is looked at, at no cost; inside, each value is read once more,
-    which synchronizes the host with the device.
+    It checks parameters before the forward, inputs and outputs of each unit, the gradient of each parameter as this
+    rank computed it, and the reduced gradients. The error names rank, unit and parameter, and is raised on every rank
+    at the same point: at the end of the forward or of the backward, which does not change `.grad`. Outside of the
+    context nothing is checked, at no cost; inside, each value is read once more, which synchronizes the host with the
+    device.
 
-    Every rank enters it, which the next forward compares. Inside, each forward and backward exchanges two numbers.
+    Every rank must enter it; the next forward checks this. Inside, each forward and backward exchanges two numbers.
 
     Args:
         model: the outermost wrapper.
@@ -199,7 +199,7 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
 
     Raises:
         NonFiniteError: inside, from a forward or a backward.
-        ConfigTypeError: `model` is no wrapper, `infinities` no bool.
+        ConfigTypeError: `model` is no wrapper, or `infinities` no bool.
         UsageError: `model` is a nested wrapper; inside itself, a forward or a backward.
 
     Example (in a process group of one rank):

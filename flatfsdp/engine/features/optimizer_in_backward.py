@@ -1,9 +1,9 @@
-"""Optimizers that step while a backward goes on: a unit as soon as its gradients are reduced, which are freed then.
+"""Optimizers that step during a backward: on each unit as soon as its gradients are reduced, which frees them.
 
-[Note: optimizer in backward] A step cannot be undone, and nothing of the same backward may read or add to what was
-stepped. So a unit steps inside of a backward where that is known (how: [Note: slot sharing]), and at its end elsewhere:
-in the first backward, and where parameters are tied or units called again. Either way the optimizer finds what it would
-find after the backward, and computes the same numbers.
+[Note: optimizer in backward] A step cannot be undone, and nothing in the same backward may read the stepped parameters
+or add to their gradients. So a unit is stepped inside of a backward if this is known ([Note: slot sharing]), and at the
+end of the backward otherwise: in the first one, and if parameters are tied or units are called again. In both cases the
+optimizer finds the same gradients as after the backward, and computes the same numbers.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from ..runtime.user_hooks import run_user_hooks
 from ..state.optim.descriptions import alike
 from ..state.optim.optimizer_clone import copy_over, step_alone
 
-_scaled = -1  # the last graph task that began with a scaled loss
+_scaled = -1  # id of the last graph task that began with a scaled loss
 
 
 def note_scaled_loss() -> None:
-    """The backward that runs is that of a loss that was scaled."""
+    """Record that the running backward is that of a scaled loss."""
     global _scaled
     _scaled = _torch.graph_task()
 
 
 class BackwardOptimizers(Observer):
-    """The optimizers of one model that step in its backwards; attached to the model as long as there are any.
+    """The optimizers of one model that step in its backwards; an observer of the model while there are any.
 
     Attributes:
-        all: also those that are paused.
+        all: including paused ones.
     """
 
     requested_by = "optimizer_in_backward()"
@@ -58,21 +58,21 @@ class BackwardOptimizers(Observer):
 
     @property
     def active(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Those that step now."""
+        """The optimizers that are not paused."""
         return tuple([each.optimizer for each in self.all if not each._paused])
 
     @property
     def description(self) -> str:
-        """Who steps."""
+        """The active optimizers, in words."""
         return " and ".join(f"{type(each).__name__} steps in backwards" for each in self.active)
 
     def finisher(self, *, sync: bool) -> StepInBackward | None:
-        """What steps in the backward that begins, if anybody does."""
+        """The finisher of the backward that begins; None if no optimizer is active."""
         model, active = self._model(), [each for each in self.all if not each._paused]
         return StepInBackward(model, active, sync=sync) if active and model is not None else None
 
     def backward_reaches(self) -> None:
-        """Refuse a backward, which runs now, that nobody can step in."""
+        """Raise UsageError for a running backward in which no optimizer can step."""
         if not self.active:
             return
         if torch.is_grad_enabled():
@@ -95,7 +95,7 @@ class BackwardOptimizers(Observer):
 
 
 def optimizers_of(model: Model) -> BackwardOptimizers:
-    """The optimizers that step in backwards of `model`; with none, where there are none."""
+    """The optimizers that step in backwards of `model`; empty, and not attached, if there are none."""
     return model.observers.find(BackwardOptimizers) or BackwardOptimizers(model)
 
 
@@ -108,7 +108,7 @@ def _set_optimizers(model: Model, optimizers: Sequence[OptimizerInBackward]) -> 
 
 
 class StepInBackward(Finisher):
-    """Steps on reduced gradients: what was stepped on has the phase `STEPPED` for the rest of its backward."""
+    """Steps on reduced gradients; a unit that was stepped on has the phase `STEPPED` for the rest of its backward."""
 
     acts_early = True
 
@@ -118,14 +118,14 @@ class StepInBackward(Finisher):
         self._sync = sync
         self._streams = model.resources.streams
         self._observers, self._accumulators = model.observers, model.accumulators
-        # Whatever this backward still shows: late gradients come late. Units of branches come in any order.
+        # Settled before this backward shows more: its late gradients come late. Units of branches come in any order.
         iteration = model.iteration
         come_once = frozenset(unit for unit in iteration.record.anchored if unit.leaves.single_use)
         self._come_once = come_once.difference(iteration.turns.conditional)
         self._stepped: dict[Unit, None] = {}
 
     def reduced(self, units: Iterable[Unit]) -> None:
-        """Steps on those of which an earlier backward has shown that their gradients come once."""
+        """Step on the units of which an earlier backward has shown that their gradients come once."""
         for unit in units:
             if unit in self._come_once and unit not in self._stepped:
                 self._step(unit)
@@ -133,16 +133,16 @@ class StepInBackward(Finisher):
                     unit.enter_phase(STEPPED)
 
     def backward_ended(self, units: Iterable[Unit], under_way: Sequence[Unit]) -> Finished:
-        """Steps on the others, and on what earlier backwards left, to which this one adds none."""
+        """Step on the other units, and on gradients left by earlier backwards, to which this one adds none."""
         for unit in units:
             if unit not in self._stepped:
                 self._step(unit, earlier=self._sync and bool(unit.resolved.completes))
-        return []  # whose hooks ran before the steps
+        return []  # their hooks ran before the steps
 
     def _step(self, unit: Unit, *, earlier: bool = False) -> None:
-        """Make the reduced gradients of `unit` a step, if they are complete; `earlier`: and those that were there.
+        """Step on the reduced gradients of `unit`, if they are complete; `earlier`: also on earlier gradients.
 
-        Postcondition: what its leaves show is as it was.
+        Postcondition: the mode of its views is unchanged.
         """
         self._streams.await_downloads()
         for observe in self._observers.reduced:
@@ -166,13 +166,13 @@ class StepInBackward(Finisher):
                 optimizer._step_on(parameters)
             for handle in handles:
                 if handle.is_unsharded_at_rest and not handle.face.holds_leaves:
-                    # The leaves see the write, made through what users hold, of which nothing notifies them.
+                    # The step wrote to the holders; versions of the leaves have to count the write, too.
                     torch.autograd.graph.increment_version(handle.leaves)
         for views, mode in zip(unit.views, modes, strict=True):
             views.show(mode)
 
     def backward_failed(self, units: Sequence[Unit]) -> None:
-        """Steps cannot be undone: warns of those that were taken."""
+        """Warn of steps, which cannot be undone."""
         if self._stepped:
             labels = [unit.label for unit in units if unit in self._stepped]
             rest = [unit.label for unit in units if unit not in self._stepped]
@@ -186,28 +186,28 @@ class StepInBackward(Finisher):
 
 
 class OptimizerInBackward:
-    """The way to pause stepping in backwards, and to end it: what `optimizer_in_backward` returns.
+    """Pauses or ends steps in backwards; returned by `optimizer_in_backward`.
 
-    It is made there, for an `optimizer` and the model of a `root`, which it does not keep alive.
+    It is constructed only there, and does not keep the model alive.
 
     Attributes:
-        optimizer: the one that was given; its `param_groups` list, while it steps, only what it steps on.
+        optimizer: as passed; during a step its `param_groups` list only the parameters of this step.
     """
 
     def __init__(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._paused = False  # whether it leaves gradients alone for now
+        self._paused = False  # whether backwards leave gradients in `.grad`
         self._model = weakref.ref(model)
         self._sizes: list[int] = []  # of the param groups when `_positions` was made
         self._positions: dict[int, int] = {}  # the number of its group, by id of the parameter
 
     @contextmanager
     def no_step(self) -> Iterator[None]:
-        """A context whose backwards leave reduced gradients in `.grad`, where they add up.
+        """A context whose backwards leave reduced gradients in `.grad`, where they accumulate.
 
-        The next backward outside of it steps on the sum, of what it brings gradients to; so does `optimizer.step()`, of
-        everything, inside or after it. Inside, `clip_grad_norm_` and a gradient scaler work as without it. Every rank
-        enters it.
+        The next backward outside of it steps on the sums, for the parameters that it computes gradients of;
+        `optimizer.step()`, inside or after the context, does so for all. `clip_grad_norm_` and gradient scalers work
+        inside. Every rank enters it.
 
         Raises:
             UsageError: inside a forward or a backward.
@@ -220,7 +220,7 @@ class OptimizerInBackward:
             self._pause(before)
 
     def remove(self) -> None:
-        """From now on `optimizer.step()` is called by the program, after the backward. Every rank calls it.
+        """End steps in backwards: the program calls `optimizer.step()` after the backward again. Every rank calls it.
 
         Raises:
             UsageError: inside a forward or a backward.
@@ -238,7 +238,7 @@ class OptimizerInBackward:
             model.setup.options_changed()
 
     def _step_on(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Step on those of `parameters` that it holds and that have a gradient, and free that."""
+        """Step on those of `parameters` that the optimizer holds and that have a gradient, and free the gradients."""
         groups = self.optimizer.param_groups
         sizes = [len(group["params"]) for group in groups]
         if sizes != self._sizes:
@@ -270,26 +270,26 @@ class OptimizerInBackward:
 def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerInBackward:
     """Let `optimizer` step inside of every backward of `model`: on each unit as soon as its gradients are reduced.
 
-    They are freed right after, so that a rank holds the gradients of no more than three units at a time, and not those
-    of the model: with plain SGD half of what it keeps of a model, with AdamW a quarter. Results equal
-    calling `optimizer.step()` after the backward; parameters without a gradient are skipped.
+    The gradients are freed immediately, so that a rank holds those of at most three units at a time instead of those of
+    the whole model. This saves half of the memory of its shards with plain SGD, a quarter with AdamW. Results equal
+    those of `optimizer.step()` after the backward; parameters without a gradient are skipped.
 
-    `optimizer` stays what it is: its param groups, which schedulers change, its state and every state dict of it. Its
-    `step()` has nothing to do after a backward, and the program may keep calling it. Several optimizers may step, each
-    on parameters of its own. What no unit owns, or no such optimizer holds, keeps its gradients.
+    `optimizer` is not changed: its param groups, which schedulers change, its state and its state dicts. Its `step()`
+    has nothing to do after a backward, and the program may still call it. Several optimizers may step, each on its own
+    parameters. Parameters outside of all units, or of no such optimizer, keep their gradients.
 
     - *When*: a unit is stepped inside the backward once an earlier one has shown that its gradients come once: from the
-      second on. In the first, and where parameters are tied, units called several times, recomputed with reentrant
-      checkpointing or in `ensure_unit_participation()`, and where this rank's backward does not reach all of its
-      parameters, it is stepped as the backward ends; gradients of such units are all there until then.
+      second on. In the first, and if parameters are tied, units called several times, recomputed with reentrant
+      checkpointing or in `ensure_unit_participation()`, or if this rank's backward does not reach all of its
+      parameters, it is stepped at the end of the backward, and the gradients of all such units are kept until then.
     - *Accumulation*: a backward under `no_sync()` or without all-reduce does not step; the next one that reduces steps
-      on the sum. Without `no_sync()`, use `no_step()` of what this returns.
+      on the sum. Without `no_sync()`, use `no_step()` of the returned object.
     - *Failure*: steps cannot be undone. After a backward that fails, a warning names the units that were stepped.
-    - *Refused*, in words: `clip_grad_norm_`, losses scaled by `ShardedGradScaler`, and `create_graph=True`, unless
+    - *Refused* with an error: `clip_grad_norm_`, losses scaled by `ShardedGradScaler`, and `create_graph=True`, unless
       under `no_step()`; an optimizer that needs a closure, or counts its steps for all parameters at once. Hooks of the
-      optimizer run at every unit.
+      optimizer run once per unit.
 
-    Every rank calls it at the same point; the next forward or backward compares that. No communication. Copies and
+    Every rank must call it at the same point; the next forward or backward checks this. No communication. Copies and
     pickles of the model step no optimizer.
 
     Args:
@@ -297,7 +297,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         optimizer: built on the parameters of `model` after it was wrapped.
 
     Raises:
-        ConfigTypeError: `model` is no wrapper, `optimizer` no `torch.optim.Optimizer`.
+        ConfigTypeError: `model` is no wrapper, or `optimizer` no `torch.optim.Optimizer`.
         UsageError: `model` is a nested wrapper; an optimizer that steps in its backwards already holds a parameter of
             this one; an optimizer that cannot step on some of its parameters at a time; inside a forward or a backward.
 
@@ -333,7 +333,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that needs all of its parameters in one step: a copy steps on small stand-ins to find out."""
+    """Raise UsageError if `optimizer` needs all of its parameters in one step: tested by a copy on small tensors."""
     kind = type(optimizer).__name__
     stand_ins = {id(p): _stand_in(p) for group in optimizer.param_groups for p in group["params"]}
     try:
@@ -364,7 +364,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps besides its parameters' states: settings of its groups, and numbers of its own."""
+    """The state of an optimizer in addition to that of its parameters: settings of its groups, numeric attributes."""
     found = {
         f"{key} of param group {number}": copy.deepcopy(value)
         for number, group in enumerate(optimizer.param_groups)

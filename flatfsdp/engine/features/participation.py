@@ -1,4 +1,4 @@
-"""Which parts of a model a rank runs or not, depending on its data. [Note: conditional units]"""
+"""Declaration of the parts of a model that a rank may leave out, depending on its data. [Note: conditional units]"""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ _FUNCTION = "ensure_unit_participation"
 def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, before: nn.Module | None = None) -> None:
     """Allow each rank to run any subset of the wrappers in `module`, depending on its data.
 
-    For a tower for images in a batch without any, the experts of a mixture of which some get no token, layers of which
-    each step uses a few. In every forward of the wrapper around `module`, all ranks gather all wrappers in it, in the
-    order of registration, whether they run them or not, and so in backward, where a rank adds zeros to the others'
-    gradients of what it did not run. Gradients are the mean over ranks, as without branches. Where no rank brought a
-    gradient to a wrapper, `.grad` stays as it was (None after `zero_grad()`), as in one process: optimizers then leave
-    out the step, with its decay and momentum.
+    Examples are an image tower and batches without images, experts that get no token, and layers of which each step
+    uses a few. In every forward of the wrapper around `module`, all ranks gather all wrappers in it, in the order of
+    registration, whether they run them or not. They do so in backward, too, where a rank contributes zeros to the
+    gradients of wrappers that it did not run. Gradients are the mean over ranks, as without branches. If no rank
+    computed a gradient for a wrapper, `.grad` stays as it was (None after `zero_grad()`), as in one process: optimizers
+    then skip the step, with weight decay and momentum.
 
-    What every rank runs goes on as before: `module` comes in the forward of the wrapper around it, and all that a rank
-    runs of it comes before the next wrapper outside of it that is registered later, or that is given as `before`. A
-    rank that runs one of its wrappers at another time gets an error, which reaches the others. What is trained must not
-    be in `module` alone: a rank that runs none of it would have no graph to go backward through.
+    Wrappers outside run as before: `module` comes in the forward of the wrapper around it, and a rank runs all of its
+    wrappers before the next wrapper outside of it that is registered later, or that is given as `before`. If a rank
+    runs one of them at another time, an error is raised on this rank and on the others. Some trained parameters must
+    be outside of `module`: a rank that runs none of it would have no graph for a backward.
 
-    It costs what a model costs that always runs all of it: each wrapper is gathered in forward and in backward (frozen
-    ones, too; `set_unshard_in_backward(False)` spares a frozen tower at the model's beginning the second), and its
-    gradients are reduced. Where ranks used others than expected, each sends one small message through the store at the
-    end of the backward, for which the host waits. In order, no more memory is taken than by a wrapper at a time; in any
-    order all of `module` is gathered when a rank runs its first wrapper, and freed when all of it is over, in backward
-    as well, with the memory of its gradients. Activation checkpointing of it takes `any_order=True` and
-    `use_reentrant=False`. Parameters that units inside share with others are refused.
+    The cost is that of a model that always runs all of it: each wrapper is gathered in forward and in backward (frozen
+    ones, too; `set_unshard_in_backward(False)` avoids the latter for a frozen tower at the model's beginning), and its
+    gradients are reduced. If ranks used other wrappers than expected, each sends one small message through the store at
+    the end of the backward, for which the host waits. In order, memory is needed for one wrapper at a time; in any
+    order all of `module` is gathered when a rank runs its first wrapper, and freed after the last one, in backward as
+    well, with the memory of its gradients. Activation checkpointing of it requires `any_order=True` and
+    `use_reentrant=False`. Units inside must not share parameters with others.
 
-    Without this call a rank that leaves out a wrapper, or takes another first, gets an error, as do the others: ranks
-    that all do the same (layers dropped by a common seed) would else gather, and step on zeros, what one process leaves
-    alone, in every step and unasked.
+    Without this call, a rank that leaves out a wrapper, or runs another one first, raises an error, as do the others.
+    Otherwise ranks that all leave out the same wrappers (layers dropped by a common seed) would gather them in every
+    step, and step on zero gradients, unlike one process.
 
-    Call it on every rank, once the whole model is wrapped; later calls replace earlier ones for the same part. It holds
-    in copies and pickles of the model.
+    Call it on every rank, once the whole model is wrapped; later calls replace earlier ones for the same part. It
+    applies to copies and pickles of the model, too.
 
     Args:
         module: a wrapper or a module with wrappers inside, such as a `ModuleList`. All of them take part.
         any_order: whether its wrappers may run in another order than they are registered, and several times; at most
             once in order otherwise.
         before: a module outside, which every rank runs, whose first wrapper is the next to run after `module`; inside
-            the same wrapper. None for what is registered next.
+            the same wrapper. None for the wrapper that is registered next.
 
     Raises:
         ConfigTypeError: an argument is of another type.
-        ConfigValueError: no wrapper inside, or the outermost one; a part of what was declared as one; `before` is not
-            in the wrapper around `module`, or is a branch itself.
+        ConfigValueError: no wrapper inside, or the outermost one; a part of a declared `module`; `before` is not in the
+            wrapper around `module`, or is a branch itself.
         UsageError: inside a forward or a backward.
     """
     for name, value, optional in (("module", module, False), ("before", before, True)):
@@ -102,7 +102,7 @@ def _check_whole(module: nn.Module, units: list[Unit]) -> None:
 
 
 def _next_of(units: list[Unit], before: nn.Module) -> Unit:
-    """The unit that the branch of `units` comes right before."""
+    """The next unit to run after the branch of `units`."""
     inside = set(_wrapped_in(before, "before"))
     around = dict(nesting(model_of(units[0]).outermost))
     first = next((unit for unit in around if unit in inside), None)

@@ -1,5 +1,5 @@
-"""Which flat parameters of a model stay unsharded, and when they are gathered anew: what is frozen and was to be kept,
-and all of them for forwards without gradients, for generation and evaluation. [Note: persistent parameters]"""
+"""Flat parameters that stay unsharded, and when they are gathered again: frozen ones on request, and all of them for
+forwards without gradients, for generation and evaluation. [Note: persistent parameters]"""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ class HandleRef(NamedTuple):
 
     @property
     def handle(self) -> FlatParamHandle:
-        """What stays unsharded, or not."""
+        """The handle itself."""
         return self.unit.handles[self.kind]
 
     @property
     def is_fetched(self) -> bool:
-        """Whether it is where it stays, in the dtype of computation."""
+        """Whether its parameters are kept unsharded, in the compute dtype."""
         handle, dtype = self.handle, self.unit.dtype_of(self.handle)
         if handle.persistence is HOST:
             return handle.kept_source is not None and handle.kept_source.serves(dtype)
         return handle.state is UNSHARDED
 
     def fetch(self) -> None:
-        """Gather it to where it stays. Collective over the shard axis.
+        """Gather its parameters, and keep them on their device. Collective over the shard axis.
 
         Precondition: its leaves show the shard.
         """
         unit, handle, resources = self.unit, self.handle, self.unit.resources
-        if handle.state is SHARDED:  # it is not where a user has asked for the unit, or it stayed after a backward
+        if handle.state is SHARDED:  # not if a user has unsharded the unit, or it stayed unsharded after a backward
             source = unit.source_of(handle)
             if resources.limiter.held:
                 resources.limiter.make_room(handle.buffer(source.dtype), ahead=False)
@@ -71,7 +71,7 @@ class HandleRef(NamedTuple):
 
 
 class NoTraining(Observer):
-    """Refuses what trains inside `inference()`."""
+    """Raises UsageError for training inside `inference()`."""
 
     def step_begins(self, unit: Unit | None) -> bool:
         if unit is None:
@@ -91,29 +91,29 @@ class PersistentParams(Observer):
     """The persistent parameters of one model.
 
     Attributes:
-        pinned: those for the time of an `inference()`, None outside of one.
+        pinned: the handles kept by `inference()`; None outside of it.
     """
 
     def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)
-        self._wanted: list[HandleRef] | None = None  # of units that keep what is frozen; None to be found again
+        self._wanted: list[HandleRef] | None = None  # of units with `keep_frozen`; None if options were changed
         self._due: list[HandleRef] = []
         self._maybe_stale: list[HandleRef] = []
         self.pinned: list[HandleRef] | None = None
         self._no_training = NoTraining()
 
     def options_changed(self) -> None:
-        """What users chose for a unit was changed."""
+        """An option of a unit was changed."""
         self._wanted = None
 
     def before_first_gather(self) -> str:
-        """Which parameters stay, and what of them has to be gathered, in words; "" where all is as it is meant to be.
+        """Find the parameters to keep; a description of the gathers that this needs, "" if none.
 
         Raises:
-            UsageError: inside `inference()`, where nothing is gathered again.
+            UsageError: inside `inference()`, if parameters would have to be gathered again.
         """
         model = self._model()
-        assert model is not None  # whose forward runs
+        assert model is not None  # its forward runs
         if self._wanted is None:
             self._wanted = [
                 HandleRef(unit, kind)
@@ -152,7 +152,7 @@ class PersistentParams(Observer):
         return "; ".join(f"{words}: {', '.join(labels)}" for words, labels in reported.items())
 
     def first_gather_agreed(self) -> None:
-        """Gathers what was found. Collective over the shard axis if anything was."""
+        """Gather the parameters found by `before_first_gather`. Collective over the shard axis if there are any."""
         model, due, maybe_stale = self._model(), self._due, self._maybe_stale
         self._due, self._maybe_stale = [], []
         if (
@@ -185,7 +185,7 @@ class PersistentParams(Observer):
                 ref.fetch()
 
     def unpin(self, model: Model) -> None:
-        """End of `pin`: parameters rest as they did before. Precondition: at rest."""
+        """Undo `pin`: free parameters that were not kept before it. Precondition: at rest."""
         pinned, self.pinned = self.pinned or [], None
         model.observers.remove(self._no_training)
         for ref in pinned:
@@ -203,18 +203,18 @@ def persistent_params_of(model: Model) -> PersistentParams:
 
 
 def _budget(method: str, max_bytes: object) -> float:
-    """How many bytes may be kept, by what `method` was given; None for all."""
+    """The argument `max_bytes` of `method`, validated; infinite for None."""
     accepted = "0 or more bytes, or None for all"
     return math.inf if max_bytes is None else check_number(f"{method}: max_bytes", max_bytes, accepted, 0)
 
 
 def _can_stay(handle: FlatParamHandle) -> bool:
-    """Whether `handle` is frozen and worth keeping; a shard that is the whole is there anyway."""
+    """Whether `handle` is frozen, and its shard is not already its unsharded form."""
     return handle.is_frozen and not handle.is_shard_in(handle.precision.compute)
 
 
 def persistence_of(unit: Unit, handle: FlatParamHandle) -> ParamPersistence | None:
-    """Where `handle` stays by what was chosen for its `unit`."""
+    """The place in which `handle` is kept unsharded according to the options of its `unit`; None if it is not."""
     where = unit.options.schedule.keep_frozen
     return ParamPersistence(where) if where is not None and _can_stay(handle) else None
 
@@ -246,22 +246,22 @@ def keep_frozen(outer: Unit, units: Sequence[Unit], max_bytes: object, on: str) 
 def inference(model: nn.Module, max_bytes: int | None = None) -> Iterator[None]:
     """A context for generation and evaluation: parameters are gathered once, at its beginning, and kept until its end.
 
-    Forwards inside are under `torch.no_grad()`, give the same results, and gather only what `max_bytes` left out. Where
-    all is kept they communicate nothing, and ranks may run different numbers of them. Between forwards parameters show
-    shards, as always. Parameters are not to be changed inside; call `model.eval()` before, if at all. Collective at its
-    beginning and, unless an exception ends it, at its end.
+    Forwards inside run under `torch.no_grad()`, give the same results, and gather only parameters beyond `max_bytes`.
+    If all are kept, forwards do not communicate, and ranks may run different numbers of them. Between forwards
+    parameters show shards, as usual. Do not change parameters inside; call `model.eval()` before it, if at all.
+    Collective at its beginning and, unless an exception ends it, at its end.
 
     Args:
         model: a wrapper, or any module with wrappers inside.
-        max_bytes: how many bytes of unsharded parameters each rank keeps, besides what `keep_frozen_unsharded` does;
-            None for all. Flat parameters are taken in the order of modules, parents last, as far as that reaches, and
-            what does not fit is left out: ranks then run as many forwards, as always.
+        max_bytes: how many bytes of unsharded parameters each rank keeps, in addition to `keep_frozen_unsharded`; None
+            for all. Flat parameters are selected in the order of modules, parents last, and those that do not fit are
+            left out: all ranks must then run the same number of forwards, as usual.
 
     Raises:
-        ConfigTypeError, ConfigValueError: no such number.
+        ConfigTypeError, ConfigValueError: for such a `max_bytes`.
         UsageError: nothing in `model` is wrapped; inside itself, a forward, a backward or `summon_full_params()`; for a
             forward with gradients, a backward, or a forward after parameters were written to, inside.
-        AgreementError: ranks do different things.
+        AgreementError: ranks make different calls.
 
     Example (in a process group of one rank):
         >>> import torch, flatfsdp
@@ -330,7 +330,7 @@ def _end(model: Model) -> None:
 
 
 def _chosen(units: list[Unit], max_bytes: int | None) -> list[HandleRef]:
-    """What is kept, within the budget."""
+    """The handles to keep, within the budget."""
     left = _budget("inference", max_bytes)
     chosen = []
     for unit in units:

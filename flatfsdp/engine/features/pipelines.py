@@ -1,11 +1,11 @@
 """Stages of torch.distributed.pipelining that have units, under schedules that split backwards.
 
 [Note: split backwards] Zero-bubble schedules and DualPipeV compute gradients of a stage's inputs first. Those of its
-parameters come later, by `autograd.grad` for what `stage.parameters()` shows then: of units these are shards, which no
-graph knows, so that nothing was trained, without an error. Here a stage with units computes all of them when those of
-its inputs are asked for, by a backward as others are, and nothing is left for later. As in `get_state_dict` ([Note:
-get_state_dict]), torch's function is replaced where it is called: when the first model is made, or, since to import it
-takes a second, when the program imports it after that.
+parameters come later, by `autograd.grad` for the tensors in `stage.parameters()`: for units these are shards, which are
+in no graph, so that nothing would be trained, without an error. Here a stage with units computes all gradients in an
+ordinary backward when those of its inputs are requested, and none later. As for `get_state_dict` ([Note:
+get_state_dict]), torch's function is replaced in the module that calls it: when the first model is constructed, or when
+the program imports that module later, since this import takes a second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODULE, NAME = "torch.distributed.pipelining.stage", "stage_backward_input"
 
 
 def serve_stages() -> None:
-    """Let stages know units, also of models that are there before torch's module is. Idempotent."""
+    """Let stages compute the gradients of units, now or once torch's module is imported. Idempotent."""
     if (module := sys.modules.get(MODULE)) is not None:
         _serve(module)
     elif _FINDER not in sys.meta_path:
@@ -35,12 +35,12 @@ def serve_stages() -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Finds torch's module as it would be found without this, and changes it once it has run."""
+    """Finds torch's module as usual, and patches it after its execution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Of that module only."""
+        """The spec of that module; None for others."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname == MODULE else None
         if spec is not None and (loader := spec.loader) is not None:
             execute = loader.exec_module
@@ -63,7 +63,7 @@ def _serve(module: ModuleType) -> None:
 
 
 def _whole_with_units(split: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
-    """`split`, which leaves the gradients of `weights` for later; `whole` where any of them is a unit's. [Note: split
+    """`split`, which defers the gradients of `weights`; `whole` if any of them belongs to a unit. [Note: split
     backwards]"""
 
     @functools.wraps(split)

@@ -17,7 +17,7 @@ from ..runtime.unit import Unit
 
 @dataclass(frozen=True)
 class KeepShards:
-    """Lets ranks keep what a forward is about to free of a unit, over the post-forward axes of its handles."""
+    """Keeps post-forward shards of a unit that a forward is about to free. `transports`: of the post-forward axes."""
 
     transports: Mapping[FlatParamHandle, Transport]
 
@@ -29,7 +29,7 @@ class KeepShards:
 
 
 class PostForwardShards(Observer):
-    """Lets units of one model, where a user chose so, stay sharded over post-forward axes."""
+    """The post-forward shards of one model, for units with the option `post_forward_ranks`."""
 
     def __init__(self, units: Sequence[Unit], resources: Resources) -> None:
         self._units = units
@@ -37,12 +37,12 @@ class PostForwardShards(Observer):
         self._due = True
 
     def options_changed(self) -> None:
-        """What users chose for a unit was changed."""
+        """An option of a unit was changed."""
         self._due = True
 
     def first_gather_agreed(self) -> None:
-        """Collective over the ranks of an axis where its group is made, and so not before all ranks are known to have
-        chosen alike."""
+        """Create the axes: collective over the ranks of an axis if its group is created, and so only when all ranks are
+        known to have the same options."""
         if not self._due:
             return
         self._due = False
@@ -51,7 +51,7 @@ class PostForwardShards(Observer):
             found = {
                 handle: self._resources.transport(post_forward_axis(axis, count, device), "neighbors")
                 for handle in unit.handles
-                if 0 < count < (axis := unit.axes.of(handle).shard).size  # else it would be kept as it is sharded
+                if 0 < count < (axis := unit.axes.of(handle).shard).size  # else both shards would be the same
             }
             retain = KeepShards(found) if found else None
             if retain != unit.kept.retain:

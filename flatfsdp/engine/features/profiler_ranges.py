@@ -1,9 +1,9 @@
 """Ranges in a profiler's trace, by stage and unit: "flatfsdp::gather blocks.3".
 
-[Note: profiler ranges] A range costs more than much of what it would surround. So units and their reductions open none,
-until somebody looks: then methods of each are decorated, on the objects themselves, until nobody looks any more.
-Whether somebody looks is checked where a forward or a backward begins. torch's own profilers are seen; for those that
-attach from outside, the logger at DEBUG switches them on.
+[Note: profiler ranges] A range takes longer than many of the calls that it surrounds. So units and their reductions
+open none until a profiler runs: then their methods are decorated, on the objects themselves, until it stops. This is
+checked when a forward or a backward begins. torch's own profilers are detected; for external ones, the logger at DEBUG
+switches the ranges on.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..runtime.unit import Unit
 
 
 class Range(NamedTuple):
-    """What a range is called and shows.
+    """The name of a range around a method, and the condition under which it is opened.
 
     Attributes:
-        happens: whether anything is about to happen, by the object whose method it surrounds.
-        names: of the units, by that object and what the method is given.
+        happens: whether the method will have an effect, for the object that has it.
+        names: of the units, from this object and the arguments of the method.
         labels_reductions: whether the method returns reductions, which open ranges of their own.
     """
 
@@ -78,13 +78,13 @@ STAGES_OF_REDUCTIONS: Mapping[str, Range] = {
 
 
 class ProfilerRanges(Observer):
-    """Labels what a model does whenever somebody looks."""
+    """Opens the ranges of one model while a profiler runs."""
 
     def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)
 
     def step_begins(self, unit: Unit | None) -> bool:
-        """Asked at every step: nothing here is a call for each unit."""
+        """Decorate methods, or stop that, if needed. Called at every step, and so without a call per unit."""
         wanted, model = _torch.profiler_runs() or logger.isEnabledFor(logging.DEBUG), self._model()
         if model is None:
             return False
@@ -114,8 +114,8 @@ def _undecorate(owner: object, stages: Mapping[str, Range]) -> None:
 
 
 def _in_range(owner: object, name: str, stage: Range) -> Callable[..., Any]:
-    """The method of that `name`, in a range. Holds `owner` weakly: in a circle it would live until the collector
-    comes."""
+    """The method of that `name`, in a range. Holds `owner` weakly: in a reference cycle it would live until garbage
+    collection."""
     me, method = weakref.ref(owner), getattr(type(owner), name)
 
     def run(*args: Any, **kwargs: Any) -> Any:

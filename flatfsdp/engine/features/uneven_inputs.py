@@ -1,10 +1,10 @@
 """Ranks that have different numbers of batches, or that end a loop of generation at different lengths.
 
-[Note: uneven inputs] Every step of a model is collective, so a rank that has no batch left cannot stay away. It goes on
-with its last one as a *stand-in*: the whole body of the loop runs, all collectives are issued, and what its backward
-computes is dropped as it arrives. The gradients of the others then count for more: they are multiplied, as they arrive,
-by the number of ranks over the number of those with data. That is right for each backward by itself, so also where
-several of them add up before they are reduced.
+[Note: uneven inputs] Every step of a model is collective, so a rank that has no batch left must still take part. It
+repeats its last one as a *stand-in*: the whole body of the loop runs, all collectives are issued, and the gradients of
+its backward are dropped as they arrive. Those of the other ranks are multiplied, as they arrive, by the number of ranks
+over the number of ranks with data. This is correct for each single backward, and so for several whose gradients are
+accumulated before they are reduced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..runtime.rest import check_outside, models_of, quiesce
 T = TypeVar("T")
 
 _LOOP = "the loop of flatfsdp.join()"
-_DATA, _STAND_IN, _NOTHING = 0, 1, 2  # what a rank has for a step
+_DATA, _STAND_IN, _NOTHING = 0, 1, 2  # kinds of batches of a rank in a step
 _NO_BATCH = object()
 
 
@@ -36,34 +36,34 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Joined:
-    """A context for loops over batches of which ranks have different numbers: all go on until none has any.
+    """A context for loops over different numbers of batches per rank: all ranks continue until none has a batch left.
 
-    A rank whose batches are used up is given its last one again, as a stand-in. It runs the whole body of the loop with
-    it, forward, backward, clipping and optimizer, and adds nothing to the gradients, whatever it computes (NaN
-    included). They are those of one process on the batches that exist; also under `no_sync()`, with hybrid sharding,
-    with a communication hook. What a forward writes itself, for example the statistics of batch norm, is written with a
-    stand-in, too. Losses and metrics of the user's should leave it out: `joined.has_data` is False then.
+    A rank without a batch left gets its last one again, as a stand-in. It runs the whole body of the loop with it,
+    forward, backward, clipping and optimizer, and adds nothing to the gradients, even if it computes NaN. Gradients are
+    those of one process on the batches that exist; also under `no_sync()`, with hybrid sharding, with a communication
+    hook. Forwards of stand-ins update buffers, too, for example the statistics of batch norm. User-defined losses and
+    metrics should leave stand-ins out: `joined.has_data` is False for them.
 
-    Every step begins with one exchange of 24 bytes per rank, for which the host waits. A rank that leaves the loop
-    alone, by `break` or an exception, ends it on all ranks with an error that names it; all ranks may leave it in the
+    Every step begins with one exchange of 24 bytes per rank, for which the host waits. If a single rank leaves the
+    loop, by `break` or an exception, an error that names it ends the loop on all ranks; all ranks may leave it in the
     same step. The arguments are those of `torch.distributed.algorithms.join` and of DDP's `join()`.
 
     Args:
-        model: the outermost wrapper. Inside the context other loops may run as well, without gradients too.
+        model: the outermost wrapper. Other loops may run inside the context, also without gradients.
         divide_by_initial_world_size: whether gradients are divided by the number of all ranks in every step, so that
-            each batch counts for the same over the whole loop; else by the number of ranks that have a batch. Where
-            `set_gradient_divide_factor` was called that factor counts.
-        enable: False for a loop that does nothing but iterate.
+            each batch counts for the same over the whole loop; else by the number of ranks that have a batch. A factor
+            of `set_gradient_divide_factor` takes precedence.
+        enable: False for a loop that only iterates.
         throw_on_early_termination: whether to raise on all ranks as soon as one has no batch and others do.
 
     Returns:
-        What `with ... as joined` gives: `joined(batches)` iterates, `joined.until(done)` loops without batches,
-        `joined.has_data` is whether the running step is one of this rank's own.
+        A context manager: with `as joined`, `joined(batches)` iterates, `joined.until(done)` loops without batches,
+        `joined.has_data` is whether this rank has a batch of its own in the running step.
 
     Raises:
-        ConfigTypeError, ConfigValueError: an argument; `model` is no outermost wrapper.
+        ConfigTypeError, ConfigValueError: for an argument; `model` is no outermost wrapper.
         UsageError: in the loop, on all ranks: a rank has no batch at all, and no stand-in.
-        AgreementError: in the loop or at the end of the context: ranks do different things, or with
+        AgreementError: in the loop or at the end of the context: ranks make different calls, or with
             `throw_on_early_termination`.
 
     Example (in a process group of one rank):
@@ -94,10 +94,10 @@ def join(
 
 
 class Joined:
-    """What `join()` returns.
+    """The context manager that `join()` returns.
 
     Attributes:
-        has_data: whether the running step is one of this rank's own, and no stand-in.
+        has_data: whether this rank has a batch of its own in the running step, and no stand-in.
     """
 
     def __init__(self, model: Model, *, by_all: bool, enabled: bool, throw_early: bool) -> None:
@@ -106,7 +106,7 @@ class Joined:
         self._by_all = by_all
         self._enabled = enabled
         self._throw_early = throw_early
-        self._looping = False  # in a loop that the other ranks go on with
+        self._looping = False  # inside a loop that the other ranks continue
 
     def __enter__(self) -> Joined:
         return self
@@ -123,8 +123,8 @@ class Joined:
         """Iterate over this rank's `batches`, and over stand-ins until no rank has a batch left. Collective.
 
         Args:
-            batches: this rank's, each iterated over once.
-            stand_in: a batch to go on with in place of the last one; needed where a rank may have none.
+            batches: of this rank, iterated over once.
+            stand_in: a batch to repeat instead of the last one; needed if a rank may have no batch.
         """
         if not self._enabled:
             yield from batches
@@ -160,8 +160,8 @@ class Joined:
     def until(self, done: Callable[[], bool]) -> Iterator[int]:
         """Loop until `done()` on all ranks, for generation: yields 0, 1, and so on. Collective.
 
-        `done` is called before each step; once it was true, on this rank, `has_data` is False, and what the body
-        computes is to be left alone.
+        `done` is called before each step; once it was true on this rank, `has_data` is False, and results of the body
+        are to be ignored.
 
         Example (in a process group of one rank):
             >>> import torch, flatfsdp
@@ -179,7 +179,7 @@ class Joined:
             yield step
 
     def _check(self, found: dict[int, int], with_data: list[int], step: int) -> None:
-        """Raise on all ranks what all ranks see."""
+        """Raise the same error on all ranks, if the exchanged numbers require one."""
         nothing = [rank for rank in sorted(found) if found[rank] == _NOTHING]
         error: Exception | None = None
         if self._throw_early and len(with_data) < len(found):

@@ -1,16 +1,16 @@
-"""A model that gets gradients while optimizers step on nothing, or on some of its flat parameters alone: one warning.
+"""A model that gets gradients while no optimizer steps on it, or only on some of its flat parameters: one warning.
 
-[Note: unstepped] Param groups are often picked by name: those that end in "bias" get no weight decay, the others some.
-Names of flat parameters all end in `_flat_param`, so such groups are empty, which torch accepts, and the model stays
-what it was. It comes only where nothing else explains it: between two backwards that reduced gradients of the model
-an optimizer stepped that holds no parameter with a gradient; no optimizer stepped, or exists, that holds a parameter of
-the model; and no parameter was written to. Games of two models, gradients that are only looked at, updates by hand and
-optimizers of other libraries are none of it. Looked at are the backwards around the first step of any optimizer, and
-nothing after them.
+[Note: unstepped] Param groups are often selected by name: those that end in "bias" get no weight decay, the others
+some. Names of flat parameters all end in `_flat_param`, so such groups are empty, which torch accepts, and the model is
+not trained. The warning comes only if nothing else explains this: between two backwards that reduced gradients of the
+model an optimizer stepped that holds no parameter with a gradient; no optimizer stepped, or exists, that holds a
+parameter of the model; and no parameter was written to. This excludes adversarial training of two models, gradients
+that are only read, manual updates and optimizers of other libraries. Only the backwards around the first step of any
+optimizer are checked.
 
-Where an optimizer steps on some flat parameters of the model, the same is looked for in each of the others: modules
-inside of a unit list nothing, so that a group made of theirs is empty beside others that are not. Of original
-parameters an optimizer that has some holds what the program chose.
+If an optimizer steps on some flat parameters of the model, each of the others is checked in the same way: modules
+inside of a unit list no parameters, so that a group of theirs is empty while other groups are not. For original
+parameters this is not checked: an optimizer with some of them has those that the program selected.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ..runtime.backward import Backward
 from ..runtime.model import Model
 from ..runtime.optimizer_hooks import looking
 
-SAMPLED = 64  # elements of a shard that show a write which leaves no trace in versions
+SAMPLED = 64  # compared elements of a shard: they show writes that change no version
 
 
 class _ParamSnapshot:
-    """The parameters of one handle that has gradients, as a backward left them; `name`: that of the flat one."""
+    """The parameters of one handle with gradients, at the end of a backward; `name`: of the flat parameter."""
 
     def __init__(self, handle: FlatParamHandle, name: str) -> None:
         self._handle, self.name = handle, name
@@ -47,11 +47,11 @@ class _ParamSnapshot:
         return self._handle.face.is_flat
 
     def is_in(self, held: set[int]) -> bool:
-        """Whether an optimizer that holds these, by their ids, steps on any of them."""
+        """Whether an optimizer whose parameters have the ids `held` steps on any of them."""
         return not held.isdisjoint(map(id, self._handle.face.holders))
 
     def is_unchanged(self) -> bool:
-        """Whether nobody has written to them. Waits for the device."""
+        """Whether they were not written to. Waits for the device."""
         return self._handle.writes.all == self._versions and torch.equal(self._sample, self._elements())
 
     def _elements(self) -> torch.Tensor:
@@ -60,7 +60,7 @@ class _ParamSnapshot:
 
 
 class UnsteppedCheck(Observer):
-    """Looks after one model from its first gradients to the backward after an optimizer's first step."""
+    """Observes one model from its first gradients to the backward after an optimizer's first step."""
 
     def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)
@@ -70,7 +70,7 @@ class UnsteppedCheck(Observer):
         self._stepper = ""  # one that holds some of the model, in words; `_before` is of flat parameters since then
 
     def backward_ended(self, backward: Backward) -> None:
-        """Gradients of a backward are there."""
+        """Take the snapshots, or compare them."""
         model = self._model()
         if model is None or not backward.sync:
             return
@@ -80,7 +80,7 @@ class UnsteppedCheck(Observer):
             elif self._in_vain and all(each.is_unchanged() for each in self._before):
                 _warn(model, self._in_vain)
             self._end(model)
-        elif not self._before and not backward.deferred:  # to read a deferred gradient is to wait for it
+        elif not self._before and not backward.deferred:  # to read a deferred gradient would wait for it
             self._before = [
                 _ParamSnapshot(handle, fqn(unit.place.name, flat_name(kind)))
                 for unit in model.units
@@ -91,7 +91,7 @@ class UnsteppedCheck(Observer):
                 looking.add(weakref.ref(self, looking.discard))
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sees whether it steps on this model, or on nothing."""
+        """Record whether `optimizer` steps on this model, or on no gradient."""
         model = self._model()
         if model is None or not self._before:
             return
@@ -147,7 +147,7 @@ def _warn_of_some(left: list[_ParamSnapshot], model: Model, stepper: str) -> Non
 
 def _warn(model: Model, in_vain: str) -> None:
     if any(_holds_some_of(model, each) for each in _every_optimizer()):
-        return  # it steps later, after some backwards more perhaps
+        return  # it may step after more backwards
     cause = "Take them from model.named_parameters(), after wrapping"
     if any(handle.face.is_flat for unit in model.units for handle in unit.handles):
         names = [f"{unit.place.name}._flat_param".lstrip(".") for unit in model.units if unit.handles]

@@ -1,1 +1,1 @@
-"""Element-wise optimizers that step on flat parameters as wholes."""
+"""Element-wise optimizers over original parameters that step on runs of a shard."""

@@ -1,4 +1,4 @@
-"""An optimizer over original parameters that steps as quickly as one over flat ones, for users. [Note: flat steps]"""
+"""Public function for optimizers over original parameters to step as fast as over flat ones. [Note: flat steps]"""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ ELEMENTWISE = frozenset(
         torch.optim.SGD,
     }
 )
-"""Those of torch that treat every element by itself."""
+"""The optimizers of torch that update each element independently of the others."""
 
 _stepping_flat: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _drop_grads_quickly(optimizer: torch.optim.Optimizer) -> None:
-    """Let `optimizer.zero_grad()` drop gradients without reading them first, which takes longer than to drop them.
+    """Let `optimizer.zero_grad()` set gradients to None without reading them first, which would take longer.
 
-    Not where a class has a way of its own to do so, or to be pickled."""
+    Not for a class that overrides `zero_grad` or `__getstate__`."""
     this, kind, torchs = weakref.ref(optimizer), type(optimizer), torch.optim.Optimizer
     dropped = torchs.zero_grad
     if (kind.zero_grad, kind.__getstate__) != (dropped, torchs.__getstate__) or "zero_grad" in vars(optimizer):
@@ -60,14 +60,14 @@ def _drop_grads_quickly(optimizer: torch.optim.Optimizer) -> None:
                 for group in found.param_groups:
                     deque(map(setattr, group["params"], repeat("grad"), repeat(None)), 0)
 
-    vars(optimizer)["zero_grad"] = zero_grad  # which neither pickles nor copies have
+    vars(optimizer)["zero_grad"] = zero_grad  # not in pickles and copies
 
 
 class FusedSteps:
-    """The way to end flat steps: what `fuse_optimizer_steps` returns.
+    """Flat steps of one optimizer; returned by `fuse_optimizer_steps`.
 
-    It is made there, for one `optimizer`, which it does not keep alive. `across_padding`: zeros, with gradients of
-    zero, stay zeros when the optimizer steps on them.
+    It is constructed only there, and does not keep the optimizer alive. `across_padding`: the optimizer does not change
+    zeros with gradients of zero.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, across_padding: bool) -> None:
@@ -87,16 +87,16 @@ class FusedSteps:
 
     @property
     def runs(self) -> int:
-        """How many tensors the last step took in place of parameters; 0 before the first."""
+        """The number of tensors that the last step used instead of parameters; 0 before the first."""
         return len(self._plan.runs) if self._plan is not None else 0
 
     @property
     def members(self) -> int:
-        """How many parameters these were."""
+        """The number of parameters that these tensors replaced."""
         return sum(len(run.members) for run in self._plan.runs) if self._plan is not None else 0
 
     def remove(self) -> None:
-        """From now on the optimizer steps on each parameter by itself."""
+        """Let the optimizer step on each parameter separately from now on."""
         for hook in self._hooks:
             hook.remove()
         self._forget()
@@ -107,7 +107,7 @@ class FusedSteps:
                 del vars(optimizer)["zero_grad"]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """A pre-hook of `optimizer.step()`: what it is called with instead, if there are runs."""
+        """A pre-hook of `optimizer.step()`: replaces the optimizer by its stand-in if there are runs."""
         if self._stand_in is not None:  # that step failed
             self._forget()
         self._plan = None
@@ -129,7 +129,7 @@ class FusedSteps:
         self._plans = {each: plan for each, plan in self._plans.items() if (each is None) is (key is None)}
         plan = self._plans.pop(key, None)
         if plan is None or not plan.holds(optimizer, across_padding=self._across_padding):
-            plan = None  # what it holds goes before anything is copied
+            plan = None  # frees its tensors before anything is copied
             if key is None:
                 held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
                 for gone in self._pieces.keys() - held:
@@ -147,7 +147,7 @@ class FusedSteps:
                 self._plan.end(stand_in, optimizer)
 
     def _forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Hold nothing of what was published: a post-hook of `optimizer.load_state_dict()`, too."""
+        """Drop all plans and published states; also a post-hook of `optimizer.load_state_dict()`."""
         self._plans.clear()
         self._pieces.clear()
         self._stand_in = self._plan = None
@@ -156,40 +156,40 @@ class FusedSteps:
 def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> FusedSteps:
     """Let `optimizer.step()` take the parameters of a shard together: some long tensors in place of many short ones.
 
-    For `use_orig_params=True` and `fully_shard`. An optimizer computes for microseconds on a small parameter, and takes
-    tens of them to begin: with thousands of parameters that is most of its time. After this call parameters that lie
-    one after the other in a unit's shard, are in one param group and were stepped equally often are one tensor while it
-    steps. Flat parameters (`use_orig_params=False`) are that already: they, and parameters of no model of ours, step as
-    they are.
+    For `use_orig_params=True` and `fully_shard`. An optimizer computes for microseconds on a small parameter, after
+    tens of microseconds of overhead: with thousands of parameters that is most of its time. After this call, parameters
+    that are adjacent in a unit's shard, are in one param group and have equal step counts are one tensor while it
+    steps. Flat parameters (`use_orig_params=False`) are such tensors already: they, and parameters outside of wrapped
+    models, step as before.
 
-    Nothing else changes, but that `zero_grad()` takes less time. `optimizer` is the same object; its param groups list
-    the same parameters, its state has an entry for each of them, of the same shapes, in the same memory: state dicts,
-    checkpoints, schedulers, gradient scalers, clipping and hooks work as before. It may be called before the first step
-    or later, before or after a checkpoint is loaded. Where something was changed (groups, gradients that are None,
-    states that were loaded or replaced), the next step finds it. A step with a closure goes parameter by parameter.
-    With `optimizer_in_backward` the parameters of each unit are taken together.
+    Nothing else changes, except that `zero_grad()` takes less time. `optimizer` is the same object; its param groups
+    list the same parameters, its state has an entry for each of them, of the same shapes, in the same memory: state
+    dicts, checkpoints, schedulers, gradient scalers, clipping and hooks work as before. It may be called before the
+    first step or later, before or after a checkpoint is loaded. The next step detects changes of groups, gradients that
+    are None, and states that were loaded or replaced. A step with a closure is taken for each parameter separately.
+    With `optimizer_in_backward` the parameters of each unit are fused.
 
-    States of DTensors are DTensors, split as these are. Those in a param group with other DTensors step one by one:
-    torch steps on no list of DTensors and plain tensors.
+    States of DTensors are DTensors with the same placements. In a param group with DTensors that cannot be fused they
+    step one by one: torch accepts no list of DTensors and plain tensors.
 
-    Numbers are the same, bit for bit, in float32 and float64, with `foreach` or without. In bfloat16 and float16 (of
-    the parameters themselves, not of `MixedPrecision`) and with `fused=True` on a CPU the last elements of a parameter,
-    where vector instructions end, may be rounded otherwise in the last bit. Memory is the same, too, but for a few
-    bytes per parameter; what the step needs meanwhile is as long as a unit's shard, not as a parameter.
+    Results are bitwise equal in float32 and float64, with `foreach` or without. In bfloat16 and float16 (of the
+    parameters themselves, not of `MixedPrecision`) and with `fused=True` on a CPU the last elements of a parameter,
+    where vector instructions end, may be rounded differently in the last bit. Memory is the same, too, except for a few
+    bytes per parameter; temporary tensors of the step have the length of a unit's shard, not of a parameter.
 
-    A tensor of the state shows a part of a longer one: `torch.save` of it alone writes all of that; clone it before.
+    A tensor of the state is a view of a longer one: `torch.save` of it alone writes all of that; clone it before.
 
-    No communication. Copies and pickles of the optimizer step on each parameter by itself.
+    No communication. Copies and pickles of the optimizer step on each parameter separately.
 
     Args:
         optimizer: over parameters of models that were wrapped before. One of torch's AdamW, Adam, SGD, Adadelta,
             Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop, or see `elementwise`.
-        elementwise: asserts that another optimizer is element-wise: what becomes of an element depends on that
-            element's value, gradient and state, on the settings of its param group and on numbers that all parameters
-            of a group which were stepped equally often have in common. Not true of LAMB, Adafactor, Muon or Shampoo.
+        elementwise: asserts that another optimizer is element-wise: the new value of an element depends only on its
+            value, gradient and state, on the settings of its param group and on numbers shared by all parameters of a
+            group with equal step counts. Not true of LAMB, Adafactor, Muon or Shampoo.
 
     Raises:
-        ConfigTypeError: `optimizer` is no `torch.optim.Optimizer`, `elementwise` no bool.
+        ConfigTypeError: `optimizer` is no `torch.optim.Optimizer`, or `elementwise` no bool.
         UsageError: another optimizer, without `elementwise=True`; one that wraps an optimizer; one that already steps
             flat, or is `differentiable`.
 

@@ -1,4 +1,4 @@
-"""Some parameters of a shard as one, and its state in an optimizer as theirs. [Note: flat steps]"""
+"""Adjacent parameters of a shard as one parameter, and views of its optimizer state for them. [Note: flat steps]"""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ...layout.layout import Span
 State = dict[str, Any]  # of one parameter
 States = dict[Any, State]  # of an optimizer
 
-PLAIN = (NoneType, bool, int, float, str)  # what several states may hold the same object of
+PLAIN = (NoneType, bool, int, float, str)  # immutable: several states may hold the same object
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a tensor of no dimension: one for a whole parameter."""
+    """Whether `value` is a 0-dim tensor: one number for a whole parameter."""
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishedState:
-    """One parameter's state as it was published: `view` shows `flat` from element `start` on."""
+    """One parameter's published state: `view` is a view of `flat` from element `start` on."""
 
     view: torch.Tensor
     flat: torch.Tensor
@@ -42,7 +42,7 @@ Pieces = dict[int, dict[str, PublishedState]]  # by id of the parameter and name
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusableParam:
-    """A parameter that may be part of a run: it lies in a shard, on `span`, and has a gradient."""
+    """A parameter that may be part of a run: it occupies `span` of a shard, and has a gradient."""
 
     parameter: nn.Parameter
     group: int
@@ -54,19 +54,19 @@ class FusableParam:
 
 
 class FusedRun:
-    """Some parameters as one.
+    """Adjacent parameters of a shard as one.
 
     Attributes:
         parameter: a flat view of the shard, padding between the members included.
-        members: those that lie there, in order, and then such as have no elements on this rank.
-        face, indices: whose these are.
-        spread: whether they are DTensors; lying: how many lie there; starts: the first element of each.
+        members: the parameters in this view, in order, and then those without elements on this rank.
+        face, indices: the face of their handle, and their numbers in it.
+        spread: whether they are DTensors; lying: how many have elements here; starts: the first element of each.
         group: the number of their param group.
-        state: what the optimizer keeps of `parameter`.
+        state: the optimizer's state of `parameter`.
     """
 
     def __init__(self, found: Sequence[FusableParam]) -> None:
-        """`found` lie in the shard one after the other; those without elements come last."""
+        """`found` are adjacent in the shard; those without elements come last."""
         handle, spans = found[0].handle, [each.span for each in found]
         self.lying = sum(not span.is_empty for span in spans)
         start = spans[0].start
@@ -81,11 +81,11 @@ class FusedRun:
         self._published: State = {}
 
     def is_shaped(self, value: Any) -> bool:
-        """Whether `value` has an element for each of the run's."""
+        """Whether `value` has one element per element of the run."""
         return isinstance(value, torch.Tensor) and value.shape == self.parameter.shape
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The members' places in `flat`, as the members have their states."""
+        """The members' parts of `flat`, as the members have their states."""
         places = zip(self.members, self.indices, self._spans, self.starts, strict=True)
         if self.spread:
             like = self.face.like_holder
@@ -94,14 +94,14 @@ class FusedRun:
         return [flat.as_strided(each.shape, each.stride(), offset + start) for each, _, _, start in places]
 
     def show_gradient(self) -> None:
-        """Show the flat gradient, in which those of the members lie."""
+        """Set `parameter.grad` to a view of the memory of the members' gradients."""
         shown = self.members[0].grad
         assert shown is not None
         grad = self.face.local_of(shown)
         assign_grad(self.parameter, grad.as_strided(self.parameter.shape, (1,), grad.storage_offset()))
 
     def adopt(self, states: States, pieces: Pieces) -> None:
-        """Take over the members' states, which are alike; they are copied where they do not lie as the members do."""
+        """Take over the members' states, which are alike; those that are not adjacent as the members are copied."""
         for name, value in states.get(self.members[0], {}).items():
             if not isinstance(value, torch.Tensor):
                 self.state[name] = value
@@ -113,7 +113,7 @@ class FusedRun:
             self._published[name] = self.state[name]
 
     def _lying(self, name: str, pieces: Pieces) -> torch.Tensor | None:
-        """The flat state that the members' pieces are of, if they are of one, as far apart as the members."""
+        """The flat state of which the members' pieces are views, at the members' distances; None if there is none."""
         found = [pieces.get(id(each), {}).get(name) for each in self.members]
         first = found[0]
         if first is None:
@@ -133,10 +133,10 @@ class FusedRun:
         return flat
 
     def check_divisible(self) -> None:
-        """Refuse what the step has put into the state if it cannot be divided into members' states.
+        """Check that the state after the step can be divided into members' states.
 
         Raises:
-            UsageError: it is neither a number nor a tensor with an element for each of the run's.
+            UsageError: a value is neither a number nor a tensor with one element per element of the run.
         """
         for name, value in self.state.items():
             if not (isinstance(value, PLAIN) or self.is_shaped(value) or is_number(value)):
@@ -148,8 +148,8 @@ class FusedRun:
                 )
 
     def publish(self, states: States, pieces: Pieces) -> None:
-        """Show in the members' `states` what the step has put into the run's; `StepCounts` show 0-dim tensors after
-        it."""
+        """Update the members' `states` with those that the step has replaced in the run's; `StepCounts` publish 0-dim
+        tensors after it."""
         for name, value in self.state.items():
             if name in self._published and value is self._published[name]:
                 continue
@@ -171,7 +171,7 @@ class FusedRun:
 
 
 class StepCounts:
-    """What one 0-dim state of runs is for each member: elements of one tensor, since each may be changed by itself.
+    """One 0-dim state of runs, for each member: elements of one tensor, since each may be changed separately.
 
     Attributes:
         tensor: 1-D, an element for each member of each run.
@@ -189,5 +189,5 @@ class StepCounts:
             states[each][name] = element
 
     def publish(self) -> None:
-        """Show what the runs have."""
+        """Copy the values of the runs to the members' elements."""
         self.tensor.copy_(torch.stack([run.state[self._name] for run in self._runs])[self._owners])

@@ -1,15 +1,15 @@
 """Steps of an optimizer over original parameters, taken on runs of a shard in place of single parameters.
 
-[Note: flat steps] Parameters that lie one after the other in a shard, whose gradients lie likewise, and which the
-optimizer treats alike (one param group, equal step counts) are a *run*. While the optimizer steps, a stand-in of it
-holds one parameter per run, a flat view of shard and gradient, and a flat state. An elementwise optimizer computes the
-same numbers then, in a call where it had one for each parameter.
+[Note: flat steps] Adjacent parameters of a shard, whose gradients are adjacent, too, and which the optimizer treats
+alike (one param group, equal step counts) are a *run*. While the optimizer steps, a stand-in of it holds one parameter
+per run, a flat view of shard and gradient, and a flat state. An elementwise optimizer then computes the same numbers,
+in one call instead of one for each parameter.
 
-What programs see is per parameter at all times: the optimizer itself is the same, its param groups list the
-original parameters, and its state of each holds views of the flat state, with every 0-dim tensor (a step count) an
-element of its own. So it can be read, saved, loaded and replaced as before, and `step()` may go parameter by parameter
-at any time. Before each step what was published is compared with what is there, by identity; where anything differs,
-runs are found again.
+Programs see single parameters at all times: the optimizer is the same object, its param groups list the original
+parameters, and its state of each holds views of the flat state, and an element of its own for every 0-dim tensor (a
+step count). So it can be read, saved, loaded and replaced as before, and `step()` may use single parameters at any
+time. Before each step the published states are compared with the present ones, by identity; after any change, runs are
+found again.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _POINTER, _OFFSET = torch.Tensor.data_ptr, torch.Tensor.storage_offset
 
 
 class _Placement:
-    """Where the members of runs lie, and the gradients of these: the same as long as they stay there.
+    """The addresses of the members of runs and of their gradients, which are equal as long as no tensor is replaced.
 
-    In numbers; a face may know without looking at each that all is as it was shown.
+    For the members of some faces `shown()` is enough, without a look at each.
     """
 
     def __init__(self, runs: Sequence[FusedRun], single: Sequence[nn.Parameter]) -> None:
-        """`single`: parameters in no run, which may come to lie in one."""
+        """`single`: parameters in no run, which may be in one later."""
         self.members = [each for run in runs for each in run.members]
         found = {run.face: run.face.shown() for run in runs}
         self._shown = {
@@ -62,12 +62,12 @@ class _Placement:
         self._numbers = self._now()
 
     def holds(self) -> bool:
-        """Whether all lie where they lay. False where one has no gradient."""
+        """Whether all addresses are the same. False if a gradient is None."""
         if any(face.shown() is not kept for face, kept in self._shown.items()):
             return False
         try:
             return self._now() == self._numbers
-        except (AttributeError, TypeError):  # None is there, which has no offset, and no dtype
+        except (AttributeError, TypeError):  # a gradient is None, without offset and dtype
             return False
 
     def _now(self) -> tuple[list[Any], ...]:
@@ -75,7 +75,7 @@ class _Placement:
             found = list(map(_GRAD, self._lying))
         grads = _dtensor.locals_of(found)
         offsets = list(map(_OFFSET, grads))
-        memory = list(map(_POINTER, grads))  # another one after each backward, but one tensor's for all of a run
+        memory = list(map(_POINTER, grads))  # other addresses after each backward, but in one tensor for each run
         return (
             offsets,
             list(map(_DTYPE, grads)),
@@ -89,15 +89,15 @@ class _Placement:
 
 
 class RunPlan:
-    """The runs of an optimizer, and all that they were found by.
+    """The runs of an optimizer, and the facts from which they were found.
 
     Attributes:
         runs: each of two members or more, or of DTensors.
-        alone: by param group, the parameters with a gradient that step by themselves, and those of no model of ours.
+        alone: by param group, the parameters with a gradient that are in no run, and those outside of wrapped models.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, across_padding: bool, pieces: Pieces) -> None:
-        """`pieces`: what is published, of all parameters."""
+        """`pieces`: the published states of all parameters."""
         groups, states = optimizer.param_groups, optimizer.state
         self._sizes, self._listed = _listing(groups)
         self._across = _goes_across(groups, across_padding)
@@ -105,7 +105,7 @@ class RunPlan:
         self._beside = [key for key in states if not isinstance(key, torch.Tensor)]
         self._pieces = pieces
         for each in self._listed:
-            if known := pieces.get(id(each)):  # what is not in its state any more was replaced
+            if known := pieces.get(id(each)):  # without pieces that were replaced in its state
                 state = states.get(each, {})
                 pieces[id(each)] = {name: piece for name, piece in known.items() if state.get(name) is piece.view}
         self.runs, single = _divided(_runs_of(candidates, across_padding=self._across), self.alone)
@@ -116,9 +116,9 @@ class RunPlan:
         self._remember(states, publish=True)
 
     def holds(self, optimizer: torch.optim.Optimizer, *, across_padding: bool) -> bool:
-        """Whether all is as it was, so that the runs are those of the gradients that there are now.
+        """Whether the runs are still valid: no fact from which they were found has changed.
 
-        Takes no call of a Python function per parameter, but `hash` of each.
+        Makes no call of a Python function per parameter, except `hash`.
         """
         groups = optimizer.param_groups
         sizes, listed = _listing(groups)
@@ -134,7 +134,7 @@ class RunPlan:
         return [each.tensor._version for each in self._counts] == self._versions
 
     def begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The stand-in that steps for `optimizer`. Precondition: the plan holds."""
+        """A stand-in that steps instead of `optimizer`. Precondition: the plan holds."""
         for run in self.runs:
             run.show_gradient()
         params: list[list[nn.Parameter]] = [list(each) for each in self.alone]
@@ -149,7 +149,7 @@ class RunPlan:
         return made
 
     def end(self, stand_in: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-        """`stand_in` has stepped: `optimizer` has its states from now on, and what else has changed."""
+        """Transfer the states of `stand_in`, which has stepped, and its other changes to `optimizer`."""
         states = optimizer.state
         before = len(states)
         for run in self.runs:
@@ -161,7 +161,7 @@ class RunPlan:
         for group, used, given in zip(optimizer.param_groups, stand_in.param_groups, settings, strict=True):
             group.update(_changed(used, given))
         with _torch.as_plain_tensors():
-            torch.autograd.graph.increment_version(self._placement.members)  # which a write to the shard does not do
+            torch.autograd.graph.increment_version(self._placement.members)  # a write to the shard does not do this
         changed = not _same(_values([run.state for run in self.runs]), self._run_values)
         if changed:
             for run in self.runs:
@@ -173,22 +173,22 @@ class RunPlan:
         self._remember(states, publish=changed)
 
     def _put_in_order(self, states: States) -> None:
-        """Let `states` have the order of the param groups, as steps without runs leave them: those who gather all of
-        them one after the other do so in their order, and which members have no elements differs between ranks."""
+        """Sort `states` by param groups, as after steps without runs: programs that gather all states iterate in this
+        order, and the members without elements differ between ranks."""
         ordered = {each: states[each] for each in self._listed if each in states}
         ordered |= {key: state for key, state in states.items() if key not in ordered}
         states.clear()
         states.update(ordered)
 
     def _states_in(self, states: States) -> list[State | None]:
-        """Those of the members, in an order that is always the same."""
+        """The states of the members, in a fixed order."""
         members = self._placement.members
         if len(states) == len(self._keys) and _same(list(states), self._keys):  # so that none has to be hashed
             return list(states.values())
         return list(map(states.get, members))
 
     def _remember(self, states: States, *, publish: bool) -> None:
-        """Note what is published now; `publish`: also 0-dim states; others are there."""
+        """Record the published states; `publish`: and publish 0-dim states first; others already are."""
         if publish:
             named: dict[Any, list[FusedRun]] = {}
             for run in self.runs:
@@ -215,7 +215,7 @@ def _listing(groups: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[nn.Pa
 
 
 def _goes_across(groups: Iterable[Mapping[str, Any]], across_padding: bool) -> bool:
-    # With eps=0 zeros become zeros over zeros.
+    # With eps=0 an update divides zero by zero.
     return across_padding and all([group.get("eps") != 0 for group in groups])
 
 
@@ -235,7 +235,7 @@ _known_spans: weakref.WeakKeyDictionary[FlatParamHandle, list[Span]] = weakref.W
 
 
 def _spans(handle: FlatParamHandle) -> list[Span]:
-    """Where the leaves of `handle` lie in its shard."""
+    """The spans of the leaves of `handle` in its shard."""
     known = _known_spans.get(handle)
     if known is None:
         known = [handle.layout.span_in_shard(index, handle.rank) for index in range(len(handle.leaves))]
@@ -246,7 +246,7 @@ def _spans(handle: FlatParamHandle) -> list[Span]:
 def _sorted_out(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[list[FusableParam], list[nn.Parameter], list[list[nn.Parameter]]]:
-    """Candidates for runs; parameters of our models without a gradient; and the others, by param group."""
+    """Candidates for runs; parameters of wrapped models without a gradient; and the others, by param group."""
     places: dict[int, tuple[FlatParamHandle, int]] = {}
     candidates: list[FusableParam] = []
     absent: list[nn.Parameter] = []
@@ -275,7 +275,7 @@ Kind = tuple[Any, ...] | None
 
 
 def _runs_of(candidates: Sequence[FusableParam], *, across_padding: bool) -> Iterator[tuple[list[FusableParam], Kind]]:
-    """`candidates` by run, with what those of a run have in common; those that are in no run by themselves."""
+    """`candidates` by run, with the kind that those of a run have in common; each one that is in no run alone."""
     numbers = _numbers(each.state for each in candidates)
     by_handle: dict[FlatParamHandle, dict[int, FusableParam]] = {}
     for each in candidates:
@@ -288,12 +288,12 @@ def _runs_of(candidates: Sequence[FusableParam], *, across_padding: bool) -> Ite
         spans = _spans(handle)
         kinds = [_kind(members[index], numbers) if index in members else None for index in range(len(spans))]
         places = [ParamInShard(span, kind) for span, kind in zip(spans, kinds, strict=True)]
-        # Without elements here; DTensors have gradients all the same.
+        # Members without elements here; DTensors have gradients nevertheless.
         empty: dict[Any, list[FusableParam]] = {}
         for index, each in members.items():
             if spans[index].is_empty:
                 empty.setdefault(kinds[index] or index, []).append(each)
-        # Where each parameter has pieces of its own, those of the first ranks are full: no rank steps over more.
+        # If each parameter is split separately, pieces of the first ranks are full: no rank steps over more.
         between = handle.layout.align - 1 if len(handle.layout.segments) == 1 else handle.layout.shard_numel
         for run in find_runs(places, padding=between if across_padding else 0):
             if run[0] in members:
@@ -305,9 +305,9 @@ def _runs_of(candidates: Sequence[FusableParam], *, across_padding: bool) -> Ite
 def _divided(
     found: Iterable[tuple[list[FusableParam], Kind]], alone: list[list[nn.Parameter]]
 ) -> tuple[list[FusedRun], list[nn.Parameter]]:
-    """The runs, and the parameters that are in none, which come to those of their group that step `alone`.
+    """The runs, and the parameters in no run, which are added to `alone`, by group.
 
-    torch steps on no list of DTensors and other tensors: a group has DTensors, or runs of such.
+    torch accepts no list of DTensors and other tensors: a group has single DTensors, or runs of DTensors.
     """
     runs, single = list[FusedRun](), list[nn.Parameter]()
     spread = list[tuple[list[FusableParam], Kind]]()
@@ -345,8 +345,8 @@ def _numbers(states: Iterable[State]) -> dict[int, float]:
 
 
 def _kind(candidate: FusableParam, numbers: Mapping[int, float]) -> Kind:
-    """What members of one run have in common: param group, states, and where their gradients lie (None of those that
-    have no elements here). None for a parameter that is in none."""
+    """The facts that members of one run have in common: param group, states, and the storage of their gradients (None
+    without elements here). None for a parameter that cannot be in a run."""
     parameter, span, place = candidate.parameter, candidate.span, candidate.handle.at_rest.views[candidate.index]
     own, grad = _part_of(parameter, parameter), _part_of(candidate.grad, parameter)
     if own is None or grad is None or not own.dim() or grad.stride() != own.stride():
@@ -375,7 +375,7 @@ def _kind(candidate: FusableParam, numbers: Mapping[int, float]) -> Kind:
 
 
 def _part_of(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor | None:
-    """What this rank has of `value`, strided, if it is split as `parameter` is, and of no class that is not known."""
+    """This rank's part of `value`; None if it is not strided, of an unknown class, or not split like `parameter`."""
     if _dtensor.is_dtensor(parameter):
         part: Any = _dtensor.local_of(value) if _dtensor.are_split_alike(value, parameter) else None
     else:
