@@ -1,4 +1,4 @@
-"""What every test finds: the repository on the path, pools as fixtures, torch's deprecations as errors."""
+"""Fixtures and settings of every test: the repository on the path, pools of ranks, torch's deprecations as errors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def outcomes(request: pytest.FixtureRequest, _started: dict[str, Any]) -> list[Any]:
-    """How the ranks of the job ended that the test's mark names: `tests.harness.fresh.Outcome` of each."""
+    """The end of each rank of the job that the test's mark names, as a `tests.harness.fresh.Outcome`."""
     return _started[request.node.nodeid].outcomes.result()
 
 

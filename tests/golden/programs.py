@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Drawn:
-    """What a program draws, by nothing but `random()`."""
+    """Draws the choices of a program, by nothing but `random()`."""
 
     def __init__(self, number: int) -> None:
         self._random = random.Random(number).random
@@ -52,7 +52,7 @@ class Drawn:
 
 
 class Planned(Exception):
-    """What a program raises and catches."""
+    """The exception that a program raises and catches."""
 
 
 def _fail(grad: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ PRECISIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 class Settings:
-    """How a program wraps its model; `words` say it."""
+    """The settings by which a program wraps its model; `words` describe them."""
 
     def __init__(self, drawn: Drawn) -> None:
         self.strategy = drawn.one(STRATEGIES)
@@ -670,7 +670,7 @@ def control(player: Player) -> None:
 
 
 def shape_reductions(player: Player) -> None:
-    """What is done to a gradient while it is reduced."""
+    """An iteration with a hook, or a divide factor, for the reduction of gradients."""
     if player.settings.hook:
         once_more(player)
         return

@@ -87,7 +87,7 @@ def _answer(output: Tensor, own: Tensor) -> None:
 
 
 class StreamLog(list[str]):
-    """What a double of a device logs, among what else happens."""
+    """The log of a double of a device, whose waits and records become tokens among the others."""
 
     def __init__(self, tokens: list[str]) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Recorder:
         self.lines.append(f"- {words}")
 
     def end(self) -> None:
-        """What happened since it began."""
+        """Record the events since the operation began."""
         gc.collect()  # what only circles hold is gone at the same place each time
         if self._model is not None:
             self._write(self._model)
@@ -172,7 +172,7 @@ class Recorder:
 
 @contextmanager
 def _by_itself() -> Iterator[None]:
-    """What earlier programs of this process left behind plays no part."""
+    """A context in which warnings and garbage of earlier programs of this process have no effect."""
     with warnings.catch_warnings(), patch.object(errors, "_warned", set()):
         warnings.simplefilter("ignore")
         enabled = gc.isenabled()

@@ -1,4 +1,4 @@
-"""What ranks must have in common, compared: messages, costs, and what all ranks may do together."""
+"""Values that ranks must have in common, compared: messages, costs, and operations that all ranks may do together."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
 
     planned = GatherOrder.__init__
     with patch.object(GatherOrder, "__init__", swapped if rank == 1 else planned):
-        if after and rank == 0:  # who goes on waits for nobody, and learns of it later
+        if after and rank == 0:  # a rank that goes on waits for no other, and detects it later
             step(model)
             while inspect.verdict_of(model)() is None:
                 time.sleep(0.05)

@@ -30,7 +30,7 @@ from tests.harness.thorough import is_thorough, seeds
 
 
 class Setting:
-    """What calls are made on: a model that has taken two steps, and a folder."""
+    """The objects of the calls: a model that has taken two steps, and a folder."""
 
     def __init__(self, folder: str) -> None:
         torch.manual_seed(0)

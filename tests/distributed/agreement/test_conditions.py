@@ -1,5 +1,5 @@
-"""What no message shows and changes what a model computes: an optimizer's step, a state dict that is loaded, autocast,
-parameters that are frozen for a forward. On one rank only it is an error on all."""
+"""Conditions that no message shows and that change a model's result: an optimizer step, a loaded state dict, autocast,
+parameters that are frozen for a forward. A difference on one rank is an error on all."""
 
 from __future__ import annotations
 

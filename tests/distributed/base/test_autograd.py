@@ -1,4 +1,4 @@
-"""Whatever autograd allows on a plain model gives the same numbers under every strategy, and leaves nothing behind."""
+"""Autograd features that work on a plain model: the same numbers under every strategy, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def load(rank: int, world: int, path: str, add: float = 0.0) -> set[int]:
 
 
 def message(rank: int, world: int, path: str, **kwargs: Any) -> str:
-    """What a save says on this rank."""
+    """The message of the CheckpointError that `save` raises on this rank; empty if it raises none."""
     try:
         save(rank, world, path, **kwargs)
     except CheckpointError as error:
@@ -137,7 +137,7 @@ def test_a_rank_reads_only_what_it_requests(run: Run, tmp_path: Path) -> None:
 
 
 def cached(rank: int, world: int, path: str) -> list[int]:
-    """How many messages of what size the saves exchange."""
+    """The numbers of messages in each of three saves, and the size of the largest message in the last."""
     sizes: list[list[int]] = []
 
     def counted(content: bytes, group: Any) -> list[bytes]:

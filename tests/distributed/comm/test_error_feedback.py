@@ -39,7 +39,7 @@ def wrapped(setting: Setting = LARGE, mixed: MixedPrecision = FEW, **more: Any) 
 
 
 class Account:
-    """What was delivered of a model's gradients, and all that there were: of plain models, one for each rank."""
+    """The gradients delivered to a model, and the expected ones: those of plain models, one for each rank."""
 
     def __init__(self, model: Any, rank: int, world: int) -> None:
         self.model, self.rank = model, rank
@@ -67,7 +67,7 @@ class Account:
                     parameter.grad = None
 
     def check(self, rounding: float = 1e-5) -> Iterator[str]:
-        """What is missing, beyond `rounding` of the largest gradient."""
+        """A line for each gradient that misses more than `rounding` of its largest element or has no residual."""
         for name, owed in owed_by_all(self.model).items():
             gradients = [dict(model.named_parameters())[name].grad for model in self.plain]
             exact = torch.stack([grad for grad in gradients if grad is not None]).sum(0) / len(gradients)
@@ -132,7 +132,7 @@ class Slope(nn.Module):
 
 
 def small_numbers(rank: int, world: int, strategy: str, mixed: MixedPrecision) -> list[float]:
-    """How far some that are small beside others of their block have come after 60 steps of 1."""
+    """Distances after 60 steps of 1: of two elements with small gradients, then of the two large ones, over 100."""
     model = Setting(strategy).wrap(Slope(), (), mixed_precision=mixed)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(60):
@@ -268,7 +268,7 @@ def _fail_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
 
 
 def scaled(rank: int, world: int) -> list[str]:
-    """What is owed grows with a loss scale, and goes where that falls."""
+    """The residual grows with a loss scale, and is dropped when that falls."""
     lines = []
     account = Account(wrapped(), rank, world)
     model = account.model
@@ -319,7 +319,7 @@ def test_what_is_owed_follows_a_loss_scale(pool2: Run) -> None:
 
 
 def alike(one: Any, other: Any, rank: int, first: int) -> Iterator[str]:
-    """What differs of two models when both go on."""
+    """The residuals, parameters and gradients that differ between two models when both go on."""
     for what, found, expected in (
         ("what is owed", inspect.owed(one), inspect.owed(other)),
         ("parameters", [*full_parameters(one).values()], [*full_parameters(other).values()]),
@@ -361,7 +361,7 @@ def test_copies_and_pickles_owe_the_same(run: Run) -> None:
 
 
 def partly_used(rank: int, world: int, strategy: str) -> list[str]:
-    """What no gradient comes to, since it was not reached or is frozen, gets none, and owes what it owed."""
+    """A parameter that is not reached or is frozen gets no gradient, and its residual stays unchanged."""
     account = Account(wrapped(Setting(strategy, large=True)), rank, world)
     account.backward(0)
     account.settle()
@@ -428,7 +428,7 @@ def save(rank: int, world: int, path: str, setting: Setting) -> None:
 
 
 def resume(rank: int, world: int, path: str, setting: Setting, exact: bool) -> tuple[list[str], list[str]]:
-    """What is not as it was, and what was warned of."""
+    """The states that differ after a load, and the warnings."""
     lines, texts = [], []
     for name in ("now", "later"):
         trained = Trained(rank, setting).train(7)

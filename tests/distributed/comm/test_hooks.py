@@ -287,7 +287,7 @@ def test_hooks_and_gathers_interleave_differently_on_ranks(pool2: Run) -> None:
 
 
 class Bang(Exception):
-    """What the hooks of these tests raise."""
+    """The exception that the hooks of these tests raise."""
 
 
 def failing(rank: int, world: int, late: bool, under: tuple[Setting, ...]) -> list[str]:
@@ -391,7 +391,7 @@ def test_copies_have_copies_of_hooks(pool2: Run, pool4: Run) -> None:
 
 
 def dropped(rank: int, world: int) -> list[str]:
-    """What cannot be copied or pickled is missed in words; lists of units are there."""
+    """State that cannot be copied or pickled is dropped with a warning; lists of units are kept."""
     model = Setting().wrap(seeded(Net), (Feedforward,))
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model.blocks[1]])
     model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0], model])

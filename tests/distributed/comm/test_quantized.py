@@ -71,7 +71,7 @@ def loss(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def alike(tensors: dict[str, Tensor], what: str) -> Iterator[str]:
-    """What differs between ranks, which all hold `tensors`."""
+    """A line if `tensors` differ between ranks; all ranks hold all of them. Collective."""
     flat = torch.cat([tensor.flatten().float() for _, tensor in sorted(tensors.items())])
     others = [torch.empty_like(flat) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(others, flat)

@@ -91,7 +91,7 @@ def issue(way: SharedMemoryExchange, what: str, rank: int, world: int, size: int
 def issue_list(
     way: SharedMemoryExchange, what: str, rank: int, world: int, size: int, dtype: torch.dtype
 ) -> tuple[PendingWork, Tensor, Tensor]:
-    """What `size` is in one piece, in several of different sizes, some of them none."""
+    """An exchange of `size` elements as a list of several tensors of different sizes, some of them empty."""
     draw, seed = random.Random(size), 100 * size
     ends = sorted(draw.randint(0, size) for _ in range(draw.randint(0, 9)))
     sizes = [end - start for start, end in zip([0, *ends], [*ends, size], strict=True)]
@@ -332,7 +332,7 @@ def test_what_was_interrupted_is_not_added_up_again(pool2: Run) -> None:
 
 
 def shared_bytes() -> int:
-    """What this process has of memory that processes share, each page counted once over all of them."""
+    """Bytes of the shared memory that this process maps, each page counted once over all processes that map it."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:"))
 

@@ -294,7 +294,7 @@ def test_the_scaler_agrees(orig: bool, bad_rank: int | None, pool2: Run) -> None
 
 
 def left_alone(rank: int, world: int) -> tuple[str, str]:
-    """What a rank that waits for the others in the scaler does, in words, and how it ends where they have gone."""
+    """The operation that a rank reports as it waits in the scaler, and its error when the connection is lost."""
     gc.collect()  # a model that failed in a backward of an earlier test would be at work still
     model = wrap(_seeded(Probe), None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)

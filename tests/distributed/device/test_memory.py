@@ -206,7 +206,7 @@ def peaks_by_messages(rank: int, world: int, options: dict[str, Any]) -> dict[in
 
 @pytest.mark.parametrize(("strategy", "exchanged"), [("FULL_SHARD", BLOCK // 2), ("NO_SHARD", BLOCK)])
 def test_messages_take_memory_besides(pool2: Run, strategy: str, exchanged: int) -> None:
-    """What the other rank sends; of an all-reduce also the half that was added up, to be sent on."""
+    """Memory for the other rank's values; for an all-reduce, also for the summed half that is sent on."""
     options = {"sharding_strategy": strategy}
     elements = next(expected for these, micro, expected in IN_FLIGHT if (these, micro) == (options, 1))
     at_end = ROOT if strategy == "NO_SHARD" else 0  # of which the reduction takes nothing, then

@@ -162,7 +162,7 @@ def saved(rank: int, world: int, folder: str) -> None:
 
 
 def loaded(rank: int, world: int, folder: str, exact: bool) -> list[str]:
-    """What differs once one way has loaded what the other saved, before a first step and after some."""
+    """Values that differ once one way has loaded the other's checkpoint, before a first step and after some."""
     lines = []
     for flat in (False, True):
         before, after = torch.load(f"{folder}/{not flat}.pt")

@@ -112,7 +112,7 @@ def reported(
     hybrid: bool = False,
     **settings: Any,
 ) -> list[str]:
-    """What is warned of in a job that trains with an `edit` of its gradients before every step."""
+    """The warnings of a job that trains with an `edit` of its gradients before every step."""
     if hybrid:
         settings |= {"sharding_strategy": "HYBRID_SHARD", "device_mesh": replicas_of_shards()}
     with (

@@ -1,4 +1,4 @@
-"""NaN and inf: who reports the first one, in which words, and what ranks agree on."""
+"""NaN and inf: the rank that reports the first one, the message, and the agreement of ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def spoil(model: Any, name: str, value: float) -> None:
 
 
 def found(rank: int, world: int, kind: str, bad: str, by: int, options: dict[str, Any]) -> list[str]:
-    """What is reported where one rank goes wrong, and whether the model goes on after it."""
+    """The error raised where one rank has a NaN or inf; gradients are kept, and the model trains on."""
     model = wrapped(world, kind, **options)
     texts = []
     train(model, rank, 1)

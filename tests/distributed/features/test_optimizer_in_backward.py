@@ -340,7 +340,7 @@ def test_each_of_several_optimizers_steps_on_its_own(pool2: Run) -> None:
 
 
 def called_again(rank: int, world: int, in_backward: bool, how: str) -> dict[str, Tensor]:
-    """What reads units again in one backward steps as that ends."""
+    """Units that are read several times in one backward are stepped when it ends."""
     model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if in_backward:
@@ -563,7 +563,7 @@ class Counting(torch.optim.SGD):
 
 
 def words(rank: int, world: int) -> dict[str, str]:
-    """What is refused, in words."""
+    """The messages of errors, by case."""
     texts: dict[str, str] = {}
 
     def refused(name: str, kind: type[Exception], call: Any) -> None:

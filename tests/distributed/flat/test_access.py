@@ -45,7 +45,7 @@ def train(model: Any, rank: int, step: int = 0) -> Tensor:
 
 
 def raised(act: Callable[[], object]) -> str:
-    """What flatfsdp says to `act`; empty if nothing."""
+    """The message of the FlatFSDPError that `act` raises; empty if it raises none."""
     try:
         act()
     except FlatFSDPError as error:
@@ -326,8 +326,8 @@ def test_data_replaced_inside_summon(pool2: Run) -> None:
 
 
 def parameters_replaced_inside(rank: int, world: int) -> list[str]:
-    """What another Parameter has inside is kept, or dropped without `writeback`, as what is written in place is; the
-    model lists at once what it computes with, and zero_grad() reaches that."""
+    """Another Parameter assigned inside is kept, or dropped without `writeback`, like a write in place; the model lists
+    at once the parameters that it computes with, and zero_grad() reaches them."""
     lines = []
     for orig, how in itertools.product((True, False), ({}, {"writeback": False}, {"rank0_only": True})):
         models = []

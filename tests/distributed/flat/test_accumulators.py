@@ -68,7 +68,7 @@ class Holder:
         self.seen.setdefault(id(p), []).append(final)
 
     def check(self, parameters: Any, times: int) -> list[str]:
-        """What is not as it should be; `times`: how often gradients have become final."""
+        """A line unless each hook ran `times` times, with the final gradient."""
         expected = {id(p): [True] * times for p in parameters if p.grad is not None} if times else {}
         return [] if self.seen == expected else [f"{list(self.seen.values())}, expected {times} times"]
 
@@ -247,7 +247,7 @@ def refused(rank: int, world: int) -> list[str]:
 
     model = wrap(seeded(Net), use_orig_params=False)
     held = Holder(model.parameters(), hooked=False)
-    model(rows(rank, 0)).sum().backward()  # who only holds does no harm
+    model(rows(rank, 0)).sum().backward()  # holding a node without a hook does no harm
     held.nodes[0].register_hook(print)
     report(model)
 

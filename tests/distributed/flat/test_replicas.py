@@ -153,7 +153,7 @@ def test_where_nothing_is_replicated_nothing_is_compared(pool2: Run) -> None:
 
 
 def plans(rank: int, world: int, shape: tuple[int, int]) -> tuple[list[str], list[str]]:
-    """What is warned of and logged where a hybrid is made, and made again, and first runs."""
+    """Warnings and log records of a hybrid model that is built, built again, and run for the first time."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -218,7 +218,7 @@ def test_what_only_some_ranks_call_is_reported_to_all_where_nothing_is_sharded(p
 
 
 def in_the_course(rank: int, world: int, kind: str, check: str, hook: str) -> list[str]:
-    """What steps say of a write by one rank between the second and the third."""
+    """The report of each step; one rank writes to a parameter between the second step and the third."""
     model = wrapped(world, kind, check_values=check)
     if hook:
         function = comm_hooks.allreduce_hook if hook == "ours" else of_a_user

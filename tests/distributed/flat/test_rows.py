@@ -103,7 +103,7 @@ def test_ranks_of_other_layouts_get_an_error(pool2: Run) -> None:
 
 
 def steps(rank: int, world: int) -> list[str]:
-    """What a rank has of a unit is one run, though there is padding behind the rows of most of its parameters."""
+    """The elements that a rank holds of a unit are one run, though padding follows the rows of most parameters."""
     model, apart = (wrapped(seeded(_narrowing)) for _ in range(2))
     fused, plain = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, apart))
     flat = flatfsdp.fuse_optimizer_steps(fused)
@@ -177,7 +177,7 @@ def test_units_of_both_layouts_share_their_collectives(pool3: Run) -> None:
 
 
 def filled(rank: int, world: int, layout: str) -> list[str]:
-    """A user who fills flat parameters fills their padding, too; that is no gradient."""
+    """User code that fills flat parameters fills their padding, too; that is no gradient."""
     block = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))  # of 47 elements
     model = FSDP(nn.Sequential(FSDP(block, layout=layout), nn.Linear(2, 1)), layout=layout)
     with torch.no_grad():

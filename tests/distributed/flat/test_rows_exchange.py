@@ -1,4 +1,4 @@
-"""What is copied of rows on its way: nothing of large parameters, and where ranks share no memory the small ones."""
+"""Staging copies in exchanges of rows: none of large parameters, and of small ones only if ranks share no memory."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def difference(
     make: Any = adam,
     **options: Any,
 ) -> str:
-    """What the wrapped model and one process have differently after some step of `plan`; "" if nothing.
+    """Differences between the wrapped model and one process after a step of `plan`; "" if there are none.
 
     `unsynced`: all microbatches but the last come under no_sync().
     """
@@ -245,7 +245,7 @@ def nones_of_flats(rank: int, world: int) -> list[bool]:
 
 
 def posts_of(rank: int, world: int, plan: Plan) -> list[int]:
-    """How often this rank writes to the store in each backward, about gradients that are lacking."""
+    """For each backward, the number of this rank's writes to the store about missing gradients."""
     model = FullyShardedDataParallel(Net(), auto_wrap_policy={Part}, use_orig_params=True)
     posts, append = [0], StoreClient.append
 

@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """How the model is sharded and trained."""
+    """The settings by which the model is sharded and trained."""
 
     reshard: bool | int | None = None
     dtype: torch.dtype | None = None
@@ -128,7 +128,7 @@ def same(one: torch.Tensor, two: torch.Tensor, case: Case) -> bool:
 
 
 def differences(ours: nn.Module, other: nn.Module, case: Case = ROWS) -> list[str]:
-    """What tells the parameters of two models apart."""
+    """Lines that describe the differences between the parameters of two models."""
     found = []
     for (name, one), (its, two) in zip(ours.named_parameters(), other.named_parameters(), strict=True):
         if name != its or facts(one) != facts(two) or one.requires_grad is not two.requires_grad:

@@ -1,4 +1,4 @@
-"""What ranks run as their data will have it, what a plan foresees, and the errors of ranks that disagree, under
+"""Units that run only if a rank's data reach them, plans of dry runs, and errors of ranks that disagree, under
 `fully_shard`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the wrapper has besides works on modules of fully_shard, and gives the numbers of the plain program."""
+"""Other features of the wrapper on modules of fully_shard: they work, and give the numbers of the plain program."""
 
 from __future__ import annotations
 

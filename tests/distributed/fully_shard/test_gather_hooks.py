@@ -140,7 +140,7 @@ def test_inside_of_dtensors(kind: Any, pool4: Run) -> None:
 
 
 class Rounded(nn.Module):
-    """What one process computes with: a weight as its rows are rounded, of which gradients are the weight's."""
+    """The computation of one process: a weight with rounded rows; the gradient of the result is the weight's."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         scale = weight.detach().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
@@ -179,7 +179,7 @@ def test_uneven_rows(world: int, run: Run) -> None:
 
 
 def pieces_on_ranks(rank: int, world: int) -> list[str]:
-    """What stays among fewer ranks after a forward is bytes, too."""
+    """Shards among fewer ranks after a forward are stored as bytes, too."""
     case = Case(micro="ns")
     one, two = (sharded(net(AsBfloat16), flatfsdp, named_mesh(world), replace(case, reshard=n)) for n in (2, True))
     return compared(one, two, case, rank)
@@ -243,7 +243,7 @@ def test_features(name: str, pool2: Run) -> None:
 
 
 def returned(rank: int, world: int) -> list[bool]:
-    """What a forward returns stays when its parameters are freed."""
+    """Tensors that a forward returns keep their values when its parameters are freed."""
 
     class Returning(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
@@ -450,7 +450,7 @@ def test_what_is_refused(pool2: Run) -> None:
 
 
 def changes(rank: int, world: int) -> None:
-    """What is gathered has another size at the second time."""
+    """The second gather has tensors of another size."""
 
     class Growing(AsInt8):
         def fsdp_pre_all_gather(self, mesh: Any) -> Any:

@@ -145,7 +145,7 @@ def test_copies(pool2: Run) -> None:
 
 
 def refused(rank: int, world: int) -> list[str]:
-    """What cannot be followed is refused in words, and nothing waits."""
+    """Ties that the engine cannot follow raise errors, and no rank waits."""
     mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
 
     def later() -> None:

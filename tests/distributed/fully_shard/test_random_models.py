@@ -55,7 +55,7 @@ def sharded(net: Net, how: How, drawn: random.Random) -> Any:
 
 
 def train(rank: int, world: int, seed: int, how: How) -> list[str]:
-    """What parameters, and gradients where they are kept, are not those of one process that runs all ranks' batches."""
+    """Parameters, and kept gradients, that differ from those of one process that runs all ranks' batches."""
     drawn = random.Random(f"front {seed}")
     model, alone = sharded(Net(seed, how), how, drawn), Net(seed, how)
     optimizer, plain = how.optimizer(model), how.optimizer(alone)

@@ -158,7 +158,7 @@ def test_replicated_experts(pool2: Run) -> None:
 
 
 def variants(rank: int, world: int, folder: str) -> list[str]:
-    """What else the front does: every number is that of the plain call."""
+    """Other settings and uses of the model: every number is that of the plain call."""
     warnings.simplefilter("ignore")
     divided, found = world == 4, []
 

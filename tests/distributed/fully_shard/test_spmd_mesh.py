@@ -128,7 +128,7 @@ def test_two_by_two_by_two(run: Run) -> None:
 
 
 def variants(rank: int, world: int) -> list[str]:
-    """Whatever else the front does with such parameters: the numbers are those of the plain call."""
+    """Other settings and uses of such parameters: the numbers are those of the plain call."""
     case = TWO_BY_TWO[0]
     _, expected = story(flatfsdp, case, 2)
     found = []

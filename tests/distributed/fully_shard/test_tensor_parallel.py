@@ -123,7 +123,7 @@ def test_columns(pool4: Run) -> None:
 
 
 def between(rank: int, world: int, folder: str, **how: Any) -> list[str]:
-    """What one of the two has saved after two steps, optimizer included, the other reads; and goes on alike."""
+    """One package loads the model and optimizer that the other has saved after two steps, and goes on alike."""
     shape, found, bound = (2, 2), [], 1e-6 if how else 0.0
     warnings.simplefilter("ignore")
     for saves, loads in ((flatfsdp, theirs), (theirs, flatfsdp)):

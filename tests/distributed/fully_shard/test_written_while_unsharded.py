@@ -1,4 +1,4 @@
-"""What is written to DTensors, by whatever means, while the unit of their parameters is kept unsharded."""
+"""Writes to DTensors, by any means, while the unit of their parameters is kept unsharded."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def test_what_was_written_is_computed_with(keep: Callable[[Any], None], pool2: R
 
 
 def toggled(rank: int, world: int) -> list[str]:
-    """What `requires_grad_()` sets before and after a forward without a backward, as PEFT's `disable_adapter()` does
-    around a reference forward."""
+    """`requires_grad_()` holds when it is called before and after a forward without a backward, as PEFT's
+    `disable_adapter()` does around a reference forward."""
     model, x = model_of(), torch.ones(2, 4)
     model.requires_grad_(False)
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_adapters_are_switched_off_between_a_forward_and_its_backward(reshard: b
 
 
 def between(rank: int, world: int) -> list[str]:
-    """What is done to the parameters that modules hold between a forward and its backward."""
+    """Changes of the parameters that modules hold between a forward and its backward."""
     found, x = [], torch.ones(2, 4)
     for reshard in (None, True, False):
         model = model_of(reshard_after_forward=reshard)
@@ -351,7 +351,7 @@ REPLACE = (other_data, another_view, fewer_rows, another_parameter)
 
 
 def inside(rank: int, world: int) -> list[str]:
-    """What is refused leaves the model as it was. Frozen, trained, in evaluation; in a unit of its own or not."""
+    """A refused write leaves the model as it was. Frozen, trained, in evaluation; in a unit of its own or not."""
     found, x = [], torch.ones(2, 4)
     for number, how in enumerate((*REPLACE, *REPLACE)):
         torch.manual_seed(0)

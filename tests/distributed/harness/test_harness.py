@@ -44,7 +44,7 @@ def views(rank: int, world: int) -> dict[str, torch.Tensor]:
 
 
 def settings(rank: int, world: int) -> tuple[object, ...]:
-    """What a job finds; then it leaves everything otherwise."""
+    """The random state, threads and grad mode at the start of a job, which then changes them."""
     found = random.random(), torch.rand(()).item(), torch.get_num_threads(), torch.is_grad_enabled()
     torch.set_num_threads(2)
     torch.set_grad_enabled(False)

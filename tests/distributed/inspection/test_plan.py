@@ -1,4 +1,4 @@
-"""What a dry run in this process says of a job is what the ranks of the real one hold and send."""
+"""A dry run in this process predicts the memory and the communication of the ranks of the real job."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def wrapped(name: str, options: dict[str, Any]) -> FullyShardedDataParallel:
 def lived(
     rank: int, world: int, name: str, options: dict[str, Any], optimizer: str, microbatches: int, stepping: bool
 ) -> dict[str, Any]:
-    """What the third step of training brings."""
+    """The figures of the third step of training."""
     model = wrapped(name, options)
     batch = MODELS[name][1]
     stepper = OPTIMIZERS[optimizer](model.parameters())

@@ -1,4 +1,4 @@
-"""What `summary`, `stats` and `repr` say of a model is what the engine holds and sends."""
+"""`summary`, `stats` and `repr` of a model report the tensors that the engine holds and sends."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def large_layers() -> nn.Module:
 
 
 def early_waits(rank: int, world: int, way: str) -> tuple[str, str, int]:
-    """What the table has of them before and after some steps, and the peak of the last."""
+    """The table's line on early waits, before and after some steps, and the peak of the last step."""
     group = dist.new_group()  # which has exchanged nothing
     model = FullyShardedDataParallel(
         large_layers(),

@@ -1,4 +1,4 @@
-"""What was written at e07bc83, where modules had other names, is still read. [Note: old names]"""
+"""Files that were written at e07bc83, where modules had other names, can still be read. [Note: old names]"""
 
 from __future__ import annotations
 

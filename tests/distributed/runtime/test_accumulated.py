@@ -153,7 +153,7 @@ def test_where_it_is_refused(pool2: Run) -> None:
 
 
 def stepped(rank: int, world: int) -> int:
-    """What is reduced leaves nothing in the window: its memory is given back."""
+    """Reduced gradients leave nothing in the window: their memory is freed."""
     model = Setting().wrap(seeded(Net), ())
     with model.no_sync():
         loss_of(model(data(rank, 0))).backward()

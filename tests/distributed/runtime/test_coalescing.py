@@ -64,7 +64,7 @@ def program(model: Any, rank: int, step: int) -> list[Tensor]:
 
 
 def joined(rank: int, world: int, under: tuple[Setting, ...]) -> list[str]:
-    """What differs in any bit from units with collectives of their own."""
+    """Values that differ in any bit from those of units with collectives of their own."""
     lines = []
     for setting in under:
         with setting.doubles():

@@ -1,4 +1,4 @@
-"""What users do wrong with a wrapped model, or while they wrap one, and the sentences they get."""
+"""Mistakes with a wrapped model, or at its construction, and the messages of the errors raised for them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from tests.harness.thorough import is_thorough
 
 
 class Bang(Exception):
-    """What the traps raise."""
+    """The exception that the traps raise."""
 
 
 armed: str | None = None  # the trap that goes off
@@ -257,7 +257,7 @@ def test_a_failed_step_holds_no_memory(place: str, half: int, pool2: Run) -> Non
 
 
 def next_thing(rank: int, world: int, place: str) -> list[str]:
-    """What users do first after a failure, other than a forward."""
+    """First operations after a failure, other than a forward."""
     lines = []
     for setting in (Setting("FULL_SHARD", True), Setting("SHARD_GRAD_OP", False, True)):
         with setting.doubles():

@@ -1,4 +1,4 @@
-"""What programs for FSDP1 do beyond the usual: FSDP1's result is the measure."""
+"""Less usual operations of programs for FSDP1: FSDP1's result is the reference."""
 
 from __future__ import annotations
 

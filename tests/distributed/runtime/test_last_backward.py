@@ -1,4 +1,4 @@
-"""Backwards that are not the last leave a reduction under way: whoever looks sees the same gradients as without."""
+"""Backwards that are not the last leave a reduction under way: every read returns the same gradients as without."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ BETWEEN = (
 
 
 def seen_with(between: Callable[[Any], Any], setting: Setting, rank: int, *, last: bool) -> dict[str, Any]:
-    """What a program sees that does something between two microbatches, after each of two steps."""
+    """The values that a program reads by `between` after the first microbatch, and after each of two steps."""
     found: dict[str, Any] = {}
     with setting.doubles():
         model = setting.wrap(seeded(Net), (nn.Linear,))

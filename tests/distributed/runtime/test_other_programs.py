@@ -1,4 +1,4 @@
-"""What Accelerate, transformers, PEFT and Lightning do to a wrapped model, in the form in which they do it."""
+"""Operations of Accelerate, transformers, PEFT and Lightning on a wrapped model, in the form in which they do them."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def attributes(rank: int, world: int) -> list[str]:
 
 
 def lightning(rank: int, world: int) -> list[str]:
-    """Lightning: clips through the root, counts gradients, moves between eval and train, and asks who is root."""
+    """Lightning: clips through the root, counts gradients, moves between eval and train, and looks up the root."""
     model: Any = FSDP(seeded(Net), auto_wrap_policy={Feedforward}, use_orig_params=True)
     lines = [] if model._is_root is None else ["knows too early whether it is the root"]
     model._lazy_init()

@@ -39,7 +39,7 @@ STEPS = 3
 
 
 class How(NamedTuple):
-    """What is drawn beside a model."""
+    """Settings that are drawn in addition to a model."""
 
     prefetch: str | None = "BACKWARD_PRE"
     join_units_below: int = 0
@@ -244,7 +244,7 @@ class Net(nn.Module):
                     leafy.returns = tuple(drawn.sample(BESIDE, drawn.randint(1, len(BESIDE))))
 
     def forward(self, x: Tensor, seed: int) -> Any:
-        """What is used is drawn by another `seed`. With several outputs: nested, some of them the same tensors."""
+        """Another `seed` draws the use of the parts. With several outputs: nested, some of them the same tensors."""
         drawn = random.Random(seed)
         if not (self.outputs and self.takes_leaf):
             x = x.clone().requires_grad_() * 1.0
@@ -269,7 +269,7 @@ class Net(nn.Module):
         return {"last": x, "units": beside, **made}
 
     def _drawn(self, place: int, drawn: random.Random, again: int) -> Step:
-        """How one part is used now, `again` or for the first time."""
+        """The step of one part, with a drawn use of its parameters, `again` or for the first time."""
         part, unit = self.parts[place], self.units[place]
         use = "".join(name for name in "abc" if drawn.random() < (0.3 if self.sparing else 0.7))
         how = part.recompute if part.nested else self.recompute[place][again]
@@ -341,7 +341,7 @@ def _losses(net: nn.Module, of: int, step: int, microbatch: int, *, seed: int, h
 
 
 def _train(rank: int, world: int, seed: int, how: How) -> list[str]:
-    """What parameters, and gradients where they are kept, are not those of one process that runs all ranks' batches."""
+    """Parameters, and kept gradients, that differ from those of one process that runs all ranks' batches."""
     torch.set_default_dtype(torch.float32 if how.wide else torch.float64)  # models are deep, and rounding grows
     try:
         # A rank that waits for another's word has it with that one's next look at the stores.

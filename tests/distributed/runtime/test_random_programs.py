@@ -58,7 +58,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Planned(Exception):
-    """What a program raises and catches."""
+    """The exception that a program raises and catches."""
 
 
 class Block(nn.Module):
@@ -220,14 +220,14 @@ class Player:
         self.described = self.describe()
 
     def describe(self) -> list[Any]:
-        """What parameters answer to who asks about them."""
+        """Shape, number of elements, dtype and device that each parameter reports."""
         return [(each.shape, each.numel(), each.dtype, each.device) for each in self.model.parameters()]
 
     def _optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.kind](net.parameters())
 
     def play(self) -> list[str]:
-        """What was not the same, by operation."""
+        """Play the program; the differences found, by operation."""
         for _ in range(LENGTH):
             possible = [
                 each for each in self.offered if self.reduced or each not in (*WHEN_REDUCED, through_torchs_functions)
@@ -310,8 +310,8 @@ class Player:
             self.take_what_was_delivered(owed)
 
     def take_what_was_delivered(self, owed: dict[str, Tensor]) -> None:
-        """What was delivered, and what is owed more than before (`owed`, which has no names yet before the first
-        forward), are all gradients that there were; one process goes on with what was delivered."""
+        """The delivered gradients and the growth of the residuals since `owed` (no names before the first forward) add
+        up to all gradients; the one process continues with the delivered ones."""
         delivered, now = self.front.gradients(self.model), owed_by_all(self.model)
         for name, parameter in self.alone.named_parameters():
             found, more = delivered.get(name), now[name] - owed.get(name, torch.zeros(()))
@@ -490,7 +490,7 @@ def peek(player: Player) -> None:
 
 
 def count(player: Player) -> None:
-    """What is sharded is described as this rank's shard."""
+    """Sharded parameters are described as this rank's shard."""
     for unit in player.front.units(player.model):
         for flat in inspect.unit(unit).flat_params:
             if flat.is_sharded:

@@ -64,7 +64,7 @@ class Alone(Parted):
 
 
 def _around(net: Net, x: Tensor, use: bool) -> Tensor:
-    """What comes behind a checkpoint inside of its unit is ready before the unit inside has a graph."""
+    """A parameter used after a checkpoint inside of its unit is ready before the unit inside has a graph."""
     x = reentrant(net.a, x)
     return x @ net.weight if use else x
 
@@ -84,7 +84,7 @@ def _inside(net: Net, x: Tensor, use: bool) -> Tensor:
 
 
 def _twice(net: Net, x: Tensor, use: bool) -> Tensor:
-    """What is called again waits for the first of its calls, and units before that for it."""
+    """A unit that is called again waits for the first of its calls, and units before that wait for it."""
     x = reentrant(net.a, net.first(x))
     x = net.b(x) if use else x + net.b(x).detach()
     for block in (net.c, net.a, net.c):

@@ -64,7 +64,7 @@ def _train(
     strategy: str,
     ways: list[tuple[bool, str]],
 ) -> list[str]:
-    """What differs from one process that runs all ranks' batches, of which each rank makes the calls of its own."""
+    """Differences from one process that runs all ranks' batches; each rank makes calls of its own."""
     wrong = []
     for original, accumulate in ways:
         model, alone = (Net(calls[rank], recomputed, reentrant) for _ in range(2))

@@ -152,7 +152,7 @@ def test_training_by_derivatives(front: str, pool2: Run) -> None:
 
 
 def precision(rank: int, world: int) -> list[str]:
-    """What casts inputs and outputs, in a transform and in a backward."""
+    """Casts of inputs and outputs, in a transform and in a backward."""
     x = inputs(rank).float()
     model = sharded("wrapper", mixed_precision=MixedPrecision(torch.bfloat16, cast_forward_inputs=True))
     with flatfsdp.detect_nonfinite(model):
@@ -167,7 +167,7 @@ def test_inputs_are_cast_and_looked_at_in_a_transform(pool2: Run) -> None:
 
 
 class Planned(Exception):
-    """What a hook raises."""
+    """The exception that a hook raises."""
 
 
 def raises(*args: Any) -> Any:

@@ -287,8 +287,8 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class NormOverRanks(nn.Module):
-    """What SyncBatchNorm does, which torch has for accelerators only: statistics of all ranks' rows, in collectives of
-    the module's own in forward and backward."""
+    """The computation of SyncBatchNorm, which torch has for accelerators only: statistics of all ranks' rows, in
+    collectives of the module itself in forward and backward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

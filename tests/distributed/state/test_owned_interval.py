@@ -177,7 +177,7 @@ def asked(rank: int, world: int, setting: Setting) -> list[str]:
 
 
 def staged(rank: int, world: int, path: str, setting: Setting) -> list[str]:
-    """What torch saves of copies that its writer makes, tensors without dimensions included."""
+    """torch saves the copies that its writer makes, tensors without dimensions included."""
     model, optim, whole_of, moments = stepped(rank, setting)
     with FSDP.state_dict_type(model, "SHARDED"):
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optim)["state"]}

@@ -155,7 +155,7 @@ def test_checkpoints_are_read_by_any_number_of_ranks(pool4: Run, tmp_path: Path,
 
 
 def to_torchs(rank: int, world: int, folder: str) -> list[str]:
-    """What the wrapper, and fully_shard, save through torch's distributed checkpoint, torch's fully_shard reads."""
+    """torch's fully_shard reads checkpoints of the wrapper and of fully_shard saved by torch.distributed.checkpoint."""
     shape, lines = (2, 2), []
     model, optimizer = made(shape, 2)
     values = full(model, optimizer)

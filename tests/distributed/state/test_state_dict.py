@@ -1,4 +1,4 @@
-"""State dicts of models: what they hold, and that whoever loads them has the same model."""
+"""State dicts of models: their contents, and that a model which loads them is the same."""
 
 from __future__ import annotations
 
@@ -476,7 +476,7 @@ def test_a_plain_root_whose_load_fails_leaves_a_working_model(pool2: Run) -> Non
 
 
 def message(rank: int, world: int) -> list[str]:
-    """What does not fit is listed at once, under plain names."""
+    """All mismatches are listed at once, under plain names."""
     texts = []
     for orig in (True, False):
         model = wrapped(rank, orig=orig)
@@ -749,7 +749,7 @@ def test_torchs_carriers_over_each_axis_of_hybrids(pool4: Run) -> None:
 
 
 def exchanges(rank: int, world: int, path: str) -> list[int]:
-    """How many objects torch's distributed checkpoint exchanges to save and to load models of other depths."""
+    """The numbers of objects that torch's distributed checkpoint exchanges to save and load models of two depths."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 

@@ -89,7 +89,7 @@ def test_state_dicts_are_exchanged_with_torchs_fsdp1(run: Run, world: int, name:
 
 
 def text(value: Any) -> Any:
-    """What class a value is of, where this rank's part of it lies, and its elements."""
+    """The class of a value, the place of this rank's part of it, and its elements."""
     kind = type(value).__name__
     if kind == "DTensor":
         return (

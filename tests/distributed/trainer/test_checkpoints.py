@@ -34,7 +34,7 @@ UNITS = (Feedforward, Low, Motley)
 
 
 class Run:
-    """What a trainer has: a model, its optimizer and schedule, progress, and a loader's position."""
+    """The state of a trainer: a model, its optimizer and schedule, progress, and a loader's position."""
 
     def __init__(self, setting: Setting = ORIG) -> None:
         inside = seeded(Corners)
@@ -206,8 +206,8 @@ class Gated(Disk):
 
 
 def overlapping(rank: int, world: int, path: str) -> tuple[list[tuple[str, str]], list[bool]]:
-    """What the main thread does to the disk for an asynchronous save, and whether a checkpoint is there, meanwhile and
-    after."""
+    """The main thread's accesses to the disk for an asynchronous save, and whether a checkpoint exists, during the save
+    and after it."""
     run = Run().train(1)
     gated = Gated(threading.Event())
     manager = CheckpointManager(path)
@@ -415,8 +415,8 @@ def test_each_node_may_have_its_own_folder(pool2: Any, tmp_path: Path) -> None:
 
 
 def through_transformers(rank: int, world: int, path: str, tied: bool) -> float:
-    """How far logits of `from_pretrained` are from the run's, of our checkpoints; and of a run begun from a folder of
-    theirs."""
+    """The largest error of logits: of `from_pretrained` on the run's checkpoints, and of a run that loads a folder that
+    transformers has saved."""
     import transformers
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 

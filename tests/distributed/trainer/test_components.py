@@ -1,4 +1,4 @@
-"""Components of a run: who writes and reads them, what other worlds get of them, and what is refused."""
+"""Components of a run: the ranks that write and read them, the values that other worlds load, and the errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_each_sharing_comes_back_to_whom_it_belongs(run: Any, tmp_path: Any) -> 
     for rank, (values, saves, table) in enumerate(answers):
         assert values == [100, 100, 100 + rank, 100 + rank // 2, 100 + rank // 2]
         writes = [rank == 0, True, True, rank % 2 == 0, rank % 2 == 0]
-        assert [count > 0 for count in saves] == writes  # who does not write is not asked, but to be compared
+        assert [count > 0 for count in saves] == writes  # ranks that write no part save nothing, except to compare
         assert table["per group"]["parts"] == table["per node"]["parts"]
         assert table["per group"]["parts"] == {
             "0": {"written_by": 0, "ranks": [0, 1]},

@@ -1,4 +1,4 @@
-"""What a run becomes that goes on otherwise than it began: longer, in another precision, on other ranks, elsewhere."""
+"""Runs that continue under other conditions: longer, in another precision, on other ranks, in another folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank of a trainer fails at alone, in a program that catches it: every rank raises, none waits."""
+"""Failures of a trainer on one rank, in a program that catches them: every rank raises, none waits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def failing_scheduler(optimizer: Any, steps: int) -> FailingLR:
 
 
 def train(rank: int, world: int, output: Path, given: dict[str, Any], callbacks: list[Callback]) -> tuple[str, int]:
-    """What this rank raised, and after how many steps; the run after it takes its course."""
+    """The error that this rank raises, and the steps before it; a second run is not affected."""
     task = Task(model=make_model, train_data=sentences, eval_data=sentences(2), objective=CausalLM())
     common = {"epochs": 1, "batch": 1, "lr": 0.1, "optimizer": "sgd", "device": "cpu", "eval_every": 4, "save_every": 5}
     trainer = Trainer(task, TrainingArguments(**{**common, "output": output / "one", **given}), callbacks=callbacks)

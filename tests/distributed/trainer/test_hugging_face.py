@@ -197,7 +197,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 
 
 class Saved:
-    """What has `save_pretrained` and tells of itself."""
+    """An object with `save_pretrained`, which writes the object's attributes."""
 
     def __init__(self, name: str, dtype: Any = None) -> None:
         self.name, self.dtype = name, dtype

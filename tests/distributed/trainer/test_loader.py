@@ -109,7 +109,7 @@ def may_have_workers() -> Iterator[None]:
 
 
 def contents(microbatch: Microbatch) -> list[list[float]]:
-    """What was read of each sample, random values too: one row each."""
+    """The values read of each sample, random ones included: one row each."""
     inputs = microbatch.inputs
     return torch.cat([inputs["x"], inputs["nested"][0][:, None], inputs["nested"][1][0]], dim=1).tolist()
 
@@ -229,7 +229,7 @@ def test_ranks_whose_group_has_no_collectives_on_the_host_get_one_beside_it(pool
 
 
 def beside_an_accelerator(rank: int, world: int) -> tuple[int, Any]:
-    """How many groups two loaders make where the group is one of nccl's alone, and what the second one reads."""
+    """The number of groups that two loaders make on a group of nccl alone, and the samples that the second reads."""
     group = dist.new_group(backend="gloo")
     without_host = mock.patch.object(dist, "get_backend_config", lambda *_: "cuda:nccl")
     with without_host, mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:

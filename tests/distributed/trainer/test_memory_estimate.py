@@ -1,4 +1,4 @@
-"""What the forecast says in a process that builds no model is what the ranks of a run hold and send."""
+"""The forecast, in a process that builds no model, of the memory and the communication of a run's ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is minimised: sums and weights against torch's own losses; and the head fused with its loss, under sharding."""
+"""Objectives: sums and weights against torch's own losses; and the head fused with its loss, under sharding."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Products(TorchDispatchMode):
 
 
 def products(rank: int, world: int) -> list[int]:
-    """How many matrix products a step makes: with all blocks computed again, with products kept, with half of them."""
+    """Matrix products in a step: with all blocks recomputed, with products kept, with half of the blocks recomputed."""
     counts = []
     policy = "tests.distributed.trainer.test_sharding:keep_products"
     for given in ({}, {"checkpoint_policy": policy}, {"checkpoint_every": 2}):
@@ -284,7 +284,7 @@ def test_units_inside_are_computed_again_and_are_gathered_as_before(pool2: Run) 
 
 
 def counted(rank: int, world: int) -> tuple[list[int], bool]:
-    """How often the layers ran in a step, and whether that took the gathers that it takes without."""
+    """Calls of each layer in a step with recomputation, and whether it takes the same gathers as one without."""
     gathers = []
     for checkpointing in (False, True):
         with warnings.catch_warnings():

@@ -56,7 +56,7 @@ def training(**given: Any) -> TrainingArguments:
 
 
 class Record(Callback):
-    """What was printed."""
+    """The reports, evaluations and saves of a run."""
 
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
@@ -173,7 +173,7 @@ def own_metrics(logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor
 def run_with(
     rank: int, world: int, output: Path, given: dict[str, Any], callbacks: Callable[[], list[Callback]] = list
 ) -> dict[str, Any]:
-    """What a run with evaluation data printed, and its folder's checkpoints."""
+    """The results of a run with evaluation data, and the checkpoints in its folder."""
     record = Record()
     task = Task(
         model=make_model,
@@ -245,7 +245,7 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(run: Run, tmp_path
 
 
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_is_a_branch(run: Run, tmp_path: Path) -> None:
-    """What came after that is set aside, so that the run is found again by "latest", and compared with itself."""
+    """Later checkpoints and records are set aside, so that "latest" finds the branch, compared with itself alone."""
     given = {"epochs": 2, "save_every": 2, "keep_last": 9, "eval_every": 2, "keep_best": 1}
     run(2, run_with, tmp_path, given)
     before = tmp_path / "step-00000008" / "model.safetensors"
@@ -294,7 +294,7 @@ def started_anew(rank: int, world: int, output: Path, resume: str | None) -> str
 
 
 def by_the_clock(rank: int, world: int, output: Path) -> tuple[str, str]:
-    """What ended a run that has no time, and what it printed at its beginning."""
+    """The reason why a run without time left ends, and its output at the beginning."""
     with contextlib.redirect_stderr(io.StringIO()) as texts:
         found = run_with(rank, world, output, {"minutes": 1e-9, "resume": "latest", "progress": False})
     return found["result"].ended_by, texts.getvalue()

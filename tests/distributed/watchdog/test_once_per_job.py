@@ -1,4 +1,4 @@
-"""What ranks are warned of while they train: once per job where all have it, and on the rank that alone has it."""
+"""Warnings of ranks that train: once per job if all ranks raise it, else on the one rank that does."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class TiedInRoot(TiedTwo):
 
 @model(Table)
 class TiedOwnerLast(TiedTwo):
-    """What is called first is declared last."""
+    """The module that is called first is declared last."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.first(self.middle(self.last(x)))
@@ -318,7 +318,7 @@ def test_overlapping_groups(pool3: Run) -> None:
 
 
 class Broken(Exception):
-    """What user functions and the network raise here."""
+    """The exception that user functions and the network raise here."""
 
 
 def stack(depth: int = 3) -> nn.Module:
@@ -455,7 +455,7 @@ def wrapped_with_luck(rank: int, net: nn.Module, **options: Any) -> tuple[Any, s
 
 
 def one_fails(rank: int, world: int, **options: Any) -> tuple[str, list[str]]:
-    """What each rank reports, and whether ranks without the failure can wrap the module in a second try."""
+    """The error on this rank, and whether ranks without the failure can wrap the module in a second try."""
     net, expected = seeded(stack), seeded(stack)
     model, text = wrapped_with_luck(rank, net, use_orig_params=True, **options)
     if model is None:

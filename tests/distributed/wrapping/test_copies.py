@@ -221,7 +221,7 @@ def test_a_model_copied_with_its_optimizer(pool2: Run) -> None:
 
 
 def loaded_late(rank: int, world: int) -> list[str]:
-    """What rank 0 says while rank 1 of its group does not load its pickle, which it does in the end."""
+    """The report of rank 0 while rank 1 of its group does not load its pickle, which it does in the end."""
     group = dist.new_group([0, 1])
     if rank == 2:
         return []

@@ -1,4 +1,4 @@
-"""How a model comes to its first values: meta device, user functions, rank 0's values for all, and what that costs."""
+"""Initial values of a model: meta device, user-defined functions, rank 0's values for all, and the cost."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.harness.corners import seeded
 
 
 def outlived(rank: int, world: int, strategy: str, nested: bool) -> tuple[str, bool]:
-    """What the backward says, and whether the wrapper stays."""
+    """The error of the backward, and whether the wrapper stays alive."""
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)))
     policy = {nn.Linear} if nested else None
     model: Any = FullyShardedDataParallel(

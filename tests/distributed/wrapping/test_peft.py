@@ -56,7 +56,7 @@ def step_of(model: Any, rank: int, step: int) -> Tensor:
 
 
 def train(rank: int, world: int, folder: str) -> list[str]:
-    """What `trained` says; what transformers and PEFT warn of is not ours to judge."""
+    """The lines of `trained`; warnings of transformers and PEFT are ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return list(trained(rank, world, folder))

@@ -1,4 +1,4 @@
-"""What ends a process where an exchange is careless with gloo: late peers, the user's own messages, dead peers."""
+"""Faults that end a process if an exchange is careless with gloo: late peers, messages of user code, dead peers."""
 
 from __future__ import annotations
 

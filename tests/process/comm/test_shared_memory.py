@@ -45,7 +45,7 @@ def job(case: Callable[..., Any], world: int = 2, **kwargs: Any) -> pytest.MarkD
 
 
 def well(outcomes: list[fresh.Outcome]) -> list[Any]:
-    """What each rank returned, none of which failed."""
+    """The result of each rank, none of which failed."""
     for outcome in outcomes:
         assert (outcome.exit_code, outcome.error) == (0, None), outcome
     return [outcome.result for outcome in outcomes]
@@ -360,13 +360,13 @@ def test_a_forked_child_keeps_no_connection_alive(outcomes: list[fresh.Outcome])
 
 
 def held() -> tuple[int, int]:
-    """How many descriptors this process has open, and how many segments it has mapped."""
+    """The numbers of open descriptors and of mapped segments of this process."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:flatfsdp")
 
 
 def rewrap(rank: int, world: int, how: str) -> list[tuple[int, int]]:
-    """What is held with one model, after many more, and once the process group is destroyed."""
+    """Descriptors and segments held with one model, after many more, and once the process group is destroyed."""
     dist.init_process_group("gloo")
     model = wrapped()
     step(model)
@@ -488,7 +488,7 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
 def test_one_rank_that_cannot_takes_all_back_to_gloo(how: str, reason: str, outcomes: list[fresh.Outcome]) -> None:
     for lines, found, plain, left, seconds in well(outcomes):
         assert len(lines) > 1  # what was logged, and that of a report
-        assert seconds < LONG  # nobody waits for who cannot come
+        assert seconds < LONG  # no rank waits for one that cannot come
         assert all(re.search(reason, line) for line in lines), lines
         assert found == plain
         assert left[1] <= 1, left  # its bell

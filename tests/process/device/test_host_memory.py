@@ -1,4 +1,4 @@
-"""What the allocator call does, in a process of its own: its settings are for good."""
+"""Effects of the allocator call, in a process of its own: its settings are permanent."""
 
 from __future__ import annotations
 

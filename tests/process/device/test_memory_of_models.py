@@ -161,7 +161,7 @@ def test_a_unit_with_several_inputs_keeps_no_activations() -> None:
 
 
 def delete(rank: int, world: int, orig: bool) -> tuple[int, list[str]]:
-    """What is alive of a trained model that nobody holds, with the collector off: bytes, and kinds of objects."""
+    """Memory still alive of a trained model without references, with the collector off: bytes, and kinds of objects."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     # torch keeps the frames around the first step of its first optimizer alive: those must not hold the model.

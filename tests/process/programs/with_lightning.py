@@ -41,7 +41,7 @@ class Net(lightning.LightningModule):
 
 
 class OnCPU(FSDPStrategy):
-    """What makes Lightning accept a CPU: it refuses the class itself there."""
+    """A class that Lightning accepts on a CPU: it refuses the base class there."""
 
 
 def fit(epochs, **more):  # type: ignore[no-untyped-def]

@@ -99,7 +99,7 @@ dist.destroy_process_group()
 
 
 def start(folder: Path, *command: str) -> str:
-    """What two ranks printed, started by torchrun."""
+    """The output of two ranks, started by torchrun."""
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -121,7 +121,7 @@ def run_program(rank: int, world: int, program: str, *arguments: str, as_torch: 
 
 
 def printed(program: Path, *arguments: str, as_torch: bool = False) -> str:
-    """What each of two ranks printed, started by this process, which takes a fraction of the time."""
+    """The output of two ranks, started by this process, which takes a fraction of the time."""
     ranks = fresh.run(2, run_program, str(program), *arguments, as_torch=as_torch, timeout=240)
     assert [rank.exit_code for rank in ranks] == [0, 0], "\n".join(f"{rank.output}\n{rank.error}" for rank in ranks)
     return "".join(rank.result for rank in ranks)

@@ -30,7 +30,7 @@ def start(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[str]]:
-    """What each of two ranks printed in each program, all run by the same two processes."""
+    """The output of each of two ranks, by program; the same two processes run all programs."""
     folder = tmp_path_factory.mktemp("programs")
     copies = {folder / "again.py": RESUME, folder / "before.py": BEFORE}
     copies |= {folder / path.name: path for path in (LORA, AFTER, RESUME, PLAIN)}

@@ -15,7 +15,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 def numbers(folder: Path, program: str, *arguments: str | Path) -> list[float]:
-    """What the program printed on two ranks; under as_torch unless its first argument is ddp."""
+    """The losses that the program prints on two ranks; under as_torch unless its first argument is ddp."""
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }

@@ -1,4 +1,4 @@
-"""What `import flatfsdp` does to a process: nothing but loading modules."""
+"""Effects of `import flatfsdp` on a process: modules are loaded, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODULE_HOOKS = [f"_global_{name}_hooks" for name in ("forward", "forward_pre", "
 
 
 def settings(libraries: Any) -> Iterator[tuple[str, object]]:
-    """What a library could set for the whole process, by name."""
+    """Settings of the whole process that a library could change, by name."""
     yield "environment", dict(os.environ)
     yield "directory", (os.getcwd(), os.umask(os.umask(0o22)))
     yield "signals", {number: str(signal.getsignal(number)) for number in signal.valid_signals()}

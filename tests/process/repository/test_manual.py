@@ -30,7 +30,7 @@ def lacks(page: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[Path, str]:
-    """What rank 0 printed on each page of the tests that were selected; pages take turns in the same processes."""
+    """The output of rank 0 for each page of the selected tests; pages take turns in the same processes."""
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     selected = {each["page"] for each in chosen if "page" in each}
     found: dict[Path, str] = {}
@@ -57,7 +57,7 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(page: Path, printed: dict[P
 
 
 def test_torch_alone_is_enough(tmp_path: Path) -> None:
-    """What the package needs is torch: README's program, checkpoints and exports run without NumPy and the extras."""
+    """The package requires torch alone: README's program, checkpoints and exports run without NumPy and the extras."""
     absent = "numpy", "pydantic", "safetensors", "tqdm", "matplotlib"
     programs = []
     for name in ("README.md", "docs/how_to/checkpoints.md", "docs/tutorials/resume.md"):

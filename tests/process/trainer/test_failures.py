@@ -34,7 +34,7 @@ class Unlucky(CausalLM):
 
 
 def train(rank: int, world: int) -> str:
-    """What this rank has caught; the one that failed stays until the other has ended."""
+    """The error that this rank catches; the rank that failed stays until the other has ended."""
     dist.init_process_group("gloo")
     task = Task(model=make_model, train_data=sentences, objective=Unlucky())
     trainer = Trainer(task, TrainingArguments(epochs=1, batch=1, device="cpu", save_at_end=False))

@@ -1,4 +1,4 @@
-"""Ranks that fail, die, sleep or stay away: every rank ends within seconds, with an error that names who is at fault.
+"""Ranks that fail, die, sleep or stay away: every rank ends within seconds, with an error that names the rank at fault.
 
 Ranks that build different models, or run them in another order, are in
 `tests/distributed/agreement/test_agreement.py` and `tests/process/agreement/test_agreement.py`;
@@ -176,7 +176,7 @@ def slower_than_the_group(rank: int, world: int) -> None:
 
 
 def never_together(rank: int, world: int) -> list[tuple[str, str]]:
-    """What torch says before there is a process group; nothing of ours runs yet."""
+    """The errors of torch before there is a process group; flatfsdp is not involved yet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -272,7 +272,7 @@ def test_a_rank_is_lost(outcomes: list[fresh.Outcome], exit_code: int, text: str
 
 @job(frozen_with_the_store, 3)
 def test_a_rank_is_stopped_that_serves_the_store(outcomes: list[fresh.Outcome]) -> None:
-    """Limits are kept by those who can ask nobody: in a collective, and in a request to the store."""
+    """Ranks that can query no other one keep their limits, too: in a collective, and in a request to the store."""
     *waiting, stopped = ended(outcomes)
     assert stopped.exit_code == -signal.SIGKILL
     silent = r"The store of the process group at \S+ has not answered for \d+ s, and reports need it: rank 0, which"

@@ -53,7 +53,7 @@ def world_of(seed: int) -> int:
 
 
 def drawn_from(seed: int) -> tuple[random.Random, str, int, int]:
-    """What goes wrong, in place of which step, on which rank; and what to draw the rest from."""
+    """The generator for all further draws, the fault, the step that it replaces, and its rank."""
     drawn = random.Random(seed)
     return drawn, FAULTS[seed % len(FAULTS)], drawn.randrange(4), drawn.randrange(world_of(seed))
 
@@ -69,7 +69,7 @@ def step_with(model: Any, fault: str) -> None:
 
 
 def misbehave(fault: str, model: Any, pids: list[int]) -> None:
-    """What one rank does before a step."""
+    """Commit `fault` on one rank before a step."""
     if fault == "skips a unit":
         step(model, order=(0, 2))
     elif fault == "raises":

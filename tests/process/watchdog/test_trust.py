@@ -1,4 +1,4 @@
-"""Who can reach a job."""
+"""Addresses at which a job can be reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What agreement costs, in collectives, for worlds of any size; nothing is compared where nothing is moved."""
+"""The cost of agreement, in collectives, for worlds of any size; ranks compare nothing if nothing is communicated."""
 
 from __future__ import annotations
 

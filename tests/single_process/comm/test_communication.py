@@ -1,6 +1,6 @@
-"""What is communicated, and when: closed forms of counts and bytes for worlds of 1 to 1024, and schedules.
+"""Communication: closed forms of counts and bytes for worlds of 1 to 1024, and schedules.
 
-Counted are the operations that torch's dispatcher sees, not what the engine says of itself.
+The operations that torch's dispatcher sees are counted, not those that the engine reports.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ Passes = tuple[Counter[str], Counter[str]]
 
 
 def counted(model: FullyShardedDataParallel, *, sync: bool = True) -> Passes:
-    """What the collectives of a forward and of its backward were."""
+    """The collectives of a forward and those of its backward."""
     with nullcontext() if sync else model.no_sync():
         with Collectives() as first:
             loss = forward(model)

@@ -298,7 +298,7 @@ def test_whole_units_at_once_besides_the_root(prefetch: str | None, most: int) -
     ("prefetch", "narrow"), [("BACKWARD_PRE", 5), ("BACKWARD_POST", 4), ("BACKWARD_MID", 3), (None, 5)]
 )
 def test_gradients_have_the_wide_dtype_of_one_unit_at_a_time(prefetch: str | None, narrow: int) -> None:
-    """What a reduction reads is given back before another's memory is taken, and so are parameters that nothing reads
+    """The input of a reduction is freed before the next one's memory is taken, and so are parameters that nothing reads
     any more. `narrow`: whole units in the dtype of parameters that all take, the wide one counted twice."""
     peaks: Counter[str] = Counter()
     mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)

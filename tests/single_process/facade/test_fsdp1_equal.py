@@ -456,7 +456,7 @@ def held(wrapper: type[Any], **settings: Any) -> Any:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("orig", [True, False])
 def test_the_wrapped_module_lists_what_its_wrapper_lists(orig: bool, world: int) -> None:
-    """In FSDP1's order, at any time between steps. Whoever trains, clears or freezes that reaches all."""
+    """In FSDP1's order, at any time between steps. Code that trains, clears or freezes them reaches all."""
 
     def listed(net: nn.Module) -> list[str]:
         return [clean(name) for name, _ in net.named_parameters()]
@@ -668,7 +668,7 @@ def test_a_part_of_a_flat_parameter_is_not_frozen_by_itself() -> None:
 
 @pytest.mark.parametrize("orig", [True, False])
 def test_assigning_flat_data_in_another_dtype(orig: bool) -> None:
-    """What Accelerate does to have fp32 masters of a low-precision checkpoint."""
+    """Accelerate's way to fp32 masters of a low-precision checkpoint."""
     with fake_world(2):
         model = Ours(Transformer(tied=False).bfloat16(), auto_wrap_policy={Block}, use_orig_params=orig)
         for unit in Ours.fsdp_modules(model):

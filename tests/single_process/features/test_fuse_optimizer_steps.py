@@ -46,7 +46,7 @@ SIZES = ((7,), (5, 9), (1,), (64,), (3, 3), (33,), (8, 2), (2,), (16,), (31,))
 
 
 def local(value: Any) -> Any:
-    """What this rank has of `value`, which may be a DTensor."""
+    """This rank's part of `value`, which may be a DTensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -96,7 +96,7 @@ class Twin:
 
     @property
     def planned(self) -> int:
-        """How often runs were found."""
+        """The number of searches for runs."""
         return self.steps._planned
 
     def parameters(self) -> list[list[nn.Parameter]]:
@@ -638,7 +638,7 @@ def test_a_step_takes_few_calls_for_each_parameter(front: bool) -> None:
 
 
 def bytes_of_states(flat: bool, make: Callable[[Any], Any]) -> tuple[int, int]:
-    """What an optimizer's first two steps leave behind, and their peak."""
+    """The bytes that an optimizer's first two steps leave allocated, and their peak."""
     with fake_world(1), Recording() as recording:
         model: Any = FullyShardedDataParallel(
             Block(((32, 32),) * 20), use_orig_params=True, device_id=torch.device("cpu")

@@ -32,7 +32,7 @@ def adapted(**options: Any) -> FullyShardedDataParallel:
 
 
 def gathers(model: nn.Module, *, grad: bool = True) -> tuple[int, int]:
-    """How many gathers a step issues (a forward, without gradients), and the bytes that they bring."""
+    """The number of gathers that a step issues (a forward, without gradients), and the bytes gathered."""
     figures = stats(model)
     figures.reset()
     with torch.set_grad_enabled(grad):

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def pieces(world: int) -> dict[str, list[Tensor]]:
-    """What `torch.chunk` makes of each parameter, in memory order; of ranks that it leaves out, nothing."""
+    """The chunks of each parameter by `torch.chunk`, in memory order; empty for ranks that it leaves out."""
     found = {}
     for name, parameter in Net().named_parameters():
         whole = parameter.detach()

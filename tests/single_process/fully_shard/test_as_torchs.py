@@ -122,7 +122,7 @@ def test_names_are_found_where_programs_look() -> None:
 
 
 def test_torchs_own_goes_on_beside() -> None:
-    """What holds torch's function from before reads torch's classes in it."""
+    """Code that has imported torch's function before uses it with torch's classes."""
     file = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
     kept = (file.fully_shard, file.FSDPModule)
     as_torch.install()

@@ -451,7 +451,7 @@ def test_a_model_that_is_deleted_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_programs(seed: int) -> None:
-    """Whatever programs keep of gradients keeps its values, and gradients are those of a model that is not sharded."""
+    """Everything that programs keep of gradients keeps its values, and gradients are those of an unsharded model."""
     dice = random.Random(seed)
     model, expected = model_of(), plain_model()
     held: list[tuple[Any, Tensor]] = []

@@ -1,4 +1,4 @@
-"""What a module is after `fully_shard`, on one rank of one: its class, its moves, its memory, its messages."""
+"""A module after `fully_shard`, on one rank of one: its class, its moves, its memory, its messages."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_a_deleted_model_is_freed_without_the_collector() -> None:
 
 
 def test_an_optimizer_steps_beside_a_model_whose_modules_are_gone() -> None:
-    """Whoever keeps a part of the engine, as the traceback of an error in a backward does, keeps no module."""
+    """A part of the engine that is kept alive, as by the traceback of an error in a backward, keeps no module alive."""
     model = model_of()
     model(torch.ones(2, 4)).sum().backward()
     kept, module = inspect.shared_state(model)(), weakref.ref(model)
@@ -441,7 +441,7 @@ def test_a_stage_with_units_computes_all_gradients_when_those_of_inputs_are_aske
 
 
 def test_a_move_between_forward_and_backward_leaves_modules_what_they_compute_with() -> None:
-    """What is computed again in the backward reads it."""
+    """Recomputation in the backward reads it."""
     model = fully_shard(nn.Linear(2, 2))
     loss = model(torch.ones(1, 2)).sum()
     computed_with = model.weight

@@ -1,4 +1,4 @@
-"""What torch 2.13's `fully_shard` raises for, by the file in which it does: refused here in words, or it works here."""
+"""Errors of torch 2.13's `fully_shard`, by the file that raises them: each is an error here, too, or supported here."""
 
 from __future__ import annotations
 

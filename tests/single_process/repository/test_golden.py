@@ -1,7 +1,7 @@
-"""What the engine does in 320 random programs, event by event and byte by byte, is what is written down.
+"""The engine's behavior in 320 random programs, event by event and byte by byte, is the recorded one.
 
-A change that is meant is written down by `python -m tests.golden.traces --changed`, which names the programs; say in
-the commit which they are, and why.
+Record an intended change by `python -m tests.golden.traces --changed`, which names the programs; state in the commit
+which they are, and why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What parameters answer between a forward and its backward, and what becomes of writes to them."""
+"""The attributes of parameters between a forward and its backward, and the effect of writes to them."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_copies_are_of_the_usual_class(world: None) -> None:
 
 
 def answers(parameter: nn.Parameter) -> dict[str, Any]:
-    """What describes a parameter."""
+    """The attributes that describe a parameter."""
     return {
         "shape": parameter.shape,
         "size": parameter.size(),

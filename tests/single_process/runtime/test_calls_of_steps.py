@@ -69,7 +69,7 @@ def calls_of_a_plain_step(blocks: int, clips: bool, block: type[nn.Module]) -> i
 
 
 def calls_of_a_step(blocks: int, clips: bool, block: type[nn.Module] = Block, **options: Any) -> int:
-    """What a wrapped model's step has more than that of the same model alone, while no other one is alive."""
+    """Calls that a wrapped model's step adds to one of the same model alone, while no other one is alive."""
     plain = calls_of_a_plain_step(blocks, clips, block)
     model = FullyShardedDataParallel(network(blocks, block), auto_wrap_policy={block}, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

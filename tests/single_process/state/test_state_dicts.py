@@ -1,4 +1,4 @@
-"""What state dicts communicate, and how much of a model is ever whole on their account."""
+"""Communication for state dicts, and the part of a model that they hold unsharded at a time."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Clock:
 
 
 def ends(pipe: int) -> bool:
-    """Whether those who may write to `pipe` are all gone, within a minute."""
+    """Whether all processes that may write to `pipe` end within a minute."""
     os.set_blocking(pipe, True)
     return bool(select.select([pipe], [], [], 60.0)[0]) and os.read(pipe, 1) == b""
 

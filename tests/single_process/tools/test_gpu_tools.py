@@ -39,7 +39,7 @@ def spun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def copies(work: Callable[[], object]) -> int:
-    """How many copies of something a trace of `work` has."""
+    """The number of copies of at least one element in a trace of `work`."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         work()
     return sum(event.name == "aten::copy_" and event.input_shapes[0] != [0] for event in recorded.events())

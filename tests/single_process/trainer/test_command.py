@@ -78,7 +78,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
 
 
 def failed_in(code: str, file: str) -> str:
-    """What torch says of a rank that failed in such code."""
+    """torch's report of a rank that failed in `code`."""
     try:
         exec(compile(code, file, "exec"), {})
     except Exception:

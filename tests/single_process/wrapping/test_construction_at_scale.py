@@ -1,4 +1,4 @@
-"""What construction, lazy init and steps cost where models and worlds are large.
+"""The cost of construction, lazy init and steps of large models in large worlds.
 
 [Note: cost of construction] In calls, it is a sum of a term for the model, one for each unit and one for each
 parameter: alpha + beta * units + gamma * parameters. The world is in none of them, only its groups' ranks are listed:
@@ -208,7 +208,7 @@ def test_a_unit_more_takes_a_bounded_number_of_calls_in_a_step() -> None:
 
 
 def tensors_after_steps(world: int) -> int:
-    """How many tensors there are for a model of 12 parameters under `fully_shard`, after steps on so many ranks."""
+    """The number of tensors of a model with 12 parameters under `fully_shard`, after steps on `world` ranks."""
 
     def count() -> int:
         gc.collect()

@@ -125,7 +125,7 @@ def test_evaluations_at_a_rhythm_become_expected(length: int) -> None:
 
 
 def test_an_evaluation_out_of_turn_leaves_steps_expected() -> None:
-    """What came after it once, early in a run of steps, is not expected again at each of the steps that follow."""
+    """Symbols that followed it once, early in a run of steps, are not expected again at each of the later steps."""
     predictor = SequencePredictor()
     for _ in range(200):
         iteration(predictor)

@@ -1,4 +1,4 @@
-"""What all ranks do and fail at together, with the other ranks' answers at hand."""
+"""Work and failures that all ranks share, with given answers of the other ranks."""
 
 from __future__ import annotations
 

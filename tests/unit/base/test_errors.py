@@ -1,4 +1,4 @@
-"""What flatfsdp says and where it points: the exception family, warnings at the user's line, the rank in the log."""
+"""Messages of flatfsdp and their places: the exception family, warnings at the user's line, the rank in the log."""
 
 from __future__ import annotations
 

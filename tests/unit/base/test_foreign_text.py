@@ -1,4 +1,4 @@
-"""What others write into the store: plain values on one line, or nothing; whatever stands there, the watch goes on."""
+"""Text of other processes in the store: plain values on one line, or nothing; no such text ends the watch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpoints are made of, without files or ranks: nested states, plain values, plans, boxes of bounded size."""
+"""The contents of checkpoints, without files or ranks: nested states, plain values, plans, boxes of bounded size."""
 
 from __future__ import annotations
 

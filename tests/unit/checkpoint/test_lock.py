@@ -1,4 +1,4 @@
-"""Two jobs that save to one path: who has the lock, when it is stale, and what the other one reports.
+"""Two jobs that save to one path: the owner of the lock, a stale lock, and the report of the other job.
 
 Machines, their processes and their clocks are doubles here; the real ones have a test at the end.
 """
@@ -60,7 +60,7 @@ def unseen(monkeypatch: Any) -> None:
 
 
 def waited(path: Path, machine: Other) -> float:
-    """How long it took to have the lock."""
+    """Seconds until the lock was taken, by the clock of `machine`."""
     mine = Lock(path, machine)
     mine.take()
     mine.check()
@@ -238,7 +238,7 @@ def test_the_number_is_counted_up_while_a_lock_is_had(tmp_path: Path, monkeypatc
     assert not mine.file.exists()
 
 
-# --- who takes it -----------------------------------------------------------------------------------------------------
+# --- the next owner ---------------------------------------------------------------------------------------------------
 
 
 def save(path: Path, **kwargs: Any) -> None:

@@ -191,7 +191,7 @@ DEEDS = (flip, cut, lose, another_kind, forge, forge, forge, forge)
 
 
 def message(path: Path, function: Callable[[], Any]) -> Any:
-    """What it returns, or the error that names the folder."""
+    """The result of `function`, or its error, which names the folder."""
     try:
         with warnings.catch_warnings(), within(20.0):
             warnings.simplefilter("ignore", FlatFSDPWarning)

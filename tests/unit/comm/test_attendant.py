@@ -1,4 +1,4 @@
-"""How often the thread that attends to exchanges looks, without a thread and without waiting."""
+"""Intervals at which the thread that attends to exchanges looks at them, without a thread and without waiting."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Pauses:
 
 
 class Wanted(threading.Event):
-    """What wakes the thread: it is set, and once the thread sleeps again the test has seen enough."""
+    """The event that wakes the thread: it is set, and the test ends once the thread sleeps again."""
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self.is_set():

@@ -1,4 +1,4 @@
-"""What waiting for messages means, without a backend."""
+"""Waiting for messages, without a backend."""
 
 from __future__ import annotations
 

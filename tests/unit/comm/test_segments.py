@@ -1,4 +1,4 @@
-"""Segments by themselves: their pages, and what cannot happen to those who map them."""
+"""Shared-memory segments alone: their pages, and faults that cannot happen to processes that map them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_system_that_does_not_know_whether_there_is_memory_keeps_the_pages(des
 
 
 def test_nobody_who_has_a_segment_gives_it_another_size(descriptor: int) -> None:
-    """Or whoever maps it would be ended by a signal."""
+    """Otherwise a signal would end each process that maps it."""
     for size in (0, PAGE, 2 * SIZE):
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, size)

@@ -1,4 +1,4 @@
-"""What lists of tensors cost an accelerator: a kernel for all that is copied at once, not one for each tensor."""
+"""The cost of lists of tensors on an accelerator: one kernel for all copies made together, not one for each tensor."""
 
 from __future__ import annotations
 

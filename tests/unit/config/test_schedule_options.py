@@ -1,4 +1,4 @@
-"""What users say about the schedule, as data."""
+"""Users' options for the schedule, as data."""
 
 from __future__ import annotations
 

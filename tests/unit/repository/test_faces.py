@@ -1,4 +1,4 @@
-"""What users meet at rest is asked of a handle's face: which one it has is decided where it is built."""
+"""Parameters at rest depend on the face of their handle, and one place, at construction, chooses the face."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How large things are: files, classes, functions, and the whole, as numbers that only fall.
+"""Sizes of files, classes, functions, and the whole, as numbers that only fall.
 
-What is over a budget today is listed with its number; whoever makes it smaller lowers the number in the same commit,
-and whoever adds a feature raises the lines of its part by what that brings, and says so.
+Items over a budget are listed with their numbers. A commit that makes one smaller lowers its number; a commit that
+adds a feature raises the lines of its part by those of the feature, and states the reason.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def is_mutable_dataclass(node: ast.ClassDef) -> bool:
 
 
 def fields_of(node: ast.ClassDef) -> set[str]:
-    """What the class's methods assign to `self`, and what it declares: a dataclass that is no value, and others that
-    are not made of declarations, as a frozen dataclass and a NamedTuple are."""
+    """Attributes that the class's methods assign to `self`, and declared ones, except those of classes that consist of
+    declarations, such as frozen dataclasses and NamedTuples."""
     made = {base.id for base in node.bases if isinstance(base, ast.Name)} & {"NamedTuple", "Protocol"}
     value = any("dataclass" in ast.unparse(each) for each in node.decorator_list) and not is_mutable_dataclass(node)
     declared = {
@@ -96,7 +96,7 @@ def length_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def check(found: dict[str, int], budget: int, listed: dict[str, int], slack: int = 0) -> None:
-    """What is over its budget is listed, and no larger than that; what is listed is about as large as that."""
+    """Sizes over the budget are listed and do not exceed their numbers, which exceed no size by more than `slack`."""
     too_large = {name: size for name, size in found.items() if size > max(budget, listed.get(name, 0))}
     assert not too_large, f"over the budget of {budget}, or larger than before: {too_large}"
     smaller = {name: found.get(name, 0) for name, size in listed.items() if found.get(name, 0) < size - slack}

@@ -1,4 +1,4 @@
-"""What can be seen of the manual without running it: links, names, numbers, marks, and how long README is."""
+"""Properties of the manual that need no run: links, names, numbers, marks, and the length of README."""
 
 from __future__ import annotations
 

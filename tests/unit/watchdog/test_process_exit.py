@@ -1,4 +1,4 @@
-"""How a process ends is reported once, whatever ends it."""
+"""The end of a process is reported once, for every cause."""
 
 from __future__ import annotations
 

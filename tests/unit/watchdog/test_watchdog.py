@@ -139,7 +139,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What watches print; they look a hundred times as often, end no process, and report after 10 ms."""
+    """The messages of watches; they look a hundred times as often, end no process, and report after 10 ms."""
     found: list[str] = []
     monkeypatch.setattr(watch, "print_immediately", found.append)
     monkeypatch.setattr(watch, "end_process_unless", lambda come_back: None)

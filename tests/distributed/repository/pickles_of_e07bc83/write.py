@@ -35,7 +35,7 @@ def a_model() -> nn.Module:
 
 
 def settings() -> list[Any]:
-    """What users hold of flatfsdp's in settings of their own."""
+    """Objects of flatfsdp that users keep in settings of their own."""
     import flatfsdp
     from flatfsdp.wrap import ModuleWrapPolicy
 

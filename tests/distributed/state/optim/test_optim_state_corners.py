@@ -458,7 +458,7 @@ def test_dicts_that_do_not_fit(orig: bool, pool2: Run) -> None:
 
 
 def foreign_intervals(rank: int, world: int) -> list[str]:
-    """What another wrapping owns is refused on all ranks; values of the same one are taken as they are."""
+    """Intervals that another wrapping owns are refused on all ranks; those of the same one are loaded as they are."""
     model, other = wrapped(ORIG), ORIG.wrap(seeded(Net), ())
     optim, other_optim = adam(model.parameters()), adam(other.parameters())
     whole = stepped(model, optim, rank)

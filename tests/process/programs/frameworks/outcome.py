@@ -1,5 +1,5 @@
-"""What a program ends with, in a file for each rank: numbers on its way, and its parameters: their shards, or whole
-where FSDP1 has flattened them."""
+"""The result of a program, in a file for each rank: numbers recorded on the way, and its parameters: their shards, or
+unsharded ones where FSDP1 has flattened them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _init_utils, fully_sharded_data_parallel
 from torch.distributed.tensor import DTensor
 
-# What torch's FSDP1 lacks on a CPU: it wants to be given a device, does not know "cpu" and "cpu:0" as one, and frees
-# what is to be moved to the CPU where it is there.
+# Gaps of torch's FSDP1 on a CPU: it requires a device, takes "cpu" and "cpu:0" for two, and frees a tensor that is to
+# be moved to the CPU and is there already.
 _of_device = fully_sharded_data_parallel._init_device_handle
 fully_sharded_data_parallel._init_device_handle = lambda *given: _of_device(*given[:3], torch.device("cpu"))
 _init_utils._get_device_from_device_id = lambda *named: None

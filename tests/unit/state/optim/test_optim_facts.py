@@ -1,4 +1,4 @@
-"""How ranks describe an optimizer's states, and what that comes to."""
+"""Ranks' descriptions of an optimizer's states, and the result of their comparison."""
 
 from __future__ import annotations
 
