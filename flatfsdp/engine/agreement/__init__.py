@@ -1,3 +1,3 @@
-"""What ranks must have in common (configuration, order of operations, values), compared as integers and explained in
-words; it knows no flat parameter. Imports `comm`, `watchdog` and what these import.
+"""The agreement of ranks on configuration, order of operations and initial values: compared as integers, explained in
+words, independent of flat parameters. Imports `comm`, `watchdog` and the packages that these import.
 """

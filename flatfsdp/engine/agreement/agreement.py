@@ -1,6 +1,6 @@
-"""One rank's side of the agreement of one model: what its runtime reports, as ops of the sequence.
+"""One rank's side of the agreement of one model: turns the calls of its runtime into ops of the sequence.
 
-Units are numbers here, in the order of the model, and what the model does is handed over as values.
+Units are numbers here, in the order of the model, and all other information about the model is passed as values.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .rank_exchange import RankExchange
 
 
 class Agreement:
-    """What the ranks of one model must have in common: what it is, what it begins with, and the order of what it does.
+    """Compares the structure, the initial values and the order of operations of one model over its ranks.
 
-    Where ranks differ its methods raise an AgreementError, on every rank, within seconds. Those that check or call are
-    collective in the first iteration; after it a rank waits for the others only where it does what was not expected.
+    If ranks differ its methods raise an AgreementError, on every rank, within seconds. Methods that check or call are
+    collective in the first iteration; later a rank waits for the others only when it does an unexpected operation.
 
     Attributes:
-        peers: the other ranks; sequence: the order agreed with them; unused: which parameters no rank brings gradients
-            to; rest, refuse, explain: those of the sequence.
-        initial_values: whether ranks begin from the same ones.
-        stepped, loaded: an optimizer stepped, or a state dict was loaded, since a step began with it; noted where it
-            happens.
-        forwards_are_local: forwards communicate nothing: ranks may differ in them.
+        peers: the other ranks; sequence: the order of operations agreed with them; unused: the agreement on parameters
+            without gradients on any rank; rest, refuse, explain: methods of the sequence.
+        initial_values: the comparison of initial values.
+        stepped, loaded: whether an optimizer stepped, or a state dict was loaded, since the last step began; set by the
+            code that does so.
+        forwards_are_local: whether forwards do not communicate, so that ranks may differ in them.
     """
 
     def __init__(self, *, check_values: str) -> None:
@@ -47,13 +47,13 @@ class Agreement:
         self._sharded = False
         self._names = ModelNames()
         self._entered: list[Op] = []  # by unit
-        self._forwards: list[str] = []  # what runs then, in words
+        self._forwards: list[str] = []  # the names of their forwards in messages, by unit
         self._backwards: dict[Hashable, Op] = {}  # by plan
-        self._issued: Callable[..., Op] = ops.issued  # the op of what a backward issued, by units
+        self._issued: Callable[..., Op] = ops.issued  # the op of a backward's collectives, by units
         self._kind = ""  # of the running forward
         self._opening: str | None = None  # the kind of forward that the next unit begins
-        self._autocast = ""  # of the last forward; where nothing is sharded, of the last training forward
-        self._flags: tuple[bool, ...] = ()  # which parameters required gradients in it
+        self._autocast = ""  # of the last forward; if nothing is sharded, of the last training forward
+        self._flags: tuple[bool, ...] = ()  # whether each parameter required a gradient in it
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
@@ -66,8 +66,8 @@ class Agreement:
         comm_stats: CommStats,
         events: EventLog,
     ) -> None:
-        """The model has these units, spread over these `axes`; none where this rank is alone. `sharded`: whether a
-        unit is."""
+        """Set the units of the model, and the `axes` that they are distributed over, none if this rank is alone.
+        `sharded`: whether any unit is sharded."""
         self.peers.spread_over(axes)
         self._sharded = sharded
         self._names = self.sequence.meetings.names = names
@@ -77,11 +77,11 @@ class Agreement:
         self._forwards = [f"the forward of unit {unit.label}" for unit in names.units]
 
     def compare(self, facts: Callable[[], Sequence[Fact]], values: Callable[[], Checksums] | None) -> None:
-        """Compare the models of all ranks: `facts` has what must be the same. With checksums of the `values` that they
-        begin with, where those matter now. Collective over all axes.
+        """Compare the models of all ranks by `facts`, and their initial `values` by checksums, if these are needed now.
+        Collective over all axes.
 
         Raises:
-            AgreementError: on every rank, naming the first difference.
+            AgreementError: on every rank, names the first difference.
         """
         peers = self.peers
         if not peers.axes:
@@ -98,7 +98,7 @@ class Agreement:
             self.initial_values.compare(peers, own, {rank: extra for rank, (_, extra) in answers.items()})
 
     def compare_values(self, values: Callable[[], Checksums]) -> None:
-        """Compare the values that ranks began with, once. Collective over all axes at the first call, free after it."""
+        """Compare the initial values of all ranks, once. Collective over all axes at the first call only."""
         if not self.initial_values.due or not self.peers.axes:
             return
         own = self.initial_values.take(values)
@@ -109,15 +109,15 @@ class Agreement:
 
     @property
     def compares_forwards(self) -> bool:
-        """Whether all ranks run the same forwards; where nothing is sharded several need not."""
+        """Whether all ranks must run the same forwards; with several ranks only if a unit is sharded."""
         return self._sharded or not self.peers.axes
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, trained: Callable[[], tuple[bool, ...]], *, training: bool, device_type: str) -> None:
-        """An outermost forward begins. If the last iteration was abandoned, wait until all ranks have abandoned it.
+        """Begin an outermost forward. If the last iteration was abandoned, wait until all ranks have abandoned it.
 
-        `trained`: which parameters require a gradient now. `device_type`: where autocast may be on.
+        `trained`: whether each parameter requires a gradient now. `device_type`: the device type of autocast.
         """
         if not self.peers.axes or self.forwards_are_local:
             return
@@ -131,10 +131,10 @@ class Agreement:
             self.sequence.start("the beginning of a forward")
 
     def check_order(self, unit: int, *, schedule: str) -> None:
-        """This unit is about to be gathered: is it the one that all ranks gather?
+        """Check that all ranks gather this unit next.
 
-        `schedule`: what users set, in words. Where no unit is sharded a forward communicates nothing, and ranks may
-        differ in it.
+        `schedule`: the user-defined settings, in words. If no unit is sharded, forwards do not communicate, and ranks
+        may differ in them.
         """
         if not self._sharded or self.forwards_are_local:
             return
@@ -150,7 +150,7 @@ class Agreement:
             self.sequence.next(op, unit=op.code)
 
     def check_request(self, unit: int, method: str) -> None:
-        """A user asks for this unit to be gathered or freed by this `method`."""
+        """Check that all ranks call this `method`, with which the user gathers or frees this unit."""
         if not self._sharded or self.forwards_are_local:
             return
         entry = self._names.units[unit]
@@ -163,13 +163,13 @@ class Agreement:
                 self.sequence.next(op)
 
     def end_forward(self) -> None:
-        """The outermost forward has ended."""
+        """End the outermost forward."""
         if self.sequence.part is not None:
             self.sequence.next(ENDED[self._kind], completes=self._kind != TRAINING)
         self.rest()
 
     def resume_forward(self) -> None:
-        """A backward inside of a forward has ended, which goes on."""
+        """Continue a forward after a backward inside of it."""
         self.rest()
         if self.peers.axes and self._sharded and not self.forwards_are_local:
             self.sequence.busy = True
@@ -178,18 +178,18 @@ class Agreement:
     # -- backwards ---------------------------------------------------------------------------------------------------
 
     def check_backward(self, plan: Hashable, describe: Callable[[], BackwardPlan], *, reduces: bool) -> None:
-        """A backward begins: will all ranks issue the same collectives in it, and bring gradients to the same
-        parameters?
+        """Begin a backward, and check that it issues the same collectives on all ranks, and computes gradients of the
+        same parameters.
 
-        `plan`: equal where that is so on this rank; `describe` is called for one that is new. `reduces`: whether there
-        is a unit that reduces gradients.
+        `plan`: equal for backwards that are equal on this rank; `describe` is called for a new one. `reduces`: whether
+        any unit reduces gradients.
         """
         if not self.peers.axes:
             return
         begun_with = None if self._sharded else (self._conditions(), self._flags)
         op = self._backwards.get((plan, begun_with))
         if op is None:
-            if len(self._backwards) == PLANS:  # of a model whose order is another at every step
+            if len(self._backwards) == PLANS:  # of a model whose order changes at every step
                 self._backwards.clear()
             op = self._backwards[plan, begun_with] = ops.backward(describe(), self._names.units, begun_with)
         self.sequence.busy = True
@@ -200,16 +200,16 @@ class Agreement:
             self.unused.begin(self.sequence.position, op.code)
 
     def check_issued(self, gathered: Sequence[int], reduced: Sequence[int]) -> None:
-        """A backward that reduces has issued its collectives, those of these units: are they the same on all ranks?"""
+        """Check, after a backward that reduces, that all ranks have issued the collectives of these units."""
         if self.peers.axes:
             self.sequence.next(self._issued(tuple(gathered), tuple(reduced)), completes=True)
 
     def foresees_none(self, brings: Callable[[], bool]) -> bool:
-        """Whether a backward that begins is known to all ranks to bring no gradient: compared here where one before
-        brought none. A rank whose gradients come late waits before them for gathers, which others would not issue if
-        they waited for its note at their own first gradient. No collective.
+        """Whether all ranks know that the backward that begins computes no gradient. This is compared if an earlier
+        backward computed none: a rank whose gradients come late first waits for gathers, which others would not issue
+        if they waited for its note at their own first gradient. Not collective.
 
-        `brings`: whether this rank's will bring any.
+        `brings`: whether this rank's backward will compute any.
         """
         if not self.sequence.expects(CAME, NONE_CAME) or self.peers.watch is None:
             return False
@@ -219,11 +219,11 @@ class Agreement:
         return op is NONE_CAME
 
     def check_gradients(self, *, came: bool) -> None:
-        """The first gradient of a parameter came in a backward that communicates, or it ended and none `came`.
+        """Called at the first gradient of a parameter in a backward that communicates, or at its end if none `came`.
 
-        Where none comes a rank gathers and reduces no more (`torch.autograd.grad` brings none), so all must be alike.
-        That none comes is the rare case and part of the sequence; that some come is only where the other was expected.
-        No collective.
+        Without gradients (as in `torch.autograd.grad`) a rank stops gathering and reducing, so all ranks must do so.
+        A backward without gradients is rare, and part of the sequence; one with gradients is part of it only if none
+        were expected. Not collective.
         """
         if self.peers.watch is None:
             return
@@ -234,8 +234,8 @@ class Agreement:
             self.sequence.show(CAME)
 
     def check_gathered(self, gathered: Sequence[int]) -> None:
-        """A backward ended in which no gradient of a parameter came, and these units were gathered: the same on all
-        ranks? No collective, as some may wait for a gather.
+        """Check, after a backward without any gradient of a parameter, that these units were gathered on all ranks.
+        Not collective, since some ranks may wait for a gather.
         """
         if self.peers.watch is None:
             return
@@ -246,8 +246,8 @@ class Agreement:
 
     @contextmanager
     def collective_call(self, call: str, units: Sequence[int] = (), *, always: bool = False) -> Iterator[None]:
-        """A `call` of the user's, between iterations, which all ranks make for the same `units`: is it so? Inside, this
-        rank may wait for them. Where no unit is sharded only an `always` call communicates.
+        """Check that all ranks make this `call` of the API, between iterations, for the same `units`. Inside, this rank
+        may wait for the others. If no unit is sharded, only an `always` call communicates.
         """
         if self.sequence.part is not None or not (self._sharded or (always and self.peers.axes)):
             yield
@@ -258,14 +258,14 @@ class Agreement:
             yield
 
     def numbers_of_ranks(self, what: str, mine: int) -> dict[int, int]:
-        """Every rank's number, where all ranks need `what` between iterations. Collective over all axes: 24 bytes of
-        each rank.
+        """Every rank's number for `what`, which all ranks need between iterations. Collective over all axes: 24 bytes
+        per rank.
         """
         if not self.peers.axes:
             return {self.peers.rank: mine}
         with self.waiting(what):
             self.sequence.meet_abandoned()
-            self.sequence.next(Op(hash63(what), f"asked for {what}"))
+            self.sequence.next(Op(hash63(what), f"requested {what}"))
             return {rank: code for rank, (code, _) in self.peers.numbers_of_ranks(mine).items()}
 
     def any_rank(self, flag: bool) -> bool:
@@ -273,11 +273,11 @@ class Agreement:
         return any(code for code, _ in self.peers.numbers_of_ranks(int(flag)).values())
 
     def leave(self, loop: str, error: BaseException | None) -> None:
-        """This rank leaves a `loop` in which others may go on: do they leave, too? With an `error` that shows
-        when the next forward begins.
+        """Check that all ranks leave a `loop` in which some may continue. With an `error` that is checked when the next
+        forward begins.
 
         Raises:
-            AgreementError: without an `error`; on every rank, within seconds.
+            AgreementError: without an `error`: a rank continues; on every rank, within seconds.
         """
         if not self.peers.axes:
             return
@@ -290,7 +290,7 @@ class Agreement:
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Inside, this rank may wait for others, in an iteration or between them."""
+        """A context in which this rank may wait for others, in an iteration or between iterations."""
         if self.sequence.part is not None or not self.peers.axes:
             yield
             return
@@ -307,18 +307,18 @@ class Agreement:
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def abandon(self, error: BaseException | None) -> None:
-        """`error` ended a forward: let the others know, or raise the disagreement that it stems from."""
+        """Notify the others that `error` ended a forward, or raise the disagreement that caused it."""
         if error is not None:
             self.explain(error)
         self.publish_abandoned(error)
 
     def publish_abandoned(self, error: BaseException | None) -> None:
-        """An iteration ends here by an exception: let the others know, without waiting for them or raising."""
+        """Notify the others that an exception ended the iteration here, without waiting for them or raising."""
         self._opening = None
         self.sequence.publish_abandoned(error)
 
     def _conditions(self) -> StepConditions:
-        """Those with which a step begins, and the next one has its own."""
+        """The conditions with which a step begins; resets them for the next one."""
         found = StepConditions(self.stepped, self.loaded, self._autocast)
         self.stepped = self.loaded = False
         return found

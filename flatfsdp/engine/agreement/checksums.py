@@ -1,4 +1,4 @@
-"""Checksums of the values that a rank began with, as long as nothing has written to them."""
+"""Checksums of a rank's initial values, for as long as these have not been written to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..device.fake_tensors import is_memoryless
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A sum over the bits of `tensor`: equal values give equal sums on every rank. 0 in a dry run, without values."""
+    """A sum over the bits of `tensor`: equal for equal values, on every rank. 0 in a dry run, which has no values."""
     if is_memoryless():
         return 0
     flat = tensor.detach().contiguous().view(-1)
@@ -21,22 +21,22 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 class InitialChecksums:
-    """What one unit's parameters were before they were sharded.
+    """Checksums of one unit's parameters before they were sharded.
 
-    A parameter counts as written to when this rank's piece of it has changed; that is read from the piece itself,
-    because a write through `.data` leaves no trace in version counters.
+    A parameter counts as written to when this rank's piece of it has changed. That is checked on the piece's values,
+    because a write through `.data` does not change version counters.
     """
 
     def __init__(self, leaves: Iterable[tuple[torch.Tensor, str]]) -> None:
-        """Sum up unsharded parameters (with their paths), before they are sharded."""
+        """Compute the checksums of unsharded parameters (with their paths), before they are sharded."""
         self._whole = {path: checksum(leaf) for leaf, path in leaves}
         self._pieces: dict[str, int] = {}
 
     def seal(self, pieces: Mapping[str, torch.Tensor]) -> None:
-        """Sum up this rank's pieces, by path, right after sharding."""
+        """Compute the checksums of this rank's pieces, by path, right after sharding."""
         self._pieces = {path: checksum(piece) for path, piece in pieces.items()}
 
     def unchanged(self, paths: Iterable[str], pieces: Mapping[str, torch.Tensor]) -> list[tuple[str, int | None]]:
-        """For each of the `paths` its checksum, unless this rank's piece was written to since."""
+        """For each of `paths` the checksum of the parameter; None if this rank's piece was written to since."""
         now = {path: checksum(piece) for path, piece in pieces.items()}
         return [(path, self._whole[path] if self._pieces.get(path) == now.get(path) else None) for path in paths]

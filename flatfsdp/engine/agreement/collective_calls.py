@@ -1,12 +1,12 @@
-"""Calls outside of a model's iterations, in which all ranks meet before they send each other anything.
+"""Collective calls outside of a model's iterations, in which all ranks meet in the store before they communicate.
 
-[Note: calls] A communicator matches operations by their order alone. A rank that is alone in a constructor, or in a
-checkpoint's listing, would exchange its values for the others' parameters or gradients: gloo ends the process
-where sizes differ, and nobody would learn why. So whoever comes to such a call meets the others in the store first, and
-the backend is used when all have come to the same one. Ranks that make different calls fail at once; for ranks that
-train instead, or do nothing, this one waits as anywhere else ([Note: watch], [Note: deadlock]).
+[Note: calls] A communicator matches operations only by their order. If a rank were alone in a constructor, or in a
+checkpoint's listing, its values would be exchanged for the others' parameters or gradients: gloo aborts the process
+when sizes differ, without an explanation. So a rank in such a call first meets the others in the store, and the backend
+is used when all have reached the same call. Ranks that make different calls fail at once. If the others train, or do
+nothing, this rank waits as in any other wait ([Note: watch], [Note: deadlock]).
 
-It costs a rank six requests to the store and its looks for the others, ever more rarely; calls are made between steps.
+A meeting takes six requests to the store by each rank, and polls at growing intervals; calls are made between steps.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from ..watchdog.regions import current_watch
 from ..watchdog.store import PERIOD, StoreClient
 from ..watchdog.watchdog import PATIENCE
 
-SAME, DIFFERENT = "same", "different"  # what a meeting of ranks ends with
-READING = 2.5 * PERIOD  # seconds that ranks have to write what they do, and to read what others do
+SAME, DIFFERENT = "same", "different"  # verdicts of a meeting
+READING = 2.5 * PERIOD  # seconds that ranks have to write their notes, and to read those of the others
 
-# How many calls were made by the same ranks. All of them count alike, also beyond the end of a process group.
+# The number of calls by the same ranks. All of them have the same count, also after a process group was destroyed.
 _made: Counter[str] = Counter()
 
 
 def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
     """Return when all `ranks`, those of `process_group`, make this `call`, which follows "rank 0 ". Collective.
 
-    Process groups that move nothing have no other ranks, and threads beside the main one do not meet.
+    Returns at once for fake process groups, and on threads other than the main thread.
 
     Raises:
-        AgreementError: on every rank: some make another one, or none of them will ever come to it.
+        AgreementError: on every rank: some ranks make another call, or the meeting can never complete.
     """
     if len(ranks) == 1 or "fake" in str(dist.get_backend_config(process_group)):
         return
-    # A thread beside the program has a group of its own, on which all ranks make the calls that they have met for
-    # before; there the backend wakes it if a rank dies, and a wait in the store nobody watches.
+    # A background thread has a group of its own, for calls that all ranks have already met for. If a rank dies, the
+    # backend wakes the thread, while its wait in the store would not be watched.
     if threading.current_thread() is not threading.main_thread():
         return
     watch = current_watch()
@@ -55,7 +55,7 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
     before = watch.failure
     verdict = notes.wait(lambda: watch.failure is not before or notes.read(f"{place}/verdict"), PATIENCE)
     if watch.failure is not None and watch.failure is not before:
-        # Whoever lives on has not been here: the others count this call no more.
+        # Surviving ranks may not have reached this call: it is not counted.
         _made[scope] -= 1
         if notes.count(f"{place}/here", -1) == 0:
             notes.erase(f"{place}/first", f"{place}/here")
@@ -65,7 +65,7 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
         reported = by_ranks({rank: one_line(text) for rank, text in texts_at(notes, place, ranks).items()})
         notes.let_all_read(place, len(ranks), READING)
         raise AgreementError(f"{reported}. These calls are collective: all ranks must make the same, in the same order")
-    if dist.get_rank() == ranks[0]:  # all have come here, and so have left the call before
+    if dist.get_rank() == ranks[0]:  # all ranks are here, so all have left the previous call
         erase(notes, f"call/{scope}/{_made[scope] - 1}")
 
 
@@ -73,8 +73,8 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
 
 
 def come(notes: StoreClient, place: str, what: str, ranks: int) -> int:
-    """Come to `place` to do `what`, and write the verdict if that decides it. Returns how many of so many `ranks` have
-    come for the same; 0 where one has come for something else."""
+    """Register at `place` with operation `what`, and write the verdict if that decides it. Returns the number of ranks,
+    of `ranks` in total, that are there for the same operation; 0 if one is there for another one."""
     if notes.set_if_absent(f"{place}/first", what) != what:
         notes.post(f"{place}/verdict", DIFFERENT)
         return 0
@@ -87,7 +87,7 @@ def come(notes: StoreClient, place: str, what: str, ranks: int) -> int:
 def texts_at(
     notes: StoreClient, place: str, ranks: Sequence[int], absent: str = "has not come that far"
 ) -> dict[int, str]:
-    """What `ranks` do at `place`, each as it has written itself; `absent` for one that does not write soon."""
+    """The notes of `ranks` at `place`, by rank; `absent` for a rank that does not write one soon."""
     found: dict[int, str] = {}
 
     def all_there() -> bool:
@@ -101,5 +101,5 @@ def texts_at(
 
 
 def erase(notes: StoreClient, place: str, ranks: Sequence[int] = ()) -> None:
-    """Nobody will read what stands at `place` any more, and what these `ranks` have written there."""
+    """Erase the keys at `place`, and the notes of `ranks` there, after all ranks have read them."""
     notes.erase(f"{place}/first", f"{place}/here", f"{place}/verdict", *(f"{place}/note/{rank}" for rank in ranks))

@@ -1,4 +1,4 @@
-"""The sentence for ranks that did different things at one place of their sequence; pure."""
+"""The error message for ranks whose ops differ at one place of their sequence; pure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from .ops import IN_FORWARD, ISSUED, Op, StepConditions, UnitEntry
 
 Ranks = tuple[int, ...]
 
-_REMEDY = ", except in what is given to ensure_unit_participation()"
+_REMEDY = ", except in modules given to ensure_unit_participation()"
 _MIXED = (
-    "Values of different units were exchanged for each other, so what this backward brought is wrong: resume from the "
-    "checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units "
+    "Values of different units were exchanged for each other, so the gradients of this backward are wrong: resume from "
+    "the checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units "
     "separately, not of several together or one inside another; otherwise please report this"
 )
 
 
 @dataclass(frozen=True)
 class ModelNames:
-    """What messages call the units of a model, and its parameters (found when they are needed)."""
+    """The units of a model and the names of its parameters (computed when needed), for messages."""
 
     units: Sequence[UnitEntry] = ()
     parameters: Callable[[], Iterable[str]] = tuple
 
 
 def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
-    """What ranks did in this step, and what to do about it."""
+    """The message: the ops of all ranks in this step, and a remedy."""
     alike = {op.words for op in ops.values()}
     if len(alike) == 1:
         reported = f"ranks diverged at step {max(1, step)}, in which all {alike.pop()}"
@@ -51,7 +51,7 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
 
 
 def _unlike_conditions(found: Mapping[Ranks, StepConditions]) -> str:
-    """What the ranks do not have in common, and what to do about it; "" for nothing."""
+    """The conditions in which ranks differ, and the remedies; "" if there are none."""
     out = []
     if len(ranks := _by(found, "stepped")) > 1:
         out.append(
@@ -70,13 +70,13 @@ def _unlike_conditions(found: Mapping[Ranks, StepConditions]) -> str:
 
 
 def _by(found: Mapping[Ranks, StepConditions], what: str) -> dict[Any, str]:
-    """The ranks for each value of one of the conditions, in words."""
+    """The ranks, in words, by their value of condition `what`."""
     values = {rank: getattr(each, what) for ranks, each in found.items() for rank in ranks}
     return {value: ranks_in_words(sorted(ranks)) for value, ranks in ranks_by_value(values).items()}
 
 
 def _trained_differently(ops: Mapping[Ranks, Op], names: ModelNames) -> str:
-    """Which parameters of units that ran on all ranks require gradients on some of them, "" for none."""
+    """The message about parameters that require gradients on some ranks only, in units that ran on all; "" for none."""
     backwards = {ranks: op for ranks, op in ops.items() if op.ran and op.trained}
     sets = {ranks: int(op.trained, 16) for ranks, op in backwards.items()}
     differ = functools.reduce(operator.or_, sets.values(), 0) & ~functools.reduce(operator.and_, sets.values(), -1)
@@ -96,7 +96,7 @@ def _trained_differently(ops: Mapping[Ranks, Op], names: ModelNames) -> str:
 
 
 def _cut_off(index: int, sets: Mapping[Ranks, int], units: Sequence[UnitEntry]) -> str:
-    """Outputs of the unit that has parameter `index` need a gradient on some ranks only."""
+    """The message about the unit of parameter `index`, whose outputs need a gradient on some ranks only."""
     unit = next(each for each in units if index in each.parameters)
     some, others = _with_and_without(1 << index, sets)
     return (
@@ -107,7 +107,7 @@ def _cut_off(index: int, sets: Mapping[Ranks, int], units: Sequence[UnitEntry]) 
 
 
 def _with_and_without(bit: int, sets: Mapping[Ranks, int]) -> tuple[str, str]:
-    """The ranks whose sets have `bit`, and the others."""
+    """The ranks whose sets have `bit`, and the other ranks, in words."""
     some = sorted(rank for ranks, bits in sets.items() if bits & bit for rank in ranks)
     others = sorted(rank for ranks, bits in sets.items() if not bits & bit for rank in ranks)
     return ranks_in_words(some), ranks_in_words(others)

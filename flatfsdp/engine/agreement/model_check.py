@@ -1,4 +1,4 @@
-"""What ranks must have in common before a model's first iteration: its units, and the values that they begin with."""
+"""The comparison of ranks before a model's first iteration: of its units, and of their initial values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .collective_calls import meet
 from .object_collectives import ranks_over
 from .rank_exchange import NO_ANSWER, RankExchange
 
-# A value that ranks must have in common: what it is of, the value, and whether the first has to be called the same.
-# Parameters need not be: FSDP1 compares their order and shapes, and ranks that ignore different numbers of modules in a
-# list count the others differently. Plain tuples: there are many.
+# A value that must be equal on all ranks: (its subject, the value, whether the subject is compared as well). Names of
+# parameters are not compared: FSDP1 compares only their order and shapes, and ranks that ignore different numbers of
+# modules in a list number the others differently. Plain tuples, since there are many.
 Fact = tuple[str, str, bool]
 
 
@@ -31,19 +31,19 @@ def _fingerprint(facts: Iterable[Fact]) -> int:
     return hash63(json.dumps(_compared(facts)))
 
 
-# Checksums of the values that a rank begins with, by parameter; None for one that was written to since. The last number
-# is equal on ranks that must have equal values.
+# Checksums of a rank's initial values, by parameter; None for one that was written to since. The last number is equal
+# on ranks that must have equal values.
 Checksums = list[tuple[str, int | None, int]]
 
 
 def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, reason: str | None = None) -> None:
     """Compare `facts`, in a fixed order, inside constructors. Collective over all axes.
 
-    `doing` completes "rank 0 ..." while this rank waits for the others. `reason` is reported with the first fact where
-    ranks differ, and is not compared.
+    `doing` completes "rank 0 ..." while this rank waits for the others. `reason` is not compared, and is reported with
+    the first fact if ranks differ.
 
     Raises:
-        AgreementError: on every rank, naming the first difference.
+        AgreementError: on every rank, names the first difference.
     """
     if not axes:
         return
@@ -59,18 +59,18 @@ def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, r
 def exchange_facts(
     peers: RankExchange, facts: Sequence[Fact], *, doing: str = "", extra: int = 0
 ) -> dict[int, list[int]] | None:
-    """Every rank's number for its `facts`, and an `extra` one; None where process groups move nothing. Collective over
+    """Every rank's fingerprint of its `facts`, and its `extra` number; None with fake process groups. Collective over
     all axes."""
     members = ranks_over(peers.axes)
     with expecting(members, doing or f"compares its model with that of ranks {', '.join(map(str, members))}"):
-        # Comparisons meet each other, be it in constructors or at the first forward. [Note: calls]
+        # One kind of meeting for comparisons in constructors and at the first forward. [Note: calls]
         for axis in peers.axes:
             meet(axis.group.process_group, axis.group.ranks, "compares its model")
         return peers.exchange(_fingerprint(facts), extra)
 
 
 def refuse_differences(peers: RankExchange, facts: Sequence[Fact], answers: Mapping[int, list[int]]) -> None:
-    """Raise an AgreementError with the first of the `facts` in which ranks differ, if some do by their `answers`."""
+    """If ranks differ by their `answers`, raise an AgreementError with the first of the `facts` in which they do."""
     codes = {rank: code for rank, (code, _) in answers.items()}
     if len(set(codes.values())) > 1:
         texts = peers.publish(json.dumps(facts), codes)
@@ -78,12 +78,12 @@ def refuse_differences(peers: RankExchange, facts: Sequence[Fact], answers: Mapp
 
 
 class InitialValues:
-    """Whether all ranks begin from the same values.
+    """The comparison of the initial values of all ranks.
 
     Attributes:
-        check: "warn", "raise" or "off": what becomes of ranks that do not.
-        due: they have not been compared yet.
-        differ: they were different, and all ranks know it.
+        check: the reaction to differences: "warn", "raise" or "off".
+        due: whether values have yet to be compared.
+        differ: whether they were found to differ, on all ranks.
     """
 
     def __init__(self, check: str) -> None:
@@ -92,21 +92,21 @@ class InitialValues:
         self.differ = False
 
     def take(self, checksums: Callable[[], Checksums]) -> Checksums:
-        """This rank's `checksums`, the first time; none after it, or where nothing is compared."""
+        """This rank's `checksums` at the first call; none later, or if nothing is compared."""
         if not self.due:
             return []
         self.due = False
         return checksums()
 
     def compare(self, peers: RankExchange, own: Checksums, sums: Mapping[int, int]) -> None:
-        """Judge the values of ranks, of which the checksums have these `sums`. Collective over all axes if they differ.
+        """Compare ranks by `sums`, hashes of their checksums. Collective over all axes if they differ.
 
         Raises:
             AgreementError: they differ, and `check` is "raise"; on every rank.
         """
         if len(set(sums.values())) == 1 or 0 in sums.values():
-            return  # equal, or a rank does not train: what it does instead is compared next
-        # Ranks may merely hold different ones: now that all know it, each shows its own.
+            return  # equal, or a rank does not train: its op is compared next
+        # Values of different parts may differ legitimately: all ranks know of it, and exchange all checksums.
         axes = peers.axes
         rows = [[value is not None, value or 0, peers] for _, value, peers in own]
         block = torch.tensor(rows, device=axes[0].device.device)
@@ -117,13 +117,13 @@ class InitialValues:
             self.differ = True
             self.report(
                 peers,
-                f"ranks begin with different values of {len(names)} of {len(own)} parameters: {few(names)}. What they "
-                "gather is pieced together from different models. Pass sync_module_states=True, give all ranks the "
+                f"ranks begin with different values of {len(names)} of {len(own)} parameters: {few(names)}. Gathered "
+                "parameters consist of pieces of different models. Pass sync_module_states=True, give all ranks the "
                 'same seed, or load a checkpoint before the first step; check_values="off" if this is intentional',
             )
 
     def report(self, peers: RankExchange, message: str) -> None:
-        """Raise or warn, as `check` has it: ranks hold different values, and all of them have found it out."""
+        """Raise or warn, depending on `check`, that ranks have different values; called on all ranks."""
         if self.check == "raise":
             raise AgreementError(message)
         with one_rank_warns(this_rank=peers.is_first):
@@ -131,8 +131,8 @@ class InitialValues:
 
 
 def _differing(block: torch.Tensor) -> list[int]:
-    """For which parameters ranks that must have equal values have different ones, by the checksums of all of them;
-    `block` is by rank and parameter. Only where none of them was written to."""
+    """The indices of parameters whose checksums differ on ranks that must have equal values, without parameters that
+    were written to. `block` is indexed by rank and parameter."""
     held, found, peers = block[..., 0].bool(), block[..., 1], block[..., 2]
     different = torch.zeros(block.shape[1], dtype=torch.bool)
     for each in peers.unique():
@@ -144,7 +144,7 @@ def _differing(block: torch.Tensor) -> list[int]:
 
 
 def _facts(text: str) -> list[Fact]:
-    """The facts that a rank published as `text`; one without a value where it did not."""
+    """The facts that a rank published as `text`; a single one without a value if it did not publish any."""
     found = parse(text)
     rows = [row for row in found if isinstance(row, list) and len(row) == 3] if isinstance(found, list) else []
     return [(str(subject), str(value), bool(named)) for subject, value, named in rows] or [(NO_ANSWER, "", True)]

@@ -1,4 +1,4 @@
-"""Python values between ranks: everybody's to everybody, or the first rank's to all. For descriptions, not for data."""
+"""Collectives on Python values: all-gather, or broadcast from the first rank. For descriptions, not for data."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def firsts(axes: Sequence[Transport], content: bytes) -> bytes:
 
 
 def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str, objects: bool = False) -> dict[int, T]:
-    """What `work()` returned on every rank; where it fails on one, this fails on all. Collective over all axes.
+    """The result of `work()` on every rank; if it fails on one, this fails on all. Collective over all axes.
 
-    `doing` completes "rank 0 ...", and is the same on all. `objects`: users' own may be in it. [Note: plain data]
-    Process groups that move nothing (torch's fake ones) bring nothing of other ranks.
+    `doing` completes "rank 0 ...", and is the same on all ranks. `objects`: results may contain objects of user-defined
+    classes. [Note: plain data] With fake process groups the result is only that of this rank.
 
     Raises:
-        AgreementError: it failed on other ranks, and the message is theirs; or they are doing something else.
+        AgreementError: it failed on other ranks, with their messages; or they make another call.
     """
     if _is_alone(axes):
         return {current_rank(): work()}
@@ -73,7 +73,7 @@ def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str,
 
 
 def description_of(error: Exception) -> str:
-    """What failed, in words. A message of ours is enough; of other errors the class is needed."""
+    """`error` in words: the message of a flatfsdp error; class and message of any other one."""
     return str(error) if isinstance(error, FlatFSDPError) else f"{type(error).__name__}: {error}"
 
 
@@ -85,14 +85,14 @@ def on_all_ranks(
     describe: Callable[[Exception], str] = description_of,
     objects: bool = False,
 ) -> dict[int, T]:
-    """What `work()` returned on every rank; where it fails on one, this fails on all. Collective as `exchange` is.
+    """The result of `work()` on every rank; if it fails on one, this fails on all. Collective like `exchange`.
 
     Args:
-        exchange: gives every rank's bytes for this rank's, in the order of ranks; None where this rank, 0, is alone.
-        raises: what to raise, given the failed ranks with their descriptions, and this rank's own exception, which may
-            be the answer.
-        describe: an exception in words for the other ranks.
-        objects: users' own may be in what is returned. [Note: plain data]
+        exchange: all-gathers this rank's bytes; returns all, in the order of ranks. None if this rank, 0, is alone.
+        raises: makes the exception to raise from the failed ranks with their descriptions and this rank's own
+            exception, which it may return.
+        describe: makes the description of an exception for the other ranks.
+        objects: results may contain objects of user-defined classes. [Note: plain data]
     """
     error = None
     value: Any = None
@@ -101,7 +101,7 @@ def on_all_ranks(
         value = work()
         if exchange is not None:
             content = encode((value, None), objects=objects)
-    except Exception as raised:  # it must reach the others, who would wait for ever
+    except Exception as raised:  # reported to the others, which would otherwise wait forever
         error = raised
     reported = None if error is None else describe(error)
     try:
@@ -115,10 +115,10 @@ def on_all_ranks(
     except Exception as problem:
         if problem is error or error is None:
             raise
-        # A traceback of the same words, above that of this error, would show nothing.
+        # Another traceback with the same message, above that of this error, would not help.
         raise problem from (error.__cause__ if isinstance(error, type(problem)) else error)
     finally:
-        del error  # or it holds the frame that holds it, and with it the model, until the garbage collector comes
+        del error  # otherwise a cycle of error and frame keeps the model alive until the garbage collector runs
     return {rank: value for rank, (value, _) in answers.items()}
 
 
@@ -128,7 +128,7 @@ def ranks_over(axes: Sequence[Transport]) -> list[int]:
 
 
 def is_first_of(axes: Sequence[Transport]) -> bool:
-    """Whether this rank is the first on all of them."""
+    """Whether this rank is the first on all of `axes`."""
     return all(axis.group.rank == 0 for axis in axes)
 
 

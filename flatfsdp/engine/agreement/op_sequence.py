@@ -1,11 +1,11 @@
-"""The order of what a model does together with other ranks, agreed while it happens.
+"""The order of the operations that a model does together with other ranks, agreed on while it runs.
 
-[Note: agreement] The *sequence* of a model is what its units do that involves other ranks, as ops: a forward begins, a
-unit is entered, a forward ends, a backward begins (with the plan of its collectives), an iteration is abandoned. It
-must be the same on all ranks. Ops that nothing lets a rank expect are compared in an exchange of fixed size; that is
-the first iteration. After it every rank compares its next op with what it expects ([Note: predicted order]) and goes on
-at no cost where they are equal. A rank that does something else leaves a note in the store and waits for those of the
-others: if all are the same it is a new order, else an error. Ranks that did as expected learn of it from their watchdog
+[Note: agreement] The *sequence* of a model consists of all operations of its units that involve other ranks, as ops: a
+forward begins, a unit is entered, a forward ends, a backward begins (with the plan of its collectives), an iteration is
+abandoned. It must be the same on all ranks. If a rank has no expectation, as in the first iteration, ops are compared
+in an exchange of fixed size. Later every rank compares its next op with its expectation ([Note: predicted order]), and
+continues at no cost if they are equal. Otherwise it leaves a note in the store and waits for those of the others: if
+all are equal that is a new order, otherwise an error. Ranks whose ops were expected are notified by their watchdog
 ([Note: watch]), which answers for the main thread while that waits in a collective.
 """
 
@@ -34,17 +34,17 @@ from .rank_exchange import RankExchange
 from .sequence_predictor import SequencePredictor
 from .unused_params import UnusedParams
 
-REMEMBERED = 1024  # ops that can still be quoted to other ranks
+REMEMBERED = 1024  # the last ops, which can still be reported to other ranks
 
 
 class Meetings:
-    """One rank's side of the meetings of one model: in the store, where a rank did not expect what it is about to do.
+    """One rank's side of the meetings of one model: in the store, when a rank's next op was not expected.
 
     Attributes:
-        names: what messages call the model's units and parameters.
-        required: which parameters required gradients in the last forward.
+        names: the names of the model's units and parameters in messages.
+        required: whether each parameter required a gradient in the last forward.
         places: the last places in the sequence at which this rank left a note for the others.
-        waits_at: the place where the main thread waits for the others; None where it does not.
+        waits_at: the place where the main thread waits for the others; None if it does not.
     """
 
     def __init__(self, peers: RankExchange) -> None:
@@ -53,27 +53,27 @@ class Meetings:
         self.places: deque[int] = deque(maxlen=64)
         self.waits_at: int | None = None
         self._peers = peers
-        self._noted = ""  # what this rank did where it waits
-        self._settled: int | None = None  # the last place that all ranks have left behind
+        self._noted = ""  # the description of this rank's op in its last note
+        self._settled: int | None = None  # the last place that all ranks have left
 
     def require_same(self, codes: dict[int, int], op: Op, step: int) -> None:
-        """All ranks have exchanged the codes of their ops: fail unless they are equal."""
+        """Fail unless the `codes` of all ranks, which were exchanged, are equal."""
         if len(set(codes.values())) > 1:
             texts = self._peers.publish(op.to_text(self.required), codes)
             self._peers.fail_with(AgreementError(self._words(texts, step)))
 
     def announce(self, at: int, op: Op, *, issued: int | None = None) -> None:
-        """Leave a note of this rank's `op`, which others may not expect, and alarm them.
+        """Leave a note of this rank's `op`, which others may not expect, and raise an alarm.
 
-        `issued`: how many collectives it had issued where it will issue no more: a rank that has issued more waits in
-        vain. None where it goes on.
+        `issued`: the number of collectives that it had issued, if it will issue no more: a rank that has issued more
+        waits in vain. None if it continues.
         """
         self.places.append(at)
         self._noted = op.words
         self.leave_note(at, op, alarm=json.dumps([self._peers.scope, at, issued]))
 
     def leave_note(self, at: int, op: Op, *, alarm: str | None = None) -> None:
-        """Write what this rank does at `at`, and the verdict if that decides it. `alarm`: for others if it is the
+        """Write the note of this rank's `op` at `at`, and the verdict if that decides it. `alarm`: raised if it is the
         first note."""
         notes, place = self._peers.store, self._place(at)
         notes.post(f"{place}/note/{self._peers.rank}", op.to_text(self.required))
@@ -82,7 +82,7 @@ class Meetings:
             notes.raise_alarm(alarm)
 
     def meet(self, at: int, step: int) -> None:
-        """Wait for the notes of all ranks at `at`; an error unless all are the same."""
+        """Wait for the notes of all ranks at `at`; raises unless all are the same."""
         peers, place = self._peers, self._place(at)
         notes = peers.store
         self.waits_at = at
@@ -99,13 +99,13 @@ class Meetings:
             peers.fail_with(self.judge(at, step))
         self.waits_at = None
         if peers.rank == peers.ranks[0]:
-            # Whoever has a note here has left all earlier places: the notes there can go.
+            # All ranks have a note here, so all have left earlier places: the notes there can be erased.
             if self._settled is not None:
                 erase(notes, self._place(self._settled), peers.ranks)
             self._settled = at
 
     def judge(self, at: int, step: int) -> AgreementError:
-        """What the ranks did at `at`, from everybody's note, or who of them has ended meanwhile."""
+        """The error with the ops of all ranks at `at`, from their notes, or with the ranks that have ended."""
         peers, place = self._peers, self._place(at)
         texts = ranks_by_value(texts_at(peers.store, place, peers.ranks, Op(-1, "has not come that far").to_text()))
         exits = ExitRecord.read_all(peers.store).values()
@@ -131,19 +131,19 @@ class OpSequence:
 
     Attributes:
         busy: whether this rank is inside an iteration, where it may wait for others.
-        part: the part of it that runs, in words; None between iterations.
-        meetings: where ranks meet that did not expect each other's ops.
-        unused: which parameters no rank brings gradients to.
-        position: ops so far.
-        abandoned: how the last iteration was abandoned here, if the others have not been met since.
+        part: the part of the iteration that runs, in words; None between iterations.
+        meetings: the meetings of ranks whose ops were not expected.
+        unused: the agreement on parameters without gradients on any rank.
+        position: the number of ops so far.
+        abandoned: the op with which the last iteration was abandoned here, until ranks have met there.
     """
 
     def __init__(self, peers: RankExchange) -> None:
         self.busy = False
         self.part: str | None = None
-        self._refused = ""  # why a part that autograd runs cannot go on, as this rank has reported it
+        self._refused = ""  # the error, in words, with which this rank ended a part that autograd runs
         self._last = ""  # the part that ran last
-        self._since = time.monotonic()  # when this rank began what it does, or came back from it
+        self._since = time.monotonic()  # when this rank began its current part, or ended the last one
         self._issued_before = 0
         self._comm_stats = CommStats()
         self._events = EventLog()
@@ -152,16 +152,16 @@ class OpSequence:
         self.position = 0
         self._peers = peers
         self._predictor = SequencePredictor()
-        self._logged: deque[tuple[int, Op, int]] = deque(maxlen=REMEMBERED)  # made `LoggedOp` when somebody looks
+        self._logged: deque[tuple[int, Op, int]] = deque(maxlen=REMEMBERED)  # converted to `LoggedOp` when read
         self._step = 0
         self.abandoned: LoggedOp | None = None
 
     def follow(self, comm_stats: CommStats, events: EventLog) -> None:
-        """The model counts its collectives and records its events here."""
+        """Set the objects in which the model counts its collectives and records its events."""
         self._comm_stats, self._events = comm_stats, events
 
     def connect(self) -> None:
-        """All ranks have answered: let the watchdog answer for this one."""
+        """Let the watchdog answer for this rank, after all ranks have answered."""
         peers = self._peers
         assert peers.watch is not None
         self.unused.answers.connect(peers.rank, peers.scope, peers.store)
@@ -170,35 +170,35 @@ class OpSequence:
     # -- the parts of an iteration -----------------------------------------------------------------------------------
 
     def start(self, part: str) -> None:
-        """This part begins."""
+        """Begin a part of an iteration."""
         self.part, self._since, self._refused = part, time.monotonic(), ""
         self._issued_before = self._comm_stats.issued
 
     def refuse(self, error: BaseException) -> None:
-        """`error` was raised inside a backward, from which autograd brings none: if it is ours others shall read it."""
+        """Record an `error` of flatfsdp in a backward, to report it to other ranks: autograd does not pass it on."""
         if isinstance(error, FlatFSDPError):
             self._refused = f" after {type(error).__name__}: {error}"
 
     def rest(self) -> None:
-        """Back to between iterations, where this rank waits for nobody."""
+        """Return to the state between iterations, in which this rank does not wait for others."""
         self._last, self._since = self.part or self._last, time.monotonic()
         self.part = None
         self.busy = False
 
     @property
     def issued(self) -> int:
-        """How many collectives were issued in this part."""
+        """The number of collectives issued in this part."""
         return self._comm_stats.issued - self._issued_before
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def next(self, op: Op, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
-        """This rank does `op`. Collective where nothing let the ranks expect it.
+        """Do `op` next. Collective if there is no expectation.
 
-        `unit`: it enters this unit of a forward. `opens`: a step begins. `completes`: an iteration may end here.
+        `unit`: the op enters this unit of a forward. `opens`: a step begins. `completes`: an iteration may end here.
 
         Raises:
-            AgreementError: on every rank, within seconds where others do something else.
+            AgreementError: the op of another rank differs; on every rank, within seconds.
         """
         peers = self._peers
         if peers.verdict is not None:
@@ -218,13 +218,13 @@ class OpSequence:
         self.position += 1
 
     def require_same(self, answers: Mapping[int, list[int]], op: Op) -> None:
-        """All ranks have exchanged the codes of what they do, this one of `op`: fail unless they are equal."""
+        """Fail unless the codes in the `answers` of all ranks are equal; `op` is that of this rank."""
         self.meetings.require_same({rank: code for rank, (code, _) in answers.items()}, op, self._step)
 
     def show(self, op: Op, *, issued: int | None = None) -> None:
-        """This rank does `op`, of which others may not know: all meet where it was not expected. No collective.
+        """Do `op`, which other ranks may not do: if it was not expected all ranks meet. Not collective.
 
-        `issued`: how many collectives it had issued where it will issue no more.
+        `issued`: the number of collectives that this rank had issued, if it will issue no more.
         """
         if self._predictor.expected() != op.code:
             self.meetings.announce(self.position, op, issued=issued)
@@ -232,7 +232,7 @@ class OpSequence:
         self._follow(op, completes=True)
 
     def expects(self, *among: Op) -> bool:
-        """Whether one of these is expected to be the next."""
+        """Whether one of these ops is the expected next one."""
         expected = self._predictor.expected()
         return any(expected == op.code for op in among)
 
@@ -257,9 +257,9 @@ class OpSequence:
             self._follow(op)
 
     def publish_abandoned(self, error: BaseException | None) -> None:
-        """An iteration ends here by an exception: let the others know, without waiting for them or raising.
+        """Notify the others that an exception ended the iteration here, without waiting for them or raising.
 
-        Whether all ranks abandoned it at the same place shows when the next forward begins.
+        Whether all ranks abandoned it at the same place is checked when the next forward begins.
         """
         part, peers = self.part, self._peers
         if part is None or peers.watch is None or peers.verdict is not None:
@@ -272,7 +272,7 @@ class OpSequence:
         self.abandoned = LoggedOp(self.position, op, self._step)
         try:
             self.meetings.announce(self.position, op, issued=issued)
-        except RuntimeError as lost:  # the store is gone; the exception under way matters more
+        except RuntimeError as lost:  # the store is gone; the current exception matters more
             logger.debug("could not notify the other ranks that an iteration was abandoned: %s", lost)
 
     def explain(self, error: BaseException) -> None:
@@ -281,7 +281,7 @@ class OpSequence:
         if peers.watch is None or isinstance(error, FlatFSDPError):
             return
         if peers.verdict is None and is_lost_connection(error):
-            # The reason may still be on its way.
+            # The note with the reason may arrive later.
             found = peers.watch.explain(error, lambda: peers.verdict)
             peers.verdict = peers.verdict or found
         peers.raise_verdict(error)
@@ -290,12 +290,12 @@ class OpSequence:
 
     @property
     def time_limit(self) -> float:
-        """Seconds that the model's process groups give an operation."""
+        """The timeout of the model's process groups, in seconds."""
         return self._peers.time_limit
 
     @property
     def doing(self) -> tuple[str, float]:
-        """What this rank does with the model, to follow "rank 0: ", and since when."""
+        """The activity of this rank with the model, in words that follow "rank 0: ", and the time at which it began."""
         part, since, when = self.part, self._since, f"in step {max(1, self._step)}"
         if part is None:
             left = f"since {self._last} {when}" if self._last else "before the model's first step"
@@ -307,17 +307,16 @@ class OpSequence:
 
     @property
     def last_step(self) -> str:
-        """What this rank did last with the model, to follow a sentence; "" if it did not run yet."""
+        """The last part of this rank with the model, in words that follow a sentence; "" if it did not run yet."""
         last = self.part or self._last
         return f", after {last} in step {max(1, self._step)}" if last else ""
 
     def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
-        """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
+        """Set the verdict to `error` if this model needs one of `ranks` (None: any other); returns whether it does."""
         return self._peers.give_up(error, ranks)
 
     def consider(self, alarm: str) -> bool:
-        """Judge the alarm of a rank, by the reading of the store at most; True when it is settled or does not concern
-        this one."""
+        """Process the alarm of a rank, without waiting; returns True if it is settled or does not concern this rank."""
         peers, meetings = self._peers, self.meetings
         match parse(alarm):
             case ["unused", str(scope), int(at), bool(calls)]:
@@ -329,7 +328,7 @@ class OpSequence:
                 return True
         if scope != peers.scope or peers.verdict is not None or meetings.waits_at == at:
             return True
-        passed = self.position > at  # read before the places: whoever meets adds its place first
+        passed = self.position > at  # read before `places`: the main thread adds a place there before it meets
         if at in meetings.places:
             if self.abandoned is None or self.abandoned.at != at:
                 return True

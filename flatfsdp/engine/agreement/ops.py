@@ -1,12 +1,12 @@
-"""What a model does together with other ranks, step by step: an *op* for each, with a code and its words; pure.
+"""Ops: the steps that a model does together with other ranks, each with a code and a description; pure.
 
-Its code is equal on all ranks that do the same. Units and parameters are numbers here: a unit's place among those of
-the model, and a parameter's bit in a number.
+The code is equal on all ranks that do the same. Units and parameters are numbers here: the index of a unit in the
+model, and the bit of a parameter in a number.
 
-[Note: conditions] What changes the numbers of a step may show in no message: an optimizer's step, a state dict that is
-loaded, autocast. Where one rank does it alone, all go on together, with pieces of different models or in different
-precision. So a forward begins with these conditions in the sequence ([Note: agreement]), at no cost while they are as
-expected; where nothing is sharded, and ranks may differ in their forwards, a backward does, with those of its forward.
+[Note: conditions] Some differences between ranks change results without any communication: an optimizer's step, a
+loaded state dict, autocast. If only one rank has it, all continue together, with pieces of different models or in
+different precision. So the op of a forward includes these conditions ([Note: agreement]), at no cost while they are as
+expected. If nothing is sharded, ranks may differ in forwards: then a backward's op includes those of its forward.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..base.foreign_text import one_line, parse
 from ..base.hashing import hash63
 
 TRAINING, EVALUATION = "a training", "an evaluation"  # kinds of forward, with and without gradients
-PLANS = 64  # of backwards, whose ops are known
+PLANS = 64  # the most plans of backwards whose ops are cached
 
 
 class StepConditions(NamedTuple):
-    """What a step begins with.
+    """The conditions with which a step begins.
 
-    `stepped`, `loaded`: whether an optimizer stepped, or a state dict was loaded, since the last one began. `autocast`:
-    its dtype, "" where it is off.
+    `stepped`, `loaded`: whether an optimizer stepped, or a state dict was loaded, since the last step began.
+    `autocast`: its dtype, "" if it is off.
     """
 
     stepped: bool = False
@@ -39,35 +39,35 @@ class StepConditions(NamedTuple):
 
 
 def autocast_on(device_type: str) -> str:
-    """The dtype of autocast on devices of this type; "" where it is off."""
+    """The dtype of autocast on devices of this type; "" if it is off."""
     if not torch.is_autocast_enabled(device_type):
         return ""
     return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
 
 
 class UnitEntry(NamedTuple):
-    """A unit, as ranks name it: its label in messages, and its parameters among those of the model."""
+    """A unit: its label in messages, and the range of its parameters among those of the model."""
 
     label: str
     parameters: range
 
     @property
     def mask(self) -> int:
-        """A bit for each of its parameters."""
+        """A number with a bit for each of its parameters."""
         return (1 << self.parameters.stop) - (1 << self.parameters.start)
 
 
 class BackwardPlan(NamedTuple):
-    """A backward as ranks compare it.
+    """The properties of a backward that ranks compare.
 
     Attributes:
         sync: False under `no_sync()`.
         begun, ended: units in the order in which they began their forward, and in which they last ended it with an
-            output that can bring them a gradient.
-        flats: flat gradients that it can bring, as (unit, kind).
+            output through which gradients can reach them.
+        flats: flat gradients that it can compute, as (unit, kind).
         trained: a bit for each parameter that requires a gradient.
         post_forward: units that are gathered from a post-forward shard.
-        schedule: what users set, in words.
+        schedule: the user-defined settings, in words.
     """
 
     sync: bool
@@ -80,12 +80,12 @@ class BackwardPlan(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One step of the sequence: a number that is equal on all ranks, and its words.
+    """One step of the sequence: a number that is equal on all ranks, and its description.
 
-    `ran`, `trained`: of a backward, which parameters of the model are of units that ran in its forwards, and which it
-    is to bring gradients; of a training forward all, and which require gradients. One bit each, as numbers in base 16.
-    `conditions`: those of a forward or a backward. [Note: conditions]
-    `unreached`: of a backward, which parameters are of units that ran, and whose outputs needed no gradient; as a note,
+    Sets of parameters have one bit for each, as a number in base 16. `ran`, `trained`: of a backward, the parameters of
+    units that ran in its forwards, and those whose gradients it is to compute; of a training forward, all parameters,
+    and those that require gradients. `conditions`: of a forward or a backward. [Note: conditions]
+    `unreached`: of a backward, the parameters of units that ran and whose outputs needed no gradient; in a note only
     those among them that required one themselves.
     """
 
@@ -97,7 +97,7 @@ class Op(NamedTuple):
     unreached: str = ""
 
     def to_text(self, required: Sequence[bool] = ()) -> str:
-        """What others read of it. `required`: which parameters required a gradient in the forward."""
+        """The text of a note for other ranks. `required`: whether each parameter required a gradient in the forward."""
         if self.unreached:
             return self._replace(unreached=f"{int(self.unreached, 16) & bits_of(required):x}")._as_text()
         return self._as_text()
@@ -107,7 +107,7 @@ class Op(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Op:
-        """What a rank wrote; words only where that is no op. [Note: trust]"""
+        """The op that a rank wrote as `text`; for any other text one with that description. [Note: trust]"""
         match parse(text):
             case [
                 str(words),
@@ -121,7 +121,7 @@ class Op(NamedTuple):
 
 
 class LoggedOp(NamedTuple):
-    """An op, its place in the sequence, and how many iterations had begun before it."""
+    """An op, its place in the sequence, and the number of iterations that began before it."""
 
     at: int
     op: Op
@@ -131,12 +131,12 @@ class LoggedOp(NamedTuple):
 CAME = Op(hash63("came"), "computed gradients of parameters in its backward")
 NONE_CAME = Op(hash63("none came"), "ended a backward that computed no gradient of a parameter")
 ENDED = {kind: Op(hash63(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
-IN_FORWARD = ("entered unit ", "ended its forward")  # where ranks differ in nothing but which units a forward runs
+IN_FORWARD = ("entered unit ", "ended its forward")  # ops of ranks that differ only in the units that a forward runs
 ISSUED = "gathered in its backward the units"
 
 
 def entered(index: int, unit: UnitEntry) -> Op:
-    """A forward has come to a unit."""
+    """A forward enters a unit."""
     return Op(hash63(f"unit {index}"), f"entered unit {unit.label}")
 
 
@@ -146,7 +146,7 @@ def requested(index: int, unit: UnitEntry, method: str) -> Op:
 
 
 def called(call: str, indices: Sequence[int], units: Sequence[UnitEntry]) -> Op:
-    """A user's `call`, for these of the `units`; for none, or all, it is of the model."""
+    """A user's `call`, for the units with these `indices`; for none, or all, it is a call for the model."""
     if not indices or len(indices) == len(units):
         return Op(hash63(call), f"called {call}")
     others = f" and {len(indices) - 1} inside" if len(indices) > 1 else ""
@@ -155,7 +155,7 @@ def called(call: str, indices: Sequence[int], units: Sequence[UnitEntry]) -> Op:
 
 @functools.lru_cache(maxsize=PLANS)
 def opening(kind: str, unit: int, label: str, schedule: str, conditions: StepConditions, flags: tuple[bool, ...]) -> Op:
-    """A forward of this kind begins; `flags`: which parameters require gradients in it."""
+    """A forward of this kind begins; `flags`: whether each parameter requires a gradient in it."""
     trained = f"{bits_of(flags):x}" if flags else ""
     code = hash63(f"{kind} {unit} {schedule} {conditions} {trained}")
     words = f"began {kind} forward at unit {label}{_with(schedule)}"
@@ -165,12 +165,12 @@ def opening(kind: str, unit: int, label: str, schedule: str, conditions: StepCon
 def backward(
     plan: BackwardPlan, units: Sequence[UnitEntry], begun_with: tuple[StepConditions, Sequence[bool]] | None
 ) -> Op:
-    """A backward begins. `begun_with`: the conditions of its forward, and which parameters required gradients in it,
-    where forwards are not compared."""
+    """A backward begins. `begun_with`: if forwards are not compared, the conditions of its forward, and whether each
+    parameter required a gradient in it."""
     conditions, trained = StepConditions(), plan.trained
     if begun_with is not None:
         conditions, flags = begun_with
-        trained &= bits_of(flags)  # what was frozen in the forward gets no gradient, either
+        trained &= bits_of(flags)  # parameters that were frozen in the forward get no gradient
     how = "" if plan.sync else " under no_sync()"
     words = f"began a backward{how} through {len(plan.ended)} units, {len(plan.flats)} flat gradients"
     words += _with(plan.schedule)
@@ -185,7 +185,7 @@ def backward(
 
 
 def issued(units: Sequence[UnitEntry], gathered: Sequence[int], reduced: Sequence[int] | None) -> Op:
-    """A backward has issued the collectives of these units; `reduced` is None where no gradient came in it."""
+    """A backward has issued the collectives of these units; `reduced` is None if it computed no gradient."""
     labels = [", ".join(units[index].label for index in indices) for indices in (gathered, reduced or ())]
     if reduced is None:
         return Op(hash63(f"gathered {[*gathered]}"), f"{NONE_CAME.words}, and gathered {labels[0] or 'no unit'}")
@@ -194,7 +194,7 @@ def issued(units: Sequence[UnitEntry], gathered: Sequence[int], reduced: Sequenc
 
 
 def abandoned(issued: int, doing: str, because: str) -> Op:
-    """An exception ended an iteration, after so many collectives were `issued` in it."""
+    """An exception ended an iteration after `issued` collectives."""
     return Op(hash63(f"abandoned {issued}"), f"abandoned its iteration in {doing}{because}")
 
 

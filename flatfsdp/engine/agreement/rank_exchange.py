@@ -1,8 +1,7 @@
-"""The other ranks of a model, as one rank sees them: exchanges of fixed size, and words where an exchange shows a
+"""Exchanges of one rank with the other ranks of a model: of fixed size, followed by descriptions if there is a
 difference.
 
-Process groups that move nothing (torch's fake ones) issue the same collectives and compare nothing: there is no other
-rank.
+With fake process groups the same collectives are issued, but there is no other rank, and nothing is compared.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from .collective_calls import READING
 
 NO_ANSWER = "does not answer"
 
-# Models over the same ranks are distinguished by the order in which they first run, which all their ranks share.
+# Models over the same ranks are distinguished by the order in which they first run, which is the same on all ranks.
 _models: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
 class RankExchange:
-    """The ranks over which a model is spread.
+    """The ranks over which a model is distributed.
 
     Attributes:
-        axes: what exchanges run over, one after the other; none where this rank is alone.
-        rank, ranks: this rank, and the global ranks that take part, once they have answered.
-        scope: names this model in the store, the same on all its ranks; "" where there is no other rank.
-        watch: the watchdog where there is another rank, else None.
-        verdict: why nothing goes on, the ranks having diverged; None as long as they have not.
-        was_raised: the main thread has raised that.
+        axes: the axes of exchanges, used one after the other; none if this rank is alone.
+        rank, ranks: this rank, and all global ranks of the model, once they have answered.
+        scope: the name of this model in the store, the same on all its ranks; "" if there is no other rank.
+        watch: the watchdog; None if there is no other rank.
+        verdict: the error with which the ranks have diverged; None as long as they have not.
+        was_raised: whether the main thread has raised the verdict.
     """
 
     def __init__(self) -> None:
@@ -53,13 +52,13 @@ class RankExchange:
         self._exchanges = 0
 
     def spread_over(self, axes: Sequence[Transport]) -> None:
-        """Exchange over `axes` from now on."""
+        """Set the axes of exchanges."""
         self.axes = axes
         if axes:
             self.rank = axes[0].group.ranks[axes[0].group.rank]
 
     def know(self, ranks: Sequence[int]) -> Watchdog:
-        """These ranks have answered: notes may be left for them, in the watchdog that this returns."""
+        """Record that these ranks have answered, so that notes may be left for them. Returns the watchdog."""
         self.ranks = tuple(sorted(ranks))
         self.scope = f"{hash63(str(self.ranks)):x}.{next(_models[self.ranks])}"
         self.watch = current_watch()
@@ -72,20 +71,20 @@ class RankExchange:
 
     @property
     def time_limit(self) -> float:
-        """Seconds that the process groups give an operation."""
+        """The timeout of the process groups, in seconds."""
         return max((_torch.time_limit(axis.group.process_group) for axis in self.axes), default=0.0)
 
     @property
     def store(self) -> StoreClient:
-        """Where notes are left. Precondition: there is another rank."""
+        """The store of the notes. Precondition: there is another rank."""
         assert self.watch is not None
         return self.watch.store
 
     # -- exchanges ---------------------------------------------------------------------------------------------------
 
     def exchange(self, code: int, extra: int = 0, *more: int) -> dict[int, list[int]] | None:
-        """Every rank's numbers, as many on each, None where process groups move nothing. Collective over all axes; the
-        ops of a sequence are always of one size."""
+        """Every rank's numbers, equally many on each; None with fake process groups. Collective over all axes; for ops
+        of a sequence always with the same size."""
         self._exchanges += 1
         block = torch.tensor([self.rank, code, extra, *more], device=self.axes[0].device.device)
         for axis in self.axes:
@@ -95,12 +94,12 @@ class RankExchange:
         return {rank: numbers for rank, *numbers in block.view(-1, 3 + len(more)).tolist()}
 
     def numbers_of_ranks(self, code: int, extra: int = 0, *more: int) -> dict[int, list[int]]:
-        """Every rank's numbers; this rank's own where there is no other. Collective over all axes."""
+        """Every rank's numbers; only this rank's if there is no other. Collective over all axes."""
         answers = self.exchange(code, extra, *more) if self.axes else None
         return {self.rank: [code, extra, *more]} if answers is None else answers
 
     def publish(self, text: str, codes: dict[int, int]) -> dict[tuple[int, ...], str]:
-        """The texts of ranks whose codes differ, by the ranks that share one. All ranks call it."""
+        """The texts of ranks whose codes differ, by groups of ranks with equal codes. Called on all ranks."""
         notes, place = self.store, f"{self.scope}/x{self._exchanges}"
         notes.post(f"{place}/{self.rank}", text)
         texts: dict[tuple[int, ...], str] = {}
@@ -114,7 +113,7 @@ class RankExchange:
     # -- the verdict -------------------------------------------------------------------------------------------------
 
     def fail_with(self, error: AgreementError) -> NoReturn:
-        """The ranks have diverged, and `error` describes how: raise it here, and with every later step."""
+        """Set the verdict to `error`, which describes the divergence: raise it now, and in every later step."""
         self.verdict = error
         self.was_raised = True
         fail(error)
@@ -126,7 +125,7 @@ class RankExchange:
             raise self.verdict from cause
 
     def give_up(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
-        """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
+        """Set the verdict to `error` if this model needs one of `ranks` (None: any other); returns whether it does."""
         concerned = ranks is None or not set(ranks).isdisjoint(self.ranks)
         if concerned and self.verdict is None:
             self.verdict = error

@@ -1,41 +1,41 @@
-"""What usually comes next, learned from a stream of symbols; pure.
+"""Prediction of the next symbol of a stream from its past; pure.
 
-[Note: predicted order] All ranks feed the same agreed stream to their own `SequencePredictor`, so all hold the same
-expectations without an exchange. Where two ranks diverge, at least one of them does what its predictor did not expect,
-and notices at no cost. Nothing else is needed of the predictor; a better one only makes surprises rarer.
+[Note: predicted order] All ranks feed the same agreed stream to their own `SequencePredictor`, so all have the same
+expectations without an exchange. If two ranks diverge, at least one of them does an op that its predictor did not
+expect, and detects that at no cost. This is the only requirement; a better predictor only makes surprises rarer.
 
-Inside a forward what follows is expected from the unit that runs and how often it has run in this forward. Between
-forwards and backwards it is what followed the longest run of them that came before and ended like the present one: a
-window of accumulation, or players that are trained in turns, are no surprise once they have been seen. Of several such
-runs the earliest counts: of steps that were all alike most were followed by another, only the last ones by what ended
-them. Where there is none, what completes an iteration is expected to be followed by the stream's beginning.
+Inside a forward the next symbol is predicted from the unit that runs and the number of its runs in this forward.
+Between forwards and backwards, it is the symbol after the longest earlier run of symbols that equals the end of the
+stream: windows of gradient accumulation, or models that are trained in turns, are no surprise once they have been seen.
+Of several such runs the earliest counts: in a series of equal steps, most steps were followed by another one, and only
+the last one by the end of the series. If there is no such run, the stream's beginning is expected after an iteration.
 """
 
 from __future__ import annotations
 
-SYMBOLS = 4096  # beyond it everything is forgotten, on every rank at the same symbol
-PAST = 4096  # what is looked back upon: half as many symbols at the least
+SYMBOLS = 4096  # different symbols, beyond which everything is forgotten, on every rank at the same symbol
+PAST = 4096  # symbols of the past that are kept, at most; at least half as many
 
 
 class SequencePredictor:
-    """Expects the next symbol (an integer) of a stream; `learn` each symbol that came."""
+    """Predicts the next symbol (an integer) of a stream; call `learn` with each symbol of it."""
 
     def __init__(self) -> None:
         self._inside: dict[tuple[int, int], int] = {}
-        self._ends: set[int] = set()  # symbols that ended a forward: which one does hangs on what began it
-        self._visits: dict[int, int] = {}  # of this forward: unit -> times
-        self._now: tuple[int, int] | None = None  # in a forward: the unit that runs and which visit of it this is
-        # What came between the units of forwards, a character for each symbol: texts are searched at no cost in Python.
+        self._ends: set[int] = set()  # symbols that ended a forward: which one it is depends on the forward's beginning
+        self._visits: dict[int, int] = {}  # of this forward: number of visits by unit
+        self._now: tuple[int, int] | None = None  # in a forward: the unit that runs, and the number of this visit
+        # The symbols outside of forwards, a character for each: searching text is fast in Python.
         self._past = ""
         self._letters: dict[int, str] = {}
-        self._symbols: list[int] = []  # by the number of its character
-        self._begun = 0  # where in the past the present begins
-        self._follower: int | None = None  # where the past has what followed a run like the present one
+        self._symbols: list[int] = []  # by the code of its character
+        self._begun = 0  # the index in the past before which no run begins
+        self._follower: int | None = None  # the index in the past of the predicted symbol
         self._first: int | None = None
         self._completed = False  # the last symbol completes an iteration
 
     def expected(self) -> int | None:
-        """The next symbol, None where nothing like the present was seen before."""
+        """The predicted next symbol; None if there is no similar past."""
         if self._now is not None:
             found = self._inside.get(self._now)
             if found not in self._ends or self._follower is None:
@@ -45,7 +45,7 @@ class SequencePredictor:
         return self._first if self._completed else None
 
     def learn(self, symbol: int, *, unit: int | None = None, completes: bool = False) -> None:
-        """`symbol` came. `unit`: it entered this unit of a forward; None: it ended a forward or was none.
+        """Append `symbol`. `unit`: it entered this unit of a forward; None: it ended a forward, or was outside of one.
 
         `completes`: an iteration may end here.
         """
@@ -76,7 +76,7 @@ class SequencePredictor:
             self._look_back()
 
     def forget_present(self) -> None:
-        """The stream was cut off: nothing that came before predicts what comes next."""
+        """After an interruption of the stream: do not use earlier symbols to predict the next one."""
         self._visits.clear()
         self._now = None
         self._begun = len(self._past)
@@ -95,12 +95,12 @@ class SequencePredictor:
         return letter
 
     def _look_back(self) -> None:
-        """Find where the past goes on after the longest run in it that is like its own end."""
+        """Find the symbol after the longest earlier run in the past that equals its end."""
         if len(self._past) == PAST:
             self._past, self._begun = self._past[PAST // 2 :], max(0, self._begun - PAST // 2)
         self._follower = None
         past, end = self._past, len(self._past)
-        seen, most = 0, end - self._begun  # a run of so many was seen before; none of more can be
+        seen, most = 0, end - self._begun  # a run of `seen` symbols was found; none of more than `most` exists
         while seen < most:
             length = (seen + most + 1) // 2
             found = past.find(past[end - length :], 0, end - 1)

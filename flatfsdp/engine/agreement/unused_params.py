@@ -1,21 +1,21 @@
-"""Which parameters get no gradient, since no rank's backward reached them: their `.grad` stays as it is.
+"""The agreement on parameters that no rank computed a gradient for, whose `.grad` then stays unchanged.
 
-[Note: unused] A rank knows which parameters it brought gradients to, over all microbatches that are reduced together.
-One that brought some to all of them needs to know nothing of the others. One that lacks some has to learn whether
-another rank brought them, on the host: what was reduced is 0 in either case. It must not wait for the device either.
+[Note: unused] A rank knows for which parameters it computed gradients, over all microbatches that are reduced together.
+A rank that computed all gradients needs no information about the others. A rank that lacks some has to find out whether
+another rank computed them, on the host, and without a wait for the device: the reduced value may be 0 in either case.
 
-In a *round* each rank that takes part adds what it lacks to one text in the store, and reads there what the others
-lack. All take part where that was agreed before: in a model's first backward of a kind, with branches or stand-ins
-([Note: conditional units], [Note: uneven inputs]), and where a round is expected. Elsewhere those that lack something
-do; for the others, which do not wait, their watchdog answers as soon as it reads of it, also after they went on; and at
-the next backward of that kind all take part.
+In a *round* each participating rank adds the parameters that it lacks to one text in the store, and reads those of the
+others. All ranks participate if that was agreed before: in a model's first backward of a kind, with branches or
+stand-ins ([Note: conditional units], [Note: uneven inputs]), and if a round is expected. Otherwise those participate
+that lack some; for the others, which do not wait, their watchdog answers as soon as it reads the request, even after
+they continued; and in the next backward of that kind all participate.
 
-What all ranks took part in all of them know, so they expect the same of the next backward ([Note: predicted order]).
-Where the host waits for each reduction they rely on it: who lacks what was foreseen posts nothing, and all go on. Who
-does not *calls* the others before it takes part in the reduction of the unit in question, without which no other rank
-comes to the end of its backward, and waits until all have read it; the round is held when that end has come. After such
-a surprise rounds are held without a call for a while, twice as long after each. On accelerators the host does not wait,
-so that a missing note proves nothing: there a round is held wherever one is expected.
+The outcome of a round in which all ranks participated is known to all of them, so they expect the same in the next
+backward ([Note: predicted order]). If the host waits for each reduction, they rely on it: a rank that lacks the
+expected parameters posts nothing, and all continue. Any other rank *calls* the others before it joins the reduction of
+the unit concerned, without which no rank ends its backward, and waits until all have read the call; the round is held
+at the end of the backward. After a surprise rounds are held without a call for some backwards, twice as many each time.
+On accelerators the host does not wait, so a missing note proves nothing: a round is held whenever one is expected.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from ..watchdog.watchdog import PATIENCE
 from .rank_exchange import RankExchange
 from .sequence_predictor import SequencePredictor
 
-NOBODY_KNOWS = 0  # in place of an outcome: not all ranks know it
-SOON = 0.05  # seconds that ranks have before those that wait for them request an answer
-LATE = 0.5  # seconds after which a rank with a request may have ended
-OUTCOMES = 1024  # that are remembered
-MOST = 1024  # backwards in a row with rounds, after surprises
-KEPT = 256  # backwards of which a rank can still answer for
+NOBODY_KNOWS = 0  # the symbol for an outcome that not all ranks know
+SOON = 0.05  # seconds after which waiting ranks request an answer
+LATE = 0.5  # seconds after which a rank that does not answer a request may have ended
+OUTCOMES = 1024  # the most outcomes that are kept
+MOST = 1024  # the most backwards in a row with rounds, after surprises
+KEPT = 256  # the last backwards, for which a rank can still answer
 _ENTRY = re.compile(r"(\d{1,18}):([0-9a-f]+):([01])")
 
 
 @dataclass
 class MissingGradients:
-    """What this rank lacked in one backward."""
+    """The parameters for which this rank computed no gradient in one backward."""
 
     kind: int  # of the backward
     lacking: int  # a bit for each parameter of the model
@@ -56,34 +56,34 @@ class MissingGradients:
 
 
 class UnusedAnswers:
-    """What one rank lacked in its last backwards of one model, as its watchdog reports to other ranks on request.
+    """The missing gradients of one rank in its last backwards of one model, which its watchdog reports on request.
 
-    The main thread and the watchdog share it, so it is behind a lock. It holds nothing of the model, which it outlives.
+    It is shared by the main thread and the watchdog, and protected by a lock. It outlives the model without holding it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._own: dict[int, MissingGradients] = {}  # by place in the sequence
-        self._requested: set[int] = set()  # such places, to which this rank has yet to come
-        self._called_at: set[int] = set()  # of calls
-        self._due: set[int] = set()  # kinds of backwards of which all take part in the next
+        self._requested: set[int] = set()  # places with a request that this rank has yet to reach
+        self._called_at: set[int] = set()  # places with a call
+        self._due: set[int] = set()  # kinds of backwards in whose next round all ranks participate
         self._rank, self._scope = 0, ""
         self._store: StoreClient | None = None
 
     def connect(self, rank: int, scope: str, store: StoreClient) -> None:
-        """There are other ranks, which may request it in `store`."""
+        """Set the `store` in which other ranks may send requests."""
         self._rank, self._scope, self._store = rank, scope, store
 
     def forget(self) -> None:
-        """All ranks have abandoned an iteration: no next backward is due."""
+        """Reset the state after all ranks have abandoned an iteration."""
         with self._lock:
             self._due.clear()
 
     # -- for the main thread -----------------------------------------------------------------------------------------
 
     def record(self, at: int, kind: int, lacking: int, *, participates: bool, relied: bool) -> bool:
-        """What this rank lacked in the backward of this `kind` at this place; whether it takes part in a round, which
-        others may have requested. `relied`: nobody waits for a rank that lacks what is expected."""
+        """Record what this rank lacks in the backward of this `kind` at this place; returns whether it participates in
+        a round, which others may have requested. `relied`: no rank waits for one that lacks what is expected."""
         with self._lock:
             participates = participates or at in self._requested or (not relied and kind in self._due)
             self._own[at] = MissingGradients(kind, lacking, is_published=participates)
@@ -97,19 +97,19 @@ class UnusedAnswers:
         return participates
 
     def participate_in_next(self, kind: int) -> None:
-        """Some ranks did not take part in a round: all do in the next backward of this `kind`."""
+        """After a round without some ranks, let all participate in the next backward of this `kind`."""
         with self._lock:
             self._due.add(kind)
 
     def record_call(self, at: int) -> None:
-        """This rank calls the others in the backward at this place."""
+        """Record that this rank calls the others in the backward at this place."""
         with self._lock:
             self._called_at.add(at)
 
     # -- for the watchdog --------------------------------------------------------------------------------------------
 
     def consider(self, scope: str, at: int, calls: bool) -> None:
-        """A rank requests what this one lacks in the backward at this place, or `calls` it to answer."""
+        """Answer a request of another rank for the backward at this place; or its call (`calls`)."""
         if scope != self._scope or self._store is None:
             return
         key = f"{scope}/unused/{at}"
@@ -130,7 +130,7 @@ class UnusedAnswers:
             self._store.append(f"{key}/calls", entry_of(self._rank, 0, participates=True))
 
     def publish_what_is_left(self) -> None:
-        """This rank answers no more, for its model is gone or its program ends: leave what it would answer."""
+        """Leave all answers of this rank in the store, because its model is deleted or its program ends."""
         with self._lock:
             text = "".join(entry_of(at, own.lacking, participates=False) for at, own in self._own.items())
         if text and self._store is not None:
@@ -138,30 +138,30 @@ class UnusedAnswers:
 
 
 def left_by(rank: int, at: int, scope: str, store: StoreClient) -> int | None:
-    """What `rank`, which may have ended, lacked in the backward at this place; None if it has not left that."""
+    """The bits that `rank`, which may have ended, lacked in the backward at this place; None if it has left none."""
     left = entries_in(store.read(f"{scope}/unused/left/{rank}") or "")
     return left[at][0] if at in left else None
 
 
 def entry_of(place: int, lacking: int, *, participates: bool) -> str:
-    """What a rank, or the last words of one for a place, lacks, as text. `participates`: it did so itself."""
+    """The text for `lacking` of `place`: a rank, or a place in the sequence. `participates`: the rank took part."""
     return f"{place}:{lacking:x}:{int(participates)};"
 
 
 def entries_in(text: str) -> dict[int, tuple[int, bool]]:
-    """By rank, or by place, what is lacking; and whether the rank took part itself. [Note: trust]"""
+    """(lacking bits, whether the rank took part itself) of all entries in `text`, by rank or place. [Note: trust]"""
     found = (_ENTRY.fullmatch(entry) for entry in text.split(";"))
     return {int(each[1]): (int(each[2], 16), each[3] == "1") for each in found if each is not None}
 
 
 class UnusedParams:
-    """One rank's side of the agreement on parameters that no rank brought gradients to, for one model.
+    """One rank's side of the agreement on parameters without gradients on any rank, for one model.
 
     Attributes:
-        foreseen: what this rank is to lack in the running backward, as others rely on; None where none does.
-        expects: whether all ranks expect the same of this backward, for example that some parameters lack gradients.
-        with_data: the ranks that have a batch of their own, where others have stand-ins; None where all have.
-        answers: what the watchdog answers others for this rank.
+        foreseen: the bits that this rank is expected to lack in the running backward, if others rely on it; else None.
+        expects: whether all ranks expect the same outcome of this backward, for example some missing gradients.
+        with_data: the ranks that have a batch of their own, if others have stand-ins; None if all have.
+        answers: the answers of the watchdog for this rank.
     """
 
     def __init__(self, peers: RankExchange) -> None:
@@ -171,17 +171,17 @@ class UnusedParams:
         self.answers = UnusedAnswers()
         self._peers = peers
         self._predictor = SequencePredictor()
-        self._outcomes: dict[int, dict[int, int]] = {}  # what ranks lacked, by its number
+        self._outcomes: dict[int, dict[int, int]] = {}  # the bits that ranks lacked, by the symbol of the outcome
         self._expected: dict[int, int] | None = None
         self._at = -1
         self._kind = 0
         self._all_participate = False
         self._called = False
-        self._rounds_left, self._rounds = 0, 1  # since the last surprise, and how many it led to
-        self._old: list[str] = []  # keys in the store that nobody will read any more
+        self._rounds_left, self._rounds = 0, 1  # remaining rounds after the last surprise, and their initial number
+        self._old: list[str] = []  # keys in the store that no rank will read again
 
     def forget(self) -> None:
-        """All ranks have abandoned an iteration: what comes next is as new."""
+        """Reset all expectations after all ranks have abandoned an iteration."""
         self._predictor = SequencePredictor()
         self._rounds_left, self._rounds = 0, 1
         self.answers.forget()
@@ -189,7 +189,7 @@ class UnusedParams:
     # -- a backward --------------------------------------------------------------------------------------------------
 
     def begin(self, at: int, code: int) -> None:
-        """A backward that reduces begins, as on all ranks, at this place of the sequence, with an op of this `code`."""
+        """Begin a backward that reduces, at this place of the sequence, with an op of this `code`, as on all ranks."""
         if self._peers.watch is None:
             return
         self._at, self._called, self.foreseen = at, False, None
@@ -201,20 +201,20 @@ class UnusedParams:
         self._all_participate = outcome is None or self._expected is not None or self.with_data is not None
 
     def all_take_part(self) -> None:
-        """Ranks run parts of the model as their data will have it: all take part."""
+        """Let all ranks participate, because their data decide which parts of the model they run."""
         self._all_participate = True
 
     def rely(self) -> None:
-        """All ranks wait for each reduction, so a rank that lacks what is expected need not post it."""
+        """Rely on the expected outcome: all ranks wait for each reduction, so a rank posts only differences from it."""
         assert self._expected is not None
         self.foreseen = self._expected[self._peers.rank]
         self._all_participate = False
 
     def before_reduction(self, lacking: Iterable[tuple[int, int]]) -> None:
-        """A reduction is about to be issued: call the other ranks if this one does not lack what they rely on.
+        """Before a reduction is issued, call the other ranks if this rank does not lack exactly the foreseen gradients.
 
-        `lacking`: for each unit whose gradients it completes, the bits of its parameters, and of those among them that
-        this rank brings no gradient to.
+        `lacking`: for each unit whose gradients it completes, the bits of its parameters, and of those among them for
+        which this rank computes no gradient.
         """
         assert self.foreseen is not None
         for mask, bits in lacking:
@@ -222,14 +222,14 @@ class UnusedParams:
                 self._call()
 
     def lacked_by_all(self, lacking: int) -> int:
-        """Gradients were reduced, to which this rank was `lacking` some: what no rank brought any to, a bit each.
+        """The bits of parameters without gradients on any rank, after a reduction in which this one was `lacking` some.
 
-        Waits for the other ranks, if that is not foreseen.
+        Waits for the other ranks, unless the outcome is relied on.
         """
         return lacking if self._peers.watch is None else self._agree(lacking) & lacking
 
     def _agree(self, lacking: int) -> int:
-        """What all ranks lack."""
+        """The bits that all ranks lack."""
         relied = self.foreseen is not None
         participates = self.answers.record(
             self._at,
@@ -256,8 +256,8 @@ class UnusedParams:
         return functools.reduce(operator.and_, rows.values())
 
     def _learn(self, outcome: dict[int, int] | None) -> None:
-        """`outcome`: what all ranks lacked, if all know."""
-        # Where none ever lacked anything, nobody has anything to look after.
+        """Learn the `outcome`, by rank, if all ranks know it; None otherwise."""
+        # No rounds are needed as long as no rank ever lacked a gradient.
         if outcome is None or (self._rounds == 1 and not any(outcome.values())):
             self._predictor.learn(NOBODY_KNOWS)
             return
@@ -270,7 +270,7 @@ class UnusedParams:
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def _hold_round(self, lacking: int) -> tuple[dict[int, int], bool]:
-        """What each rank lacks, and whether all took part."""
+        """The bits that each rank lacks, and whether all took part."""
         key, relied = self._key(), self.foreseen is not None
         comes = self._all_participate or relied
         entry = entry_of(self._peers.rank, lacking, participates=True)
@@ -284,24 +284,24 @@ class UnusedParams:
         own = self._peers.rank
         if own == min((rank for rank, (_, took_part) in found.items() if took_part), default=own):
             with contextlib.suppress(StoreGone):
-                self._peers.store.erase(*self._old)  # whoever is in this round has read all earlier ones
+                self._peers.store.erase(*self._old)  # all ranks in this round have read the earlier ones
             self._old = []
         self._old += [key, f"{key}/calls"] if relied else [key]
         return {rank: lacks for rank, (lacks, _) in found.items()}, all_participated
 
     def _call(self) -> None:
-        """Let all ranks read that this one does not lack what was foreseen, and wait until they have."""
+        """Post that this rank does not lack what was foreseen, and wait until all ranks have read it."""
         self._called = True
         self.answers.record_call(self._at)
         entry = entry_of(self._peers.rank, 0, participates=True)
-        what = "the others to read of gradients that are not there, or were not expected"
+        what = "the others to read about missing or unexpected gradients"
         self._publish(f"{self._key()}/calls", entry, what, request_after=SOON, calls=True)
 
     def _publish(
         self, key: str, entry: str, what: str, *, request_after: float, calls: bool = False
     ) -> dict[int, tuple[int, bool]]:
-        """Add `entry` at `key`; what stands there when all ranks have done so. Those that do not come by themselves get
-        a request after so many seconds."""
+        """Append `entry` at `key`; returns all entries there when all ranks have added theirs. After `request_after`
+        seconds, a request is sent to the others."""
         peers = self._peers
         assert peers.watch is not None
         store, began = peers.store, time.monotonic()
@@ -327,7 +327,7 @@ class UnusedParams:
             try:
                 store.append(key, entry)
                 there = store.wait(complete, PATIENCE)
-            except StoreGone:  # its process has gone on, to the program's end
+            except StoreGone:  # the process that served it has continued to the program's end
                 there = True
         if not there:
             missing = [rank for rank in peers.ranks if rank not in found]

@@ -1,11 +1,11 @@
-"""The clock of one backward: when, counted down from the end of the forward, units are due; pure. [Note: one clock]
+"""The clock of one backward, whose ticks are counted down from the end of the forward; pure. [Note: one clock]
 
-[Note: lifetimes] A *lifetime* is the part of the clock in which a unit is unsharded. It is gathered once in it, when
-the first of its uses is due, and freed when the clock has passed the last: the begin of its first call, or of what a
-checkpoint may run again with that. Ranks reach different uses, so a rank frees a unit earlier only where it cannot
-come to it again. A unit that has a graph, or is inside of a checkpoint without reentrance, has one lifetime around all
-of its uses, and its gather a turn. One that reentrant checkpoints alone will make graphs of has a lifetime for each of
-these: no rank can leave such a checkpoint out, so all ranks gather when it runs.
+[Note: lifetimes] A *lifetime* is the interval of the clock in which a unit is unsharded. The unit is gathered once in
+it, when the first of its uses is due, and freed when the clock has passed the last: the beginning of its first call, or
+of the region that a checkpoint may recompute with that. Ranks reach different uses, so a rank frees a unit earlier only
+if it cannot reach it again. A unit that has a graph, or is inside of a non-reentrant checkpoint, has one lifetime for
+all of its uses, and its gather has a turn. A unit that gets graphs only in reentrant checkpoints has a lifetime for
+each of these: no rank can skip such a checkpoint, so all ranks gather when it runs.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Generic, TypeVar
 from .forward_record import CheckpointRegion, ForwardRecord
 
 U = TypeVar("U", bound=Hashable)
-NEVER = math.inf  # when a unit ended that did not run in a pass, and when it began
+NEVER = math.inf  # the tick of the beginning and the end of a unit that did not run in a pass
 
 
 @dataclass(eq=False)
 class Lifetime(Generic[U]):
-    """From when on `unit` is unsharded, and until when.
+    """An interval of the clock in which `unit` is unsharded. [Note: lifetimes]
 
     Attributes:
-        due: when it is gathered; over: when it is freed at last.
-        region: the reentrant checkpoint that it is gathered in; None: the gather has a turn.
-        shared: whether the unit has several uses, of which a rank does not know which is its last in there.
-        reruns: how often checkpoints without reentrance run it again beside others.
+        due: the tick at which it is gathered; over: the tick at which it is freed at the latest.
+        region: the reentrant checkpoint in which it is gathered; None: the gather has a turn.
+        shared: whether the unit has several uses in the interval, the last of which is not known to a rank.
+        reruns: the number of times that non-reentrant checkpoints run it again together with others.
         makes_graph: whether its only use has no graph yet.
-        behind: how many groups have their turn before it, where it has none.
+        behind: if the gather has no turn: the number of groups whose turn is before it.
     """
 
     unit: U
@@ -47,25 +47,25 @@ class Lifetime(Generic[U]):
 
 
 class BackwardClock(Generic[U]):
-    """What a record has of a backward over it, and how far this has come.
+    """The plan of a backward, computed from a record, and its progress.
 
     Attributes:
-        sequence: the units of the plan, in the order in which they are reached, if they are; planned: the same.
-        began: when units began that the backward may reach, in that order.
-        ended: when each last finished; due: when their gathers are, with what checkpoints gather together.
+        sequence: the units of the plan, in the order in which they are reached, if they are; planned: as a set.
+        began: the ticks at which units began that the backward may reach, in ascending order.
+        ended: the ticks at which units last finished; due: those at which their gathers are due, with checkpoints'.
         recomputed: units that reentrant checkpoints will run again.
-        gathers: what has a turn to be gathered: the sequence, and what checkpoints without reentrance run again that
-            has no graph, before reentrant ones inside of these make it.
-        begun: those that bring gradients and are not known to be over, the next last.
-        several: units to which several graphs bring gradients.
-        in_passes: those that ran in several passes, of which a backward may reach one alone.
+        gathers: units whose gathers have a turn: the sequence, and units without a graph that non-reentrant checkpoints
+            run again, before reentrant ones inside of these make the graph.
+        begun: units that get gradients and are not known to be over, the next one last.
+        several: units that get gradients from several graphs.
+        in_passes: units that ran in several passes, of which a backward may reach only one.
         tied_owners: units whose parameters others use after they began.
-        called_again: all that gradients come to more than once.
-        reached_once: those that ran once, so that one part of this backward is all.
-        recomputes: whether units ran without a graph, which reentrant checkpoints may still make.
-        lifetimes: of units that this backward may come to more than once, not those that are over; the next to be over
-            last.
-        to_come: lifetimes of reentrant checkpoints that have not been gathered, the next last.
+        called_again: all units that gradients reach more than once.
+        reached_once: units that ran once, which have only one part in this backward.
+        recomputes: whether units ran without a graph, so that reentrant checkpoints may still make one.
+        lifetimes: of units that this backward may reach more than once, without those that are over; the next to end
+            is the last.
+        to_come: lifetimes in reentrant checkpoints that have not been gathered, the next one last.
     """
 
     def __init__(self, record: ForwardRecord[U], will_recompute: Callable[[object], bool] = lambda each: True) -> None:
@@ -94,12 +94,12 @@ class BackwardClock(Generic[U]):
         self.lifetimes: list[Lifetime[U]] = []
         if self._inside or self.called_again:
             self._find_spans(Counter(each[0] for each in recomputed))
-        self._passed = 0  # how many of the gathers were due later than what was reduced last began
+        self._passed = 0  # the number of gathers that are due before the last issued reduction
 
     def _read(self, record: ForwardRecord[U]) -> None:
         began, several = self.began, self.several
         for log in record.passes:
-            earlier = began.copy()  # what ran in several passes was called more than once
+            earlier = began.copy()  # units that ran in several passes were called more than once
             for unit, now, how, inside in log.runs:
                 if inside is not None:
                     self._inside.setdefault(unit, []).append(inside)
@@ -125,7 +125,7 @@ class BackwardClock(Generic[U]):
         self.began = dict(sorted(began.items(), key=itemgetter(1)))
 
     def _find_spans(self, recomputed: Mapping[U, int]) -> None:
-        """`recomputed`: in how many uses reentrant checkpoints run units again."""
+        """Compute the lifetimes. `recomputed`: the number of each unit's uses that reentrant checkpoints run again."""
         began, due = self.began, self.ended.copy()
         for unit in {**self._inside, **dict.fromkeys(self.called_again)}:
             inside = self._inside.get(unit, ())
@@ -147,7 +147,7 @@ class BackwardClock(Generic[U]):
             elif lifetime.over < own:
                 lifetime.reruns = sum(1 for each in inside for _ in each.outwards())
             elif unit not in self.called_again:
-                continue  # the checkpoint is around it alone
+                continue  # the checkpoint contains only this unit
             self._lifetime_of[unit] = lifetime
         if self._inside:
             self.due = due
@@ -156,11 +156,11 @@ class BackwardClock(Generic[U]):
         self.to_come.sort(key=attrgetter("due"))
         self.lifetimes = sorted([*self._lifetime_of.values(), *self.to_come], key=attrgetter("over"))
 
-    # -- what is known -----------------------------------------------------------------------------------------------
+    # -- properties of units -----------------------------------------------------------------------------------------
 
     def lifetime_of(self, unit: U) -> Lifetime[U] | None:
-        """The lifetime of `unit` that has begun or has a turn, and is not over; None for a unit that has one use, and
-        none that a checkpoint runs again."""
+        """The lifetime of `unit` that has begun or has a turn, and is not over; None for a unit with one use that no
+        checkpoint runs again."""
         return self._lifetime_of.get(unit)
 
     def is_around(self, unit: U, others: Sequence[U]) -> bool:
@@ -169,22 +169,22 @@ class BackwardClock(Generic[U]):
         return any(self.began.get(each, NEVER) > own for each in others)
 
     def due_before(self, group: Sequence[U]) -> Sequence[U]:
-        """The units of which the gathers are due before the reduction of `group`, but for those that were handed out
-        here."""
+        """The units whose gathers are due before the reduction of `group`, without those that an earlier call
+        returned."""
         began = self.began.get(group[0], NEVER) if len(group) == 1 else min(self.began.get(u, NEVER) for u in group)
         due, gathers, before = self.due, self.gathers, self._passed
         while self._passed < len(gathers) and due.get(gathers[self._passed], NEVER) > began:
             self._passed += 1
         return gathers[before : self._passed]
 
-    # -- how far it has come -----------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------------------------
 
     def running(self, is_running: Callable[[object], bool]) -> CheckpointRegion | None:
-        """What is recomputed by the reentrant checkpoint that `is_running`, or inside of its backward."""
+        """The region of the reentrant checkpoint that `is_running`, or inside of whose backward this is."""
         return next((each for each in reversed(self._regions) if is_running(each.checkpoint)), None)
 
     def begin_lifetime(self, unit: U, running: CheckpointRegion | None) -> Lifetime[U] | None:
-        """`unit` is recomputed: its lifetime, if it has one."""
+        """Called when `unit` is recomputed; returns its lifetime, if it has one."""
         for lifetime in reversed(self.to_come) if running is not None else ():
             if lifetime.unit == unit and lifetime.region is running:
                 self._lifetime_of[unit] = lifetime
@@ -192,7 +192,7 @@ class BackwardClock(Generic[U]):
         return self._lifetime_of.get(unit)
 
     def end_lifetime(self, lifetime: Lifetime[U]) -> None:
-        """`lifetime`, the last of the lifetimes, is over."""
+        """End `lifetime`, the last one in `lifetimes`."""
         self.lifetimes.pop()
         if self._lifetime_of.get(lifetime.unit) is lifetime:
             del self._lifetime_of[lifetime.unit]

@@ -1,4 +1,4 @@
-"""What the schedule of a backward reads of units and of the graph task, and what carries out its actions; pure."""
+"""The interfaces of a backward schedule: to facts about units and the graph task, and to its actions; pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ U_contra = TypeVar("U_contra", bound=Hashable, contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class UnitRules(Generic[U]):
-    """What was settled of a unit before the backward, the same on all ranks.
+    """The settings of a unit that are fixed before the backward, the same on all ranks.
 
     Attributes:
-        prefetch: when the next group is gathered: as this unit is reached, half-way through its gradients, or when it
-            is freed; None: not ahead.
-        targets: what is gathered right after it instead.
+        prefetch: when the next group is gathered: when this unit is reached, half-way through its gradients, or when it
+            is freed; None: not prefetched.
+        targets: units to gather right after it instead of the next group.
         reads: whether its backward reads the parameters, so that they are gathered.
-        reduces: whether its gradients are reduced, and not added up unsharded.
-        stays_unsharded: whether it is left unsharded after its part.
-        owners: units of which it uses parameters, gathered whenever it is.
+        reduces: whether its gradients are reduced, instead of accumulated unsharded.
+        stays_unsharded: whether it is left unsharded after its part of the backward.
+        owners: units whose parameters it uses, which are gathered whenever it is.
     """
 
     prefetch: Literal["before", "halfway", "after"] | None = "before"
@@ -34,19 +34,19 @@ class UnitRules(Generic[U]):
 
 @dataclass(frozen=True, slots=True)
 class UnitFacts(Generic[U]):
-    """What is read of a unit while a backward runs.
+    """Functions that return facts about a unit while a backward runs.
 
     Attributes:
-        completed: whether every gradient has arrived that this backward awaits of it.
-        expects_gradients: whether gradients are awaited, or all have come.
-        has_gradients: whether any has come.
-        is_over: whether its first call is over, and so all.
-        is_used_once: whether each of its gradients came once, and in no graph task inside, in the backwards before.
-        is_unsharded: whether it is gathered, or on its way.
+        completed: whether every gradient has arrived that this backward awaits for it.
+        expects_gradients: whether gradients are awaited, or all have arrived.
+        has_gradients: whether any has arrived.
+        is_over: whether the backward has finished its first call, and therefore all calls.
+        is_used_once: whether in earlier backwards each of its gradients arrived once, and not in an inner graph task.
+        is_unsharded: whether it is gathered, or its gather is in flight.
         is_trained: whether a parameter of it requires a gradient.
-        elements: of the gradients that it can get.
-        awaits_gradients: whether the running graph task will bring gradients that it lacks.
-        participates: whether there is something to reduce of it.
+        elements: the number of elements of the gradients that it can get.
+        awaits_gradients: whether the running graph task will compute gradients that it lacks.
+        participates: whether it has gradients to reduce.
     """
 
     completed: Callable[[U], bool]
@@ -62,54 +62,54 @@ class UnitFacts(Generic[U]):
 
 
 class Driver(Protocol[U_contra]):
-    """Carries out what a schedule decides, and knows the graph task.
+    """The interface through which a schedule acts, and reads the state of the graph task.
 
     Attributes:
         double: `create_graph`: the parameters are needed again.
-        gradient_has_arrived: a gradient of a parameter has come.
+        gradient_has_arrived: whether a gradient of any parameter has arrived.
     """
 
     double: bool
     gradient_has_arrived: bool
 
     def in_inner_task(self) -> bool:
-        """Whether a graph task inside of this backward's runs."""
+        """Whether a graph task inside of this backward's graph task runs."""
 
     def is_running(self, checkpoint: object) -> bool:
-        """Whether the node of the graph whose backward runs is that of this reentrant checkpoint."""
+        """Whether the node whose backward runs is that of this reentrant checkpoint."""
 
     def will_recompute(self, checkpoint: object) -> bool:
-        """Whether the running graph task comes to this reentrant checkpoint."""
+        """Whether the running graph task reaches this reentrant checkpoint."""
 
     def brings_gradients(self) -> bool:
-        """Whether a gradient of a parameter has arrived or will."""
+        """Whether a gradient of a parameter has arrived or will arrive."""
 
     def may_bring_more(self, unit: U_contra) -> bool:
-        """Whether gradients of `unit` may come late, of calls in the record, though in backwards before none has."""
+        """Whether gradients of `unit` may arrive late, from calls in the record, unlike in earlier backwards."""
 
     def gradient_arrived(self, *, watched: bool) -> None:
-        """Take part in this backward's reductions to the end."""
+        """Start to take part in this backward's reductions, until its end."""
 
     def gather(self, units: Sequence[U_contra], *, ahead: bool) -> None:
-        """Issue the gather of whatever is sharded of a group, maybe `ahead` of its use."""
+        """Issue the gather of those units of a group that are sharded, possibly `ahead` of their use."""
 
     def release_inputs(self) -> None:
-        """Let no reduction hold what it reads: a gather is about to take its memory."""
+        """Let reductions release their inputs, because a gather is about to allocate memory."""
 
     def participate(self, unit: U_contra) -> None:
-        """Let `unit` have gradients, zeros where this backward brings none."""
+        """Provide gradients of `unit`: zeros if this backward computes none."""
 
     def complete(self, unit: U_contra) -> None:
-        """No gradient of `unit` is awaited any more."""
+        """Stop awaiting gradients of `unit`."""
 
     def reduce(self, units: Sequence[U_contra]) -> None:
         """Issue the reduction of a group."""
 
     def end_turn(self) -> None:
-        """Of reductions all were issued whose turn it is."""
+        """Called when all reductions whose turn it is have been issued."""
 
     def reshard(self, unit: U_contra) -> None:
         """Free the unsharded parameters."""
 
     def report_no_gradients(self) -> None:
-        """This backward passes over units without a gradient of any."""
+        """Called when this backward passes over units and no gradient of any parameter is known to come."""

@@ -1,11 +1,11 @@
-"""The turns of units that run or not, and in which order, depending on a rank's data; pure.
+"""The turns of conditional units, whose execution and order depend on a rank's data; pure.
 
-[Note: conditional units] A *branch* is a part of a model whose units a rank runs as its data will have it: the tower
-for images, the experts of a mixture. All ranks take part in it all the same, at one place of the forward, whatever the
-data: within the forward of the unit *around* the branch, after what was registered before it, and before the next unit
-that every rank runs. Where it is a rank's *turn* with a unit that it does not run, it gathers and frees it. In a branch
-in order each unit has a turn of its own; a rank that enters one has first taken its turn with those that it passed
-over. A branch in any order has one turn for all of its units, which are then there until the branch is over.
+[Note: conditional units] A *branch* is a part of a model whose units a rank runs or not, depending on its data: the
+tower for images, the experts of a mixture. All ranks take part in it regardless of their data, at one place of the
+forward: within the forward of the unit *around* the branch, after the units registered before the branch, and before
+the next unit that every rank runs. At its *turn* with a unit that it does not run, a rank gathers and frees it. In a
+branch in order each unit has its own turn; before a rank enters a unit it takes the turns with those that it passed
+over. A branch in any order has one turn for all of its units, which then stay unsharded until the branch is over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """One branch, as the units in it know it.
+    """A branch, to which its units refer.
 
     Attributes:
         any_order: whether units may run in any order, and again.
@@ -34,11 +34,11 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class ParticipationSlot(Generic[U]):
-    """What all ranks do together at one place of a forward.
+    """A turn: the gathers of conditional units that all ranks issue at one place of a forward.
 
     Attributes:
         around: the unit in whose forward it is.
-        units: what is gathered, outer units before those inside: one unit, or all of a branch in any order.
+        units: the units to gather, outer ones before inner ones: one unit, or all of a branch in any order.
     """
 
     position: Place
@@ -48,18 +48,18 @@ class ParticipationSlot(Generic[U]):
 
 
 class ParticipationPlan(Generic[U]):
-    """Where the units of a model have their places, and which turns there are.
+    """The positions of a model's units, and the turns of its conditional units.
 
     Attributes:
-        slot: of each unit of a branch.
-        position: of every unit.
+        slot: the turn of each conditional unit.
+        position: the position of every unit.
     """
 
     def __init__(
         self, nesting: Iterable[tuple[U, U | None]], branches: Mapping[U, Branch], before: Mapping[U, U]
     ) -> None:
         """`nesting`: every unit with the one around it, in the order of registration, outer units first. `before`:
-        units of branches whose place is right before another unit's, in place of their own."""
+        for conditional units with another place than their own: the unit right after that place."""
         self._around = dict(nesting)
         own = {unit: i for i, unit in enumerate(self._around)}
         self.position: dict[U, Place] = {
@@ -89,15 +89,15 @@ class ParticipationPlan(Generic[U]):
         return found is around
 
     def cursor(self, unit: U) -> ParticipationCursor[U]:
-        """A forward of `unit` begins."""
+        """A cursor for a forward of `unit` that begins."""
         return ParticipationCursor(unit, tuple(self._slots.get(unit, ())))
 
 
 class ParticipationCursor(Generic[U]):
-    """How far one running forward of a unit has come past the turns in it.
+    """The progress of one running forward of a unit through the turns in it.
 
     Attributes:
-        open: the turn with a branch in any order that has begun and is not over.
+        open: the turn of a branch in any order that has begun and is not over.
     """
 
     def __init__(self, unit: U, slots: tuple[ParticipationSlot[U], ...]) -> None:
@@ -107,7 +107,7 @@ class ParticipationCursor(Generic[U]):
         self._taken = 0
 
     def has_passed(self, slot: ParticipationSlot[U]) -> bool:
-        """Whether it cannot be this turn any more, or is none of this forward."""
+        """Whether `slot` was taken already, or is not in this forward."""
         return slot not in self._slots[self._taken :]
 
     def next_before(self, position: Place | None) -> ParticipationSlot[U] | None:
@@ -118,7 +118,7 @@ class ParticipationCursor(Generic[U]):
         return slot if position is None or slot.position < position else None
 
     def take(self, slot: ParticipationSlot[U]) -> None:
-        """It is this turn, the next one."""
+        """Take `slot`, which is the next turn."""
         assert self._slots[self._taken] is slot
         self._taken += 1
         self.open = slot if slot.any_order else None

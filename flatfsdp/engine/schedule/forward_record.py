@@ -1,24 +1,23 @@
-"""Which units ran in the forwards that one backward may cover, and when, and in the last complete forward; pure.
+"""The record of the forwards that one backward may cover, by unit and time, and the order of the last forward; pure.
 
-[Note: backward order] Ranks may run different autograd graphs (a parameter unused here, a branch there), so the moment
-at which a unit's backward begins or its last gradient arrives is no common order. What ranks do share is the order of
-the forward.
+[Note: backward order] Ranks may run different autograd graphs (a parameter unused here, a branch there), so the times
+at which a unit's backward begins or its last gradient arrives give no common order. The order of the forward does.
 Hence: *gathers* of a backward are issued in the reverse of the order in which units finished their forward, and
 *reductions* in the reverse of the order in which units began it; each on a communicator of its own, so the two
-sequences need no common interleaving. A unit that is ready before its turn waits; at the end of the backward all that
-remain are flushed in order. In a model that is nested like a tree, ready means on turn, and nobody waits.
+sequences need no common interleaving. A unit that is ready before its turn waits; at the end of the backward the
+remaining ones are flushed in order. In a model that is nested like a tree, units get ready in turn, and none waits.
 
-Ranks do wait for each other's gathers and reductions, and none may wait for one while another, which waits for this
-rank, has not issued it. So both are on one clock, which runs backwards from the end of the forward: the gather of a
-unit is due when it last *ended*, its reduction when it first *began*. Who waits for a collective has issued all that
-are due before it; of all that ranks wait for, the first to be due is then issued by every rank. Autograd makes that
-possible: it takes the newest node first, so when it reaches a unit's end, it has been through with all that began
-later, and gradients of those that have not come never will. For the same reason a unit that was called more than once
-stays gathered until its first call is over: a rank that got its gradients from the last calls, or has no graph of the
-others, would gather it again, alone.
+Ranks wait for each other's gathers and reductions. No rank may wait for one that another rank has not issued while
+that waits for this rank. So both are on one clock, which runs backwards from the end of the forward: the gather of a
+unit is due when it last *ended*, its reduction when it first *began*. A rank that waits for a collective has issued all
+that are due before it; so of all awaited collectives, the first to be due has been issued by every rank. Autograd makes
+this possible: it takes the newest node first, so when it reaches a unit's end, it has finished all units that began
+later, and their missing gradients will never arrive. For the same reason a unit that was called more than once stays
+unsharded until its first call is over: a rank that got its gradients from the last calls, or has no graph of the
+others, would otherwise gather it again, alone.
 
-A checkpoint without reentrance recomputes all units in its *segment* when a backward reaches the first of them, and
-gathers them for it: their gathers are due when the last of them ended, also on ranks that do not reach that one.
+A non-reentrant checkpoint recomputes all units in its *segment* when a backward reaches the first of them, and gathers
+them for that: their gathers are due when the last of them ended, also on ranks that do not reach that one.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 U = TypeVar("U", bound=Hashable)
-# "graph": it began with one; "shared": a unit that began with one uses its parameters; "again": gradients may come to
-# it from a run of its own besides; "none": without one, and nothing is known to make it but a checkpoint around.
+# "graph": it began with one; "shared": a unit that began with one uses its parameters; "again": gradients may also
+# come from another run of it; "none": it began without one, and only an enclosing checkpoint is known to make it.
 How = Literal["graph", "shared", "again", "none"]
 
 
@@ -42,11 +41,11 @@ class ForwardPass:
 
 @dataclass(eq=False)
 class CheckpointRegion:
-    """What one checkpoint recomputes: from the begin of its first unit to the end of its last.
+    """The part of a forward that one checkpoint recomputes: from the start of its first unit to the end of its last.
 
     Attributes:
-        around: the checkpoint without reentrance that this one is recomputed inside of.
-        checkpoint: what stands for a reentrant one, the outermost; what is inside of it has no graph yet.
+        around: the non-reentrant checkpoint inside of which this one is recomputed.
+        checkpoint: an object that identifies a reentrant checkpoint, the outermost; units inside have no graph yet.
     """
 
     began: int
@@ -55,7 +54,7 @@ class CheckpointRegion:
     checkpoint: object | None = None
 
     def outwards(self) -> Iterator[CheckpointRegion]:
-        """This one and those around it."""
+        """This region and the enclosing ones."""
         each: CheckpointRegion | None = self
         while each is not None:
             yield each
@@ -63,18 +62,18 @@ class CheckpointRegion:
 
     @property
     def outermost(self) -> CheckpointRegion:
-        """The last of these."""
+        """The outermost enclosing region; itself if there is none."""
         return self if self.around is None else self.around.outermost
 
 
 @dataclass(eq=False)
 class PassLog(Generic[U]):
-    """What happened in one pass, in order.
+    """The log of one pass, in order.
 
     Attributes:
-        runs: units that began, when, how, and the innermost checkpoint without reentrance around each: what these will
-            recompute, on this rank or on others, since which of them can at all hangs on what they saved on a rank.
-        ended: when each last finished with an output that can bring it a gradient.
+        runs: (unit, tick of its beginning, how it began, the innermost non-reentrant checkpoint around it). Such
+            checkpoints recompute units on this rank or on others, depending on the tensors that they saved there.
+        ended: the tick at which each unit last finished with an output through which a gradient can reach it.
     """
 
     runs: list[tuple[U, int, How, CheckpointRegion | None]] = field(default_factory=list)
@@ -90,27 +89,27 @@ class ForwardRecord(Generic[U]):
 
     Attributes:
         running: the pass that runs, if one does.
-        recomputed: units that began in a reentrant checkpoint, or whose parameters one used that did, when, and what is
-            recomputed with them.
+        recomputed: (unit, tick, region) of units that began in a reentrant checkpoint, or whose parameters such a unit
+            used, with the region that is recomputed.
         begun_again: units that began more than once, at least the last time without a graph.
-        entered_at: when a unit was entered last.
-        consumed: a backward has begun, and no unit has finished since: the next forward opens a new record.
-        knows_late: whether it is looked for what may bring gradients late in its calls; asks_late: whether it is in the
-            next record, since a backward over this one, or over one before, found several passes.
+        entered_at: the tick at which a unit was last entered.
+        consumed: whether a backward has begun, and no unit has finished since: the next forward opens a new record.
+        knows_late: whether calls that may bring gradients late are recorded; asks_late: whether the next record does
+            so, because a backward over this record, or an earlier one, found several passes.
     """
 
     def __init__(self, *, knows_late: bool = False) -> None:
         self.knows_late = self.asks_late = knows_late
         self._entered: dict[U, None] = {}  # in the order of first entry
-        self._begun: dict[U, int] = {}  # when, with those that began without a graph among them
+        self._begun: dict[U, int] = {}  # the tick of the first beginning, also of units that began without a graph
         self._anchored: dict[U, None] = {}  # in the order of last anchoring
-        self._running: set[U] = set()  # of these, whose forward runs again: no backward inside of it reaches them
+        self._running: set[U] = set()  # anchored units whose forward runs again: no backward inside of it reaches them
         self.begun_again: set[U] = set()
         self.recomputed: list[tuple[U, int, CheckpointRegion]] = []
         self._reentrant = CheckpointRegion(0)  # the reentrant checkpoint in which a unit ran last
         self._segments: weakref.WeakKeyDictionary[object, CheckpointRegion] = weakref.WeakKeyDictionary()
-        self._inside: dict[U, CheckpointRegion] = {}  # the innermost region in which units were entered last
-        self._entered_inside: CheckpointRegion | None = None  # that of the unit that was entered last
+        self._inside: dict[U, CheckpointRegion] = {}  # the innermost region in which each unit was last entered
+        self._entered_inside: CheckpointRegion | None = None  # that of the last entered unit
         self._passes: weakref.WeakKeyDictionary[ForwardPass, PassLog[U]] = weakref.WeakKeyDictionary()
         self._now: PassLog[U] = PassLog()  # of the pass that ran last
         self._clock = self.entered_at = 0
@@ -118,13 +117,13 @@ class ForwardRecord(Generic[U]):
         self.consumed = False
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self.running = ForwardPass()
         self._running.clear()
         self._now = self._passes[self.running] = PassLog()
 
     def end(self) -> None:
-        """The pass has ended."""
+        """End the pass."""
         self.running = None
 
     # -- units begin -------------------------------------------------------------------------------------------------
@@ -132,8 +131,8 @@ class ForwardRecord(Generic[U]):
     def enter(
         self, unit: U, *, segment: object | None = None, segments: Callable[[], Sequence[object]] = _no_segments
     ) -> None:
-        """`unit` began its forward, in a `segment` if there is one; `segments` are this one and those around it, the
-        innermost first, maybe without the first, which is none then."""
+        """Record that `unit` began its forward, in a `segment` if there is one. `segments` returns that and the
+        enclosing ones, the innermost first; if it does not contain `segment`, that is not a checkpoint."""
         now = self.entered_at = self._clock = self._clock + 1
         inside = self._entered_inside = self._segment(segment, segments) if segment is not None else None
         if inside is not None or self._inside:
@@ -168,8 +167,8 @@ class ForwardRecord(Generic[U]):
         segment: object | None = None,
         segments: Callable[[], Sequence[object]] = _no_segments,
     ) -> None:
-        """`unit` began its forward; a recomputation may still make its graph, and does where it is in a reentrant
-        `checkpoint`, for which that stands. For the others see `enter`."""
+        """Record that `unit` began its forward without a graph. A recomputation may still make one, and does so inside
+        of a reentrant checkpoint, which `checkpoint` identifies. For the other arguments see `enter`."""
         if unit in self._begun:
             self.begun_again.add(unit)
         now = self._tick(unit)
@@ -185,12 +184,12 @@ class ForwardRecord(Generic[U]):
         self._enter_region(unit, inside)
 
     def enter_sharing(self, owning_unit: U) -> None:
-        """The unit that was entered last, in whose backward `owning_unit` takes part, uses parameters of that."""
+        """Record that the last entered unit uses parameters of `owning_unit`, which takes part in its backward."""
         self._entered.setdefault(owning_unit)
         self._now.runs.append((owning_unit, self._tick(owning_unit), "shared", self._entered_inside))
 
     def enter_sharing_without_graph(self, owning_unit: U) -> None:
-        """The unit that was entered last, without a graph, uses parameters of `owning_unit`."""
+        """Record that the last entered unit, which has no graph, uses parameters of `owning_unit`."""
         now, inside = self._tick(owning_unit), self._entered_inside
         if inside is not None and inside.checkpoint is not None:
             self.recomputed.append((owning_unit, now, inside))
@@ -198,11 +197,11 @@ class ForwardRecord(Generic[U]):
             self._now.runs.append((owning_unit, now, "none", inside))
 
     def repeat(self, unit: U) -> None:
-        """`unit` runs again, beside units that a backward gathers with it."""
+        """Record that `unit` runs again, in addition to units that a backward gathers with it."""
         self._now.runs.append((unit, self._clock, "again", None))
 
     def add(self, unit: U) -> None:
-        """`unit` takes part, though it did not run: parameters of it were used at a time that is not known."""
+        """Add `unit`, which did not run, but whose parameters were used at an unknown time."""
         self._tick(unit)
         self._entered.setdefault(unit)
         self._anchored.pop(unit, None)
@@ -216,19 +215,19 @@ class ForwardRecord(Generic[U]):
     # -- and finish --------------------------------------------------------------------------------------------------
 
     def leave(self, unit: U, *, itself: bool = True) -> None:
-        """`unit` finished its forward and its output can bring it a gradient; not `itself`: one that used its
-        parameters did. In which segment it ran has nothing to do with that."""
+        """Record that `unit` finished its forward with an output through which a gradient can reach it. Not `itself`: a
+        unit that used its parameters did, which does not end the region in which `unit` ran."""
         self._anchored.pop(unit, None)
         self._anchored[unit] = None
         self._running.discard(unit)
-        self.consumed = False  # if a backward inside of this forward has begun, another one is to come
+        self.consumed = False  # if a backward inside of this forward has begun, another one will follow
         self._clock += 1
         self._now.ended[unit] = self._clock
         if self._inside and itself:
             self._leave_regions(unit)
 
     def leave_without_graph(self, unit: U) -> None:
-        """`unit` finished its forward, and no gradient can come to it unless it is recomputed."""
+        """Record that `unit` finished its forward, and that no gradient can reach it unless it is recomputed."""
         self._clock += 1
         self._running.discard(unit)
         if self._inside:
@@ -238,20 +237,20 @@ class ForwardRecord(Generic[U]):
         for each in self._inside[unit].outwards() if unit in self._inside else ():
             each.ended = self._clock
 
-    # -- what a backward reads ----------------------------------------------------------------------------------------
+    # -- properties that a backward reads -----------------------------------------------------------------------------
 
     @property
     def passes(self) -> Sequence[PassLog[U]]:
-        """Those that a backward may reach, since their graphs live, in order."""
+        """The passes that a backward may reach, because their graphs live, in order."""
         return tuple(self._passes.values())
 
     @property
     def may_recompute(self) -> bool:
-        """Whether units ran without a graph, which recomputations may still make."""
+        """Whether units ran without a graph, so that recomputations may still make one."""
         return len(self._begun) > len(self._entered)
 
     def position(self, unit: U) -> int:
-        """When `unit` first began; it has a graph from now on, if it had none (a recomputation)."""
+        """The tick at which `unit` first began; it counts as having a graph from now on (after a recomputation)."""
         self._entered.setdefault(unit)
         return self._begun[unit] if unit in self._begun else self._tick(unit)
 
@@ -266,12 +265,12 @@ class ForwardRecord(Generic[U]):
 
     @property
     def begun(self) -> tuple[U, ...]:
-        """The same, with those that have no graph, or not yet."""
+        """Units in the order in which they began, including those that have no graph, or not yet."""
         return tuple(self._begun)
 
     @property
     def anchored(self) -> tuple[U, ...]:
-        """Units that await a gradient, in the order in which they (last) finished, and do not run."""
+        """Units that await a gradient and do not run, in the order in which they (last) finished."""
         return (
             tuple(unit for unit in self._anchored if unit not in self._running) if self._running else (*self._anchored,)
         )
@@ -283,25 +282,25 @@ class ForwardRecord(Generic[U]):
 
 
 class ForwardOrder(Generic[U]):
-    """The order of units in the running forward, and in the last complete one, from which this one prefetches.
+    """The order of units in the running forward, and in the last complete one, by which the running one prefetches.
 
-    A unit that is entered several times has a follower for each.
+    A unit that is entered several times has a follower for each visit.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[U, int], U] = {}  # (unit, which visit of it) -> what followed
+        self._known: dict[tuple[U, int], U] = {}  # (unit, number of the visit) -> the unit that followed
         self._learned: dict[tuple[U, int], U] = {}
         self._visits: dict[U, int] = {}
         self._now: tuple[U, int] | None = None
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Begin a forward."""
         self._learned = {}
         self._visits = {}
         self._now = None
 
     def enter(self, unit: U) -> bool:
-        """`unit` is entered; True if it is the first one."""
+        """Record that `unit` is entered; returns True if it is the first one."""
         first = self._now is None
         if self._now is not None:
             self._learned[self._now] = unit
@@ -310,12 +309,12 @@ class ForwardOrder(Generic[U]):
         return first
 
     def end(self) -> None:
-        """The forward is complete."""
+        """Complete the forward."""
         self._known = self._learned
 
     def upcoming(self) -> Iterator[U]:
-        """What followed, in the last complete forward, that visit of the unit that was entered last: one unit after the
-        other, until one comes again."""
+        """The units that followed, in the last complete forward, the current visit of the last entered unit, in order,
+        up to the first repetition."""
         now = self._now
         visits = dict([now] if now is not None else [])
         while now is not None and (unit := self._known.get(now)) is not None and unit not in visits:

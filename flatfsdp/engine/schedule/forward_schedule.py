@@ -1,12 +1,12 @@
-"""What a forward gathers, frees and leaves unsharded next: events in, actions out; pure.
+"""The schedule of a forward, which decides what to gather, free and leave unsharded: events in, actions out; pure.
 
-[Note: forward order] All ranks enter the same units in one order, which is compared as they gather. When a unit is
-entered, the owners of its tied parameters are gathered, then the unit with small ones that followed it in the last
-complete forward, then what it gathers ahead: the units that it lists, or the one that followed. The last complete
+[Note: forward order] All ranks enter the same units in one order, which is compared when they gather. When a unit is
+entered, the owners of its tied parameters are gathered, then the unit together with small units that followed it in the
+last complete forward, then its prefetch targets: the units that it lists, or the one that followed. The last complete
 forward is the same on all ranks, and so are these groups.
 
-When the part of a unit is over it is freed, unless it is to stay for its backward, more of its entries are to run, or a
-unit that uses its parameters is in its forward: then it is freed when that one's part is over.
+At the end of its part a unit is freed, unless it is to stay unsharded for its backward, more of its entries are to run,
+or a unit that uses its parameters is in its forward: then it is freed at the end of that one's part.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ U_co = TypeVar("U_co", bound=Hashable, covariant=True)
 
 
 class Listed(Protocol[U_co]):
-    """Units that another one gathers ahead; false where it lists none."""
+    """The units that another one lists as prefetch targets; false if it lists none."""
 
     def __bool__(self) -> bool: ...
 
     def units(self) -> Iterable[U_co]:
-        """Those that are still there, in order."""
+        """The units that still exist, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardFacts(Generic[U]):
-    """What is read of a unit in a forward.
+    """Functions that return facts about a unit in a forward.
 
     Attributes:
-        owners: units of which it uses parameters; users: those that use parameters of it; has_users: whether there are.
-        runs: whether it is in its forward. is_requested: whether a user has unsharded it.
-        is_unsharded: whether it is gathered, or on its way.
-        gathers_next: whether it gathers the unit ahead that followed it; listed: what it gathers ahead instead.
-        coalesced: it with those of the units that follow it that share its gather.
+        owners: units whose parameters it uses; users: units that use its parameters; has_users: whether there are any.
+        runs: whether it is in its forward. is_requested: whether the user has unsharded it explicitly.
+        is_unsharded: whether it is gathered, or its gather is in flight.
+        gathers_next: whether it prefetches the unit that followed it; listed: the units to prefetch instead.
+        coalesced: the unit with those of the following units that share its gather.
         reshards: whether it is freed between forward and backward.
-        stays: whether no end of its backward can be observed, so that it is left unsharded until all is over.
-        retains: whether something of it can be kept between forward and backward, which gathers from that.
-        lacks: whether more of its entries are to run than these, given by id.
+        stays: whether the end of its backward cannot be observed, so that it stays unsharded until the iteration ends.
+        retains: whether a part of it can be kept between forward and backward, from which the backward gathers.
+        lacks: whether entries other than these, given by id, have yet to run.
     """
 
     owners: Callable[[U], Sequence[U]]
@@ -64,11 +64,11 @@ class ForwardFacts(Generic[U]):
 
 
 class ForwardSchedule(ABC, Generic[U]):
-    """The decisions of one model's forwards. Who carries them out derives from it.
+    """The decisions in the forwards of one model. A subclass implements the actions.
 
     Attributes:
-        order: what followed what in the last complete forward.
-        lacking: units of which more entries are to run: those that ran, by id. [Note: entries]
+        order: the order of units in the last complete forward.
+        lacking: for units with entries that have yet to run, the ids of those that ran. [Note: entries]
     """
 
     def __init__(self, facts: ForwardFacts[U]) -> None:
@@ -80,11 +80,11 @@ class ForwardSchedule(ABC, Generic[U]):
 
     @abstractmethod
     def gather(self, units: Sequence[U], *, ahead: bool) -> None:
-        """Issue the gather of whatever is sharded of a group, maybe `ahead` of its use."""
+        """Issue the gather of those units of a group that are sharded, possibly `ahead` of their use."""
 
     @abstractmethod
     def free(self, unit: U, *, retains: bool) -> None:
-        """Free the unsharded parameters; `retains`: but for what is kept for the backward."""
+        """Free the unsharded parameters; `retains`: except for the part that is kept for the backward."""
 
     @abstractmethod
     def leave_unsharded(self, unit: U) -> None:
@@ -93,7 +93,7 @@ class ForwardSchedule(ABC, Generic[U]):
     # -- events ------------------------------------------------------------------------------------------------------
 
     def enters(self, unit: U, *, in_order: bool = True) -> None:
-        """`unit` is about to run; not `in_order`: again, inside of a backward."""
+        """Gather before `unit` runs; not `in_order`: it runs again, inside of a backward."""
         facts, gather = self._facts, self.gather
         for owner in facts.owners(unit):
             if not facts.is_requested(owner):
@@ -113,15 +113,15 @@ class ForwardSchedule(ABC, Generic[U]):
                     gather(facts.coalesced(each, following), ahead=True)
 
     def entry_ran(self, unit: U, entry: int) -> None:
-        """One of the several entries of `unit`, by id, has run: it is kept for the others of this forward."""
+        """Record that one of the several entries of `unit` has run, by id: the unit is kept for those left to run."""
         ran = self.lacking.setdefault(unit, set())
         ran.add(entry)
         if not self._facts.lacks(unit, ran):
             del self.lacking[unit]
 
     def finished(self, record: ForwardRecord[U], unit: U, *, training: bool, reached: bool, keep: bool = False) -> None:
-        """The part of `unit` in the forward is over; it is to `keep` its parameters, or a gradient can come to it
-        (`reached`)."""
+        """Free the unit and its owners, or leave them unsharded, at the end of the part of `unit` in the forward.
+        `keep`: leave it unsharded in any case. `reached`: a gradient can reach it."""
         facts = self._facts
         owners = facts.owners(unit)
         if reached:
@@ -145,8 +145,8 @@ class ForwardSchedule(ABC, Generic[U]):
                 self.leave_unsharded(owner)
 
     def ended_lacking(self, record: ForwardRecord[U], outermost: U) -> None:
-        """The forward is complete: units of which not all entries have run are freed, but the `outermost` one that ran,
-        whose entry may be called again."""
+        """At the end of a forward, free units of which not all entries have run, except the `outermost` one, whose
+        entry may be called again."""
         for unit in self.lacking:
             if unit is not outermost and self._facts.reshards(unit) and not self._facts.stays(unit):
                 self.free(unit, retains=bool(self._facts.retains(unit)) and record.awaits(unit))

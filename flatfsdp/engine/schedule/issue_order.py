@@ -1,9 +1,9 @@
-"""The order in which the collectives of one backward are issued, and which may be now; pure. [Note: backward order]
+"""The order in which the collectives of one backward are issued, and those that are due; pure. [Note: backward order]
 
-[Note: coalescing] A collective costs the host about the same whatever it moves, so small units that follow each other
-in the agreed order are gathered, and reduced, as one. How small is a number of bytes, which bounds what a group of them
-has together, too: the staging buffer through which it travels, and the memory that is taken ahead of its use. Order and
-sizes are what all ranks agree on, so they find the same groups.
+[Note: coalescing] A collective takes about the same time of the host for any size, so consecutive small units in the
+agreed order are gathered, and reduced, as one. A number of bytes decides which units are small, and bounds the total
+of a group: its staging buffer, and the memory that is allocated ahead of its use. Order and sizes are equal on all
+ranks, and so are the groups.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Cut = Callable[[Iterable[U]], Iterable[tuple[U, ...]]]
 
 
 class GatherOrder(Generic[U]):
-    """The gathers of one backward: hands out, for the unit that is needed now, all groups of units whose turn comes
-    first.
+    """The gathers of one backward: for the unit that is needed now, all groups of units whose turn comes first, each
+    returned once.
 
     Attributes:
-        is_over: whether all was handed out.
-        limit: how many groups may be handed out ahead: those that are due before what has no turn.
+        is_over: whether all groups were returned.
+        limit: the number of groups that may be prefetched: those that are due before the next gather without a turn.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class GatherOrder(Generic[U]):
         coalesce: Cut[U] | None = None,
         together: Mapping[U, Sequence[U]] = MappingProxyType({}),
     ) -> None:
-        """`targets`: what is gathered right after a unit, where that is not left to the plan; others are none of it.
-        `coalesce` cuts the sequence into groups. `together`: units that are gathered when one of them is needed."""
+        """`targets`: units to gather right after a unit, instead of in the plan's order, if they are anchored.
+        `coalesce` splits the sequence into groups. `together`: units that are gathered when one of them is needed."""
         backwards = dict.fromkeys(reversed(anchored))
         sequence: dict[U, None] = {}
         for unit in backwards:
@@ -54,21 +54,20 @@ class GatherOrder(Generic[U]):
         self.is_over = not self._groups
 
     def until(self, unit: U) -> Sequence[tuple[U, ...]]:
-        """The groups to gather, in order, so that `unit` may be gathered; just `unit` where the plan is past it or
-        lacks it."""
+        """The groups to gather, in order, for `unit`; only `unit` if the plan has passed it or does not contain it."""
         was_past = self._position.get(unit, -1) < self._next
         due = self.through((unit,))
         return (*due, (unit,)) if was_past else due
 
     def is_past(self, unit: U) -> bool:
-        """Whether the group of `unit` was handed out, and of all that are gathered with it."""
+        """Whether the groups of `unit` and of all units that are gathered with it were returned."""
         if unit not in self._coalesced:
             return self._position.get(unit, self._next) < self._next
         return all(self._position.get(each, self._next) < self._next for each in self._coalesced[unit])
 
     def through(self, units: Iterable[U], *, ahead: bool = False) -> Sequence[tuple[U, ...]]:
-        """The groups to gather, in order, so that all of `units` are gathered that the plan is not past; `ahead` of
-        their use, before which others are gathered that are needed with them."""
+        """The groups to gather, in order, for all of `units` that the plan has not passed. `ahead`: a prefetch; units
+        that are needed with them are gathered before their use."""
         if self._coalesced and not ahead:
             units = [each for unit in units for each in self._coalesced.get(unit, (unit,))]
         count = max([self._position.get(unit, -1) for unit in units], default=-1) + 1
@@ -78,14 +77,14 @@ class GatherOrder(Generic[U]):
         return due
 
     def first(self, count: int) -> Sequence[tuple[U, ...]]:
-        """So many groups, but for those that were handed out."""
+        """Those of the first `count` groups that were not returned before."""
         due = self._groups[self._next : count]
         self._next += len(due)
         self.is_over = self._next == len(self._groups)
         return due
 
     def due_after(self, due: Mapping[U, float], ticks: Iterable[float]) -> Iterator[int]:
-        """For each of `ticks`, which ascend, how many groups are handed out before what is due then and has no turn."""
+        """For each of `ticks`, in ascending order, the number of groups before a gather without a turn due then."""
         count = len(self._groups)
         for tick in ticks:
             while count and all(due.get(unit, math.inf) <= tick for unit in self._groups[count - 1]):
@@ -93,19 +92,19 @@ class GatherOrder(Generic[U]):
             yield count
 
     def has_turn(self, unit: U) -> bool:
-        """Whether the plan gathers `unit`, and has not yet."""
+        """Whether the plan contains `unit`, and has not passed it."""
         return self._position.get(unit, -1) >= self._next
 
     def ahead(self, unit: U, *, behind: int = 0) -> Sequence[tuple[U, ...]]:
-        """The next group of the plan, now handed out, unless one after the group of `unit` is already, or, where it has
-        no turn, after so many groups; none at the end."""
+        """The next group of the plan; none at the end, or if one after the group of `unit` (if it has no turn: after
+        the first `behind` groups) was returned already."""
         due = self._upcoming(self._position.get(unit, behind - 1))
         self._next += len(due)
         self.is_over = self._next == len(self._groups)
         return due
 
     def following(self, unit: U) -> Iterator[U]:
-        """The units that `ahead` would hand out."""
+        """The units that `ahead` would return."""
         return itertools.chain.from_iterable(self._upcoming(self._position.get(unit, self._next)))
 
     def _upcoming(self, last: int) -> Sequence[tuple[U, ...]]:
@@ -113,25 +112,25 @@ class GatherOrder(Generic[U]):
 
 
 class ReduceOrder(Generic[U]):
-    """The reductions of one backward: a unit goes when it is ready and none that was entered later is outstanding.
+    """The reductions of one backward: a unit is due when it is ready and no unit that began later is outstanding.
 
-    Units that are joined go together, when all of them are ready.
+    Coalesced units are due together, when all of them are ready.
 
     Attributes:
-        awaited: when a gather is due that has no turn: what began before waits for it.
+        awaited: the tick at which the next gather without a turn is due: units that began before it wait for it.
     """
 
     def __init__(self, record: ForwardRecord[U], began: Mapping[U, int] = MappingProxyType({})) -> None:
-        """`began`: when units did that this backward may reach."""
+        """`began`: the ticks at which the units that this backward may reach began."""
         self._record, self._began = record, began
         self.awaited = 0
         self._coalesced: dict[U, tuple[U, ...]] = {}
         self._outstanding: dict[U, int] = {}
-        self._in_order: list[U] | None = []  # the outstanding, the next last; None when it has to be sorted anew
+        self._in_order: list[U] | None = []  # the outstanding units, the next one last; None when it must be sorted
         self._ready: set[U] = set()
 
     def expect(self, unit: U) -> None:
-        """`unit` will have a reduction (again, if it had one)."""
+        """Expect a reduction of `unit` (another one if it had one)."""
         if unit not in self._outstanding:
             self._outstanding[unit] = self._record.position(unit)
             self._in_order = None
@@ -141,33 +140,33 @@ class ReduceOrder(Generic[U]):
         return unit in self._outstanding
 
     def ready(self, unit: U) -> None:
-        """All gradients that `unit` expects have arrived."""
+        """Record that all expected gradients of `unit` have arrived."""
         if unit not in self._outstanding:
             self.expect(unit)
         self._ready.add(unit)
 
     def coalesce(self, cut: Cut[U]) -> None:
-        """Cut what is expected so far into groups; later expectations are none of them."""
+        """Split the units that are expected so far into groups; units that are expected later join none of them."""
         for group in cut(self.outstanding()):
             if len(group) > 1:
                 self._coalesced.update(dict.fromkeys(group, group))
 
     def outstanding(self) -> Iterator[U]:
-        """What is expected and was not handed out, the next first."""
+        """The expected units that were not returned by `due`, the next one first."""
         return reversed(self._sorted())
 
     def at_the_end(self) -> tuple[U, ...]:
-        """The last group of what is expected so far."""
+        """The last group of the units that are expected so far."""
         return self._group(in_order[0]) if (in_order := self._sorted()) else ()
 
     @property
     def last(self) -> U | None:
-        """The only unit that is outstanding; None where there are several, or none."""
+        """The only outstanding unit; None if there are several, or none."""
         return next(iter(self._outstanding)) if len(self._outstanding) == 1 else None
 
     def due(self, *, rest: bool = False) -> list[tuple[U, ...]]:
-        """The groups whose turn has come, in order; each is handed out once. `rest`: all that is outstanding, ready or
-        not: the flush at the end of a backward."""
+        """The groups whose turn has come, in order; each is returned once. `rest`: all outstanding ones, ready or not:
+        the flush at the end of a backward."""
         out = []
         while in_order := self._sorted():
             group = self._group(in_order[-1])
@@ -201,12 +200,12 @@ class ReduceOrder(Generic[U]):
 def coalesce(
     sequence: Iterable[U], key: Callable[[U], tuple[int, object] | None], *, most: int
 ) -> Iterator[tuple[U, ...]]:
-    """Cut `sequence` into groups of units that share their collectives; nothing is read beyond a group's end but one.
+    """Split `sequence` into groups of units that share their collectives; reads one unit beyond the end of a group.
 
     Args:
         sequence: units in the order of their collectives.
-        key: the bytes of a unit and what its group must have in common with it; None for one that stays alone.
-        most: the bytes of a group.
+        key: (the bytes of a unit, a value that must be equal in its group); None for a unit that stays alone.
+        most: the most bytes of a group.
     """
     group: list[U] = []
     common: object = None

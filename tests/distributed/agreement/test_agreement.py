@@ -223,7 +223,7 @@ PARTING = (
     ". All ranks must run the same units in the same order, as many forwards and backwards, and catch an exception at "
     "the same point or not at all; rank-local data must not decide which units run"
 )
-REMEDY = ", except in what is given to ensure_unit_participation()"
+REMEDY = ", except in modules given to ensure_unit_participation()"
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_a_backward_that_mixed_units_brings_no_gradients(pool2: Run, after: int)
         f"ranks diverged at step {after + 1}: "
         f"rank 0 gathered in its backward the units 'blocks.2', 'blocks.1', 'blocks.0', {reduced}; "
         f"rank 1 gathered in its backward the units 'blocks.2', 'blocks.0', 'blocks.1', {reduced}. Values of "
-        "different units were exchanged for each other, so what this backward brought is wrong: resume from the "
+        "different units were exchanged for each other, so the gradients of this backward are wrong: resume from the "
         "checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units "
         "separately, not of several together or one inside another; otherwise please report this"
     )
@@ -526,9 +526,9 @@ def begin(rank: int, world: int, case: str) -> tuple[list[str], int]:
 
 def different(count: int, names: str) -> str:
     return (
-        f"ranks begin with different values of {count} of 6 parameters: {names}. What they gather is pieced together "
-        "from different models. Pass sync_module_states=True, give all ranks the same seed, or load a checkpoint "
-        'before the first step; check_values="off" if this is intentional'
+        f"ranks begin with different values of {count} of 6 parameters: {names}. Gathered "
+        "parameters consist of pieces of different models. Pass sync_module_states=True, give all ranks the same "
+        'seed, or load a checkpoint before the first step; check_values="off" if this is intentional'
     )
 
 

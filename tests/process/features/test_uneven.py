@@ -35,7 +35,7 @@ def leave(rank: int, world: int, raising: bool) -> None:
     [
         (
             False,
-            "rank 0 asked for the next batch in the loop of flatfsdp.join(); rank 1 left the loop of flatfsdp.join()",
+            "rank 0 requested the next batch in the loop of flatfsdp.join(); rank 1 left the loop of flatfsdp.join()",
         ),
         (
             True,

@@ -199,7 +199,7 @@ def documented_imports(package: str) -> frozenset[str]:
     packages = frozenset(name for name in named if f"engine/{name}" in ROW_OF)
     if "every other package" in imports:
         return frozenset(name.removeprefix("engine/") for name in ROW_OF if name.startswith("engine/")) - {package}
-    if re.search(r"\bwhat\s+(these|it)\s+imports?", imports):
+    if re.search(r"\b(?:what|that)\s+(these|it)\s+imports?", imports):
         return packages.union(*map(documented_imports, packages))
     return packages
 
