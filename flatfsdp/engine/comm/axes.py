@@ -65,7 +65,7 @@ class ProcessGroups:
     Attributes:
         shard: ranks that hold the pieces of one copy; parameters are gathered over it.
         scatter: the same ranks on a communicator of its own, for reductions ([Note: backward order]).
-        replicate: ranks that hold the same piece of different copies; None where there is one copy.
+        replicate: ranks that hold the same piece of different copies; None if there is one copy.
         strategy: the sharding strategy that the axes were made for.
         given: the process group that the user passed (or the default), or the pair (shard group, replicate group).
         device: the device of the tensors that are communicated.

@@ -158,7 +158,7 @@ class BlockCodec:
 
 
 def codecs(mixed: MixedPrecision) -> tuple[BlockCodec | None, BlockCodec | None]:
-    """The codec of parameters and that of gradients; None where they are communicated unquantized."""
+    """The codec of parameters and that of gradients; None if they are communicated unquantized."""
     return (
         BlockCodec.of_dtype(mixed.gather_dtype) if mixed.gather_dtype is not None else None,
         BlockCodec.of_bits(mixed.reduce_bits) if mixed.reduce_bits is not None else None,

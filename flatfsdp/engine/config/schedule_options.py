@@ -58,7 +58,7 @@ class Schedule:
 
     @property
     def gathers_alone(self) -> bool:
-        """Whether its gathers are shared with no other unit's: among fewer ranks, or where a user asks for them."""
+        """Whether its gathers are never coalesced with others: over fewer ranks, or issued on request of the user."""
         return self.post_forward_ranks is not None or self.unshard_async_op
 
     @property
