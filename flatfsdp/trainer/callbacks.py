@@ -69,7 +69,7 @@ class Callback:
 
 
 def keep_earlier(trainer: Run, name: str) -> None:
-    """Move the file `name` of an earlier run, which this run will write anew, to `aside-<number>` in its folder.
+    """Move the file `name` of an earlier run, which this run will write again, to `aside-<number>` in its folder.
     For `on_begin`, on the rank that leads. A run that resumes from its last checkpoint keeps writing the file.
     """
     path = trainer.output / name

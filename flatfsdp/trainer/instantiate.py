@@ -1,4 +1,4 @@
-"""From what a task's fields are, or name, to the things themselves: functions get the options that they take."""
+"""Makes the objects that a task's fields are, or name; functions get the options that they take."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def make(task: Task, name: str) -> Any:
     """The object that the field `name` of `task` is, names or makes.
 
     Text is resolved. A function (a method, a `functools.partial`, a class) is then called with those of `task.options`
-    that it takes by name; anything else is the object itself, also if it can be called, as modules can.
+    that it takes by name; any other value is the object itself, even if it is callable, like a module.
 
     Raises:
-        ConfigValueError: as `resolve`; a model that is none. What the function raises comes as it is.
+        ConfigValueError: as `resolve`; or the result is not a model. Exceptions of the function propagate.
     """
     found = named(task, name)
     if name == "tokenizer" and found is None and isinstance(model := named(task, "model"), Pretrained):
@@ -46,7 +46,7 @@ def _checked(model: Any, task: Task) -> nn.Module:
 
 
 def collate_for(task: Task) -> Any:
-    """What makes microbatches: the task's, that of text by name, or None for torch's."""
+    """The function that makes microbatches: the task's, that of text by name, or None for torch's."""
     data = named(task, "train_data")
     if task.collate is None and isinstance(data, TextData):
         return data.collate(make(task, "tokenizer"))
@@ -54,22 +54,22 @@ def collate_for(task: Task) -> Any:
 
 
 def check_options(task: Task) -> None:
-    """Refuse options that no function of the task takes, and names that there are not.
+    """Refuse options that no function of the task takes, and unknown names.
 
     Raises:
-        ConfigValueError: with the first of them.
+        ConfigValueError: with the first problem.
     """
     found = {name: named(task, name) for name in _MADE}
     functions = {name: each for name, each in found.items() if _is_function(each)}
     if isinstance(model := found["model"], Pretrained):
-        _ = model.folder  # looked for, and downloaded, before anything is started
+        _ = model.folder  # found, or downloaded, before anything is started
     elif "model" not in functions:
         _checked(model, task)
     check_all_taken(task.options, functions, argument="options")
 
 
 def named(task: Task, name: str) -> Any:
-    """What the field `name` of `task` is or names: the thing itself, what makes it, or what it is called elsewhere."""
+    """The value of the field `name` of `task`, resolved: the object, or a function or named source that makes it."""
     value = getattr(task, name)
     if isinstance(value, str) and name == "model" and value.startswith(PREFIX):
         return Pretrained(value.removeprefix(PREFIX))

@@ -79,7 +79,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class Placement:
-    """How many ranks there will be in total, on which type of device."""
+    """The total number of ranks, and their type of device."""
 
     ranks: int
     device_type: str

@@ -1,9 +1,9 @@
-"""A run of training, as callbacks and the loop know it: its parts, what can be done at any step, and its reports.
+"""A training run, as seen by callbacks and the loop: its parts, the operations at any step, and its reports.
 
-[Note: failing alone] Where all ranks raise, each has its exception. Where one raises alone, in a callback, an optimizer
-or a scheduler, it takes part in the next exchange that there is in any case, and its failure is part of that: all raise
-then, without one more exchange per step. In an objective it may have left the others in the middle of a model: the
-engine reports it to them (`flatfsdp.fail_together`), and those that nothing wakes end their process.
+[Note: failing alone] If all ranks raise, each has its exception. If one raises alone, in a callback, an optimizer
+or a scheduler, it takes part in the next regular exchange, which includes its failure: then all raise, without an
+additional exchange per step. In an objective, it may have left the others in the middle of a model: the
+engine reports it to them (`flatfsdp.fail_together`), and blocked ranks end their process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flatfsdp.trainer.terminal import sizes_in_words
 
 @dataclass(frozen=True)
 class MemoryFootprint:
-    """Bytes of one rank: what it holds between steps, and the most that was unsharded at one time."""
+    """Bytes of one rank: its memory between steps, and the peak of unsharded memory."""
 
     parameters: int = 0
     gradients: int = 0
@@ -43,9 +43,9 @@ class MemoryFootprint:
 
     @classmethod
     def measure(cls, stats: Stats, optimizer: torch.optim.Optimizer) -> MemoryFootprint:
-        """Read `flatfsdp.stats` and the optimizer's tensors; call it while the gradients of a step are there."""
+        """Read `flatfsdp.stats` and the optimizer's tensors; call it while the gradients of a step exist."""
         values = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
-        tensors = [value.to_local() if hasattr(value, "to_local") else value for value in values]  # of DTensors
+        tensors = [value.to_local() if hasattr(value, "to_local") else value for value in values]  # for DTensors
         return cls(
             parameters=stats.bytes_params,
             gradients=stats.bytes_grads,
@@ -66,18 +66,18 @@ class StepReport:
     Attributes:
         step: its number, from 1.
         loss: mean over the tokens of all ranks.
-        tokens: their number: what the objective weighs, tokens, samples or whatever it counts.
-        total_tokens: of all steps until this one, those before the run was resumed included.
+        tokens: their number: tokens, samples or other items counted by the objective.
+        total_tokens: the number in all steps up to this one, including those before the run was resumed.
         lr: learning rate of the optimizer's first group in this step.
         grad_norm: over all ranks, before clipping; None without clipping.
-        seconds: of training until this step, by rank 0's clock, those before the run was resumed included.
+        seconds: of training up to this step, by rank 0's clock, including those before the run was resumed.
         tokens_per_second: since the run was started or resumed.
         tflops: of a rank in that time, in 10^12 operations per second, by `utilization.flops_per_token`.
-        utilization: its share of what the device computes at most; None where that is not known.
-        peak_bytes: of the rank that has held most: by the device's allocator, or of a CPU the process' largest
+        utilization: its share of the device's peak; None where that is unknown.
+        peak_bytes: of the rank with the highest peak: from the device's allocator, or, for a CPU, the process' largest
             resident set.
-        done: the share of the run that is over, 0 to 1.
-        footprint: this rank's bytes, as its third step showed them, or an earlier one until then.
+        done: the finished share of the run, 0 to 1.
+        footprint: this rank's bytes, measured in its third step, or until then in an earlier one.
         ids: the samples that this rank has trained on in the step.
     """
 
@@ -97,7 +97,7 @@ class StepReport:
     ids: tuple[int, ...]
 
     def row(self) -> dict[str, Any]:
-        """What a log has of it."""
+        """The fields for a row of a log."""
         rounded = {"seconds": round(self.seconds, 3), "tokens_per_second": round(self.tokens_per_second, 1)}
         left_out = ("done", "footprint", "ids", *(name for name, value in vars(self).items() if value is None))
         return {name: value for name, value in (vars(self) | rounded).items() if name not in left_out}
@@ -105,13 +105,13 @@ class StepReport:
 
 @dataclass
 class Progress:
-    """How far a run is; the same on all ranks.
+    """The progress of a run; the same on all ranks.
 
     Attributes:
         step: steps taken.
-        tokens: trained on, as the objective counts, up to the last step whose numbers have arrived.
-        seconds: of training, by rank 0's clock, up to the same.
-        evaluated: after which step the last evaluation was; -1 for none.
+        tokens: trained on, as counted by the objective, up to the last step whose metrics have arrived.
+        seconds: of training, by rank 0's clock, up to the same step.
+        evaluated: the step of the last evaluation; -1 for none.
     """
 
     step: int = 0
@@ -128,20 +128,20 @@ class Progress:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A run that ended.
+    """The result of a run that has ended.
 
     Attributes:
-        steps: taken in all, those before the run was resumed included.
-        tokens, seconds: the same.
-        taken: steps that this run took.
-        tokens_per_second: of them.
-        losses: of the first and the last of them; empty where there was none.
-        evaluation: the last one's metrics.
-        stopped_by: 0 for the end that was planned, `preemption.REQUESTED`, or a signal's number.
-        ended_by: what ended it, in words: its steps, the data, the clock, or who stopped it.
-        checkpoint: the one saved last, by this run or the one that it goes on from.
+        steps: the total number of steps taken, including those before the run was resumed.
+        tokens, seconds: likewise.
+        taken: the steps that this run took.
+        tokens_per_second: in these steps.
+        losses: of the first and the last of them; empty where there were none.
+        evaluation: the metrics of the last one.
+        stopped_by: 0 for the planned end, `preemption.REQUESTED`, or a signal's number.
+        ended_by: a description of the reason: its steps, the data, the clock, or a request to stop.
+        checkpoint: the last saved one, by this run or the one that it resumed from.
         footprint: this rank's bytes.
-        communication: kind of collective to (calls, bytes) of this rank in one of the steps that it took.
+        communication: kind of collective to (calls, bytes) of this rank in one of its steps.
     """
 
     steps: int
@@ -159,17 +159,17 @@ class TrainingResult:
 
     @property
     def exit_code(self) -> int:
-        """What a program exits with: 0, or 128 and the number of the signal that ended the run before its time."""
+        """The exit code for a program: 0, or 128 plus the number of the signal that ended the run early."""
         return 128 + self.stopped_by if self.stopped_by > REQUESTED else 0
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model as it was before it was sharded.
+    """The size of a model before it was sharded.
 
     Attributes:
-        parameters: their elements.
-        flops_per_token: what it computes with them (`utilization`).
+        parameters: the number of its parameters' elements.
+        flops_per_token: the operations that it computes with them (`utilization`).
     """
 
     parameters: int
@@ -178,12 +178,12 @@ class ModelSize:
 
 @dataclass(eq=False)
 class Evaluation:
-    """What a run is evaluated on, and what came of it.
+    """The data of a run's evaluations, and the last result.
 
     Attributes:
-        data: None for nothing.
-        collate: what makes microbatches, None for torch's.
-        metrics: of the last evaluation.
+        data: the dataset; None for no evaluations.
+        collate: makes microbatches; None for torch's.
+        metrics: the metrics of the last evaluation.
     """
 
     data: Any
@@ -191,7 +191,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def batches(self, training: TrainingArguments) -> Iterator[Microbatch]:
-        """Those of one evaluation."""
+        """The microbatches of one evaluation."""
         return evaluation(
             self.data,
             batch=training.batch,
@@ -204,23 +204,23 @@ class Evaluation:
 
 @dataclass(eq=False)
 class Run:
-    """A run. Its methods are collective, but for `ask_to_stop`, `attempt` and `attempt_callbacks`.
+    """A run. Its methods are collective, except `ask_to_stop`, `attempt` and `attempt_callbacks`.
 
     Attributes:
-        task, training, fsdp: what is trained, how, and how it is sharded.
+        task, training, fsdp: the settings of the task, of its training, and of sharding.
         callbacks: in the order in which they are called.
-        world: where this rank stands.
-        size: of the model.
-        model: sharded: the wrapper, or the model itself after `fully_shard`; optimizer: on its parameters; scheduler:
+        world: the position of this rank.
+        size: the size of the model.
+        model: sharded: the wrapper, or the model itself after `fully_shard`; optimizer: over its parameters; scheduler:
             of its learning rates.
-        scaler: of losses, where gradients are fp16; objective: whose loss is trained on; loader: of the samples.
-        evaluation: what is evaluated on; checkpoints: what is saved, and which is the last.
-        progress: how far the run is.
-        aside: where what this run has set aside is: a branch later checkpoints, and any run the logs of others (known
-            to the rank that leads).
-        written: what callbacks have written besides, by a name for people; of the rank that leads.
-        stop: whether this rank is to stop.
-        report: takes an exception of this rank's to the others, while `flatfsdp.fail_together`.
+        scaler: of losses, if gradients are fp16; objective: its loss is trained on; loader: of the samples.
+        evaluation: the data of evaluations; checkpoints: their contents, and the last one.
+        progress: the progress of the run.
+        aside: the folder of files that this run has set aside: in a branch, later checkpoints; in any run, the logs of
+            others (known to the rank that leads).
+        written: other files written by callbacks, by a name for people; on the rank that leads.
+        stop: whether this rank has to stop.
+        report: reports an exception of this rank to the others, inside `flatfsdp.fail_together`.
     """
 
     task: Task
@@ -246,35 +246,35 @@ class Run:
 
     @property
     def output(self) -> Path:
-        """The run's folder: checkpoints `step-...`, and what callbacks write."""
+        """The run's folder: checkpoints `step-...`, and the files of callbacks."""
         return self.training.output
 
     @property
     def checkpoint(self) -> Path | None:
-        """Saved last, or the one that the run goes on from."""
+        """The last saved checkpoint, or the one that the run resumes from."""
         return self.checkpoints.last
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last evaluation."""
+        """The metrics of the last evaluation."""
         return self.evaluation.metrics
 
     @property
     def begins(self) -> bool:
-        """Whether this run is the first of its folder, and goes on from no checkpoint there."""
+        """Whether this run is the first in its folder, without a checkpoint there to resume from."""
         return not self.checkpoints.goes_on
 
     @property
     def time_over(self) -> float:
-        """The share of `training.minutes` that is over, as of the last step that has arrived; 0 without that limit."""
+        """The elapsed share of `training.minutes`, up to the last step with metrics; 0 without that limit."""
         return self.progress.seconds / 60 / self.training.minutes if self.training.minutes is not None else 0.0
 
     def planned_steps(self) -> int | None:
-        """How many steps the run has in all; None where only time or the data ends it."""
+        """The total number of steps of the run; None where only time or the data ends it."""
         return planned_steps(self.training, self.loader, self.progress.step)
 
     def shown(self, path: Path) -> str:
-        """`path`, in the words of the settings where it is in the run's folder."""
+        """`path`, below the output folder as written in the settings if it is in the run's folder."""
         return str(self.output / path.name if path.parent == self.checkpoints.manager.folder else path)
 
     def ask_to_stop(self) -> None:
@@ -282,12 +282,12 @@ class Run:
         self.stop.request()
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss over the data to evaluate on, and the tokens in it; empty where there is none, or when a stop
-        was requested meanwhile. Callbacks get it, and the next checkpoint has it."""
+        """Mean loss over the evaluation data, and its number of tokens; empty without such data, or if a stop
+        was requested in the meantime. The result goes to callbacks and into the next checkpoint."""
         return self._evaluate()[0]
 
     def evaluate_once(self) -> int:
-        """Evaluate what has not been evaluated since the last step; 0, or who requested a stop meanwhile."""
+        """Evaluate, unless that was done after the last step; 0, or the number of a stop request in the meantime."""
         return self._evaluate()[1] if self.progress.evaluated < self.progress.step else 0
 
     def _evaluate(self) -> tuple[dict[str, float], int]:
@@ -303,7 +303,7 @@ class Run:
         )
         if metrics:
             self.evaluation.metrics, self.progress.evaluated = metrics, self.progress.step
-            self.checkpoints.complete_at = -1  # a checkpoint of this step is without the metrics
+            self.checkpoints.complete_at = -1  # a checkpoint of this step lacks the metrics
             self.call("on_evaluation", metrics)
         return metrics, stopped_by
 
@@ -316,7 +316,7 @@ class Run:
         return saved.path
 
     def save_once(self) -> None:
-        """Save where there is no checkpoint of all that is known after the last step."""
+        """Save, unless there is a complete checkpoint of the last step, including its metrics."""
         if self.checkpoints.complete_at < self.progress.step:
             self.save()
 
@@ -324,12 +324,12 @@ class Run:
         """Call the method `event` of all callbacks.
 
         Raises:
-            Exception: what one of them raised here; AgreementError, with the rank and its exception, on the others.
+            Exception: from a callback on this rank; AgreementError, with that rank and its exception, on the others.
         """
         self.ranks.share(self.attempt_callbacks(event, *values))
 
     def attempt_callbacks(self, event: str, *values: Any) -> LocalFailure | None:
-        """The same without an exchange: what one of them raised, which is to be shared."""
+        """The same without an exchange. Returned: the failure of a callback, to be shared."""
         for callback in self.callbacks:
             work = partial(getattr(callback, event), self, *values)
             if failure := self.attempt(f"{type(callback).__name__}.{event}", work):
@@ -337,7 +337,7 @@ class Run:
         return None
 
     def attempt(self, doing: str, work: Callable[[], object]) -> LocalFailure | None:
-        """Do `work`; what it raised, which is to be shared."""
+        """Run `work`. Returned: its failure, to be shared."""
         try:
             work()
         except Exception as error:
@@ -347,7 +347,7 @@ class Run:
 
 
 def planned_steps(training: TrainingArguments, loader: Loader, step: int = 0) -> int | None:
-    """How many steps a run has in all that stands after `step`; None where only time or the data ends it."""
+    """The total number of steps of a run that is after `step`; None where only time or the data ends it."""
     limits = [] if training.steps is None else [training.steps]
     if loader.steps_left is not None:
         limits.append(step + loader.steps_left)

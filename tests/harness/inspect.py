@@ -446,7 +446,7 @@ def schedule_in_words(model: Any) -> str:
 
 
 def does_what_is_chosen(model: Any) -> bool:
-    """Whether units were settled anew since the last choice of a user's."""
+    """Whether the resolved options of units include all choices that users have made since."""
     setup = _model(model).setup
     settled = [unit.resolved for unit in setup.units]
     for unit in setup.units:

@@ -64,7 +64,7 @@ class Card:
         torch.cuda.reset_peak_memory_stats()
 
     def retries(self) -> int:
-        """How often the allocator had to release memory and retry, since the start."""
+        """The number of times that the allocator had to release memory and retry, since the start."""
         return torch.cuda.memory_stats().get("num_alloc_retries", 0)
 
     def give_back(self) -> None:

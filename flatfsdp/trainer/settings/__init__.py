@@ -1,5 +1,5 @@
-"""Settings: frozen dataclasses that pydantic checks, with errors of one line that name a setting as it was given, from
-Python, from a file or on a command line."""
+"""Settings: frozen dataclasses validated by pydantic, with one-line errors that name a setting as it was given: in
+Python, in a file or on a command line."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ except ModuleNotFoundError as error:
         f"the trainer needs {error.name}, which its extra installs: pip install 'flatfsdp[train]'", name=error.name
     ) from error
 
-# What stands before the name of a field in messages, and the name: `FSDPArguments.` `replicas` in a program,
-# `train.toml: ` `fsdp.replicas` from a file, `argument ` `--replicas` on a command line. Who reads these sets it.
+# The prefix of a field's name in messages, and the name: `FSDPArguments.` `replicas` in a program,
+# `train.toml: ` `fsdp.replicas` from a file, `argument ` `--replicas` on a command line. The reader of these sets it.
 spelling: ContextVar[Callable[[type, str], tuple[str, str]]]
 spelling = ContextVar("spelling", default=lambda owner, name: (f"{owner.__name__}.", name))
 _CONFIG = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 def setting(default: Any, help: str) -> Any:
-    """A field of a class of settings: its default (`...` where it must be given), and its meaning in a phrase."""
+    """A field of a class of settings: its default (`...` where it is required), and its meaning in a phrase."""
     return Field(default, description=help)
 
 
 class Word(str):
-    """A value from a command line, to be read as the type of its field has it."""
+    """A value from a command line, to be parsed according to the type of its field."""
 
 
 class _OneLineErrors(type):
@@ -49,12 +49,12 @@ class _OneLineErrors(type):
 
 @dataclass(frozen=True, config=_CONFIG)
 class Settings(metaclass=_OneLineErrors):
-    """Base of dataclasses of settings: fields are checked, and put into their normal form, as one is made.
+    """Base of dataclasses of settings: fields are checked and normalized at construction.
 
-    None may be written "none". Values that contradict each other a derived class refuses in its `__post_init__`.
+    None may be written "none". Derived classes refuse contradictory values in their `__post_init__`.
 
     Raises:
-        ConfigTypeError, ConfigValueError: at construction, naming the field, what was found and what is accepted.
+        ConfigTypeError, ConfigValueError: at construction, naming the field, the value and the accepted values.
     """
 
     @field_validator("*", mode="wrap")
@@ -68,7 +68,7 @@ class Settings(metaclass=_OneLineErrors):
         return check(value)
 
     def called(self, name: str) -> str:
-        """The name of the field `name` where it was given, for the middle of a sentence."""
+        """The name of the field `name` in its source, for the middle of a sentence."""
         return spelling.get()(type(self), name)[1]
 
     def refuse(self, name: str, because: str) -> NoReturn:
@@ -79,7 +79,7 @@ class Settings(metaclass=_OneLineErrors):
 
 @cache
 def fields_of(cls: type) -> dict[str, tuple[Any, ...]]:
-    """The fields of a class of settings, each with the parts of its type: the whole, the members of unions, and the
+    """The fields of a class of settings, each with the parts of its type: the type, the members of unions, and the
     functions that check it."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {name: tuple(_parts(hints[name])) for name in getattr(cls, "__dataclass_fields__", ())}
@@ -92,15 +92,15 @@ def _parts(annotation: Any) -> Iterator[Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The sentence with the nearest of the known names, or with all of them where none is near."""
+    """A sentence with the nearest known name, or with all of them where none is near."""
     return did_you_mean(name, known) or f"Accepted: {', '.join(known) or 'none'}."
 
 
 def _complaint(cls: type, error: ValidationError) -> FlatFSDPError:
-    """The first complaint of pydantic about a field."""
+    """The first error of pydantic about a field."""
     found = error.errors()
     first, reason = found[0], found[0].get("ctx", {}).get("error")
-    if isinstance(reason, FlatFSDPError) and not first["loc"]:  # of a `__post_init__`
+    if isinstance(reason, FlatFSDPError) and not first["loc"]:  # from a `__post_init__`
         return reason
     place = first["loc"][:1]
     if first["type"] == "unexpected_positional_argument":
@@ -111,7 +111,7 @@ def _complaint(cls: type, error: ValidationError) -> FlatFSDPError:
         return ConfigTypeError(f"{cls.__name__}: unknown setting {name!r}. {nearest(name, fields_of(cls))}")
     if first["type"].startswith("missing"):
         return ConfigValueError(f"{called}: not given, and it has no default")
-    errors = [each for each in found if each["loc"][:1] == place]  # of a union one for each of its members
+    errors = [each for each in found if each["loc"][:1] == place]  # for a union, one for each of its members
     reasons = [each.get("ctx", {}).get("error", f"{each['msg']}.") for each in errors]
     why = " Or: ".join(dict.fromkeys(map(str, reasons)))
     if first["type"].endswith("_type") or any(isinstance(each, ConfigTypeError) for each in reasons):

@@ -1,4 +1,4 @@
-"""Settings from a command line and a file: flags count over the file, the file over the defaults."""
+"""Settings from a command line and a file: flags override the file, and the file overrides the defaults."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean, sho
 from flatfsdp.trainer.settings import Settings, Word, fields_of, nearest, spelling, toml
 from flatfsdp.trainer.settings.types import Name
 
-# What the help calls a value of a type. Of the first two a flag takes several, after those of the file.
+# Names of types in the help. A flag takes several values of the first two types, added to those of the file.
 _WORDS = {tuple: "NAME", dict: "KEY=VALUE", int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads `--config FILE` and a flag for every field of its groups; complaints are one line.
+    """Reads `--config FILE` and a flag for every field of its groups; errors are one line.
 
     Args:
         prog: the program, such as "python -m flatfsdp.train".
-        groups: settings whose values are the defaults, by the name of their table in a file, which heads their part
-            of the help. No two have fields of one name.
-        description: what the program does.
+        groups: the default values of the settings, by the name of their table in a file, which is also their heading
+            in the help. No two groups have fields with the same name.
+        description: the purpose of the program.
     """
 
     def __init__(self, prog: str, *, groups: Mapping[str, Settings], description: str = "") -> None:
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     def read(self, arguments: Sequence[str] | None = None) -> dict[str, Any]:
         """The groups from `arguments` (None: the program's own).
 
-        What is wrong, also in the file, ends the program by one line on stderr and exit code 2.
+        An error, also in the file, ends the program with one line on stderr and exit code 2.
         """
         found, rest = self.parse_known_args(arguments)
         if rest:
@@ -90,15 +90,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def flag_of(name: str) -> str:
-    """The option that a field is on a command line."""
+    """The command-line option of a field."""
     return "--" + name.replace("_", "-")
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The tables of a TOML or JSON file, which its suffix distinguishes.
+    """The tables of a TOML or JSON file, chosen by its suffix.
 
     Raises:
-        ConfigValueError: there is no such file, it cannot be read, or is none of the two; names the file.
+        ConfigValueError: the file does not exist, cannot be read, or has neither format; names the file.
     """
     kind = Path(path).suffix.lower()
     if kind not in (".toml", ".json"):
@@ -107,7 +107,7 @@ def read_file(path: str) -> dict[str, Any]:
         found = (toml if kind == ".toml" else json).loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # of both parsers, and of bytes that are no text
+    except ValueError as error:  # from both parsers, and for bytes that are not text
         raise ConfigValueError(f"{path}: no valid {kind[1:].upper()}: {error}") from None
     if not isinstance(found, dict):
         raise ConfigValueError(f"{path}: got a {type(found).__name__}. Accepted: an object with one table per group.")
@@ -115,7 +115,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def _form(parts: Sequence[Any]) -> dict[str, Any]:
-    """How argparse reads a field of such types."""
+    """The arguments of argparse for a field of such types."""
     if bool in parts and int not in parts:
         return {"action": argparse.BooleanOptionalAction}
     kind = next((kind for kind in _WORDS if kind in parts), object)
@@ -124,7 +124,7 @@ def _form(parts: Sequence[Any]) -> dict[str, Any]:
 
 
 def _help(given: Any, name: str, parts: Sequence[Any]) -> str:
-    """The meaning of a field with its names, and its default where that is worth showing: false and none are not."""
+    """The meaning of a field with its names, and its default, except for false and none."""
     default, meaning = getattr(given, name), given.__pydantic_fields__[name].description or ""
     names = [each for part in parts if isinstance(part, Name) for each in part.names]
     if not all(each in meaning for each in names):

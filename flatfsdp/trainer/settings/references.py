@@ -1,4 +1,4 @@
-"""From "package.module:name" to the object, and which options a function takes by name."""
+"""Resolves "package.module:name" to the object, and checks the options that a function takes by name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|[A-Za-z_]\w*(\.[A-Za-z_
 
 
 def resolve(reference: Any, *, argument: str) -> Any:
-    """The object that a text of the form `REFERENCE` names; what is no text is returned as it is.
+    """The object that a text of the form `REFERENCE` names; other values are returned unchanged.
 
     Modules of the current directory can be imported, as by `python -m`.
 
     Raises:
-        ConfigValueError: there is no such module or name, with the nearest one; the import failed, with the exception
-            as its cause. Begins with `argument`.
+        ConfigValueError: the module or name does not exist, with the nearest one; or the import failed, with the
+            exception as its cause. Begins with `argument`.
     """
     if not isinstance(reference, str):
         return reference
@@ -42,7 +42,7 @@ def resolve(reference: Any, *, argument: str) -> Any:
             hint = f"looked in {os.getcwd()} and where Python looks. {did_you_mean(name, here)}"
             raise ConfigValueError(f"{argument}: there is no module {name!r}; {hint}".rstrip()) from None
         if isinstance(error, AttributeError) and trace and trace.tb_next and not trace.tb_next.tb_next:
-            # Of the module or the class, not of code that the import runs.
+            # Raised for the module or class, not by code that the import runs.
             owner = getattr(error.obj, "__name__", "the object")
             there = [each for each in dir(error.obj) if each.isidentifier() and not each.startswith("_")]
             hint = did_you_mean(name, there) or f"There are {', '.join(there) or 'no public names'}."
@@ -51,7 +51,7 @@ def resolve(reference: Any, *, argument: str) -> Any:
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether `function` can be given an argument `name` by its name; True where that cannot be known."""
+    """Whether `function` can be given an argument `name` by its name; True where that is unknown."""
     try:
         inspect.signature(function).bind_partial(**{name: None})
     except TypeError:
@@ -62,7 +62,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def check_all_taken(options: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]], *, argument: str) -> None:
-    """Refuse options that none of `functions`, by their names in messages, takes.
+    """Refuse options that none of `functions` (by their names in messages) takes.
 
     Raises:
         ConfigValueError: the first such option, with the nearest name.

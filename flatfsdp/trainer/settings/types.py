@@ -1,4 +1,4 @@
-"""The types of the trainer's settings: what each accepts, and the form that its value has then."""
+"""The types of the trainer's settings: their accepted values, and their normal form."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DTYPES = {
 """The names of dtypes in settings."""
 
 PACKED_DTYPES = {"int8": torch.int8, **dict.fromkeys(("fp8", "float8_e4m3fn"), torch.float8_e4m3fn)}
-"""The names of dtypes in which parameters travel."""
+"""The names of dtypes in which parameters are gathered."""
 
 _JSON: TypeAdapter[Any] = TypeAdapter(Annotated[Json[Any] | Any, Field(union_mode="left_to_right")])  # or plain text
 _DOTTED = re.compile(r"\w+(\.\w+)*")
 
 
 def as_text(value: Any) -> Any:
-    """A member of an enum, a dtype or a path as settings name it; what is none of these as it is."""
+    """A member of an enum, a dtype or a path under its name in settings; other values unchanged."""
     if isinstance(value, Enum):
         return value.name
     return str(value).removeprefix("torch.") if isinstance(value, (torch.dtype, Path)) else value
@@ -41,10 +41,10 @@ def as_text(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Name:
-    """One of some names, in any case, with `-` for `_` if need be, or what `as_text` gives one of.
+    """One of some names, in any letter case, with `-` for `_` if needed, or a value that `as_text` converts to one.
 
-    With `thing` also what is to be imported or called: "package.module:name", or from Python the thing itself; and with
-    `schemes` what begins with one of them and a colon.
+    With `thing`, also an object to import or call: "package.module:name", or from Python the object itself; and with
+    `schemes`, also a text that begins with one of them and a colon.
     """
 
     names: Iterable[str] = ()
@@ -73,14 +73,14 @@ class Name:
 
 
 def path(value: Any) -> Path:
-    """A path, also of text."""
+    """A path, also from text."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise ConfigTypeError("Accepted: a path.")
     return Path(value)
 
 
 def options(value: Any) -> dict[str, Any]:
-    """Names and values, also of a list of tables and texts (`key=value`, JSON objects), each over those before."""
+    """Names and values, also from a list of tables and texts (`key=value`, JSON objects), where later ones override."""
     found: dict[str, Any] = {}
     for each in value if isinstance(value, list) else [value]:
         pair = re.fullmatch(r"([^={][^=]*)=(.*)", each, re.DOTALL) if isinstance(each, str) else None
@@ -92,7 +92,7 @@ def options(value: Any) -> dict[str, Any]:
 
 
 def separate(text: str) -> list[str]:
-    """The parts of `key=value,key=value`, where values may have commas."""
+    """The parts of `key=value,key=value`, where values may contain commas."""
     return re.split(r",(?=\w+=)", text)
 
 
@@ -117,7 +117,7 @@ def _units(value: Any) -> Any:
 
 
 def _name_with_options(value: Any) -> tuple[str, dict[str, Any]]:
-    """Of a text `name:key=value,key=value`, of a table with a "name", or of a pair."""
+    """Read a text `name:key=value,key=value`, a table with a "name", or a pair."""
     match value:
         case {"name": str(name)}:
             return name, {key: each for key, each in value.items() if key != "name"}
