@@ -1,8 +1,8 @@
 """Random training programs for golden traces: one rank's side of them, under torch's fake process group.
 
 Program `number` is the same on every machine and in every version of Python: only `random.Random.random` is drawn from.
-Numbers that are computed mean nothing and decide nothing. Once written down a program does not change: what is to be
-covered besides is drawn by new kinds of programs, with numbers behind the last.
+Numbers that are computed mean nothing and decide nothing. A recorded program does not change: new features are
+covered by new kinds of programs, with numbers behind the last.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _fail(grad: Tensor) -> Tensor:
 
 
 class Part(nn.Module):
-    """A unit, or several; `fails` says in what it raises. Sizes differ from part to part."""
+    """A unit, or several; `fails` names the pass that raises. Sizes differ from part to part."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Golden traces: what the engine does in each of the programs of `programs.py`, written down.
+"""Golden traces: recordings of the engine's operations in each of the programs of `programs.py`.
 
-A trace is text: the program's settings, then a paragraph for each operation with what happened in order and what was
+A trace is text: the program's settings, then a paragraph for each operation with the events in order and the memory
 held. Codes are fixed here, and are none of the engine's names:
 
     g gather issued   G unsharded   u upload   f forward   p post-forward shard   r resharded   b backward
@@ -10,8 +10,8 @@ held. Codes are fixed here, and are none of the engine's names:
     <x>y stream x waits for y   +x an event on stream x   of an accelerator's streams, where the program has one
 
 `traces.txt` has a line for each program: its number, and its trace, compressed. `python -m tests.golden.traces 17 23`
-writes the traces of these programs anew, `--changed` those that are others now (and names them, for the commit);
-`--show 17` prints one as it is written down.
+records the traces of these programs again, `--changed` those that differ now (and names them, for the commit);
+`--show 17` prints a recorded one.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Collectives(TorchDispatchMode):
 
 
 def _answer(output: Tensor, own: Tensor) -> None:
-    """Fill `output` as if all ranks were alike, which not every version of torch's fake group does: what is undefined
-    may be infinite, and then a scaler leaves out a step."""
+    """Fill `output` as if all ranks were alike, which not every version of torch's fake group does: undefined
+    values may be infinite, and then a scaler leaves out a step."""
     with _disable_current_modes(), torch.no_grad():
         smaller = min(output.numel(), own.numel())
         if smaller:
@@ -106,7 +106,7 @@ def _stream(name: str) -> str:
 
 
 class Recorder:
-    """Writes down what one program does."""
+    """Records the operations of one program."""
 
     def __init__(self, player: Player) -> None:
         self.lines: list[str] = []
@@ -123,7 +123,7 @@ class Recorder:
 
     def end(self) -> None:
         """Record the events since the operation began."""
-        gc.collect()  # what only circles hold is gone at the same place each time
+        gc.collect()  # reference cycles are freed at the same place each time
         if self._model is not None:
             self._write(self._model)
         if self._model is not self._player.model:
@@ -177,7 +177,7 @@ def _by_itself() -> Iterator[None]:
         warnings.simplefilter("ignore")
         enabled = gc.isenabled()
         gc.disable()
-        gc.freeze()  # what is there is passed over: collections inside are short
+        gc.freeze()  # existing objects are skipped: collections inside are short
         try:
             yield
             gc.collect()
@@ -188,7 +188,7 @@ def _by_itself() -> Iterator[None]:
 
 
 def trace_of(number: int) -> list[str]:
-    """Play program `number` and write down what it does."""
+    """Play program `number` and record its trace."""
     with _by_itself(), torch.random.fork_rng(devices=[]), world_of(number) as (drawn, settings, device):
         player = Player(number, settings, drawn)
         recorder = Recorder(player)
@@ -237,7 +237,7 @@ def difference(expected: list[str], found: list[str]) -> str:
 
 
 def main() -> None:
-    """Write traces anew."""
+    """Record traces again."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden.traces", description=__doc__.partition("\n")[0])
     parser.add_argument("numbers", nargs="*", type=int, help="programs whose traces are written anew")
     parser.add_argument("--changed", action="store_true", help="the programs that do something else now")

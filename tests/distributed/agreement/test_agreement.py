@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks of equal size, run in the order asked for."""
+    """Blocks of equal size, run in the requested order."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def test_ranks_part_in_their_first_iteration(pool2: Run, case: str, text: str) -
 
 
 def deviate(rank: int, world: int) -> tuple[str, list[str]]:
-    """All leave the agreed order, each in its own way; what is gathered meanwhile."""
+    """All leave the agreed order, each in its own way; the units gathered meanwhile."""
     model = wrap(Net(), join_units_below=0)
     step(model)
     step(model)
@@ -345,7 +345,7 @@ def test_a_backward_that_mixed_units_brings_no_gradients(pool2: Run, after: int)
     assert kept == (after == 0, True)
 
 
-# -- what all ranks do alike -----------------------------------------------------------------------------------------
+# -- operations common to all ranks ----------------------------------------------------------------------------------
 
 
 def costs(rank: int, world: int) -> list[int]:
@@ -371,8 +371,8 @@ def costs(rank: int, world: int) -> list[int]:
 
 
 def test_orders_are_agreed_once(pool2: Run) -> None:
-    """One exchange for the models and values, one for each of four units, the end of the forward, the backward and what
-    that issued; none later, whatever all ranks do alike, but for what follows something that never happened before."""
+    """One exchange for the models and values, one for each of four units, the end of the forward, the backward and its
+    operations; none later if all ranks do the same, except after something that has not happened before."""
     first = 1 + 4 + 3
     second = first + 1  # after a backward in another order
     third = second + 2  # the unit after the second visit of a block, and after the backward
@@ -627,6 +627,6 @@ def reach_by_turns(rank: int, world: int) -> bool:
 
 
 def test_gradients_that_come_first_behind_a_frozen_unit_are_not_waited_for_before_it(pool2: Run) -> None:
-    """After a backward that brought none: a rank waited for the others to say whether theirs brings some, and they for
-    what that rank was to gather. Model 940139 of the random ones."""
+    """After a backward that brought none: a rank waited for the others to report whether theirs brings some, and they
+    for a gather by that rank. Model 940139 of the random ones."""
     assert pool2(reach_by_turns) == [True, True]

@@ -99,7 +99,7 @@ ELSEWHERE = {
 
 
 def collective() -> Iterator[str]:
-    """The public names whose docstrings say that they are."""
+    """The public names whose docstrings state that they are collective."""
     says_so = re.compile(
         r"(^|[.:] )Collective\b(?! if nothing)|collective at its|[:;] collective,|calls are collective"
     )
@@ -124,7 +124,7 @@ def without_numpy(rank: int, world: int, folder: str, names: list[str]) -> None:
 
 
 def test_no_call_needs_numpy(pool2: Run, tmp_path: Path) -> None:
-    """torch alone is enough for what ranks exchange on the host."""
+    """torch alone is enough for exchanges between ranks on the host."""
     names = [f"FullyShardedDataParallel.{name}" for name in ("state_dict", "full_optim_state_dict")]
     if is_thorough():
         names += ["checkpoint.save", *sorted(CALLS.keys() - {"checkpoint.keep"}), "checkpoint.keep"]
@@ -137,7 +137,7 @@ def test_every_collective_call_is_known_here() -> None:
 
 @contextmanager
 def watched_closely() -> Iterator[None]:
-    """The watch looks twenty times as often, and reports at once; what it found is forgotten at the end."""
+    """The watch looks twenty times as often, and reports at once; its findings are dropped at the end."""
     with patch.object(stores, "PERIOD", 0.02):
         flatfsdp.set_collective_timeout(report_after=0.1)
         try:
@@ -155,7 +155,7 @@ def call(rank: int, world: int, folder: str, *calls: str) -> str:
         return str(caught.value)
 
 
-# One operation by two names: both ranks get what they asked for.
+# One operation by two names: both ranks get the requested result.
 ALIKE = {"FullyShardedDataParallel.full_optim_state_dict", "FullyShardedDataParallel.optim_state_dict"}
 PARTNERS = list(CALLS) if is_thorough() else ["checkpoint.keep"]
 
@@ -172,7 +172,7 @@ def test_ranks_make_different_calls(pool2: Run, name: str, other: str, tmp_path:
 
 
 def delayed(rank: int, world: int, seed: int, folder: str) -> tuple[int, list[str]]:
-    """A healthy run in which ranks are late at random places; what was reported, and what was raised."""
+    """A healthy run in which ranks are late at random places; the reports, and the errors raised."""
     texts: list[str] = []
     both, own = random.Random(seed), random.Random(f"{seed} {rank}")
 

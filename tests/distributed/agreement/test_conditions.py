@@ -87,7 +87,7 @@ class Scaled(nn.Module):
 
 
 def step_what_is_held(rank: int, world: int) -> bool:
-    """One optimizer for each part, of what this rank holds of it, each stepped when it is its turn."""
+    """One optimizer for each part, over the tensors that this rank holds of it, each stepped in its turn."""
     model = FullyShardedDataParallel(Scaled(), auto_wrap_policy={nn.Linear}, use_orig_params=True)
     held = [[p for p in part.parameters() if p.numel()] for part in (model.module.linear, model.module.scale)]
     assert bool(held[1]) == (rank == 0)

@@ -424,7 +424,7 @@ def double_backward_then_plain_steps(model: Any, rank: int, step: int) -> Any:
     return loss
 
 
-# --- what goes in and out ---------------------------------------------------------------------------------------------
+# --- inputs and outputs -----------------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "left right")
 
@@ -624,7 +624,7 @@ for _name, _use in {
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and one beside it that the caller uses or not."""
+    """A frozen layer, and another one that the caller uses or not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -170,7 +170,7 @@ def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def shown_for_a_save(rank: int, world: int, setting: Setting) -> set[int]:
-    """Memory that a save would read, beside that of the shards, the optimizer, and what the model holds whole."""
+    """Memory that a save reads, apart from the shards, the optimizer, and unsharded tensors of the model."""
     trained = Trained(setting).train(0)
     held = [flat.shard for flat in inspect.flat_params(trained.model)]
     held += [*trained.model.buffers(), *trained.model.outside.parameters()]
@@ -434,7 +434,7 @@ def test_torch_loads_what_we_saved(pool2: Any, tmp_path: Path, kind: str) -> Non
 
 
 def write_as(rank: int, world: int, path: str, kind: str) -> list[float]:
-    """Save as `kind` does; what the next losses are."""
+    """Save as `kind` does; the next losses."""
     warnings.simplefilter("ignore", FutureWarning)
     model, optim = peer(kind)
     steps(model, optim, 0)
@@ -490,7 +490,7 @@ def test_bare_names_of_torchs_are_those_of_the_model(pool2: Any, tmp_path: Path)
 
 
 def some_have_state(rank: int, world: int, path: str) -> None:
-    """A layer without gradients has no state: whoever loads that need not know, stepped or not."""
+    """A layer without gradients has no state: a program that loads needs no knowledge of that, stepped or not."""
 
     def build(*, trained: tuple[str, ...]) -> tuple[FSDP, torch.optim.Optimizer]:
         module = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 13))

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: any world reads what any saved; damage, full disks and lost ranks are reported in words."""
+"""Folders of checkpoints: any world reads what any saved; damage, full disks and lost ranks raise clear errors."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_plan_is_made_once(pool2: Run, tmp_path: Path) -> None:
         assert (first - 1, second, largest) == (second, third, largest) and largest < 500
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_complete_checkpoint_is_replaced_only_on_demand(run: Run, tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_a_full_disk_is_reported_on_all_and_the_old_checkpoint_stays(run: Run, t
     for room in (0, 3000):
         for text in run(2, full_disk, path, room):
             assert text.startswith(f"saving {path}: rank 1: OSError: [Errno 28] No space left on device: ")
-        assert {each.name for each in tmp_path.iterdir()} == {"x"}  # what was written is given back
+        assert {each.name for each in tmp_path.iterdir()} == {"x"}  # the disk space is freed
         run(2, load, path)
 
 

@@ -68,7 +68,7 @@ class Pair:
         strategy = drawn.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] + ["HYBRID_SHARD"] * 3 * (world == 4))
         if uses_spares := random.Random(f"{seed} spares").random() < 0.5:
             original = drawn.random() < 0.6
-        else:  # what original parameters have no state of is refused where they are flat
+        else:  # a parameter without a state cannot be loaded as a part of a flat one
             original = random.Random(f"{seed} original").random() < 0.6
         for module in [*net.modules(), *self.alone.modules()]:
             if isinstance(module, Block):
@@ -152,7 +152,7 @@ def _save(rank: int, world: int, seed: int, how: str, path: str) -> list[str]:
 
 def _resume(rank: int, world: int, seed: int, how: str, path: str) -> list[str]:
     pair = Pair(rank, world, seed, "after")
-    pair.train(seed % 2)  # what it has of its own makes place
+    pair.train(seed % 2)  # its own state is replaced by the load
     model, optimizer = pair.model, pair.optimizer
     if how in ("checkpoint", "in the background"):
         checkpoint.load(f"{path}/saved", model=model, optimizer=optimizer)

@@ -30,7 +30,7 @@ TIED = {"last.weight"}
 
 
 def optimizer_of(model: nn.Module, number: float) -> torch.optim.Optimizer:
-    """With a state that says `number`."""
+    """With `number` as its state."""
     optim = torch.optim.SGD([p for p in model.parameters() if p.is_floating_point()], lr=0.1, momentum=0.9)
     for parameter in optim.param_groups[0]["params"]:
         optim.state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
@@ -54,7 +54,7 @@ def save(rank: int, world: int, path: str, setting: Setting, **kwargs: Any) -> d
     later = checkpoint.async_save(f"{path}-later", extra={"step": 4}, **kwargs)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()  # beside the save, which does not see it
+            parameter.zero_()  # during the save, which does not see it
     later.result()
     assert (rank == 0) == any(name == "config.json" for _, name, _ in counting.operations)
     return expected
@@ -103,7 +103,7 @@ def test_the_library_and_any_world_read_the_model(
 
 
 def read_by_others(rank: int, world: int, path: str) -> dict[str, Tensor]:
-    """As an export, which it is too; and what torch.distributed.checkpoint sees of it."""
+    """As an export, which it is too; and the entries that torch.distributed.checkpoint sees."""
     model = build(Setting(), scale=0.0)
     checkpoint.load_safetensors(model, path)
     state = {"extra": {"step": 0}, "optimizer": {"state": {"head.bias": {"momentum_buffer": torch.zeros(3)}}}}
@@ -168,7 +168,7 @@ def test_damage_in_any_file_is_found_by_all(pool2: Any, tmp_path: Path) -> None:
     pool2(load, str(path), Setting())
 
 
-# --- files beside -----------------------------------------------------------------------------------------------------
+# --- further files ----------------------------------------------------------------------------------------------------
 
 
 def failing(folder: Path) -> None:

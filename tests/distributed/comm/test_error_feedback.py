@@ -1,5 +1,5 @@
-"""Error feedback: what was delivered and what ranks owe are all gradients that there were, whatever training does; what
-they owe takes as many bytes as stated, and goes along with copies, pickles and checkpoints."""
+"""Error feedback: delivered gradients and the ranks' residuals add up to all gradients under every kind of training;
+residuals take as many bytes as stated, and are part of copies, pickles and checkpoints."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Account:
             loss(model, rank, step).backward()
 
     def settle(self) -> None:
-        """Take the gradients that there are."""
+        """Add the current gradients to `delivered`, and clear them."""
         for name, grad in full_gradients(self.model).items():
             if grad is not None:
                 self.delivered[plain(name)] += grad
         self.model.zero_grad()
 
     def start_again(self, unit: str) -> None:
-        """Nothing was delivered of a unit, and nothing is owed."""
+        """Set the delivered gradients and the residuals of a unit to zero."""
         for model in self.plain:
             for name, parameter in model.named_parameters():
                 if name.startswith(unit):
@@ -94,7 +94,7 @@ def accounts(
             if step % 2:
                 account.backward(step + 20)
             account.settle()
-            rounding = 1e-5 if reduce is torch.float32 else 0.01  # of what is delivered in it
+            rounding = 1e-5 if reduce is torch.float32 else 0.01  # of the gradients delivered in it
             lines += [f"step {step}: {line}" for line in account.check(rounding)]
     return [f"rank {rank}: {setting}: {line}" for line in lines]
 
@@ -154,7 +154,7 @@ def test_what_is_too_small_for_its_block_comes_later(pool2: Run, strategy: str) 
 
 
 def held(rank: int, world: int, strategy: str, large: bool, reduce: torch.dtype) -> list[str]:
-    """Bytes by the formula, in figures and in words; none before anything was lost."""
+    """Bytes by the formula, in figures and in the summary; none before anything was lost."""
     mixed = MixedPrecision(reduce_dtype=reduce, reduce_bits=4, reduce_error_feedback=True)
     model = wrapped(Setting(strategy, large=large), mixed)
     figures = flatfsdp.stats(model)
@@ -211,11 +211,11 @@ def test_some_units_have_it(pool3: Run) -> None:
     assert not joined(pool3(some_units))
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 def not_finite(rank: int, world: int, strategy: str) -> list[str]:
-    """A block that is NaN for a step is not delivered, and what is owed of it stays what it was."""
+    """A block that is NaN for a step is not delivered, and its residual stays unchanged."""
     model = wrapped(Setting(strategy, large=True))
     loss(model, rank, 0).backward()
     model.zero_grad()
@@ -236,7 +236,7 @@ def not_finite(rank: int, world: int, strategy: str) -> list[str]:
 
 
 def caught(rank: int, world: int) -> tuple[list[str], list[str]]:
-    """A backward that fails leaves nothing owed; what is missing, and what was warned of."""
+    """A backward that fails leaves no residuals; the missing gradients, and the warnings."""
     account = Account(wrapped(), rank, world)
     account.backward(0)
     account.settle()
@@ -471,7 +471,7 @@ def resume(rank: int, world: int, path: str, setting: Setting, exact: bool) -> t
 def test_a_checkpoint_has_what_is_owed(
     tmp_path: Path, world: int, setting: Setting, reader: int, others: Setting
 ) -> None:
-    """Exact on the same ranks, wrapped alike; elsewhere nothing is owed, and one warning for each load says so."""
+    """Exact on the same ranks, wrapped alike; elsewhere residuals are dropped, with one warning for each load."""
     path = str(tmp_path)
     pool.run(world, save, path, setting)
     for ranks, wrapping, exact in (world, setting, True), (reader, others, False):

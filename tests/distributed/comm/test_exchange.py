@@ -75,7 +75,7 @@ def in_rank_order(world: int, numel: int, dtype: torch.dtype, seed: int) -> Tens
 
 
 def wrong_answers(rank: int, world: int, way: str, thorough: bool) -> list[str]:
-    """Which exchanges did not bring what they should."""
+    """The exchanges with a wrong result."""
     with going(way, rank):
         transport, stream = over(), Device(CPU).new_stream("test")
         wrong = []
@@ -178,7 +178,7 @@ def test_many_exchanges_in_flight_are_not_confused(run: Run, world: int, way: st
 
 
 def issued_alone(rank: int, world: int, way: str) -> None:
-    """A rank issues an operation and tells the others, who issue theirs when they have heard of it."""
+    """A rank issues an operation and notifies the others, which issue theirs on receipt."""
     with going(way, rank):
         gloo.is_near(dist.group.WORLD)  # asked once
         of_group(dist.group.WORLD)  # likewise
@@ -200,12 +200,12 @@ def issued_alone(rank: int, world: int, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_issuing_waits_for_nobody(way: str, pool2: Run) -> None:
-    """Or the job would not end: communication runs beside what the rank does next."""
+    """Otherwise the job would not end: communication overlaps with the rank's next operations."""
     pool2(issued_alone, way)
 
 
 def waited_for_last(rank: int, world: int, way: str) -> None:
-    """Rank 0 is through with an operation before the others begin to wait for it."""
+    """Rank 0 has finished an operation before the others begin to wait for it."""
     with going(way, rank):
         gloo.is_near(dist.group.WORLD)  # asked once
         of_group(dist.group.WORLD)  # likewise
@@ -252,7 +252,7 @@ def _messages_of(world: int, numel: int) -> list[int]:
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 def test_messages_are_two_for_each_peer(run: Run, world: int) -> None:
-    """An all-reduce is a reduce-scatter and a gather. What is small goes by none."""
+    """An all-reduce is a reduce-scatter and a gather; small tensors use neither."""
     numel = -(-gloo.SMALLEST // 4 // world)
     pairs = 2 * (world - 1)
     assert run(world, messages_of, numel) == [[pairs, pairs, 2 * pairs]] * world

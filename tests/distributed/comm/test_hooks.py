@@ -426,7 +426,7 @@ def test_copies_miss_hooks_in_words_and_have_lists(pool2: Run) -> None:
 
 
 def with_all_reduce_hooks(rank: int, world: int) -> None:
-    """An all-reduce hook sees what a communication hook left, and may return a work."""
+    """An all-reduce hook receives the result of a communication hook, and may return a work."""
     mesh = replicas_of_shards()
     replicas, shards = mesh.get_group(0), mesh.get_group(1)
     ours = FullyShardedDataParallel(seeded(Net), shards, auto_wrap_policy={Feedforward}, use_orig_params=True)

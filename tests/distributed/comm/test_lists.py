@@ -1,4 +1,4 @@
-"""Lists of tensors that travel as one: the same values as one by one, on every way; what is staged, and what is not."""
+"""Lists of tensors that travel as one: the same values as one by one, on every way; which ones are staged."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def in_one_storage(tensors: list[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def small_is(count: int) -> Iterator[None]:
-    """Inside, tensors of at most so many bytes are small."""
+    """A context in which tensors of at most `count` bytes are small."""
     with patch.object(tensor_lists, "SMALL", count):
         yield
 
@@ -147,7 +147,7 @@ def test_lists_travel_by_collectives_of_torchs(pool2: Run) -> None:
     assert pool2(by_torchs_collectives) == [[]] * 2
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------------
+# -- the cost ----------------------------------------------------------------------------------------------------------
 
 UNIT = [300_000, 512, 200_000, 512, 9, 100_000]  # elements of a piece: three matrices, two norms, and a bias
 
@@ -205,7 +205,7 @@ def test_a_list_that_is_large_as_a_whole_goes_on_in_waits(pool2: Run) -> None:
 
 
 def kept(rank: int, world: int, way: str) -> list[bool]:
-    """Which tensors of a list live on when nobody has them but the transport that moved them, beside one that stays."""
+    """Whether tensors of a list stay alive after their last reference, next to one that is kept."""
     with going(way, rank):
         transport, stream, found = over(), Device(CPU).new_stream("test"), []
         stays = torch.ones(world * 4)
@@ -230,7 +230,7 @@ def test_no_list_is_kept_alive(pool2: Run, way: str) -> None:
 
 
 def hooked(rank: int, world: int) -> list[str]:
-    """A hook is handed one gradient, whose pieces are what ranks have of all segments, and fills one shard."""
+    """A hook receives one gradient, with each rank's pieces of all segments in turn, and fills one shard."""
     transport, stream, seen = over(), Device(CPU).new_stream("test"), []
     state = comm_hooks.DefaultState(dist.group.WORLD)
 

@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 class Notes:
-    """Copies what a module sees as its parameters, registered or not."""
+    """Copies the parameters that a module sees, registered or not."""
 
     def __init__(self, seen: dict[str, Tensor], unit: str, names: list[str]) -> None:
         self.seen, self.unit, self.names = seen, unit, names
@@ -282,7 +282,7 @@ def reductions(
                 (loss(oracle, each, step) + loss(oracle, each, step + 10)).backward()
             found = {plain(name): grad for name, grad in full_gradients(model).items() if grad is not None}
             lines += alike(found, "gradients")
-            units = ("blocks.0.", "blocks.1.", "head.") if setting.large else ("",)  # what is joined shares blocks
+            units = ("blocks.0.", "blocks.1.", "head.") if setting.large else ("",)  # joined units share blocks
             for unit in units:
                 names = [name for name in found if name.startswith(unit)]
                 grads = [[dict(o.named_parameters())[name].grad for name in names] for o in oracles]
@@ -383,11 +383,11 @@ def test_a_hook_is_refused_and_a_gradient_that_is_not_finite_named(pool2: Run) -
     assert not joined(pool2(bad_gradient))
 
 
-# -- what training makes of it -----------------------------------------------------------------------------------------
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
 def evaluated(rank: int, world: int, precisions: list[MixedPrecision], steps: int) -> list[float]:
-    """The loss on data that was not trained on, after so many steps of AdamW, for each precision."""
+    """The loss on held-out data after training with AdamW, for each precision."""
     samples = torch.stack([sample["input_ids"] for sample in make_data()])
     kept_back = torch.stack([sample["input_ids"] for sample in make_eval_data()])
     losses = []
@@ -430,7 +430,7 @@ def test_a_transformer_learns_as_in_full_precision(run: Run) -> None:
 
 
 def over_a_slow_link(rank: int, world: int) -> list[str]:
-    """A step takes no less than what it sends takes on the link; with few bits that is a fifth, as counted there."""
+    """A step takes at least the link's time for its bytes; with few bits that is a fifth, as counted there."""
     sent = {}
     lines = []
     for precision in (MixedPrecision(), FEW):

@@ -67,7 +67,7 @@ def total(world: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     return reduce(torch.add, [values(numel, dtype, seed + rank) for rank in range(world)])
 
 
-Exchanged = tuple[str, PendingWork, Tensor, Tensor]  # what, under way, what it fills, what that should become
+Exchanged = tuple[str, PendingWork, Tensor, Tensor]  # name, pending work, output, expected output
 
 
 def issue(way: SharedMemoryExchange, what: str, rank: int, world: int, size: int, dtype: torch.dtype) -> Exchanged:
@@ -114,7 +114,7 @@ KINDS = ["gather", "gather in place", "reduce-scatter", "all-reduce", "gather of
 
 
 def wrong(waits: list[Exchanged]) -> list[str]:
-    """Wait in this order: which have not become what they should, bit by bit."""
+    """Wait in this order; the names of those with a wrong bit."""
     found = []
     for name, pending, output, expected in waits:
         pending.wait()
@@ -143,7 +143,7 @@ def test_values_are_those_of_a_sum_in_rank_order(run: Run, world: int, capacity:
 
 @contextmanager
 def delayed(draw: random.Random, share: float = 0.1) -> Iterator[None]:
-    """This rank sleeps now and then before it has heard of its peers, and before and after it tells them."""
+    """This rank sleeps at times before it receives from its peers, and before and after it notifies them."""
 
     def late(plain: Callable[..., Any]) -> Callable[..., Any]:
         def slow(*args: Any) -> Any:
@@ -193,7 +193,7 @@ def test_many_under_way_with_delays_at_every_hand_shake(run: Run, seed: int) -> 
 
 
 def overlapping_groups(rank: int, world: int) -> list[str]:
-    """Ranks 0 and 1, 1 and 2, and all: everybody waits for another group first, with what is too large for outboxes."""
+    """Ranks 0 and 1, 1 and 2, and all: every rank waits for another group first, with tensors larger than outboxes."""
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     ways: dict[str, tuple[SharedMemoryExchange, int, int]] = {"all": (exchange(), rank, world)}
     for number, group in enumerate(pairs):
@@ -235,7 +235,7 @@ def test_threads_exchange_over_groups_of_their_own(pool2: Run) -> None:
 
 
 def sent_later(rank: int, world: int) -> list[str]:
-    """A rank issues, tells the others by other means, and they issue then."""
+    """A rank issues, notifies the others by other means, and they issue then."""
     way, found = exchange(), []
     for first in range(world):
         for kind in KINDS:
@@ -253,7 +253,7 @@ def test_issuing_waits_for_nobody(pool3: Run) -> None:
 
 
 def forgotten(rank: int, world: int) -> list[str]:
-    """Work that nobody waits for, larger than outboxes, is done where something else is waited for."""
+    """Work without a waiter, larger than outboxes, progresses while a rank waits for something else."""
     way = exchange()
     for kind in KINDS:
         issue(way, kind, rank, world, 3000, torch.float32)
@@ -265,7 +265,7 @@ def test_work_that_nobody_waits_for_does_no_harm(pool2: Run) -> None:
 
 
 def divergent(rank: int, world: int, how: str) -> tuple[str, float]:
-    """The last rank is given something else; what each reports, and after how many seconds."""
+    """The last rank issues another operation; the report of each, and its time in seconds."""
     way, size, kinds = exchange(), 1001, ["gather", "reduce-scatter"]
     if rank == world - 1:
         if how == "another order":
@@ -283,7 +283,7 @@ def divergent(rank: int, world: int, how: str) -> tuple[str, float]:
     except dist.DistError as error:
         text = str(error)
     seconds = time.monotonic() - began
-    other = exchange()  # which waits beside the broken one
+    other = exchange()  # which waits at the same time as the broken one
     assert not wrong([issue(other, "gather", rank, world, 17, torch.float32)])
     del way
     return text, seconds
@@ -338,7 +338,7 @@ def shared_bytes() -> int:
 
 
 def rests(rank: int, world: int, retains: bool) -> tuple[bool, list[str]]:
-    """Whether the pages of an outbox are gone some time after an exchange; and what was wrong with the next."""
+    """Whether the pages of an outbox are freed some time after an exchange; and the errors of the next one."""
     way, size = exchange(8 * 1024 * 1024), 2 * 1024 * 1024
     with patch.object(malloc, "_retains", retains):
         found = wrong([issue(way, "gather", rank, world, size, torch.float32)])
@@ -437,7 +437,7 @@ def test_a_rank_without_memory_for_its_outbox_ends_the_exchange_in_words(pool2: 
 
 
 def waits_elsewhere(rank: int, world: int, mode: str) -> list[str]:
-    """Rank 1 waits for rank 0 by other means before it waits for what is under way, which its thread works on."""
+    """Rank 1 waits for rank 0 by other means before it waits for pending work, which its thread progresses."""
     way = exchange()
     with MODES[mode]():
         waits = [issue(way, kind, rank, world, 5000, torch.float32) for kind in KINDS]
@@ -498,7 +498,7 @@ def done(what: str, model: Any) -> tuple[Any, torch.dtype, list[tuple[Tensor, Te
     kept = []
     if what == "views":
         kept = [(view := p.detach()[1:], view.clone()) for p in model.parameters() if p.numel()]
-        model = copy.deepcopy(model)  # what the views are of is gone
+        model = copy.deepcopy(model)  # the base of the views is freed
         gc.collect()
     return model, torch.float32, kept
 

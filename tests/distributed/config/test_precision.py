@@ -41,7 +41,7 @@ class Probe(nn.Module):
 
 
 class Nested(nn.Module):
-    """A probe inside a probe; what passes between them is fp64."""
+    """A probe inside a probe; the tensors passed between them are fp64."""
 
     def __init__(self) -> None:
         super().__init__()

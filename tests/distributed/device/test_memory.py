@@ -1,6 +1,6 @@
 """Bytes in flight as a sum of named terms, on the ledger; the same at every step.
 
-What the ledger does not know, activations and the like, is measured in `tests/process/device/test_memory_of_models.py`.
+Memory outside of the ledger, such as activations, is measured in `tests/process/device/test_memory_of_models.py`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL // 2,
             "unsharded": ROOT + 2 * BLOCK,  # the unit in use and the one ahead
             "slots": 2 * BLOCK,  # the unit that is reduced and the one that is filled
-            "exchange": 0,  # what other ranks send is added from where they have it
+            "exchange": 0,  # values of other ranks are added from their own memory
             "reduced": MODEL // 2,  # gradient shards, until the end of the backward
             # The second block is in use, the first is ahead, the third is reduced: its gradients lie in its own place.
             "all": MODEL // 2 + ROOT + 3 * BLOCK + 2 * BLOCK // 2,
@@ -246,7 +246,7 @@ def outboxes_of_a_step(rank: int, world: int, strategy: str) -> tuple[dict[str, 
     with patch.object(attendant, "REST", 60):  # no pages go because of the time
         for _ in range(3):
             loss = model(torch.zeros(2, 3, dtype=torch.int64)).sum()
-            dist.barrier()  # all have read what was gathered
+            dist.barrier()  # all have read the gathered values
             limit = time.monotonic() + (10 if strategy == "SHARD_GRAD_OP" else 0)
             while any((before := inspect.outboxes(model)).values()) and time.monotonic() < limit:
                 time.sleep(0.001)
@@ -265,7 +265,7 @@ def test_no_outbox_has_pages_where_a_backward_begins_that_gathers_nothing(pool2:
 
 
 def test_a_gradient_is_held_twice_only_between_its_reduction_and_the_end_of_its_backward() -> None:
-    """The first microbatch's, and what is to be added to it: a backward that fails can still be forgotten."""
+    """The first microbatch's, and the one to be added to it: a backward that fails can still be discarded."""
     with fake_world(2):
         model = FullyShardedDataParallel(Tower(), auto_wrap_policy=wrap.ModuleWrapPolicy({Block}), use_orig_params=True)
         memory = inspect.memory(model)
@@ -285,7 +285,7 @@ def test_a_gradient_is_held_twice_only_between_its_reduction_and_the_end_of_its_
         assert microbatch() == first == microbatch()
         reductions = [("reduce", 4 * index * BLOCK // 2) for index in range(DEPTH + 1)]
         assert first == [*reductions, ("end", 0)]
-        # One gradient is left, the one that was there: what was added to it is gone.
+        # One gradient tensor is left, the earlier one: the one added to it has been freed.
         assert held() == theirs != []
 
 

@@ -121,7 +121,7 @@ def test_accumulation(orig: bool, mixed: bool, pool2: Run) -> None:
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_pinning(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every shard is page-locked on request, and only then; what that means is the device's affair."""
+    """Every shard is page-locked on request, and only then; pinning itself is simulated."""
     asked: list[torch.Size] = []
 
     def pin(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters that are DTensors of rows at rest: what modules and optimizers hold, against torch's `fully_shard`."""
+"""Parameters that are DTensors of rows at rest, as modules and optimizers hold them, against torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def net() -> nn.Sequential:
 
 @lru_cache
 def replicas() -> Any:
-    """Two replicas of two shards, with the names that torch asks for. Collective at the first call."""
+    """Two replicas of two shards, with the names that torch requires. Collective at the first call."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
@@ -163,7 +163,7 @@ def _accumulates(rank: int, world: int) -> None:
         assert all(parameter.grad is not None for parameter in both.ours.parameters())  # [Note: marks]
         for optimizer in both.optimizers[:1]:
             optimizer.zero_grad(**way)
-        both.backward()  # in theirs, what is not synchronised outlives zero_grad()
+        both.backward()  # in torch's, unsynchronized gradients outlive zero_grad()
         fresh = Both(rank, world)
         fresh.ours.load_state_dict(both.ours.state_dict())
         fresh.step = both.step - 1
@@ -256,7 +256,7 @@ def test_parameters_frozen_and_thawed(pool2: Run) -> None:
 
 
 class Partly(nn.Module):
-    """A part is used by nobody, another one by the first rank only."""
+    """One part is unused, another one is used by the first rank only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Training with an optimizer that steps flat, beside training with one that does not: the same bits everywhere.
+"""Training with an optimizer that steps flat, and with one that does not: the same bits everywhere.
 
-What happens between two steps is in `tests/single_process/features/test_fuse_optimizer_steps.py`.
+Changes between two steps are tested in `tests/single_process/features/test_fuse_optimizer_steps.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def wrapped(**settings: Any) -> Any:
 
 
 def optimizer_of(model: nn.Module, *, flat: bool, kind: Any = torch.optim.AdamW, in_backward: bool = False) -> Any:
-    """An optimizer over two groups, as trainers make it, and what `fuse_optimizer_steps` returned."""
+    """An optimizer over two groups, as trainers make it, and the result of `fuse_optimizer_steps`."""
     shapes = flatfsdp.unsharded_shapes(model)
     groups: list[list[nn.Parameter]] = [[], []]
     for name, parameter in model.named_parameters():
@@ -92,7 +92,7 @@ def train(model: Any, optimizer: Any, rank: int, steps: range, *, scaler: Any = 
 
 
 def both(rank: int, world: int, settings: dict[str, Any], how: dict[str, Any]) -> list[str]:
-    """The names of what is not the same in both ways."""
+    """The names of values that differ between both ways."""
     ends = []
     for flat in (False, True):
         model = wrapped(**settings)
@@ -148,7 +148,7 @@ def test_in_backwards_the_runs_of_each_unit_are_found_once(pool2: Run) -> None:
 
 
 def saved(rank: int, world: int, folder: str) -> None:
-    """Save after three steps, in both ways; what comes after two more."""
+    """Save after three steps, in both ways; the values after two more."""
     for flat in (False, True):
         model = wrapped()
         optimizer, _ = optimizer_of(model, flat=flat)

@@ -130,7 +130,7 @@ def reported(
             scaler.unscale_(optimizer)
             if step < STEPS:
                 edit(model, rank)
-            else:  # what was found by then is reported
+            else:  # the findings up to then are reported
                 deadline = time.monotonic() + 20
                 while current_watch()._errands and time.monotonic() < deadline:
                     time.sleep(0.01)

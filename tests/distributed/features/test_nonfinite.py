@@ -21,7 +21,7 @@ from tests.harness.models import WIDTH, Feedforward
 
 
 class Net(nn.Module):
-    """Two blocks and a head; what `bad` names goes wrong."""
+    """Two blocks and a head; the part that `bad` names fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def found(rank: int, world: int, kind: str, bad: str, by: int, options: dict[str
     return texts
 
 
-# What goes wrong, on which rank, and what is reported.
+# The fault, its rank, and the report.
 SAID = {
     "parameter": (1, "a forward has nan in parameter 'blocks.1.up.weight' before the forward on rank"),
     "input": (1, "a forward has inf in an input of unit <root> on rank 1; nothing else on rank"),
@@ -190,7 +190,7 @@ def test_an_evaluation_reports_it_too(pool2: Run) -> None:
 
 
 def masks(rank: int, world: int) -> int:
-    """Infinities that are meant; and no value is looked at outside of the context."""
+    """Intended infinities; and no value is checked outside of the context."""
     model = wrapped(world, "FULL_SHARD")
     with patch.object(nonfinite, "worst", side_effect=nonfinite.worst) as looks:
         train(model, rank)

@@ -1,6 +1,6 @@
 """An optimizer that steps in backwards: the numbers of one that steps after them, less memory, and words for the rest.
 
-Every combination with other settings is in `test_parity.py`; here is what a program sees of it.
+Every combination with other settings is in `test_parity.py`; here are its effects on a program.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def test_a_usual_loop_gives_the_same_numbers_and_state(pool2: Run, orig: bool) -
 
 
 def resumed(rank: int, world: int, folder: str) -> list[bool]:
-    """Train on after a load of its own checkpoint, and without."""
+    """Continue training after a load of the own checkpoint, and without."""
     ends = []
     for load in (False, True):
         model = wrapped()
@@ -302,7 +302,7 @@ def test_partial_sums_of_a_hybrid_step_once_they_are_whole(pool4: Run) -> None:
 
 
 def several(rank: int, world: int, in_backward: bool) -> dict[str, Tensor]:
-    """Two optimizers; some parameters belong to none, some are frozen, and one has a hook of the user's."""
+    """Two optimizers; some parameters belong to none, some are frozen, and one has a user-defined hook."""
     model = wrapped()
     named = dict(model.named_parameters())
     first = [p for n, p in named.items() if "up" in n]
@@ -387,7 +387,7 @@ def branching(rank: int, world: int, in_backward: bool) -> dict[str, Tensor]:
         flatfsdp.optimizer_in_backward(model, optimizer)
     for step in range(5):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-        # Nobody runs the last one in the first step and in the third, nobody trains it in the fourth.
+        # The last one does not run in the first step and in the third, and is not trained in the fourth.
         which = 2 if step in (1, 3) else (rank + step) % 2
         model(x, which, 0.0 if step == 3 else 0.5).square().mean().backward()
         if not in_backward:
@@ -480,7 +480,7 @@ def test_an_optimizer_that_fails_is_left_as_it_was(pool2: Run) -> None:
 
 def let_go(rank: int, world: int) -> list[bool]:
     """A model goes with its last reference, though its optimizer and the way to pause it stay."""
-    stepping(wrapped())  # the first optimizer of a process lets torch keep frames, and what is in them
+    stepping(wrapped())  # torch keeps the frames of a process's first optimizer, and their contents
     gc.collect()
     gc.disable()
     try:
@@ -523,7 +523,7 @@ def test_a_graph_older_than_its_step_is_refused(pool2: Run) -> None:
 
 
 def read_after_its_step(rank: int, world: int) -> list[str]:
-    """A hook of the user's runs a block again when a later backward has stepped it."""
+    """A user-defined hook runs a block again when a later backward has stepped it."""
     model = wrapped(Deep)
     stepping(model)
     blocks = model.module.blocks

@@ -111,7 +111,7 @@ def change(model: Any, how: str, folder: str) -> None:
         checkpoint.load(folder, model=model)
     elif how == "summon" and isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model):
-            pass  # what was not changed either is looked for together
+            pass  # ranks search for changes together even if there are none
         outputs_of(model)
         with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model):
             model[2].module.bias.add_(1)
@@ -150,7 +150,7 @@ def test_new_values_are_seen(how: str, on: str, tmp_path: Path, pool3: Run) -> N
 
 
 def differing(rank: int, world: int, what: str) -> str:
-    """Ranks keep different units, or one of them trains what the others keep."""
+    """Ranks keep different units, or one of them trains the units that the others keep."""
     model = Setting().wrap(seeded(lambda: nn.Sequential(Low(WIDTH), Low(WIDTH))), (Low,))
     if what == "a choice":
         model.keep_frozen_unsharded(0 if rank else None)
@@ -173,7 +173,7 @@ def test_ranks_that_keep_different_units_get_an_error(what: str, words: str, poo
 
 
 class Head(nn.Module):
-    """One causal attention layer that keeps what it has seen, `cache`: a list of (keys, values)."""
+    """One causal attention layer that keeps its earlier inputs, `cache`: a list of (keys, values)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def test_ranks_that_enter_or_leave_alone_get_an_error(how: str, words: str, pool
 
 
 def requested(rank: int, world: int, on: str, wait: bool) -> list[str]:
-    """A user asks for units that are to be kept from the next forward on, and waits later than that."""
+    """A program requests units that are to be kept from the next forward on, and waits later than that."""
     torch.manual_seed(0)
     net = small()
     model = FullyShardedDataParallel(copy.deepcopy(net), auto_wrap_policy={nn.Linear}, use_orig_params=True)

@@ -106,7 +106,7 @@ def train(
     ],
 )
 def test_parity_with_one_process(pool2: Run, options: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Also where what stands in computes NaN."""
+    """Also if the replacement computes NaN."""
     for counts in ([4, 2], [1, 4]):
         assert pool2(train, counts, options, **settings) == [[], []]
 
@@ -194,7 +194,7 @@ def test_generation_goes_on_until_all_ranks_are_done(pool2: Run, strategy: str) 
         assert tokens == alone
 
 
-# -- what ends a loop ------------------------------------------------------------------------------------------------
+# -- ends of a loop --------------------------------------------------------------------------------------------------
 
 
 def reported_at(job: Callable[[], object]) -> str:

@@ -93,7 +93,7 @@ def clipped(rank: int, world: int, p: float) -> list[str]:
     for orig, bound in itertools.product((True, False), (1e-2, 1e4)):
         model = patchwork(orig)
         train(model, rank)
-        for parameter in model.ignored.parameters():  # nobody but the user averages these
+        for parameter in model.ignored.parameters():  # only the user averages these
             parameter.grad = torch.full_like(parameter, 0.01)
         before = full_gradients(model)
         plain = seeded(Patchwork)
@@ -215,7 +215,7 @@ def test_clip_without_gradients(pool2: Run) -> None:
 
 
 def summoned(rank: int, world: int, with_grads: bool, under: tuple[Setting, ...]) -> list[str]:
-    """Every combination: what is seen inside, and what is kept of what was written there."""
+    """Every combination: values seen inside, and the writes that are kept."""
     lines: list[str] = []
     for setting in under:
         with setting.doubles():

@@ -321,7 +321,7 @@ def test_collectives_of_each_microbatch(strategy: str, orig: bool, pool2: Run) -
 
 
 def outside_optimizer(rank: int, world: int) -> int:
-    """An evaluation of other weights right after unsynced SHARD_GRAD_OP: what was kept whole is gathered anew."""
+    """An evaluation of other weights right after unsynced SHARD_GRAD_OP: unsharded parameters are gathered again."""
     model = Setting("SHARD_GRAD_OP").wrap(seeded(Net), (Feedforward,))
     one(model, rank, 0, 0, sync=False)
     with torch.no_grad():

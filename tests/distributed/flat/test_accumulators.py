@@ -154,7 +154,7 @@ def test_hooks_of_held_nodes_in_hybrids(pool4: Run) -> None:
 
 
 def dropping(rank: int, world: int) -> list[str]:
-    """Each step registers hooks anew; what nobody holds any more is forgotten with its hooks."""
+    """Each step registers hooks again; a node that nothing holds any more is dropped with its hooks."""
     wrong = []
     for name in ("FULL_SHARD", "NO_SHARD", "another dtype"):
         model = wrap(seeded(Net), **SETTINGS[name])

@@ -30,7 +30,7 @@ Base = Callable[[int, int], nn.Module]
 class Packed(nn.Module):
     """A frozen linear layer without bias of 4 bits a weight: two in a byte, and a scale for `GROUP` of them.
 
-    Both are parameters of bytes, as quantised layers store them so that nobody casts them; `bytes_in_all` says in every
+    Both are parameters of bytes, as quantised layers store them to prevent casts; `bytes_in_all` says in every
     forward that they came as they were.
     """
 

@@ -1,4 +1,4 @@
-"""Buffers that differ between ranks: what is gathered or written is rank 0's, what a rank has alone is its own."""
+"""Buffers that differ between ranks: gathered and written values are rank 0's; those that one rank has are its own."""
 
 from __future__ import annotations
 

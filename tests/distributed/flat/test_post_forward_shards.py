@@ -1,4 +1,4 @@
-"""Parameters that stay among a few ranks between forward and backward: what one process computes, these do.
+"""Parameters that stay among a few ranks between forward and backward: the results are those of one process.
 
 The programs are those of other tests; here they run on four ranks, or six, of which two or three are neighbours.
 """

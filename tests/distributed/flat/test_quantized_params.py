@@ -24,7 +24,7 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Bytes(nn.Parameter):
-    """A quantised weight, which carries the scales of its groups; what makes another of it loses them."""
+    """A quantised weight, which carries the scales of its groups; operations that copy it lose them."""
 
     quant_state: Tensor | None
 
@@ -154,7 +154,7 @@ def test_bytes_in_another_order_are_refused() -> None:
 
 
 def remade(rank: int, world: int) -> Iterator[str]:
-    """A module that lost the state of its weight makes the weight anew in its forward."""
+    """A module that lost the state of its weight builds the weight again in its forward."""
     for setting in (Setting(), Setting(orig=False), Setting("SHARD_GRAD_OP", doubled=True), Setting("NO_SHARD")):
         plain, inside = build(), build()
         for block in inside:

@@ -36,7 +36,7 @@ def wrapped(world: int, kind: str, *, orig: bool = True, **options: Any) -> Any:
 
 
 def train(model: Any, rank: int) -> list[str]:
-    """One step; what was warned of."""
+    """One step; its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(torch.full((2, WIDTH), 1.0 + rank)).square().mean().backward()

@@ -1,5 +1,5 @@
-"""Parameters that are split by rows: what is special to it. That the numbers are those of one process is a matter of
-the covering arrays and of what is drawn at random, of which the layout is a part."""
+"""Properties of parameters that are split by rows. The covering arrays and the random models, of which the layout is
+a part, test that the numbers are those of one process."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_padding_has_no_gradient_whatever_was_written_there(layout: str, pool2: 
 
 
 class Nothing(nn.Module):
-    """Of parameters without elements only, and of one beside them."""
+    """A root whose own parameters have no elements, and a unit with elements."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from tests.conftest import Run
 
 WIDTH = 192
-NORMS = 2 * WIDTH  # elements, and all that is small
+NORMS = 2 * WIDTH  # elements, and all small parameters
 
 
 class Layer(nn.Module):
@@ -41,7 +41,7 @@ def staged(rank: int, world: int, messages: bool, compute: torch.dtype | None) -
         mixed = MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32)
         model = FullyShardedDataParallel(Layer(), use_orig_params=True, layout="rows", mixed_precision=mixed)
         figures = flatfsdp.stats(model)
-        for _ in range(2):  # in the first one ranks compare what they have built
+        for _ in range(2):  # in the first one ranks compare their models
             figures.reset()
             model(torch.ones(2, WIDTH)).sum().backward()
         step, gathered = figures.bytes_staged, figures.comm["all_gather"][1]

@@ -149,7 +149,7 @@ def difference(
 
 
 def averaged(state: object, full: Tensor, output: Tensor | None = None) -> None:
-    """A communication hook that does what the engine does."""
+    """A communication hook with the computation of the engine."""
     torch.distributed.all_reduce(full)
     full /= torch.distributed.get_world_size()
     if output is not None:
@@ -273,7 +273,7 @@ def test_what_is_expected_is_not_reported(pool2: Run) -> None:
 
 
 def test_a_model_that_is_gone_answers(pool2: Run) -> None:
-    # Rank 0 lacks nothing, so it waits for nobody, and lets go of its model before the other one asks.
+    # Rank 0 lacks no gradient, so it does not wait, and drops its model before the other one requests any.
     assert pool2(gone_before_it_is_requested) == [[], ["0.weight", "1.weight"]]
 
 

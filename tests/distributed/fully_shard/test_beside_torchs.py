@@ -280,7 +280,7 @@ def test_what_no_rank_used_has_no_gradient_where_torchs_has_zeros(pool2: Run) ->
 
 
 def chunked_loss(model: Net, batch: torch.Tensor) -> torch.Tensor:
-    """The head is called by itself, for parts of what the model returns."""
+    """The head is called separately, on parts of the model's output."""
     hidden = model(batch)
     parts = [
         F.cross_entropy(model.head(part), words)

@@ -1,4 +1,4 @@
-"""torch's state-dict functions and its distributed checkpoints on modules of `fully_shard`, beside torch's own."""
+"""torch's state-dict functions and its distributed checkpoints on modules of `fully_shard`, against torch's own."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_whole_values_of_rank_0(pool2: Run) -> None:
 
 
 def with_others(device: str) -> Any:
-    """A model on that device, with what no unit holds: an ignored parameter of two names, and a buffer, that are there;
-    and one of each that are on the device."""
+    """A model on that device, with tensors of no unit: an ignored parameter of two names, and a buffer, on the CPU;
+    and one of each on `device`."""
     with torch.device(device):
         model: Any = net(3)
         model.shift = nn.Parameter(torch.full((2,), 1.0), requires_grad=False)
@@ -106,7 +106,7 @@ def with_others(device: str) -> Any:
 
 
 def into_meta(rank: int, world: int, folder: str) -> list[bool]:
-    """A checkpoint into a model on the meta device leaves what is there in its place, where optimizers have it."""
+    """Loading into a model on the meta device keeps real parameters in place, where optimizers hold them."""
     saved, loaded = with_others("cpu"), with_others("meta")
     with torch.no_grad():
         for tensor in (saved.scale, saved.seen):

@@ -131,7 +131,7 @@ def momenta(rank: int, world: int, fuses: bool) -> dict[str, torch.Tensor]:
 
 
 def test_states_of_fused_steps_are_gathered_in_one_order(pool4: Run) -> None:
-    """torch gathers them as they come in the optimizer's state, whatever that order is on other ranks."""
+    """torch gathers them in the order of the optimizer's state, which may differ between ranks."""
     expected = pool4(momenta, False)[0]
     for found in pool4(momenta, True)[:1]:
         for name, value in expected.items():

@@ -1,5 +1,5 @@
-"""Parameters that say themselves what is gathered of them: side by side with torch's `fully_shard` where that takes
-them on a CPU, and beside one process where it does not."""
+"""Parameters with gather hooks of their own: compared with torch's `fully_shard` if that supports them on a CPU, else
+with one process."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def compared(one: Any, two: Any, case: Case, rank: int, steps: int = 3) -> list[
     return found + differences(one, two, case)
 
 
-# -- beside torch's ----------------------------------------------------------------------------------------------------
+# -- compared with torch's ---------------------------------------------------------------------------------------------
 
 
 def beside_torchs(rank: int, world: int, shape: tuple[int, ...], kind: Any, case: Case) -> list[str]:
@@ -136,7 +136,7 @@ def test_inside_of_dtensors(kind: Any, pool4: Run) -> None:
     assert not [each for found in pool4(under_tensor_parallelism, (2, 2), kind, kind is AsInt8) for each in found]
 
 
-# -- beside one process, and themselves --------------------------------------------------------------------------------
+# -- compared with one process, and with each other --------------------------------------------------------------------
 
 
 class Rounded(nn.Module):

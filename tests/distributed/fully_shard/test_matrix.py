@@ -1,4 +1,4 @@
-"""Training under `fully_shard` is training in one process, whatever is combined: every bit of every loss, gradient and
+"""Training under `fully_shard` is training in one process, in every combination: every bit of every loss, gradient and
 parameter; and on two ranks it is training under torch's."""
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ LISTED = 0.25  # of units
 
 
 def sharded(net: Net, how: How, drawn: random.Random) -> Any:
-    """`net` in units: nested ones by themselves, the others in lists at times; what is tied stays with the root."""
+    """`net` in units: nested ones alone, the others in lists at times; tied parameters stay with the root."""
     shape = (2, how.world // 2) if how.strategy == "HYBRID_SHARD" else (how.world,)
     columns = drawn.random() < 0.3
     settings: dict[str, Any] = {
@@ -66,7 +66,7 @@ def train(rank: int, world: int, seed: int, how: How) -> list[str]:
     elif how.stepping == "flat":
         fuse_optimizer_steps(optimizer)
     losses = partial(_losses, seed=seed, how=how)
-    encodes = drawn.random() < 0.3 and isinstance(model.units[0], flatfsdp.FSDPModule)  # it runs by itself, too
+    encodes = drawn.random() < 0.3 and isinstance(model.units[0], flatfsdp.FSDPModule)  # it also runs alone
     for step in range(STEPS):
         if how.evaluates:
             with torch.no_grad():

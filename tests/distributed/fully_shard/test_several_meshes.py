@@ -182,7 +182,7 @@ def variants(rank: int, world: int, folder: str) -> list[str]:
             flatfsdp.fuse_optimizer_steps(of_other)
         if not all(same(stepped(other, of_other, step), expected[step]) for step in range(2)):
             found.append(name)
-    # Copies, pickles and checkpoints of what is after two steps, and the third step then.
+    # Copies, pickles and checkpoints of the state after two steps, and a third step of each.
     net = made()
     optimizer = adamw(net)
     for step in range(2):
@@ -248,7 +248,7 @@ def _synchronized() -> list[str]:
             sync_module_states=True,
         )
         for name, p in net.named_parameters():
-            offset = rank if own is alone and "experts" not in name else 0  # there nobody else has what is not shared
+            offset = rank if own is alone and "experts" not in name else 0  # no other rank holds these there
             if not torch.equal(p.full_tensor(), expected[name] + offset):
                 found.append(f"{name}, synchronized over {own}")
     return found

@@ -33,7 +33,7 @@ from tests.harness.tensor_parallel import (
     step_ours,
 )
 
-EVEN = 28  # hidden units of which torch's can split what tensor parallelism has split along the same dimension
+EVEN = 28  # hidden units: torch's can split them along the dimension that tensor parallelism has split, too
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:

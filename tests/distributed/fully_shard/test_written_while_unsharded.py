@@ -110,7 +110,7 @@ LOW = flatfsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 def outputs(rank: int, world: int, keep: Callable[[Any], None], policies: Sequence[Any]) -> list[str]:
     """The writes after which a model that was kept whole computes with other values than one that was not; "gathers"
-    where it gathers though nobody wrote."""
+    where it gathers without a write."""
     found = []
     for policy in policies:
         for write in WRITES:
@@ -129,7 +129,7 @@ def outputs(rank: int, world: int, keep: Callable[[Any], None], policies: Sequen
             model.requires_grad_(False)
         keep(model)
         with torch.no_grad():
-            model(torch.ones(2, 4))  # asked for, or kept: gathered already
+            model(torch.ones(2, 4))  # requested, or kept: gathered already
         figures = flatfsdp.stats(model)
         figures.reset()
         if keep in (after_forward, frozen):
@@ -235,7 +235,7 @@ def preferences(rank: int, world: int, reshard: bool | None) -> list[str]:
             model: Any = Policy(*(Adapted() for _ in range(3)))
             model.reentrant = reentrant
             if shard:
-                for layer in list(model)[int(root) :]:  # what is left is the root's
+                for layer in list(model)[int(root) :]:  # the others belong to the root
                     flatfsdp.fully_shard(layer, reshard_after_forward=reshard)
                 flatfsdp.fully_shard(model)
             results.append(preferred(model, first=first))
@@ -289,7 +289,7 @@ def test_what_is_done_between_a_forward_and_its_backward_is_kept(pool2: Run) -> 
 
 
 def requested_again(rank: int, world: int) -> list[str]:
-    """The writes after which units are asked for and give other values than the shards; and what stays of requests."""
+    """The writes after which requested units have other values than the shards; and the effect of requests."""
     found = []
     for keep in KEPT:
         for write in (lists, on_one_rank):

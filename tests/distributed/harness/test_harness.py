@@ -1,4 +1,4 @@
-"""The pool and the fresh processes themselves: results, failures in words, and a new pool after each failure."""
+"""The pool and the fresh processes themselves: results, messages of failures, and a new pool after each failure."""
 
 from __future__ import annotations
 

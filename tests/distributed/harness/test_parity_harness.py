@@ -1,4 +1,4 @@
-"""The oracles against each other, against DDP, FSDP1 and the plain FSDP: what the engine's parity tests stand on."""
+"""The oracles against each other, against DDP, FSDP1 and the plain FSDP: the basis of the engine's parity tests."""
 
 from __future__ import annotations
 

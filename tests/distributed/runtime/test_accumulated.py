@@ -31,7 +31,7 @@ from tests.harness.corners import (
 
 def pipelined(model: Any, rank: int, step: int, *, of: str) -> list[torch.Tensor]:
     """f: a forward; b: the backward of the oldest that has none; s: a synchronized step; z: gradients to None; e: an
-    evaluation; r: what has accumulated is reduced."""
+    evaluation; r: accumulated gradients are reduced."""
     results: list[torch.Tensor] = []
     waiting: deque[torch.Tensor] = deque()
     for micro, kind in enumerate(of):

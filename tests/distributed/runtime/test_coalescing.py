@@ -1,4 +1,4 @@
-"""Small units that share their collectives compute what units with collectives of their own compute, bit by bit."""
+"""Small units that share their collectives give the same bits as units with collectives of their own."""
 
 from __future__ import annotations
 

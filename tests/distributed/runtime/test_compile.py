@@ -40,7 +40,7 @@ class Stack(nn.Module):
 
 
 def compiled(setting: Setting, how: str, **more: Any) -> tuple[Any, Any]:
-    """(what is called, the wrapper): blocks compiled in place, or as modules of their own, or the whole model."""
+    """(the callable, the wrapper): blocks compiled in place, or as modules of their own, or the whole model."""
     net = seeded(Stack)
     for name in "abc":
         block = getattr(net, name)

@@ -24,7 +24,7 @@ from tests.harness.meshes import shared_mesh
 from tests.harness.thorough import some
 
 WIDTH = 6
-Used = tuple[int, ...]  # the layers that a rank's data asks for, in order
+Used = tuple[int, ...]  # the layers that a rank's data select, in order
 
 
 class Layer(nn.Module):
@@ -122,7 +122,7 @@ class Chosen(nn.Module):
         return self.last(x)
 
 
-# What each rank's data asks for, step by step; further ranks do as the first one.
+# The layers that each rank's data select, step by step; further ranks do as the first one.
 IN_ORDER: dict[type[nn.Module], list[list[Used]]] = {
     Pictured: [[(0, 1), ()], [(), ()], [(), (1,)], [(0,), (1,)], [(0, 1), (0, 1)]],
     Mixture: [[(0, 2), (1, 2)], [(1,), (1, 2)], [(), ()], [(), (0, 1, 2, 3)], [(0, 3), (3,)]],
@@ -161,8 +161,8 @@ def differences(
     micro: int = 1,
     sync: bool = False,
 ) -> list[str]:
-    """Train on `world` ranks and in one process on all their batches; what differs."""
-    # A rank that waits for another's word has it with that one's next look at the stores.
+    """Train on `world` ranks and in one process on all their batches; the differences."""
+    # A rank that waits for another's message gets it when that one next polls the stores.
     with patch.object(stores, "PERIOD", 0.25):
         return _differences(rank, world, kind, plan, any_order, options, micro, sync)
 
@@ -304,7 +304,7 @@ def test_beside_what_is_recomputed_reentrantly(pool2: Run, any_order: bool, most
     assert pool2(differences, Flanked, plan, any_order, {"join_units_below": most}) == [[], []]
 
 
-# -- what is frozen, evaluated, copied --------------------------------------------------------------------------------
+# -- frozen, evaluated and copied units -------------------------------------------------------------------------------
 
 
 class Frozen(Pictured):
@@ -446,7 +446,7 @@ def copied(rank: int, world: int) -> bool:
 
 
 class Later(Pictured):
-    """The tower is registered behind what runs after it."""
+    """The tower is registered behind the modules that run after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -585,7 +585,7 @@ def test_a_learned_step_exchanges_nothing_on_the_device(pool2: Run) -> None:
         assert seen[2:] == [0] * 3
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def reported_at(job: Any) -> str:

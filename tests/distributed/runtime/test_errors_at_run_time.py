@@ -440,7 +440,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(2, 4)).sum().backward()
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad.fill_(1)  # a fake group leaves there what was in memory
+            parameter.grad.fill_(1)  # a fake group leaves the memory unchanged
     optimizer.step()
 
 
@@ -820,7 +820,7 @@ def test_a_parameter_of_another_unit_used_in_a_forward(world: None, when: str, t
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("orig", [True, False])
 def test_a_parameter_of_a_unit_that_did_not_run(world: None, orig: bool, strategy: str) -> None:
-    """Between forward and backward, and not before or after; what does not read values is answered."""
+    """Between forward and backward, and not before or after; attributes other than values can be read."""
     model = FullyShardedDataParallel(
         Reader("never"), auto_wrap_policy={nn.Linear}, sharding_strategy=strategy, use_orig_params=orig
     )
@@ -841,7 +841,7 @@ def test_a_parameter_of_a_unit_that_did_not_run(world: None, orig: bool, strateg
 
 @pytest.mark.parametrize("orig", [True, False])
 def test_a_parameter_used_before_the_forward(world: None, orig: bool) -> None:
-    """Autograd says that a gradient has a wrong shape; of which parameter, we say."""
+    """Autograd reports that a gradient has a wrong shape; flatfsdp adds the parameter."""
     model = FullyShardedDataParallel(
         nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear}, use_orig_params=orig
     )

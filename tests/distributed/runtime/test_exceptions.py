@@ -242,7 +242,7 @@ def memory_after(rank: int, world: int, place: str, under: tuple[Setting, ...]) 
             run(model, data(rank, 0))
             fail(model, data(rank, 1), place)
             if "backward" in place:
-                # What is in flight may only be waited for where all ranks are: at the next forward.
+                # Pending work may only be waited for at a point that all ranks reach: the next forward.
                 with torch.no_grad():
                     model(data(rank, 2))
             lines += [f"{setting}: {line}" for line in at_rest(model)]

@@ -42,7 +42,7 @@ class Ignored(nn.Module):
 
 
 class Uneven(nn.Module):
-    """As many ignored modules in the middle of a list as asked for, and a unit behind them."""
+    """A list with `ignored` ignored modules in the middle, and a unit behind them."""
 
     def __init__(self, ignored: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_full_precision_in_eval_by_the_environment(pool2: Run) -> None:
         assert len(texts) <= 1 and all("full_precision_in_eval=True" in each for each in texts)
 
 
-# --- the ends of programs, in words -----------------------------------------------------------------------------------
+# --- messages at the end of programs ----------------------------------------------------------------------------------
 
 
 def ends(rank: int, world: int) -> dict[str, str]:
@@ -211,7 +211,7 @@ def test_what_all_ranks_would_warn_of_comes_from_the_lowest(pool2: Run) -> None:
 
 
 def moved_in_between(rank: int, world: int, strategy: str, orig: bool) -> tuple[bool, str]:
-    """Whether gradients are those without any move, and what a cast says there."""
+    """Whether gradients are those without any move, and the error of a cast there."""
     grads, texts = [], ""
     for moves in (False, True):
         net = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)))

@@ -65,7 +65,7 @@ def test_accumulation_under_hybrids(pool4: Run) -> None:
     assert not joined(pool4(accumulated, "sss", chosen(accumulated, HYBRID_HALVES)))
 
 
-# --- what comes between two microbatches ------------------------------------------------------------------------------
+# --- between two microbatches -----------------------------------------------------------------------------------------
 
 
 class Fails(Exception):

@@ -108,7 +108,7 @@ def test_a_low_rank_adapter(orig: bool, pool2: Run) -> None:
 
 
 class Generator(nn.Module):
-    """Has methods, properties and config beside its forward, as transformers' models have."""
+    """Has methods, properties and a config in addition to its forward, as transformers' models have."""
 
     def __init__(self) -> None:
         super().__init__()

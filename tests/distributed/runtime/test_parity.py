@@ -54,7 +54,7 @@ def test_the_array_covers_every_legal_pair() -> None:
     assert len(ARRAY) <= 30
 
 
-# Each is in cells of the array below, too; this tells which setting it is.
+# Each is in cells of the array below, too; here the test's name shows the setting.
 @pytest.mark.parametrize("cell", each_alone() if is_thorough() else [], ids=str)
 def test_each_setting_alone(cell: Cell) -> None:
     cell.check()
@@ -186,7 +186,7 @@ def streams_and_pairwise() -> Iterator[None]:
         yield
 
 
-# What is not chosen otherwise goes through shared memory.
+# Shared memory is the default.
 @pytest.mark.parametrize(
     ("context", "cell"),
     spread([by_messages, pairwise, hostile_and_pairwise, streams_and_pairwise], some(ARRAY, 5, 2)),
@@ -198,7 +198,7 @@ def test_exchanges_by_messages_change_no_number(cell: Cell, context: Any) -> Non
 
 @contextmanager
 def impatient() -> Iterator[None]:
-    """A hostile world in which nobody waits for gathers."""
+    """A hostile world in which no stream waits for gathers."""
     wait = FlatParamHandle.wait_unshard
 
     def forget(self: FlatParamHandle) -> None:

@@ -1,4 +1,4 @@
-"""Backwards that end early, come again or differ between ranks, and what they leave behind."""
+"""Backwards that end early, run again or differ between ranks, and the state that they leave."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ PREFETCHES = ("BACKWARD_PRE", "BACKWARD_MID", None)
 def test_a_backward_that_begins_behind_units_of_the_other_ranks(
     pool2: Run, recompute: str | None, prefetch: str | None, counts: list[int]
 ) -> None:
-    """It completes what it has passed before it waits for a gather, though no gradient has come yet."""
+    """It completes the units that it has passed before it waits for a gather, though no gradient has come yet."""
     for most in (0, 3 * 4 * (WIDTH * WIDTH + 2 * WIDTH)):
         assert all(pool2(last_ones_left_out, recompute, prefetch, counts, most))
 
@@ -411,7 +411,7 @@ def again_after_a_failure(rank: int, world: int, strategy: str, prefetch: str) -
             raise ValueError("out of luck")
 
     loss = model(_data(rank)).sum()
-    model(_data(rank)).sum().backward()  # what `.grad` holds before
+    model(_data(rank)).sum().backward()  # the earlier `.grad`
     output = model(_data(rank))
     hidden = output * 1.0
     model.module.units[1].register_forward_hook(lambda module, args, out: out.register_hook(refuse) and None)
@@ -557,7 +557,7 @@ class Residual(nn.Module):
         return x
 
 
-# What each rank leaves out of a first and of a second call. With the first two, rank 0 has all gradients of unit 4 and
+# Left out by each rank in a first and in a second call. With the first two, rank 0 has all gradients of unit 4 and
 # awaits unit 0 after the second call, when rank 1 has none of unit 0's until the first call; with the others, mirrored.
 LEFT_OUT = (
     [({0, 1, 4}, {1}), ({2}, {0, 1})],

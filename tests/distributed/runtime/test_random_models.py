@@ -97,7 +97,7 @@ class How(NamedTuple):
         )
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
-        """It moves what has zeros for a gradient, and does not make much of gradients that are nothing but rounding."""
+        """It moves parameters with zero gradients, and does not amplify gradients that are only rounding errors."""
         if self.decaying == "momentum":
             return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.5)
         return torch.optim.AdamW(net.parameters(), lr=0.05, eps=1e-2, weight_decay=0.5)
@@ -107,7 +107,7 @@ def _weight() -> nn.Parameter:
     return nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
 
 
-_late: list[nn.Parameter] = []  # what recomputed parts have read
+_late: list[nn.Parameter] = []  # values read by recomputed parts
 
 
 def _use(module: nn.Module, name: str, x: Tensor) -> Tensor:
@@ -123,13 +123,13 @@ def _use(module: nn.Module, name: str, x: Tensor) -> Tensor:
 
 
 class Leafy(nn.Module):
-    """Uses those of its parameters that it is given the names of; none of them: returns what it was given."""
+    """Uses those of its parameters that it is given the names of; none of them: returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = _weight(), _weight(), _weight()
         self.in_tuple = False
-        self.returns: tuple[str, ...] = ()  # beside its output
+        self.returns: tuple[str, ...] = ()  # in addition to its output
 
     def forward(self, x: Tensor, use: str) -> Any:
         given, hidden = x, []
@@ -151,7 +151,7 @@ BESIDE = ("given", "hidden", "of the last", "cut off")
 
 
 class Nest(nn.Module):
-    """A unit around another one; without `a` and `b` it returns what that returns."""
+    """A unit around another one; without `a` and `b` it returns that one's output."""
 
     def __init__(self, recompute: bool | None) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Nest(nn.Module):
 
 
 def _run(module: Callable[[Tensor, str], Any], x: Tensor, use: str, recompute: bool | None) -> tuple[Tensor, Any]:
-    """The output, and what is returned beside it. `recompute`: in the backward, reentrantly or not; None for not at
+    """The output, and the tensors returned with it. `recompute`: in the backward, reentrantly or not; None for not at
     all."""
     y = module(x, use) if recompute is None else checkpoint(partial(module, use=use), x, use_reentrant=recompute)
     return y if isinstance(y, tuple) else (y, None)
@@ -232,13 +232,13 @@ class Net(nn.Module):
         if outputs:
             if drawn.random() < 0.7 or how.apart or not how.alike:
                 self.head = _weight()
-            # No gradient flows to what the first unit is given then.
+            # No gradient flows to the first unit's input then.
             self.takes_leaf = self.head is not None and drawn.random() < 0.5
             self.head_comes_first = drawn.random() < 0.5
             for parameter in self.units.parameters():
                 parameter.requires_grad_(parameter.requires_grad and drawn.random() > 0.1)
             for part, unit in zip(self.parts, self.units, strict=True):
-                # What is beside the output of a reentrant checkpoint gets no gradient, in one process either.
+                # Tensors returned with the output of a reentrant checkpoint get no gradient, in one process either.
                 if part.recompute is not True and drawn.random() < 0.7:
                     leafy = unit.inner if isinstance(unit, Nest) else unit
                     leafy.returns = tuple(drawn.sample(BESIDE, drawn.randint(1, len(BESIDE))))
@@ -344,7 +344,7 @@ def _train(rank: int, world: int, seed: int, how: How) -> list[str]:
     """Parameters, and kept gradients, that differ from those of one process that runs all ranks' batches."""
     torch.set_default_dtype(torch.float32 if how.wide else torch.float64)  # models are deep, and rounding grows
     try:
-        # A rank that waits for another's word has it with that one's next look at the stores.
+        # A rank that waits for another's message gets it when that one next polls the stores.
         with patch.object(stores, "PERIOD", 0.25), inspect.large_gradients() if how.wide else nullcontext():
             return _differences(rank, world, seed, how)
     finally:
@@ -398,7 +398,7 @@ def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
                 (each / world).backward()
             came = any(unlike(*each) for each in _beside(gradients_of(alone), before))
         if how.microbatches > 1 and not came and (in_backward or step == STEPS - 1):
-            return []  # what earlier microbatches have left waits for an optimizer's step [docs/limits.md]
+            return []  # gradients of earlier microbatches wait for an optimizer's step [docs/limits.md]
         if scaler is not None and came:
             scaler.unscale_(optimizer)
         fill(alone, together(model, names))
@@ -423,7 +423,7 @@ def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
 
 
 def assert_documented(error: JobFailed, seed: int, how: How) -> None:
-    """The `error` is one of those that the manual has, and the model that `seed` draws comes to it. [docs/limits.md]"""
+    """The `error` is one of those that the manual has, and the model that `seed` draws raises it. [docs/limits.md]"""
     parted = "ended a backward that computed no gradient of a parameter"
     expected = {
         f"parameter {name!r} of unit {unit!r} outside the forward of its unit" for unit, name in _first_late(seed, how)
@@ -434,7 +434,7 @@ def assert_documented(error: JobFailed, seed: int, how: How) -> None:
 
 
 def _backwards(net: Net, of: int, seed: int, how: How) -> Iterator[tuple[bool, set[str]]]:
-    """Of each backward of one rank, in one process: whether it brought a gradient, and what recomputed parts read."""
+    """Each backward of one rank, in one process: whether it brought a gradient, and values read in recomputation."""
     names = {parameter: name for name, parameter in net.named_parameters()}
     for step, microbatch in itertools.product(range(STEPS), range(how.microbatches)):
         for loss in _losses(net, of, step, microbatch, seed=seed, how=how):

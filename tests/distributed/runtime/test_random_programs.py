@@ -114,7 +114,7 @@ class Net(nn.Module):
             self.last.weight = self.first.weight
         self.inside: tuple[int, float] | None = None  # a part through which a forward goes backward, and a weight
         self.asks = False  # for its parameters, inside of its forward
-        self.writes = False  # to what its parts return, which are views of it
+        self.writes = False  # to the outputs of its parts, which are views of it
 
     def blocks(self) -> list[Block]:
         return [module for module in self.modules() if isinstance(module, Block)]
@@ -144,7 +144,7 @@ class Player:
     """Plays one program with a sharded model, and on the side with the same model in one process."""
 
     def __init__(self, rank: int, world: int, seed: int, operations: Sequence[Callable[[Player], None]] = ()) -> None:
-        """`operations`: what is drawn from, else all, or some."""
+        """`operations`: the operations to draw from; default: all, or some."""
         drawn = random.Random(seed)
         self.rank, self.world, self.drawn = rank, world, drawn
         state = drawn.getstate()
@@ -196,7 +196,7 @@ class Player:
             hooks = comm_hooks.reduce_scatter_hook, comm_hooks.allreduce_hook
             self.model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), hooks[strategy == "NO_SHARD"])
         self.kind = drawn.choice((*OPTIMIZERS,))
-        # Programs reach parameters through what the wrapper wraps, too.
+        # Programs also reach parameters through the wrapped module.
         wrapped = random.Random(f"wrapped {seed}").random() < 0.5
         self.parameters_of: Callable[[Any], Any] = self.front.inner if wrapped else lambda net: net
         self.flat_steps = self.original and drawn.random() < 0.3
@@ -208,8 +208,8 @@ class Player:
         self.reduced = True  # no gradient is this rank's own
         self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
         self.exposed = False  # parameters may be whole
-        self.asked = False  # and be described so, since somebody asked for that
-        # Few operations again and again come to what all of them seldom do.
+        self.asked = False  # and be described so, by request
+        # A few operations, repeated, reach states that all of them seldom reach.
         few = random.Random(f"few operations {seed}")
         some = few.sample(ANYTIME + WHEN_REDUCED, 6) if few.random() < 0.5 else ANYTIME + WHEN_REDUCED
         if random.Random(f"torch's functions {seed}").random() < 0.4:
@@ -232,7 +232,7 @@ class Player:
             possible = [
                 each for each in self.offered if self.reduced or each not in (*WHEN_REDUCED, through_torchs_functions)
             ]
-            if self.front is InPlace and self.exposed:  # modules hold what they compute with
+            if self.front is InPlace and self.exposed:  # modules hold unsharded parameters
                 possible = [each for each in possible if each not in OF_HELD_PARAMETERS]
             operation = self.drawn.choice(possible or [train])
             operation(self)
@@ -262,7 +262,7 @@ class Player:
             self.wrong.append(f"{what}: {unlikeness}")
 
     def both(self, work: Callable[[nn.Module, Tensor, float], Any]) -> None:
-        """`work(net, x, weight)` returns what is to be the same."""
+        """`work(net, x, weight)` returns the values that must be equal."""
         self.number += 1
         found = work(self.model, self.data(self.rank), 1.0)
         for of in range(self.world):
@@ -280,7 +280,7 @@ class Player:
             interludes = (look, save, show_whole, peek, count, move, hold_nodes)
             interlude = self.drawn.choice(interludes)
             if self.front is InPlace and interlude in (look, count, hold_nodes):
-                interlude = peek  # modules hold what they compute with then
+                interlude = peek  # modules hold unsharded parameters then
             how = partial(with_an_interlude, interlude, self)
         wrapped = self.parts_in_units()
         if how in WITH_MORE_INSIDE and wrapped and self.inside.random() < 0.3:
@@ -303,7 +303,7 @@ class Player:
             self.compare_reduced(owed)
 
     def compare_reduced(self, owed: dict[str, Tensor]) -> None:
-        """Gradients were reduced; `owed`: what was before."""
+        """Gradients were reduced; `owed`: the residuals before that."""
         if self.front is Wrapper:
             fill(self.alone, together(self.model, self.names))
         if self.owes:
@@ -329,7 +329,7 @@ class Player:
 
     @property
     def writes_in_between_stay(self) -> bool:
-        """Whether what is written between forward and backward goes into what the parameters are between steps."""
+        """Whether writes between forward and backward change the parameters between steps."""
         return self.strategy == "NO_SHARD" and not self.settings["cpu_offload"].offload_params
 
 
@@ -379,7 +379,7 @@ def backwards_in_reverse(net: nn.Module, x: Tensor, weight: float) -> Tensor:
 
 
 def one_after_the_other(net: nn.Module, x: Tensor, weight: float) -> Tensor:
-    """The second forward reads what the first returned."""
+    """The second forward reads the first one's output."""
     y = net(net(x))
     (_loss(y) * weight).backward()
     return y.detach()
@@ -407,7 +407,7 @@ def some_parts(net: nn.Module, x: Tensor, weight: float) -> Tensor:
 
 
 def some_of_a_unit(net: nn.Module, x: Tensor, weight: float) -> Tensor:
-    """The data decide what is used: on some ranks, or on all, or on none."""
+    """The data select the parts in use: on some ranks, or on all, or on none."""
     blocks = [module for module in net.modules() if isinstance(module, Block)]
     for place, block in enumerate(blocks):
         block.uses_spare = bool(x.flatten()[place] > 0)
@@ -431,7 +431,7 @@ def with_a_backward_inside(
 
 
 def written_to_in_between(player: Player, net: nn.Module, x: Tensor, weight: float) -> Tensor:
-    """The backward computes with what was written; each rank's forward with what was there before."""
+    """The backward computes with the written values; each rank's forward computed with the earlier ones."""
     parameters = [*net.parameters()] if net is player.alone else _leaves(net)
     before = [parameter.detach().clone() for parameter in parameters]
     y = net(x)
@@ -533,7 +533,7 @@ WITH_MORE_INSIDE = (once, twice_through_one_graph, two_losses, two_forwards, two
 
 
 def hold_nodes(player: Player) -> None:
-    """Take the nodes that gradients come to, as Horovod does, for a while."""
+    """Hold the nodes that accumulate gradients, as Horovod does, for a while."""
     parameters = [p for p in player.model.parameters() if p.requires_grad]
     player.nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in parameters]
     if player.original:
@@ -727,7 +727,7 @@ def edit_gradients(player: Player) -> None:
 
 def edit_shards(player: Player) -> None:
     if player.exposed:
-        return  # what is written to whole parameters would be lost, and is refused
+        return  # writes to unsharded parameters would be lost, and are errors
     with torch.no_grad():
         for net in player.model, player.alone:
             for index, parameter in enumerate(net.parameters()):
@@ -842,7 +842,7 @@ def replace_inside_summon(player: Player) -> None:
         last = player.model.module.last
         last.weight = nn.Parameter(last.weight * 0.9)
         player.alone.last.weight.mul_(0.9)
-    look(player)  # takes it over: what is done to parameters of the model before that is done to the new one
+    look(player)  # adopts it: operations on the model's parameters before that would go to the new one
 
 
 ANYTIME = [
@@ -887,9 +887,9 @@ WHEN_REDUCED = [
 ]
 
 
-# What modules of fully_shard do not have: nodes of whole parameters, and summons of parts.
+# Missing from modules of fully_shard: nodes of unsharded parameters, and summons of parts.
 OF_WRAPPERS = (hold_nodes, let_nodes_go, summon_a_part, replace_inside_summon)
-# What reaches the parameters that modules hold, which are to be those at rest.
+# Operations on the parameters that modules hold, which must be those at rest.
 OF_HELD_PARAMETERS = (
     resume,
     freeze_or_thaw,
@@ -900,18 +900,18 @@ OF_HELD_PARAMETERS = (
     through_torchs_functions,
 )
 
-# What is only likely to be a mistake is reported of programs that make it, and of no other.
+# A likely mistake is reported for programs that make it, and for no other.
 SUSPICIONS = ("no optimizer steps on", "ranks clip their gradients")
 
 
-# What leaves parameters whole, or finds them so.
+# Operations that leave parameters unsharded, or find them so.
 SHOWING = [drop, show_whole, show_whole, show_while_computing, show_while_computing, step, look, evaluate]
 
 
 def _play(rank: int, world: int, seed: int, operations: Sequence[Callable[[Player], None]] = ()) -> list[str]:
     with (
         warnings.catch_warnings(record=True) as caught,
-        # How soon this rank's thread goes on with what is under way while the program computes.
+        # The delay before this rank's thread progresses pending work while the program computes.
         patch.object(attendant, "PERIOD", random.Random(f"period {seed} {rank}").choice((0.0001, attendant.PERIOD))),
         patch.object(attendant, "REST", random.Random(f"rest {seed} {rank}").choice((0.0001, attendant.REST))),
         patch.object(errors, "_warned", set()),
@@ -938,7 +938,7 @@ def _play_by_messages(rank: int, world: int, seed: int) -> list[str]:
         return _play(rank, world, seed)
 
 
-# What is not chosen otherwise goes through shared memory.
+# Shared memory is the default.
 @pytest.mark.parametrize("seed", seeds(2, 100))
 def test_so_they_do_where_ranks_exchange_by_messages(run: Run, seed: int) -> None:
     assert run(world_of(seed), _play_by_messages, seed, timeout=60) == [[]] * world_of(seed)

@@ -1,4 +1,4 @@
-"""Reentrant checkpoints beside units of which ranks use some, against one process on all ranks' batches."""
+"""Reentrant checkpoints next to units of which ranks use some, against one process on all ranks' batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ other = partial(checkpoint, use_reentrant=False)
 
 
 class Block(nn.Module):
-    """Passes on what it is given where its parameters are switched off, and saves nothing for the backward."""
+    """Returns its input if its parameters are switched off, and saves nothing for the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def _with_and_without(net: Net, x: Tensor, use: bool) -> Tensor:
 
 
 def _again_with_others(net: Net, x: Tensor, use: bool) -> Tensor:
-    """A unit is called again in a segment, which ranks come to by different units in it, or by none."""
+    """A unit is called again in a segment, which ranks reach through different units in it, or through none."""
     x = net.b(net.a(net.first(x)), not use)
 
     def segment(x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def _nothing_else(net: Net, x: Tensor, use: bool) -> Tensor:
 
 
 def _inside_of_each_other(net: Net, x: Tensor, use: bool) -> Tensor:
-    """Two units are recomputed together, of which a rank's backward comes to one: each gathers ahead what is next."""
+    """Two units are recomputed together, of which a rank's backward reaches one: each prefetches the next unit."""
     x = reentrant(net.b, net.e(net.a(net.first(x))))
 
     def segment(x: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def _train(
     begins: int = 0,
 ) -> list[str]:
     """Parameters that differ from those of one process. `listed`: a unit, and those that it lists to be gathered
-    ahead; `made`: what is trained; `begins`: from which step on ranks differ."""
+    ahead; `made`: the model; `begins`: from which step on ranks differ."""
     model: Any = FullyShardedDataParallel(
         made(step), auto_wrap_policy={Block}, backward_prefetch=prefetch, join_units_below=0, use_orig_params=True
     )

@@ -192,7 +192,7 @@ def tiny() -> nn.Module:
 
 
 class ByData(torch.optim.SGD):
-    """Writes to parameters without a word to autograd, as kernels of other libraries do."""
+    """Writes to parameters unknown to autograd, as kernels of other libraries do."""
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
@@ -376,7 +376,7 @@ DIFFERENT = {
 
 
 def differing(rank: int, world: int, method: str, early: bool) -> str:
-    """The ranks' settings differ, and differ from what each did before: all notice by themselves."""
+    """The ranks' settings differ, and differ from each one's earlier ones: every rank detects it locally."""
     model = Setting().wrap(seeded(Net), (Feedforward,))
     if not early:
         microbatch(model, rank, 0, 0)

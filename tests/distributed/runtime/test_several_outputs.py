@@ -22,7 +22,7 @@ class Linear(nn.Linear):
 
 
 class Passing(nn.Module):
-    """A frozen unit that returns what it was given, too: an output that is reached when its own backward is over."""
+    """A frozen unit that also returns its input: an output that is reached when its own backward is over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Viewed(Linear):
 
 
 class Written(nn.Module):
-    """Writes to a view that a unit returned: autograd derives that from its base anew, past hooks on it."""
+    """Writes to a view that a unit returned: autograd derives that from its base again, past hooks on it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class Leaf(nn.Module):
 
 
 class Net(nn.Module):
-    """Runs units in the order of `calls`, a place and what is used each, and recomputes those at `recomputed`.
+    """Runs units in the order of `calls`, each a place and the parts in use, and recomputes those at `recomputed`.
 
     The last unit holds parameter b of the first.
     """
@@ -189,7 +189,7 @@ class Sharer(nn.Module):
 
 
 class SharesInside(nn.Module):
-    """The owner is around the unit that shares its parameter, and is given what needs no gradient."""
+    """The owner is around the unit that shares its parameter, and its input needs no gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ def two_players_in_one_model(place: Place) -> Iterator[Tensor]:
 
 
 def two_players_under_a_module_without_a_forward(place: Place) -> Iterator[Tensor]:
-    """Both are called by themselves; the list among the classes to wrap is passed over."""
+    """Both are called separately; the list among the classes to wrap is skipped."""
     pair = nn.ModuleDict({"maker": deep(), "judges": nn.ModuleList([net(WIDTH, 3, 1), net(WIDTH, 1)])})
     pair = place.wrap(pair, nn.ModuleList, nn.Sequential)
     maker, judges = pair["maker"], pair["judges"]
@@ -130,7 +130,7 @@ def a_teacher(place: Place) -> Iterator[Tensor]:
 
 
 def a_frozen_judge(place: Place) -> Iterator[Tensor]:
-    """Gradients pass through what is not trained."""
+    """Gradients pass through frozen parts."""
     judge, model = place.wrap(deep()).eval().requires_grad_(False), place.wrap(net(WIDTH, WIDTH))
     optimizer = sgd(model)
     for step in range(STEPS):
@@ -307,7 +307,7 @@ def a_closure(place: Place) -> Iterator[Tensor]:
 
 
 def features_that_a_hook_took(place: Place) -> Iterator[Tensor]:
-    """A loss of what the model does not return; in every other step of nothing else."""
+    """A loss of tensors that the model does not return; in every other step of nothing else."""
     model = place.wrap(deep())
     optimizer = sgd(model)
     taken: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Models as people have them: what training does with each is what one process does, and what cannot be is refused."""
+"""Typical models: training gives the results of one process, and unsupported models raise errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Complex(nn.Module):
 
 
 class Editing(nn.Module):
-    """Changes its input, and what it hands out, in place."""
+    """Changes its input and its output in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_one_weight_in_three_modules(on: str, pool2: Run) -> None:
 
 
 def averaged(rank: int, world: int) -> list[str]:
-    """torch's running averages of models, beside those of one process."""
+    """torch's running averages of models, compared with those of one process."""
     lines = []
     for orig in (True, False):
         for average in (None, get_ema_multi_avg_fn(0.9)):
@@ -200,7 +200,7 @@ def test_a_weight_that_a_loss_takes(pool2: Run) -> None:
     assert not joined(pool2(outside))
 
 
-# --- refused in words -------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 class Sparse(nn.Module):

@@ -1,4 +1,4 @@
-"""torch's `get_state_dict` and `set_state_dict` on models of ours, without `as_torch.install()`, beside FSDP1's own."""
+"""torch's `get_state_dict` and `set_state_dict` on flatfsdp models, without `as_torch.install()`, and FSDP1's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests that engines pass without, by the number that the design's list gives them, and what belongs to each.
+"""The tests that engines pass without, by the number that the design's list gives them, and related cases.
 
 Those that are programs of autograd stand in `test_autograd`, failures in `test_exceptions`, gradients over several
 microbatches in `test_accumulation`, memory in `tests/process/device/test_memory_of_models`.
@@ -99,7 +99,7 @@ def test_2_detached_use_of_a_parameter(pool2: Run) -> None:
     for lines, steps, texts in pool2(detached):
         assert not lines
         assert set(steps) == {1}  # the first step shows that sharing pays, the second that it does not
-        messages += texts  # of ranks that have the same, one tells it
+        messages += texts  # one of the ranks with the same message reports it
     assert any("while gradients took the places of its parameters" in text for text in messages), messages
 
 
@@ -135,7 +135,7 @@ class Peeking(nn.Module):
 
 
 def peeked(rank: int, world: int, begins: int) -> tuple[list[str], list[int]]:
-    """A unit's forward runs again inside its backward, from step `begins` on: what is wrong, where it is refused."""
+    """A unit's forward runs again inside its backward, from step `begins` on: errors, and the steps that refuse it."""
     torch.manual_seed(0)
     plain = nn.Sequential(Peeking(), nn.Linear(WIDTH, 1))
     model = FullyShardedDataParallel(copy.deepcopy(plain), auto_wrap_policy={Peeking}, use_orig_params=True)

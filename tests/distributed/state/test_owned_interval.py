@@ -112,7 +112,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         OwnedInterval(torch.zeros(3), SPECS["three"], Span(0, 4))
 
 
-# --- what programs ask of sharded values ------------------------------------------------------------------------------
+# --- operations of programs on sharded values -------------------------------------------------------------------------
 
 
 class Kinds(nn.Module):
@@ -130,7 +130,7 @@ class Kinds(nn.Module):
 
 
 def stepped(rank: int, setting: Setting) -> tuple[Any, torch.optim.Optimizer, dict[str, Tensor], dict[str, Any]]:
-    """A model and its optimizer after a step, and what both hold, whole."""
+    """A model and its optimizer after a step, and the full tensors of both."""
     model = setting.wrap(seeded(Kinds), (nn.Linear,))
     optim = torch.optim.Adam(model.parameters(), lr=0.1)
     model(torch.ones(2, 5) * (rank + 1)).sum().backward()

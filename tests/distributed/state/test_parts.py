@@ -31,7 +31,7 @@ FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STAT
 
 
 def made(shape: tuple[int, ...], steps: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """A model with its optimizer after so many steps."""
+    """A model with its optimizer after `steps` steps."""
     model = sharded(shape, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):

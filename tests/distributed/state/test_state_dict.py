@@ -86,7 +86,7 @@ def whole(rank: int, world: int, name: str) -> list[str]:
 
 
 def pieces(rank: int, world: int, name: str) -> list[str]:
-    """Sharded and local dicts say what each rank owns, without communication, and load as they are."""
+    """Sharded and local dicts describe each rank's elements, without communication, and load as they are."""
     case = CASES[name]
     lines = []
     for setting in settings(world, name):
@@ -121,7 +121,7 @@ def test_a_rank_saves_and_loads_what_it_owns(run: Run, world: int, name: str) ->
     assert not joined(run(world, pieces, name))
 
 
-# --- what a user does besides -----------------------------------------------------------------------------------------
+# --- other operations of users ----------------------------------------------------------------------------------------
 
 
 def wrapped(rank: int, *, orig: bool = True, **more: Any) -> Any:
@@ -129,8 +129,8 @@ def wrapped(rank: int, *, orig: bool = True, **more: Any) -> Any:
 
 
 def at_any_time(rank: int, world: int) -> list[str]:
-    """After a forward, between microbatches and after a step: values are those of the shards, training goes on as if
-    nothing had been asked, and what was returned stays as it was."""
+    """After a forward, between microbatches and after a step: values are those of the shards, training goes on
+    unaffected, and returned values stay as they were."""
     lines = []
     for orig in (True, False):
         for kind in (FULL, SHARDED, LOCAL):
@@ -174,7 +174,7 @@ def test_state_dicts_at_any_time(pool2: Run) -> None:
 
 
 def rank0_only(rank: int, world: int, hybrid: bool) -> list[str]:
-    """One rank has it all, in host memory of its own; loading spreads it, whatever the others give."""
+    """One rank has it all, in host memory of its own; loading distributes it, for any argument of the others."""
     lines = []
     for orig in (True, False):
         setting = Setting("HYBRID_SHARD" if hybrid else "FULL_SHARD", orig)
@@ -236,7 +236,7 @@ def cannot_be_sent(rank: int, world: int) -> list[str]:
         except FlatFSDPError as error:
             if "expected a state dict on rank 0, found a NoneType" not in str(error):
                 lines.append(str(error))
-        model.load_state_dict(good if rank == 0 else None)  # others may give what they like
+        model.load_state_dict(good if rank == 0 else None)  # others may pass any value
     try:
         model.load_state_dict({**good, key: good[key].to("meta")})
         lines.append("a value without memory was loaded")
@@ -465,7 +465,7 @@ def below_a_plain_root(rank: int, world: int) -> list[str]:
             if use == "summon":
                 with FullyShardedDataParallel.summon_full_params(model):
                     lines += [] if model[0].module[0].weight.shape == (5, WIDTH) else [f"{orig}: not whole"]
-            for key, value in model.state_dict().items():  # as in torch, what came before it may be loaded
+            for key, value in model.state_dict().items():  # as in torch, values before it may be loaded
                 if not any(torch.equal(value, state[key]) for state in (before, changed)):
                     lines.append(f"{orig}, {use}: {key}")
     return lines
@@ -576,7 +576,7 @@ def test_refusals(pool2: Run) -> None:
 
 
 def parts(rank: int, world: int) -> list[str]:
-    """A module inside a unit, no wrapper itself, answers for itself: whole values, or what this rank owns."""
+    """A module inside a unit, no wrapper itself, has a state dict: full tensors, or this rank's elements."""
     build = lambda: nn.Sequential(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)), seeded(Net))  # noqa: E731
     lines = []
     for orig in (True, False):
@@ -822,7 +822,7 @@ def ties(rank: int, world: int) -> list[str]:
                 lines += [f"{orig} {units} {kind.name}: {line}" for line in unlike(now, more)]
                 found = now
             with as_type(model, SHARDED):
-                model.load_state_dict(expected)  # whole, whatever the type is
+                model.load_state_dict(expected)  # full tensors, for each type
             now = model.state_dict()
             lines += [f"{orig} {units}, back: {line}" for line in unlike({k: now[k] for k in expected}, expected)]
     return lines

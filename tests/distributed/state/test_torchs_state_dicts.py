@@ -85,7 +85,7 @@ def test_state_dicts_are_exchanged_with_torchs_fsdp1(run: Run, world: int, name:
     assert not joined(run(world, exchanged, name))
 
 
-# --- what carries sharded values --------------------------------------------------------------------------------------
+# --- containers of sharded values -------------------------------------------------------------------------------------
 
 
 def text(value: Any) -> Any:
@@ -140,7 +140,7 @@ def carried(rank: int, world: int, strategy: str, meshed: bool, orig: bool) -> l
                     local = model.state_dict()
                     if who == "ours":
                         model.load_state_dict(local)
-                # Of original parameters FSDP1 has 1-D shards besides, and cannot load what it has.
+                # For original parameters FSDP1 adds 1-D shards, and cannot load its own dict.
                 if not orig or strategy == "NO_SHARD":
                     values |= {f"local {name}": text(value) for name, value in local.items()}
             for what, dicts in (("optim", states), ("sharded optim", older)):

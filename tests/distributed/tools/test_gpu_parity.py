@@ -1,4 +1,4 @@
-"""Scenarios of `tools/gpu_check.py` on two ranks: what torch hands to gloo there, which has to be able to serve a card.
+"""Scenarios of `tools/gpu_check.py` on two ranks: torch's calls to gloo there, which must be ones that serve a card.
 
 torch's functional all-gather is not: gloo reads an accelerator's memory as if it were the host's, and the process dies.
 """
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 def issued(rank: int, world: int, names: list[str]) -> dict[str, tuple[float, Counter[str]]]:
-    """Of each scenario how far it is from one process, and what it issued before its parameters were made whole."""
+    """For each scenario its distance from one process, and the collectives before its parameters were gathered."""
     found = {}
     for scenario in all_scenarios():
         if scenario.name in names:
@@ -59,7 +59,7 @@ def test_scenarios_ask_gloo_only_for_what_it_does_on_a_card(pool2: Run) -> None:
 
 
 def wholes_by_host(rank: int, world: int) -> list[str]:
-    """Which DTensors are not what was distributed, where they are gathered from the host."""
+    """DTensors that differ from the distributed values when they are gathered from the host."""
     mesh, wrong = init_device_mesh("cpu", (world,)), []
     whole = torch.arange(15.0).view(5, 3)
     for placement in (Shard(0), Shard(1), Replicate()):

@@ -48,7 +48,7 @@ def trainer_of(folder: Path, steps: int, model: dict[str, Any], **training: Any)
 
 def quietly(rank: int, world: int, work: Any, folder: str, *given: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the libraries warn of is not ours to judge
+        warnings.simplefilter("ignore")  # warnings of the libraries are ignored
         warnings.simplefilter("error", FlatFSDPWarning)
         warnings.filterwarnings("ignore", ".*keeps them.*", FlatFSDPWarning)
         return work(Path(folder), *given)

@@ -1,4 +1,4 @@
-"""The trainer's checkpoints: what a run finds again, on how many ranks, after what has happened."""
+"""The trainer's checkpoints: the state that a run restores, on other numbers of ranks, after various faults."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def save(rank: int, world: int, path: str, settings: dict[str, Any], step: int =
     saved = manager.save(step, **run.parts(), metrics={"eval_loss": 1.0 / step})
     assert saved.path == Path(path) / f"step-{step:08}" and saved.stall_seconds > 0.0
     weights, numbers = run.weights(), drawn()
-    run.train(1)  # beside the save: it does not see this
+    run.train(1)  # during the save, which does not see this
     manager.finish()
     if rank == 0:
         torch.save((weights, {**run.optim.state_dict()["param_groups"][0], "params": None}), f"{path}/expected.pt")
@@ -165,7 +165,7 @@ def failing_in_the_background(rank: int, world: int, path: str) -> tuple[list[st
         disk = Full(3000 if rank == 1 and step == 2 else 2**40)
         with through(disk):
             manager.save(step, **run.parts())
-            _settle(manager)  # the thread is through with this disk
+            _settle(manager)  # the thread has finished with this disk
         for tell in (manager.finish, lambda: manager.save(4, **run.parts()), manager.finish):
             try:
                 tell()
@@ -192,7 +192,7 @@ def test_a_save_that_failed_in_the_background_is_reported_to_all_once_and_costs_
 
 
 class Gated(Disk):
-    """Lets no elements of a model through before `gate` is set; notes what the main thread does."""
+    """Lets no elements of a model through before `gate` is set; records the main thread's accesses."""
 
     def __init__(self, gate: threading.Event) -> None:
         self.gate = gate
@@ -339,7 +339,7 @@ def test_killed_at_any_moment_a_run_finds_its_last_checkpoint(tmp_path: Path, mo
         known = found
         if number % 8 == 7:
             known = step = step + 1
-            save(step)  # clears up what all of them left
+            save(step)  # removes the remains of all of them
             assert last() == step and {each.name for each in tmp_path.iterdir()} == {f"step-{step:08}"}, moment
 
 

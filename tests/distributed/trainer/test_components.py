@@ -26,7 +26,7 @@ from flatfsdp.trainer.state.components import (
 
 
 class Held:
-    """A component's state, and what became of it."""
+    """A component's state, and the number of its saves."""
 
     def __init__(self, name: str, sharing: Sharing, value: Any, **kwargs: Any) -> None:
         self.value = value
@@ -47,7 +47,7 @@ def group_of(rank: int, world: int, size: int) -> Any:
 
 
 def every(rank: int, world: int, group: Any, add: int) -> list[Held]:
-    """A component of each sharing, whose state says whose it is."""
+    """A component of each sharing, whose state identifies its owner."""
     return [
         Held("global", Sharing.GLOBAL, rank + add),
         Held("replicated", Sharing.REPLICATED, add),

@@ -133,7 +133,7 @@ def test_a_run_goes_on_in_another_precision(run: Run, tmp_path: Path, before: st
 
 
 def test_a_folder_of_checkpoints_takes_no_run_from_elsewhere(run: Run, tmp_path: Path) -> None:
-    """A job that is started again by its scheduler would begin anew each time, and remove what it had come to."""
+    """A job that is started again by its scheduler would start over each time, and remove its progress."""
     run(2, train, tmp_path / "before", {"epochs": 2})
     elsewhere = {"resume": tmp_path / "before" / "step-00000012", "epochs": 3}
     found, _ = run(2, train, tmp_path / "after", elsewhere)

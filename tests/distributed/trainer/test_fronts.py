@@ -1,4 +1,4 @@
-"""The trainer with the front fully_shard: what it does with the wrapper, to the bit where ranks split by rows there."""
+"""The trainer with the front fully_shard: the wrapper's results, with the same bits if ranks split by rows there."""
 
 from __future__ import annotations
 

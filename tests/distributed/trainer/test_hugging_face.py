@@ -1,6 +1,6 @@
-"""Models of transformers under the trainer's parts: built without memory, trained, exported, and loaded by itself.
+"""Models of transformers under the trainer's parts: built without memory, trained, exported, and loaded alone.
 
-Skipped where transformers is not installed, but for what shows on doubles.
+Skipped if transformers is not installed, except for tests that use doubles.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def gradients(model: FullyShardedDataParallel) -> dict[str, Tensor]:
 
 def trained_and_exported(rank: int, world: int, folder: str, tied: bool) -> list[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what transformers warns of is not ours to judge
+        warnings.simplefilter("ignore")  # warnings of transformers are ignored
         warnings.simplefilter("error", FlatFSDPWarning)
         return list(_trained_and_exported(rank, Path(folder), tied))
 

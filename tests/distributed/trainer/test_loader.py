@@ -259,7 +259,7 @@ def evaluate(rank: int, world: int, dataset: Any, limit: int | None, mode: str, 
 
 
 def report(rank: int, world: int, dataset: Any, at_rank: int | None = None, **settings: Any) -> tuple[str, str, int]:
-    """Class and words of what goes wrong with `dataset`, which only `at_rank` has; others have a whole one. And the
+    """Class and message of the error of `dataset`, which only `at_rank` has; others have an intact one. And the
     position then."""
     if at_rank not in (None, rank):
         dataset = Numbers(12)

@@ -103,7 +103,7 @@ JOBS = [
 ]
 
 
-# What a plan says of ranks is tried in `inspection/test_plan.py`; here, that a run's arguments come to it.
+# `inspection/test_plan.py` tests the plan for ranks; here, that a run's arguments reach it.
 @pytest.mark.parametrize("job", some(JOBS, 2), ids=lambda job: f"{job.model.__name__}-{job.world}")
 def test_a_forecast_comes_true(run: Run, job: Job) -> None:
     foretold = forecast(job.model, ranks=job.world, **job.arguments).plan

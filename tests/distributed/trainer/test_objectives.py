@@ -32,7 +32,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
 
 
 class Answering(nn.Module):
-    """A transformer that takes and returns what models of other people do."""
+    """A transformer with the usual arguments and outputs of models."""
 
     def __init__(self, form: str = "object") -> None:
         super().__init__()

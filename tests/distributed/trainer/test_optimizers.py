@@ -166,7 +166,7 @@ def test_a_model_without_trainable_parameters_is_reported() -> None:
 
 
 def _groups_after(rank: int, world: int, folder: str, weight_decay: float) -> list[tuple[float, int]]:
-    """Weight decay and number of parameters by group, after a load of what was saved with another weight decay."""
+    """Weight decay and number of parameters by group, after a load of a state saved with another weight decay."""
     model = wrapped()
     checkpoint.save(folder, model=model, optimizer=make_optimizer(model, TrainingArguments(weight_decay=0.3)))
     arguments = TrainingArguments(weight_decay=weight_decay)

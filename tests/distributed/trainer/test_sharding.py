@@ -1,4 +1,4 @@
-"""A model sharded as the trainer's arguments say: its units, its dtypes, its ranks; and activations computed again."""
+"""A model sharded by the trainer's arguments: its units, its dtypes, its ranks; and activations computed again."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy that keeps what matrix products gave."""
+    """The policy that keeps the results of matrix products."""
     kept = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -1,4 +1,4 @@
-"""The trainer as a whole: one process that sees all samples is what any number of ranks and any settings come to."""
+"""The trainer as a whole: any number of ranks, and any settings, give the result of one process on all samples."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def train(
 
 
 def one_process(clip: float | None = None) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """The same in plain torch, on whole steps: what each of the tokens costs, averaged over them."""
+    """The same in plain torch, on whole steps: the loss of each token, averaged over all."""
     torch.manual_seed(0)
     model, samples = make_model(), sentences()
     vectors = [each for each in model.parameters() if each.dim() < 2]
@@ -383,7 +383,7 @@ def test_fp16_and_steps_in_the_backward_are_refused(run: Run) -> None:
 def stop_while_evaluating() -> list[Callback]:
     class Stop(Callback):
         def on_step(self, trainer: Trainer, report: StepReport) -> None:
-            if report.step == 6 and trainer.world.rank == 1:  # the last one: what follows is an evaluation
+            if report.step == 6 and trainer.world.rank == 1:  # the last one, before an evaluation
                 trainer.ask_to_stop()
 
     return [Stop()]

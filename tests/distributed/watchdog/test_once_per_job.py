@@ -17,7 +17,7 @@ from tests.conftest import Run
 
 
 class Opaque(nn.Module):
-    """Returns its output where nobody finds it."""
+    """Returns its output in an object that hides it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def values_differ(rank: int) -> None:
 
 def fails(who: tuple[int, ...]) -> Callable[[int], None]:
     def program(rank: int) -> None:
-        """A gradient is wanted of what was computed with a shard, on some ranks."""
+        """The loss contains a term computed with a shard, on some ranks."""
         torch.manual_seed(0)
         model: Any = FSDP(
             nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
@@ -91,7 +91,7 @@ def reported(rank: int, world: int, case: str) -> list[str]:
 @pytest.mark.parametrize("case", list(PROGRAMS))
 def test_it_is_reported_once_per_job(pool2: Run, case: str) -> None:
     _, words, begins = PROGRAMS[case]
-    for _ in range(2 if case == "rank 1 fails" else 1):  # ranks count what they alone have by themselves
+    for _ in range(2 if case == "rank 1 fails" else 1):  # each rank counts its own warnings
         results = pool2(reported, case)
         (text,) = (text for texts in results for text in texts if words in text)
         before, _, _ = text.partition(words)

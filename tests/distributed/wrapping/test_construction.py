@@ -134,7 +134,7 @@ class SharedModule(nn.Module):
 
 @model(nn.LSTM)
 class Recurrent(nn.Module):
-    """Modules that keep lists of their parameters beside the registry."""
+    """Modules that keep lists of their parameters in addition to the registry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Recurrent(nn.Module):
 
 @model(Feedforward)
 class Guarded(nn.Module):
-    """Modules that redirect what is set and asked of them."""
+    """Modules that redirect the setting and getting of attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def test_trains_on_a_mesh(name: str, pool4: Run) -> None:
 
 
 class Padded(nn.Module):
-    """Thirteen elements and one: the second parameter lies on the last of three ranks, beside padding."""
+    """Thirteen elements and one: the second parameter lies on the last of three ranks, next to padding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ def copied(rank: int, world: int, how: str, under: tuple[Setting, ...]) -> list[
             p.data_ptr() for p in model.parameters() if p.numel()
         }:
             lines.append(f"{setting}: memory is shared")
-        # The copy trains from here with an optimizer of its own, the original with what it has; both like the control.
+        # The copy trains from here with a new optimizer, the original with its earlier one; both like the control.
         fresh = torch.optim.AdamW(twin.parameters(), lr=1e-2)
         fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for each, its in ((model, optimizer), (twin, fresh), (control, other)):
@@ -149,7 +149,7 @@ def replaced(rank: int, world: int) -> list[str]:
         doubled = {name: 2 * value for name, value in full_parameters(model).items()}
         for parameter in model.parameters():
             parameter.data = 2 * parameter.data
-        if orig:  # what is put in a parameter's place counts over its data
+        if orig:  # a new parameter takes precedence over the old one's data
             doubled["head.weight"] = torch.full((3, WIDTH), 0.5)
             model.module.head.weight = nn.Parameter(doubled["head.weight"])
         lines += [f"{orig} {how} {line}" for line in differing(full_parameters(round_trip(model, how)), doubled)]
@@ -256,7 +256,7 @@ def test_a_rank_that_does_not_unpickle_is_named(pool3: Run) -> None:
 
 
 class Halved:
-    """Stores matrices transposed and halved; the state says so."""
+    """Stores matrices transposed and halved, and records that in its state."""
 
     def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any]:
         return (tensor.detach().t().contiguous() / 2, "halved") if tensor.dim() == 2 else (tensor, None)

@@ -95,7 +95,7 @@ def test_param_init_fn(pool2: Run) -> None:
 
 
 def guarded(rank: int, world: int, chosen: Callable[[nn.Parameter], bool]) -> list[str]:
-    """A function for FSDP1: leaves alone what is not on the meta device, and ties anew what to_empty() would part."""
+    """A function for FSDP1: skips parameters not on the meta device, and restores ties that to_empty() would break."""
     net = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
     net[2].weight = net[0].weight
     lines = []
@@ -327,7 +327,7 @@ def test_sync_module_states_over_a_mesh(meta: bool, pool4: Run) -> None:
     assert not joined(pool4(synchronized, True, meta))
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
+# --- the cost ---------------------------------------------------------------------------------------------------------
 
 WIDE, DEPTH = 128, 8
 
@@ -360,7 +360,7 @@ broadcast = ProcessGroupTransport.broadcast
 
 def peak(rank: int, world: int, sync: bool) -> tuple[int, int]:
     """(peak, end) in units of one unsharded unit, while a model is made from the meta device."""
-    gc.collect()  # what an earlier job left would be released meanwhile
+    gc.collect()  # garbage of an earlier job would be freed meanwhile
     net = on_meta(lambda: nn.Sequential(*(Wide() for _ in range(DEPTH))))
     with Recording() as recording, patch.object(ProcessGroupTransport, "broadcast", patient):
         recording.mark("begin")

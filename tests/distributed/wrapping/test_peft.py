@@ -63,7 +63,7 @@ def train(rank: int, world: int, folder: str) -> list[str]:
 
 
 def trained(rank: int, world: int, folder: str) -> Iterator[str]:
-    """Two steps beside one process that runs both ranks' batches; then the adapter is saved from whole parameters."""
+    """Two steps, also in one process with both ranks' batches; then the adapter is saved from whole parameters."""
     from peft import PeftModel
     from peft.utils import get_peft_model_state_dict
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer

@@ -67,7 +67,7 @@ def test_a_killed_rank_ends_the_save_of_all_and_costs_no_checkpoint(
     parts = {"part0": torch.zeros(100), "part1": torch.zeros(100), "shared": torch.zeros(3)}
     checkpoint.load(folder / "x", model=parts)
     assert all(torch.equal(value, torch.ones_like(value)) for value in parts.values())
-    checkpoint.save(folder / "x", model=parts, overwrite=True)  # what the killed one left is cleared up
+    checkpoint.save(folder / "x", model=parts, overwrite=True)  # the remains of the killed one are removed
     assert {each.name for each in folder.iterdir()} == {"x"}
 
 
@@ -101,13 +101,13 @@ def test_whichever_rank_is_killed_and_when_a_good_checkpoint_is_there(
     number = parts["shared"][0].item()
     assert number in (1.0, 2.0) and all(torch.equal(each, torch.full_like(each, number)) for each in parts.values())
     start = time.monotonic()
-    checkpoint.save(folder / "x", model=parts, overwrite=True)  # what the killed one left holds up nobody
+    checkpoint.save(folder / "x", model=parts, overwrite=True)  # the remains of the killed one delay no other process
     assert time.monotonic() - start < 10.0
     assert {each.name for each in folder.iterdir()} == {"x"}
 
 
 class FatalForWeights(Disk):
-    """Ends the process at the first elements that it writes of a model, in whatever thread."""
+    """Ends the process at the first elements that it writes of a model, in any thread."""
 
     def before(self, operation: str, path: Path, size: int) -> None:
         if operation == "write" and path.suffix == ".safetensors":
@@ -152,5 +152,5 @@ def test_a_rank_killed_while_a_thread_saves_costs_no_checkpoint(outcomes: list[f
     expected.reset_parameters()
     assert manager.load(found, model=model, components=progress(0)).step == 1
     assert torch.equal(model.weight, expected.weight) and torch.equal(model.bias, expected.bias)
-    manager.save(3, model=model)  # and what the killed one left is cleared up
+    manager.save(3, model=model)  # and the remains of the killed one are removed
     assert {each.name for each in folder.iterdir()} == {"step-00000003"}

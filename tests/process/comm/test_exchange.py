@@ -74,7 +74,7 @@ def undisturbed(rank: int, step: int, block: int) -> None:
 
 
 def late(rank: int, world: int) -> tuple[list[float], list[float]]:
-    """Rank 1 sleeps before a step, so that rank 0 is through with its own, and inside a forward."""
+    """Rank 1 sleeps before a step, until rank 0 has finished its own, and inside a forward."""
     dist.init_process_group("gloo")
 
     def sleep(rank: int, step: int, block: int) -> None:
@@ -85,7 +85,7 @@ def late(rank: int, world: int) -> tuple[list[float], list[float]]:
 
 
 def users_own(rank: int, world: int) -> tuple[list[float], list[float]]:
-    """The user's own messages, with the tag that a user takes, and collectives, over the group that the engine uses,
+    """Messages of user code, with the tag that users choose, and collectives, over the group that the engine uses,
     while a gather is in flight. Rank 1 posts its messages a gather later."""
     dist.init_process_group("gloo")
     waiting: list[tuple[Any, Tensor, float]] = []
@@ -124,7 +124,7 @@ def over_all() -> Transport:
 
 
 def die(rank: int, world: int, kind: str) -> str:
-    """Rank 1 dies with an exchange under way; what the others report."""
+    """Rank 1 dies with an exchange under way; the reports of the others."""
     with by_messages():
         return _die(rank, world, kind)
 
@@ -154,8 +154,8 @@ def _die(rank: int, world: int, kind: str) -> str:
     ("kind", "world"), [("gather", 2), ("reduce-scatter", 2), ("reduce-scatter", 5), ("all-reduce", 2)]
 )
 def test_a_peer_dies_in_the_middle_of_a_large_message(kind: str, world: int) -> None:
-    """Where the dead one's part was through, and only the survivor's was not, gloo wakes nobody: that is for the watch
-    to end (`test_faults.py`), and another try here."""
+    """If the dead rank's part was complete, and only the survivor's was not, gloo wakes no rank: then the watchdog ends
+    the job (`test_faults.py`), and this test tries again."""
     for limit in (*[12.0] * 5, 120.0):
         first, dead, *others = fresh.run(world, die, kind, timeout=limit)
         survivors = [first, *others]
@@ -168,7 +168,7 @@ def test_a_peer_dies_in_the_middle_of_a_large_message(kind: str, world: int) -> 
 
 
 def forget(rank: int, world: int) -> None:
-    """No rank keeps what it has posted."""
+    """No rank keeps a reference to its posted work."""
     with by_messages():
         _forget(world)
 

@@ -18,7 +18,7 @@ from tests.harness.thorough import some
 from tests.process.comm.test_shared_memory import begun, step
 from tests.process.watchdog.test_faults import LIMIT, frozen_until_gone
 
-# It asks whether it may write a chunk, or read one, and tells its peers that it has: what it does is under way between.
+# It checks whether it may write a chunk, or read one, and notifies its peers after that: the copy lies between.
 HAND_SHAKES = ["to_post", "was_posted", "to_take", "was_taken"]
 POINTS = [*product(["killed", "stopped"], HAND_SHAKES, ["before", "behind"])]
 
@@ -55,7 +55,7 @@ def ends(rank: int, world: int, how: str, hand_shake: str, when: str) -> None:
     ],
 )
 def test_a_rank_ends_at_a_hand_shake(how: str, hand_shake: str, when: str, outcomes: list[fresh.Outcome]) -> None:
-    """The other one ends in words: which rank was lost, or where both were when the limit was over."""
+    """The other one ends with a message: the lost rank, or the operations of both when the limit was over."""
     survivor, ended = outcomes
     assert ended.exit_code == -signal.SIGKILL, ended
     assert survivor.exit_code == 1, survivor

@@ -37,7 +37,7 @@ from tests.harness.thorough import is_thorough
 from tests.process.watchdog.test_faults import frozen_until_gone, is_running
 
 SECONDS = 12.0  # in which a rank has to end once a peer has
-LONG = 45.0  # for what takes two seconds where nobody waits
+LONG = 45.0  # for work of two seconds without a wait
 
 
 def job(case: Callable[..., Any], world: int = 2, **kwargs: Any) -> pytest.MarkDecorator:
@@ -52,8 +52,8 @@ def well(outcomes: list[fresh.Outcome]) -> list[Any]:
 
 
 def die(rank: int, world: int, how: str) -> tuple[str, float, bool]:
-    """Rank 1 ends with an exchange under way that is larger than an outbox; what the others report, and when; whether
-    the group still holds what it exchanged."""
+    """Rank 1 ends with an exchange under way that is larger than an outbox; the others' reports, and when; whether
+    the group still holds the exchanged tensors."""
     dist.init_process_group("gloo")
     way = exchange()
     assert wrong([issue(way, "gather", rank, world, 1000, torch.float32)]) == []
@@ -73,7 +73,7 @@ def die(rank: int, world: int, how: str) -> tuple[str, float, bool]:
             assert is_lost_connection(error)
             text.append(str(error))
     seconds = time.monotonic() - began
-    assert text == text[:1] * 2  # whatever is waited for
+    assert text == text[:1] * 2  # for each kind of wait
     del exchanged, each
     gc.collect()
     return text[0], seconds, any(each() is not None for each in held)
@@ -102,7 +102,7 @@ def test_a_peer_ends_in_the_middle_of_an_exchange(how: str, outcomes: list[fresh
 
 def leave_first(rank: int, world: int) -> list[str]:
     """The last rank is late, and ends as soon as its part is done: when the others, which sleep, look for it, it is
-    gone. They have more files open than `select` can be asked about."""
+    gone. They have more files open than `select` supports."""
     dist.init_process_group("gloo")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most), most))
@@ -236,7 +236,7 @@ class Weights(Dataset[Tensor]):
 
 
 def load_by_workers(rank: int, world: int) -> tuple[list[float], list[float], bool, bool]:
-    """Losses without workers and with them, and whether these saw the weights first, and then what they had written."""
+    """Losses without workers and with them, and whether these saw the weights first, and then their own writes."""
     dist.init_process_group("gloo")
     model = wrapped()
     plain = [step(model, seed) for seed in range(6)]
@@ -262,7 +262,7 @@ def test_workers_of_a_data_loader_read_the_weights_and_change_nothing(outcomes: 
 
 
 def eight(rank: int, world: int) -> tuple[list[str], list[float], list[float]]:
-    """As many as may share memory, on whatever processors there are."""
+    """As many as may share memory, on the processors available."""
     dist.init_process_group("gloo")
     way = exchange()
     found = wrong([issue(way, kind, rank, world, 1001, torch.float32) for kind in KINDS])
@@ -327,7 +327,7 @@ def test_a_forked_child_is_refused_an_exchange_in_words(outcomes: list[fresh.Out
 
 
 def child_outlives(rank: int, world: int) -> tuple[str, bool]:
-    """Rank 1 is killed while a child that it has forked lives; what rank 0 reports."""
+    """Rank 1 is killed while a child that it has forked lives; the report of rank 0."""
     dist.init_process_group("gloo")
     way = exchange()
     child = torch.zeros(1, dtype=torch.int64)
@@ -487,7 +487,7 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
 )
 def test_one_rank_that_cannot_takes_all_back_to_gloo(how: str, reason: str, outcomes: list[fresh.Outcome]) -> None:
     for lines, found, plain, left, seconds in well(outcomes):
-        assert len(lines) > 1  # what was logged, and that of a report
+        assert len(lines) > 1  # the log, and a report
         assert seconds < LONG  # no rank waits for one that cannot come
         assert all(re.search(reason, line) for line in lines), lines
         assert found == plain

@@ -12,7 +12,7 @@ from flatfsdp.engine.device import huge_pages, memory
 from flatfsdp.engine.device.memory import FlatBuffer, MemoryTracker
 from tests.harness import fresh
 
-BYTES = 64 * 1024 * 1024  # the C library maps such a block anew each time
+BYTES = 64 * 1024 * 1024  # the C library maps such a block again each time
 
 
 def faults(rank: int, world: int, asks: bool) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def _step(model: Any, rank: int, step: int) -> None:
 
 
 def measure(rank: int, world: int, strategy: str, prefetch: str | None) -> dict[str, float]:
-    """Peaks in MiB over what was live before the step, at steps 2 and 20; and what is live between steps."""
+    """Peaks in MiB over the memory live before the step, at steps 2 and 20; and memory live between steps."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     with Recording() as recording:
@@ -89,7 +89,7 @@ def measure(rank: int, world: int, strategy: str, prefetch: str | None) -> dict[
 ROOT, BLOCK, BLOCKS = 2 * VOCABULARY * WIDTH * 4 / MIB, 2 * WIDTH * WIDTH * 4 / MIB, 4  # 8 MiB and 2 MiB
 
 
-# Where a step is highest: what is unsharded (gradients that have come lie in their parameters' places), the gradient
+# The peak of a step: unsharded parameters (gradients that have come lie in their parameters' places), the gradient
 # that has just arrived, and the shards of all reductions that were issued.
 @pytest.mark.parametrize(
     ("strategy", "prefetch", "expected"),

@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 plugin = None
 if kind != "ddp":
-    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU  # what makes Accelerate accept a CPU
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU  # makes Accelerate accept a CPU
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
         auto_wrap_policy="transformer_based_wrap",

@@ -45,7 +45,7 @@ def train(**more):  # type: ignore[no-untyped-def]
         **({} if kind == "ddp" else fsdp),
     )
     if kind != "ddp":
-        arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU  # what makes it accept a CPU
+        arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU  # makes it accept a CPU
     trainer = Trainer(model=model, args=arguments, train_dataset=data)
     trainer.train(**more)
     if trainer.is_world_process_zero():

@@ -177,7 +177,7 @@ def test_a_program_without_a_wrapper_is_reported_at_its_end(kind: str, tmp_path:
 
 
 def test_what_trained_is_looked_for_without_warnings_of_torchs(tmp_path: Path) -> None:
-    """In an interpreter of its own: elsewhere the collector may not list torch's deprecated objects."""
+    """In a new interpreter: in others, the collector's list may lack torch's deprecated objects."""
     (tmp_path / "program.py").write_text("import torch\nprint(torch.nn.Linear(2, 2).weight.shape)\n")
     command = [sys.executable, "-W", "error::FutureWarning", "-m", "flatfsdp.as_torch", "program.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

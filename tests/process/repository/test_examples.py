@@ -1,4 +1,4 @@
-"""Every example runs as it stands and prints what it should."""
+"""Every example runs as it stands and prints the expected output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT = 240  # seconds
 
 
 def start(*arguments: str) -> str:
-    """Run this python with `arguments`, outside of any world of the test's own; what it printed."""
+    """Run this python with `arguments`, outside of the test's own world; its output."""
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
     done = commands.run(*arguments, folder=ROOT, environment=clean, limit=TIMEOUT)

@@ -1,4 +1,4 @@
-"""Every block of code of the manual runs as it stands, and prints what the page shows below it."""
+"""Every block of code of the manual runs as it stands, and prints the output that the page shows below it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that `tools/benchmark` starts: the first that fails ends all, and by what it died is in the message."""
+"""Ranks that `tools/benchmark` starts: the first that fails ends all, and the message has its cause."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def train(rank: int, world: int) -> str:
 
 
 def test_the_others_learn_of_an_objective_that_failed() -> None:
-    """They wait in the middle of the model: what nothing wakes is ended."""
+    """They wait in the middle of the model: a process that nothing wakes is ended."""
     other, failing = fresh.run(2, train, timeout=LIMIT)
     assert failing.result == LUCK
     text = f"AgreementError: rank 1 failed in training with {LUCK}. The remaining ranks cannot continue"

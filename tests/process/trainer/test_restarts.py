@@ -93,7 +93,7 @@ def children(pid: int) -> list[int]:
 
 
 def wait_for(folder: Path, checkpoints: int) -> int:
-    """Wait for so many checkpoints; the step of the last."""
+    """Wait for that many checkpoints; the step of the last."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         there = sorted(int(path.name.removeprefix("step-")) for path in (folder / "run").glob("step-????????"))
@@ -104,7 +104,7 @@ def wait_for(folder: Path, checkpoints: int) -> int:
 
 
 def wait_for_port(port: int) -> None:
-    """Wait until somebody listens there."""
+    """Wait until a process listens at `port`."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -113,7 +113,7 @@ def wait_for_port(port: int) -> None:
 
 
 def check(folder: Path, log: str, *, killed_after: int) -> None:
-    """Every step is in the log once, and no more was lost than what came after the last checkpoint."""
+    """Every step is in the log once, and no more was lost than the steps after the last checkpoint."""
     text = (folder / log).read_text()
     rows = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

@@ -20,7 +20,7 @@ STEPS = -(-SAMPLES * EPOCHS // GLOBAL_BATCH)
 
 
 def start(output: Path, ranks: int, *options: float | str) -> subprocess.CompletedProcess[str]:
-    """One run of the program, until it ends by itself or by a signal."""
+    """One run of the program, until its own end or a signal."""
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
     module = "tests.process.programs.resumable"

@@ -32,7 +32,7 @@ heads = 2
 context = 32
 sample = 0
 """
-# What a cluster has, for a cluster of two nodes that are both this machine.
+# The environment of a cluster of two nodes, which are both this machine.
 STUBS = {
     "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
     "scontrol": 'test "$*" = "show hostnames node[1-2]" && printf "127.0.0.1\\nnode2\\n"',

@@ -84,7 +84,7 @@ def test_under_torchrun_it_joins_the_world(text: Path, tmp_path: Path) -> None:
     assert done.stdout.count("summary\n") == 1
     assert found["ranks"] == "2 on cpu, shard_grad_op"
     assert found["steps"].startswith("4 of ")
-    # What SHARD_GRAD_OP gathered for the first microbatch it keeps for the second.
+    # SHARD_GRAD_OP keeps parameters gathered for the first microbatch for the second.
     assert re.search(r"all_gather.* in 1 call", found["per step"])
     assert sorted(path.name for path in (tmp_path / "train-out").iterdir()) == [
         "config.json", "metrics.jsonl", "step-00000004",

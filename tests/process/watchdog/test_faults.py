@@ -165,7 +165,7 @@ def asleep(rank: int, world: int) -> None:
 
 
 def slower_than_the_group(rank: int, world: int) -> None:
-    """Nobody chose a limit, and a rank is late for more than torch allows."""
+    """No limit was chosen, and a rank is later than torch allows."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=8))
     torch.manual_seed(0)
     model = wrap(Net())
@@ -202,7 +202,7 @@ def job(case: Callable[..., Any], world: int = 2) -> pytest.MarkDecorator:
 PLACE = r"the forward of unit 'blocks.0'"
 
 
-# By name: the case, of how many ranks, how rank 1 ends, and what the others report.
+# By name: the case, of how many ranks, how rank 1 ends, and the reports of the others.
 LOST: dict[str, tuple[Callable[[int, int], None], int, int, str]] = {
     "wrong_dtype": (
         wrong_dtype,

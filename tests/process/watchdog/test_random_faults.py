@@ -39,7 +39,7 @@ FAULTS = (
     "freezes for a forward",
     "raises",
 )
-QUIET = {  # as many steps of the same units, so that only this tells
+QUIET = {  # as many steps of the same units, so that only this shows
     "skips the optimizer": "took an optimizer step",
     "loads alone": "loaded a state dict",
     "autocasts alone": "Autocast computes in bfloat16 on|Autocast is off on",

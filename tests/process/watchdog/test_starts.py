@@ -29,7 +29,7 @@ def train(rank: int, world: int, port: int, *, fails: bool) -> Any:
     if rank == 1:
         if fails:
             raise ValueError("out of data")
-        time.sleep(2.5)  # rank 0 asks what the others do
+        time.sleep(2.5)  # rank 0 requests the others' states
     step(model)
 
 
@@ -40,7 +40,7 @@ def test_a_start_does_not_read_reports_of_the_one_before() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first = fresh.run(2, train, store.port, fails=True)
     assert "ValueError: out of data" in first[0].output
-    for key in store.list_keys():  # as the backend's addresses are found again, too, and nobody listens there
+    for key in store.list_keys():  # as the backend's addresses are found again, too, and no process listens there
         if "flatfsdp" not in key:
             store.delete_key(key)
     second = fresh.run(2, train, store.port, fails=False)

@@ -30,7 +30,7 @@ def cost_of_steps(count: int, **kwargs: object) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("world", [2, 3, 8, 64])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_sharded_models(world: int, strategy: str) -> None:
-    """The models with their values, four units, the end of the forward, the backward, what that issued; nothing
+    """The models with their values, four units, the end of the forward, the backward, its operations; nothing
     after the first step."""
     with fake_world(world):
         exchanges = 1 + 4 + 3
@@ -47,7 +47,7 @@ def test_replicated_models(world: int) -> None:
 
 
 def test_hybrid_models() -> None:
-    """One exchange per axis; along the second travels what was gathered along the first."""
+    """One exchange per axis; the second one exchanges the result of the first."""
     with fake_world(32):
         mesh = dist.init_device_mesh("cpu", (4, 8))
         exchanges = 1 + 4 + 3 + 1  # of the replicas, once
@@ -67,5 +67,5 @@ def test_no_thread_where_there_are_no_other_ranks() -> None:
         step(model, order=(2, 1, 0))
         with torch.no_grad():
             model(torch.ones(2, 4))
-        assert scalars(model) == 9  # what follows two backwards that nobody had seen
+        assert scalars(model) == 9  # after two backwards in a new order
         assert not [thread for thread in threading.enumerate() if thread.name == "flatfsdp watch"]

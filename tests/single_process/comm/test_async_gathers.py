@@ -1,4 +1,4 @@
-"""Gathers on the caller's stream: what is awaited, where memory is taken, and that none goes ahead by itself."""
+"""Gathers on the caller's stream: waits, the stream that allocates, and that none is prefetched automatically."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.single_process.comm.test_communication import NUMELS, Block, forward,
 from tests.single_process.device.test_streams import OPTIONS, device_of, named, nothing, train
 from tests.single_process.runtime.test_schedule_api import evaluate, live, refused
 
-# Without what gathers ahead by itself, which is refused.
+# Without automatic prefetching, which is refused.
 LEFT_TO_USERS = [
     options
     for options in OPTIONS
@@ -73,7 +73,7 @@ def test_every_wait_is_needed(without: Callable[[], Any], race: str) -> None:
         model = wrapped("FULL_SHARD", cpu_offload=True)
         model.set_unshard_async_op(True)
         loss = forward(model)
-        inspect.drop_observers(model)  # else the race is with what they read after the backward
+        inspect.drop_observers(model)  # else the race is with their reads after the backward
         loss.backward()
         with torch.no_grad(), device.by_host():
             for parameter in model.parameters():

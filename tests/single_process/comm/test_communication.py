@@ -103,7 +103,7 @@ def forward(model: nn.Module) -> Tensor:
 
 
 def settled(model: FullyShardedDataParallel) -> None:
-    """One step: what happens once (agreement on layouts and order) is over."""
+    """One step: one-time operations (agreement on layouts and order) are over."""
     forward(model).backward()
     model.zero_grad()
 
@@ -137,7 +137,7 @@ CLOSED_FORMS: dict[str, dict[str, list[Passes]]] = {
     },
     "SHARD_GRAD_OP": {
         "synced": [expected(N, 0, N, 0)] * 2,
-        # What no_sync leaves unsharded is not gathered again.
+        # Parameters that no_sync leaves unsharded are not gathered again.
         "window": [expected(N, 0, 0, 0), expected(0, 0, 0, 0), expected(0, 0, N, 0), expected(N, 0, N, 0)],
     },
     "NO_SHARD": {
@@ -180,7 +180,7 @@ def check_closed_forms(model: FullyShardedDataParallel, strategy: str, *, alone:
     for synced in forms["synced"]:  # accumulation with communication too: the gradients are left where they are
         assert counted(model) == (nothing if alone else synced)
     for place, passes in enumerate(forms["window"]):
-        sync = place >= 2  # two microbatches without, the third and whatever follows with
+        sync = place >= 2  # two microbatches without, the third and all later ones with
         assert counted(model, sync=sync) == (nothing if alone else passes)
 
 
@@ -311,7 +311,7 @@ def test_backward_mid_gathers_the_next_unit_half_way_and_reduces_the_one_before_
     with tower(backward_prefetch="BACKWARD_MID") as model:
         assert story(model, forward(model).backward, *BACKWARD, "let go") == (
             "gather:c backward:root backward:c gather:b grads:c reshard:c reduce:c "  # the root is around all of them
-            "backward:b let go:c gather:a grads:b reshard:b reduce:b let go:b "  # nothing is beside the last one
+            "backward:b let go:c gather:a grads:b reshard:b reduce:b let go:b "  # nothing overlaps with the last one
             "compute:between backward:a grads:a reshard:a reduce:a "
             "grads:root reshard:root let go:a reduce:root let go:root end:root"
         )
@@ -578,7 +578,7 @@ def test_wrapping_takes_time_in_proportion_to_the_blocks() -> None:
         return calls_of(lambda: FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block})))
 
     with fake_world(1):
-        wrapping(2)  # what is done once
+        wrapping(2)  # one-time work
         assert wrapping(200) < 2.2 * wrapping(100)
 
 

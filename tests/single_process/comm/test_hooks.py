@@ -1,4 +1,4 @@
-"""Communication hooks: when and with what they are called, in which memory and on which stream, and what is refused."""
+"""Communication hooks: the time and arguments of their calls, their memory and stream, and errors."""
 
 from __future__ import annotations
 

@@ -77,11 +77,11 @@ def test_dtensors_of_rows_and_of_columns_are_copied_no_more(dim: int) -> None:
         model: Any = nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(2)))
         for module in (*model, model):
             flatfsdp.fully_shard(module, reshard_after_forward=True, shard_placement_fn=lambda parameter: Shard(dim))
-        for _ in range(2):  # in the first one ranks compare what they have built
+        for _ in range(2):  # in the first one ranks compare their models
             model.zero_grad()
             with Counting(model) as counting:
                 counting.mark()
                 loss = model(torch.ones(2, WIDE)).sum()
                 counting.mark()
                 loss.backward()
-        assert dict(counting.copied) == {"backward": 2 * 4 * WIDE * WIDE}  # gradients, into what is reduced
+        assert dict(counting.copied) == {"backward": 2 * 4 * WIDE * WIDE}  # gradients, into the reduction's input

@@ -1,4 +1,4 @@
-"""Gradients of offloaded parameters on their way to the host, beside the backward, on a device that finds races."""
+"""Gradients of offloaded parameters on their way to the host, during the backward, on a device that finds races."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def story(model: FullyShardedDataParallel) -> str:
 def test_downloads_run_beside_the_backward_and_the_host_waits_once() -> None:
     with offloaded() as (model, fake):
         assert story(model) == (
-            # Each goes when its reduction has to make way; the host waits for its gradients, then for its shards.
+            # Each goes when its reduction's memory is needed; the host waits for its gradients, then for its shards.
             "reduce:c reduce:b download:reduce reduce:a download:reduce reduce:root download:reduce download:reduce "
             "wait:reduce wait:unshard end:root"
         )

@@ -1,4 +1,4 @@
-"""Which bytes are asked for: pages that lie whole inside a block, of blocks on the CPU alone."""
+"""The bytes requested: pages that lie entirely inside a block, of blocks on the CPU alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams on a device that finds races: what is awaited, and when memory goes back.
+"""Streams on a device that finds races: waits, and the time when memory is freed.
 
 A wait that nothing needs would hide here as well as one that is missing, so each is taken out and must be missed.
 """
@@ -186,7 +186,7 @@ def test_a_backward_in_order_of_issue() -> None:
         "compute waits for unshard",  # the inner unit's backward begins
         "reduce waits for compute",  # its gradients are in, in its parameters' places
         "record reduce",
-        # The root's turn. One reduction's input besides the one that is filled: the inner unit's makes way.
+        # The root's turn. One reduction's input besides the one that is filled: the inner unit's is freed.
         "compute waits for reduce",
         "record compute",
         "reduce waits for compute",
@@ -234,9 +234,9 @@ def test_a_gather_runs_beside_the_unit_before() -> None:
         *gather,  # the root
         *gather,  # a
         "record compute",
-        *gather,  # b: beside the computation of a, whose memory is held
+        *gather,  # b: during the computation of a, whose memory is held
         "record compute",
-        "unshard waits for compute",  # c: beside that of b, in the memory of a
+        "unshard waits for compute",  # c: during that of b, in the memory of a
         "free unsharded on unshard",
         *gather,
         "record compute",

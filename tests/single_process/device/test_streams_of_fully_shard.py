@@ -1,4 +1,4 @@
-"""Streams under `fully_shard` on a device that finds races: DTensors of rows, and tensors that say what is gathered."""
+"""Streams under `fully_shard` on a device that finds races: DTensors of rows, and tensors with gather hooks."""
 
 from __future__ import annotations
 

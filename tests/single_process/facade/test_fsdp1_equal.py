@@ -1,4 +1,4 @@
-"""FSDP1 in the same process, side by side: signatures, enums, layouts and what other programs read."""
+"""FSDP1 in the same process, side by side: signatures, enums, layouts and attributes that other programs read."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_what_is_refused(given: dict[str, Any]) -> None:
 
 
 class Bare(nn.Module):
-    """Two modules and no forward, as an encoder and a decoder that are called by themselves."""
+    """Two modules and no forward, as an encoder and a decoder that are called separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def test_layouts(name: str, orig: bool, place: tuple[int, int]) -> None:
                 starts.append(offset)
             offset += numel
         assert [span.start for span in layout.spans] == starts
-        # Bytes of this rank's shard, wherever it holds parameters: FSDP1's alignment padding holds what was there.
+        # Bytes of this rank's shard, where it holds parameters: FSDP1's alignment padding holds arbitrary bytes.
         for owned in layout.owned(mine.rank):
             assert torch.equal(flat._local_shard[owned.in_shard.slice], theirs_local[owned.in_shard.slice])
 
@@ -435,7 +435,7 @@ def test_submodules() -> None:
 
 
 class Holding(nn.Module):
-    """Holds parameters of its own, one of which is to be ignored, beside modules that hold some."""
+    """Holds parameters of its own, one of which is to be ignored, and modules that hold some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -504,7 +504,7 @@ def test_state_dicts_of_a_module_that_holds_parameters_beside_modules_of_its_uni
 
 
 class Asking(nn.Module):
-    """Asks for its parameters inside of its forward, as models do that look for their dtype or add a penalty."""
+    """Reads its parameters inside of its forward, as models do that look up their dtype or add a penalty."""
 
     def __init__(self, *, holds: bool, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -530,7 +530,7 @@ class Asking(nn.Module):
 @pytest.mark.parametrize("holds", [True, False])
 @pytest.mark.parametrize("orig", [True, False])
 def test_modules_list_their_parameters_inside_a_forward(orig: bool, holds: bool, reentrant: bool | None) -> None:
-    """In what a checkpoint inside of it recomputes, too."""
+    """In the recomputation of a checkpoint inside of it, too."""
     with fake_world(1):
         torch.manual_seed(0)
         alone = Asking(holds=holds, reentrant=reentrant)

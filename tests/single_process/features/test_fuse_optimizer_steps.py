@@ -1,4 +1,4 @@
-"""An optimizer that steps flat, beside one that does not: the same numbers whatever happens between two steps.
+"""An optimizer that steps flat, and one that does not: the same numbers after any change between two steps.
 
 Values come from the test: the fake group moves none, and gradients are set by hand.
 """
@@ -180,7 +180,7 @@ def test_numbers_and_states_are_those_of_single_steps(kind: Any, options: dict[s
             assert twin.planned == 1 and 2 <= twin.steps.runs < twin.steps.members
 
 
-# torch knows no Rprop, and no fused SGD and Adagrad, of DTensors: beside what is stepped flat there is nothing.
+# torch knows no Rprop, and no fused SGD and Adagrad, of DTensors: there is no reference for the flat step.
 OF_DTENSORS = [each for each in KINDS if each[0] is not optim.Rprop]
 
 
@@ -197,7 +197,7 @@ def test_numbers_and_states_of_dtensors_are_those_of_single_steps(kind: Any, opt
     ("kind", "front"), [(optim.AdamW, True), *((kind, False) for kind in (optim.AdamW, optim.SGD, optim.Adagrad))]
 )
 def test_a_fused_optimizer_steps_flat(kind: Any, front: bool) -> None:
-    sizes = ((64,), (4, 64), (128,))  # whole vectors: what torch computes after them is rounded in another way
+    sizes = ((64,), (4, 64), (128,))  # whole vectors: torch rounds the remaining elements in another way
     with fake_world(1):
         twin = Twin(kind, sizes=sizes, lr=0.1, fused=True, front=front)
         twin.step(4)
@@ -213,7 +213,7 @@ def test_kinds_of_a_unit_are_runs_of_their_own() -> None:
 
 
 class Vouched(optim.Optimizer):
-    """An elementwise optimizer that nobody knows: a step count in Python, one in the group, and a state made anew."""
+    """A user-defined elementwise optimizer: a step count in Python, one in the group, and a new state at each step."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "seen": 0})
@@ -261,7 +261,7 @@ def test_states_that_cannot_be_divided_are_refused() -> None:
             twin.optimizers[0].step()
 
 
-# --- what changes between two steps -----------------------------------------------------------------------------------
+# --- changes between two steps ----------------------------------------------------------------------------------------
 
 
 def reload(optimizer: Any, parameters: Any) -> None:
@@ -464,7 +464,7 @@ def test_states_are_copied_once_and_then_lie_as_their_parameters_do() -> None:
         optimizer, (parameters, _) = twin.optimizers[0], twin.parameters()
         memory = [optimizer.state[p]["exp_avg"].data_ptr() for p in parameters]
         twin.step(2, change=drop_gradient)
-        twin.step()  # divided into two runs, which show what the one had
+        twin.step()  # divided into two runs, which show the elements of the one
         assert [optimizer.state[p]["exp_avg"].data_ptr() for p in parameters] == memory
         distances = [p.data_ptr() - parameters[0].data_ptr() for p in parameters]
         assert [pointer - memory[0] for pointer in memory] == distances
@@ -489,7 +489,7 @@ def test_frozen_parameters_and_those_of_other_models_step_as_ever() -> None:
             )
 
 
-# --- what programs see ------------------------------------------------------------------------------------------------
+# --- the view of programs ---------------------------------------------------------------------------------------------
 
 
 def test_hooks_schedulers_and_scalers_see_the_optimizer_itself() -> None:

@@ -18,7 +18,7 @@ from tests.harness.fake import fake_world
 
 
 class Odds(nn.Module):
-    """The same logits after whatever came before."""
+    """The same logits after any earlier operation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranges in a profiler's trace: every stage of every unit by name while somebody looks, and no work otherwise."""
+"""Ranges in a profiler's trace: every stage of every unit by name while a profiler runs, and no work otherwise."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def test_without_a_profiler_nothing_is_labeled_and_nothing_costs_more() -> None:
         with patch.object(labels, "record_function", side_effect=AssertionError("nobody looks")):
             before = calls_of(lambda: step(model))
         ranges_of(lambda: step(model))
-        step(model)  # which finds that nobody looks any more
+        step(model)  # which finds that no profiler runs any more
         with patch.object(labels, "record_function", side_effect=AssertionError("nobody looks")):
             assert calls_of(lambda: step(model)) == before
 
 
 def test_a_unit_more_costs_nothing_more() -> None:
-    """Whether somebody looks is asked once a forward and once a backward, of the model."""
+    """Each forward and each backward of a model checks once whether a profiler runs."""
 
     def asked(blocks: int) -> int:
         net = nn.Sequential(*(Block() for _ in range(blocks)))

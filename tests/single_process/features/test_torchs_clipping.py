@@ -1,4 +1,4 @@
-"""torch's clip_grad_norm_ as `as_torch` replaces it, beside other models."""
+"""torch's clip_grad_norm_ as `as_torch` replaces it, next to other models."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Parameters that stay among neighbours between forward and backward: what is gathered from whom, and what is held.
+"""Parameters that stay among neighbours between forward and backward: the ranks of each gather, and the memory held.
 
-Group sizes are read off the operations that torch's dispatcher sees: what a gather fills over what it reads.
+Group sizes are read off the operations that torch's dispatcher sees: the output of a gather over its input.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Gathers(TorchDispatchMode):
 
 
 def kept_bytes(model: FullyShardedDataParallel) -> int:
-    """Bytes that are held between forward and backward, besides the shards and what is unsharded."""
+    """Bytes that are held between forward and backward, besides the shards and unsharded parameters."""
     return inspect.memory(model).live["post_forward_shard"]
 
 

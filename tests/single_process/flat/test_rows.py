@@ -1,4 +1,4 @@
-"""Parameters that are split by rows: what each rank has, in which bytes, and what is exchanged of it, at any world."""
+"""Parameters that are split by rows: each rank's elements, their bytes, and their exchange, in any world."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def pieces(world: int) -> dict[str, list[Tensor]]:
 
 
 def shard_numel(world: int, *, trainable: bool) -> int:
-    """Of each rank: so many rows of each parameter as the first rank has."""
+    """The size of each rank's shard: as many rows of each parameter as the first rank has."""
     trained = {name: parameter.requires_grad for name, parameter in Net().named_parameters()}
     return sum(chunks[0].numel() for name, chunks in pieces(world).items() if trained[name] is trainable)
 

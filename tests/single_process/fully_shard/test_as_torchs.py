@@ -1,5 +1,5 @@
-"""Programs that were written for FSDP2 find here what they call: signatures, policies, names in torch's modules, and a
-manual that says of each method what it does."""
+"""Interfaces that programs for FSDP2 use: signatures, policies, names in torch's modules, and a
+manual that describes each method."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METHODS = sorted(
     for name, value in vars(theirs.FSDPModule).items()
     if inspect.isfunction(value) and not name.startswith("__") and name != "_apply"
 )
-# What programs import, and from where.
+# Names that programs import, and their modules.
 NAMES = (
     "fully_shard FSDPModule MixedPrecisionPolicy OffloadPolicy CPUOffloadPolicy UnshardHandle "
     "register_fsdp_forward_method share_comm_ctx"

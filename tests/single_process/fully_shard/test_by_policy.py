@@ -1,4 +1,4 @@
-"""`fully_shard` by a policy: what becomes a unit, with which arguments."""
+"""`fully_shard` by a policy: the modules that become units, and their arguments."""
 
 from __future__ import annotations
 

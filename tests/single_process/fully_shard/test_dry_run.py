@@ -26,7 +26,7 @@ def test_bytes(kind: Any, device: str) -> None:
         model(torch.ones(2, 64)).sum().backward()
         stats = flatfsdp.stats(model)
         assert stats.bytes_params == 2 * numel * 4 // 4
-        # One layer computes while the other is gathered; hooks have memory in float32 besides what was gathered.
+        # One layer computes while the other is gathered; hooks have memory in float32 in addition to the gathered one.
         assert stats.bytes_unsharded_peak == 2 * numel * itemsize + (numel * 4 if kind else 0)
         assert stats.comm["all_gather"][1] % (numel * itemsize) == 0
         assert flatfsdp.memory_plan(model)

@@ -63,7 +63,7 @@ def drop(model: nn.Module) -> None:
         parameter.grad = None
 
 
-# -- where nobody has them ---------------------------------------------------------------------------------------------
+# -- not held by the program -------------------------------------------------------------------------------------------
 
 
 def test_the_same_dtensors_show_the_next_gradients() -> None:
@@ -109,7 +109,7 @@ def test_what_was_done_to_the_last_gradients_does_not_show_in_the_next() -> None
     assert are_multiples(1.0, once, backward(model))
 
 
-# -- where somebody has one --------------------------------------------------------------------------------------------
+# -- held by the program -----------------------------------------------------------------------------------------------
 
 
 def in_graph(grad: Any) -> Any:
@@ -206,7 +206,7 @@ def test_those_that_a_hook_keeps_are_left_alone() -> None:
 
 def test_hooks_run_from_the_backward_on_that_follows_their_registration() -> None:
     model, seen = model_of(), []
-    for _ in range(3):  # until nobody looks for hooks any more
+    for _ in range(3):  # until the engine no longer looks for hooks
         backward(model)
         drop(model)
     first, *_, last = model.parameters()
@@ -488,7 +488,7 @@ def test_random_programs(seed: int) -> None:
             each.zero_grad()
 
     def scale() -> None:
-        # What is held of the memory of gradients would change with them, as of any.
+        # References to the memory of gradients would change with them, as for any tensor.
         held.clear()
         for each in (model, expected):
             for grad in grads_of(each):

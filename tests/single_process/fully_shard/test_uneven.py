@@ -1,4 +1,4 @@
-"""Sizes of which no placement of a DTensor tells what ranks hold: torch's distributed checkpoint would lose rows."""
+"""Sizes at which no DTensor placement describes the ranks' rows: torch's distributed checkpoint would lose some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dry run is a job of any size on any machine: it needs no memory, changes nothing outside, refuses in words."""
+"""A dry run is a job of any size on any machine: it needs no memory, changes nothing outside, and reports errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def lived(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_is_what_a_step_holds_and_sends(name: str) -> None:
     planned, found = lived(name)
-    if name in ("unused", "reached"):  # no forward tells the plan which parameters none will reach
+    if name in ("unused", "reached"):  # no forward shows the plan which parameters none will reach
         assert planned.pop("grads") > found.pop("grads")
     assert planned == found
 
@@ -139,7 +139,7 @@ def test_what_a_plan_costs_depends_on_units_and_not_on_ranks() -> None:
         return calls_of(lambda: planned_at_scale(blocks, ranks))
 
     for ranks in (16, 1024):
-        cost(1, ranks)  # what is done once
+        cost(1, ranks)  # one-time work
     few, more, most = (cost(blocks, 16) for blocks in (1, 2, 3))
     assert most - more < 1.1 * (more - few)
     assert most - more < 150_000

@@ -33,7 +33,7 @@ def test_every_program_is_written_down() -> None:
 
 
 def test_programs_do_everything_that_programs_can_do() -> None:
-    """So that a trace differs whatever is changed. None ends with an error: what is refused is tested elsewhere."""
+    """So that every change changes a trace. No program ends with an error: errors are tested elsewhere."""
     lines = [line for trace in golden().values() for line in trace]
     assert not [line for line in lines if "Error" in line]
     tokens = {token.rstrip("0123456789") for line in lines if line.startswith("  ") for token in line.split()}

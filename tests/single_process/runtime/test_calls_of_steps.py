@@ -48,7 +48,7 @@ def network(blocks: int, block: type[nn.Module]) -> nn.Module:
 
 
 def calls_after_some(step: Callable[[], object]) -> int:
-    for _ in range(6):  # what is done once, and what is looked at in the first steps
+    for _ in range(6):  # one-time work, and checks of the first steps
         step()
     return calls_of(step)
 
@@ -84,7 +84,7 @@ def calls_of_a_step(blocks: int, clips: bool, block: type[nn.Module] = Block, **
     return calls_after_some(step) - plain
 
 
-# For each unit, and for each step beside: they may become fewer, and more only for a reason.
+# For each unit, and for each step in addition: they may become fewer, and more only for a reason.
 MOST = {
     ("FULL_SHARD", False): (251, 444),
     ("FULL_SHARD", True): (264, 461),
@@ -98,7 +98,7 @@ MOST_OF_TWO_TENSORS = 251
 @pytest.mark.parametrize(("strategy", "clips"), MOST)
 def test_calls_of_units_and_steps(strategy: str, clips: bool) -> None:
     with fake_world(2):
-        _, few, many = (  # the first does what is done once
+        _, few, many = (  # the first does the one-time work
             calls_of_a_step(blocks, clips, sharding_strategy=strategy, use_orig_params=True)
             for blocks in (1, FEW, MANY)
         )
@@ -115,7 +115,7 @@ def test_a_unit_of_two_tensors_takes_few_calls_in_a_step() -> None:
     assert of_a_unit <= MOST_OF_TWO_TENSORS, of_a_unit
 
 
-# Of a unit of four tensors in a step, beside its optimizer's: flat, in rows, and as DTensors.
+# Of a unit of four tensors in a step, without its optimizer's: flat, in rows, and as DTensors.
 MOST_OF_FRONTS = {"flat": 262, "rows": 301, "fully_shard": 319}
 MOST_OF_A_FUSED_STEP = 343  # of fully_shard, the optimizer's calls included
 
@@ -157,7 +157,7 @@ def test_rows_and_dtensors_take_at_most_a_quarter_more_calls() -> None:
 
 
 ENGINE = Path(flatfsdp.__file__).parent / "engine"
-# What serves features only: how many calls a step takes there while all of them are off, however many units there are.
+# Files for features only: the calls of a step into them while all features are off, for any number of units.
 OFF = {
     "features/": 9,
     "runtime/turns.py": 2,
@@ -190,7 +190,7 @@ def files_of_a_step(blocks: int, *, observed: bool = True) -> Counter[str]:
 
 @pytest.mark.parametrize("path", OFF)
 def test_a_feature_that_is_off_takes_no_calls_of_a_unit(path: str) -> None:
-    files_of_a_step(1)  # does what is done once
+    files_of_a_step(1)  # does the one-time work
     few, many = (
         sum(count for file, count in files_of_a_step(blocks).items() if file.startswith(f"{ENGINE}/{path}"))
         for blocks in (FEW, MANY)

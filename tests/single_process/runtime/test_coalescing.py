@@ -252,7 +252,7 @@ def test_units_of_another_dtype_are_weighed_anew() -> None:
 
 
 def test_gradients_have_version_counters_of_their_own() -> None:
-    """Writing to one must not look like writing to another: windows tell edits by versions."""
+    """Writing to one must not look like writing to another: windows detect edits by versions."""
     with fake_world(8, joined=True):
         model = wrapped(Many(), 2**20)
         step(model)

@@ -1,4 +1,4 @@
-"""Methods that gather like `forward` does, as lists of events; and what becomes of those that are not registered."""
+"""Methods that gather like `forward` does, as lists of events; and the behavior of unregistered ones."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Marked(torch.autograd.Function):
 
 
 class Passing(nn.Module):
-    """Returns the second of what it is given as it is: `alone`, or beside what it makes of both."""
+    """Returns its second input as it is: `alone`, or with its output for both."""
 
     def __init__(self, alone: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Schedules that users change while training goes on, as lists of events; and what is refused."""
+"""Schedules that users change while training goes on, as lists of events; and errors."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_unit_that_backward_does_not_read_is_not_gathered_for_it() -> None:
 def test_some_settings_are_for_a_wrapper_and_none_inside() -> None:
     with tower() as model:
         reduced: list[torch.Tensor] = []
-        model.set_unshard_in_backward(False)  # it is whole anyway
+        model.set_unshard_in_backward(False)  # it is unsharded in any case
         model.set_gradient_divide_factor(2.0)
         model.set_all_reduce_hook(reduced.append)
         assert story(model, forward(model).backward, "gather") == "gather:c gather:b gather:a"
@@ -331,7 +331,7 @@ def test_unshard_and_reshard_between_iterations() -> None:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
 def test_what_no_backward_came_to_may_be_requested_again(strategy: str, offload: bool, waits: bool) -> None:
-    """Its leaves show nothing while it is gathered: nobody can have written to them."""
+    """Its leaves have no values while it is gathered: no code can have written to them."""
     with fake_world(2):
         model = wrapped(strategy, use_orig_params=True, cpu_offload=CPUOffload(offload))
         forward(model)

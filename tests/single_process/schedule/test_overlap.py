@@ -1,4 +1,4 @@
-"""Communication runs beside computation: the time of a step where each collective and each unit's computation takes
+"""Communication overlaps with computation: the time of a step where each collective and each unit's computation takes
 one *beat*.
 
 The communicator is a double: one thread a communicator, as a backend would have, which serves one operation after the
@@ -35,7 +35,7 @@ class Clock(Protocol):
         """One beat of computation."""
 
     def backend(self) -> Callable[[], Any]:
-        """A new communicator: each call issues an operation of one beat and returns what waits for its end."""
+        """A new communicator: each call issues an operation of one beat and returns a handle to wait for."""
 
 
 class Wound:
@@ -63,7 +63,7 @@ class Wound:
 
 
 class Real:
-    """Beats of 20 ms. `blocking`: a communicator that nothing runs beside."""
+    """Beats of 20 ms. `blocking`: a communicator that overlaps with nothing."""
 
     BEAT = 0.02
 
@@ -193,7 +193,7 @@ def steps(
 N = UNITS
 
 
-# One beat a unit, and what nothing runs beside: the first gather, the last reduction; and each gather that is not
+# One beat a unit, and operations without overlap: the first gather, the last reduction; and each gather that is not
 # prefetched, or only when the unit before it has computed.
 @pytest.mark.parametrize(
     ("strategy", "options", "forward", "backward"),
@@ -216,7 +216,7 @@ def test_beats_of_a_step(strategy: str, options: dict[str, Any], forward: int, b
         assert clock.now - before == forward + backward
 
 
-# The last reduction of a backward that is not the last one runs beside the next forward.
+# The last reduction of a backward that is not the last one overlaps with the next forward.
 @pytest.mark.parametrize(("last", "hidden"), [((True, True, True), 0), ((False, False, True), 2)], ids=str)
 def test_beats_of_a_step_of_three_microbatches(last: Sequence[bool], hidden: int) -> None:
     clock = Wound()

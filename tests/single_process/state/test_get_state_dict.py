@@ -1,4 +1,4 @@
-"""torch's `set_state_dict` where one rank shows what it does with a state dict."""
+"""torch's `set_state_dict` where one rank shows its effect."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wrapped(net: nn.Module, orig: bool) -> FullyShardedDataParallel:
 
 
 def check(net: nn.Module, x: torch.Tensor, model: FullyShardedDataParallel, flattened: bool) -> None:
-    """An optimizer of `model` gets what one of `net`, which is not wrapped, has after a step."""
+    """An optimizer of `model` loads the state that one of `net`, which is not wrapped, has after a step."""
     optim, loaded = torch.optim.Adam(net.parameters()), torch.optim.Adam(model.parameters())
     net(x).sum().backward()
     optim.step()

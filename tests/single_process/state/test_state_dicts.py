@@ -43,7 +43,7 @@ def test_what_a_rank_owns_needs_no_communication(world: int, orig: bool, kind: S
         memory = {value.local.untyped_storage().data_ptr(): value.local for value in state.values()}
         if kind is SHARDED:
             assert set(state) == set(Tower().state_dict())
-        # One copy of each shard, whatever hangs on it.
+        # One copy of each shard, independent of its references.
         assert sum(each.untyped_storage().nbytes() for each in memory.values()) == sum(padded_bytes(model)) // world
 
 
@@ -177,7 +177,7 @@ def test_values_that_are_like_tensors_are_loaded() -> None:
 @pytest.mark.parametrize("orig", [True, False])
 @pytest.mark.parametrize("rank0_only", [True, False])
 def test_parameters_that_a_state_dict_has_in_their_own_place_stay(orig: bool, rank0_only: bool) -> None:
-    """torch's set_model_state_dict() puts those there that it was not given: a frozen unit, and one beside others."""
+    """torch's set_model_state_dict() adds those not given to the dict: a frozen unit, and one next to others."""
     given: dict[str, Any] = {name: torch.full_like(value, 3.0) for name, value in Tower().state_dict().items()}
     given = {name: value for name, value in given.items() if not name.startswith("b.") and name != "inlet.weight"}
     with fake_world(4):

@@ -1,4 +1,4 @@
-"""`tools/bench` from end to end on a tiny model: what it measures, compares and writes. This process is all ranks."""
+"""`tools/bench` from end to end on a tiny model: its measurements, comparisons and files. This process is all ranks."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def tiny_part(pages: bool, *engines: str) -> tuple[int, tuple[shared_memory.Comp
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 def test_parts_write_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each what it measured, and the table has all that there is."""
+    """Each file has its measurement, and the table has all of them."""
     parts = {
         "gpt": tiny_part(False, "flatfsdp", "fsdp1", "ddp", "floor", "exchange"),
         "memory": tiny_part(True, "flatfsdp", "ddp"),

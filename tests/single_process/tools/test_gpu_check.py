@@ -1,4 +1,4 @@
-"""`tools/gpu_check.py` without a card: parts survive each other, all run, and what they read is read rightly."""
+"""`tools/gpu_check.py` without a card: parts survive each other, all run, and read their inputs correctly."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_parts_that_time_nothing_run_side_by_side(tmp_path: Path, monkeypatch: p
 
 
 def test_what_ranks_import_first_asks_for_no_device() -> None:
-    """A process that has asked how many there are cannot fork ones that use them."""
+    """A process that has counted devices cannot fork processes that use them."""
     asks = "def asks(*_): raise SystemExit('a device was asked for')"
     replaced = "torch.cuda.is_available = torch.cuda.device_count = torch.accelerator.is_available = asks"
     names = ", ".join(gpu_main.PRELOADED)
@@ -217,7 +217,7 @@ def group_of(world: World) -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As ranks have it: tensors are small, and other tests run beside."""
+    """As ranks have it: tensors are small, and other tests run at the same time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -355,7 +355,7 @@ def test_host_times(here: None, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not is_thorough(), reason="seconds; with --thorough")
 def test_memory_of_a_model(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a card on which everything is equal: what should be below others is not, what should be at most as much is."""
+    """On a card with equal results: a goal "less than others" is missed, a goal "at most as much" is met."""
     monkeypatch.setattr(memory, "card_of", lambda kind: Stand())
     monkeypatch.setattr(memory, "BILLION", memory.TINY)
     monkeypatch.setattr(memory, "OURS", memory.OURS[:1])
@@ -371,7 +371,7 @@ def test_memory_of_a_model(here: None, tmp_path: Path, monkeypatch: pytest.Monke
     assert report.found.figures["terms"]["formula"]["params"] > 0
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
+# --- inputs -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_hidden_by_kind() -> None:

@@ -1,4 +1,4 @@
-"""The programs for a GPU, from end to end with a CPU in its place: what they ask for exists, and is read rightly."""
+"""The programs for a GPU, from end to end with a CPU in its place: the names used exist, and files are parsed."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def failed_in(code: str, file: str) -> str:
 def test_what_the_model_shows_to_be_a_wrong_option_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Its traceback is of use only where code of the user's has a part in it."""
+    """Its traceback is of use only if it contains user code."""
     wrong = "from flatfsdp.errors import ConfigValueError\nraise ConfigValueError('units: no such unit')"
     monkeypatch.chdir(tmp_path)
     for code, file, exit_code, rest in (

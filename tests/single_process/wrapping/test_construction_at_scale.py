@@ -24,7 +24,7 @@ from tests.harness import inspect
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 
-# A step's calls for each unit, torch.nn's own among them, and those of flatfsdp alone: lower them with what was gained.
+# A step's calls for each unit, torch.nn's own among them, and those of flatfsdp alone: lower them by each gain.
 CALLS_PER_UNIT, OWN_CALLS_PER_UNIT = 393, 347
 PACKAGE = str(Path(flatfsdp.__file__).parent)
 HIDDEN, HEADS, KEYS, INNER, BLOCKS, VOCABULARY = 8192, 64, 8, 28672, 80, 128256
@@ -109,7 +109,7 @@ def test_calls_are_in_proportion_to_units_and_parameters() -> None:
     def cost(units: int, tensors: int) -> int:
         return calls_of(lambda: wrap_and_begin(units, tensors, 8))
 
-    cost(2, 2)  # what is done once
+    cost(2, 2)  # one-time work
     base, more_units, most_units = (cost(units, 2) for units in (10, 20, 40))
     assert most_units - more_units <= 2.05 * (more_units - base)
     more_tensors, most_tensors = cost(10, 4), cost(10, 8)
@@ -212,7 +212,7 @@ def tensors_after_steps(world: int) -> int:
 
     def count() -> int:
         gc.collect()
-        # By type alone: an object of torch's that is deprecated warns where it is asked for its class.
+        # By type alone: a deprecated object of torch warns when its class is read.
         return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
 
     before = count()
@@ -230,6 +230,6 @@ def tensors_after_steps(world: int) -> int:
 
 
 def test_tensors_of_a_parameter_are_as_many_in_any_world() -> None:
-    tensors_after_steps(8)  # what is made once
+    tensors_after_steps(8)  # one-time objects
     few, many = tensors_after_steps(8), tensors_after_steps(64)
     assert few == many and few <= 12 * 34, (few, many)

@@ -1,4 +1,4 @@
-"""The pure part of agreement: what is expected next, and how differences are put into words."""
+"""The pure part of agreement: predictions, and messages about differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRAIN = 10
 
 
 def forward(predictor: SequencePredictor, *units: int, end: int = END, opening: int = TRAIN) -> list[int | None]:
-    """Run a forward through `predictor`; what it expected at each symbol."""
+    """Run a forward through `predictor`; its prediction at each symbol."""
     expected = []
     expected.append(predictor.expected())
     predictor.learn(opening, unit=ROOT)

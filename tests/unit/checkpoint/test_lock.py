@@ -80,7 +80,7 @@ def test_a_process_of_this_machine_that_is_gone_holds_up_nobody(tmp_path: Path) 
     assert waited(path, Other(processes={7: "100", 9: "200"})) == 0.0
     left_by(path, Other(pid=7))  # and so has this one
     assert waited(path, Other(processes={7: "200"})) == 0.0
-    left_by(path, Other())  # of this very process, which did not come to give it back
+    left_by(path, Other())  # of this very process, which did not release it
     assert waited(path, Other()) == 0.0
 
 
@@ -329,7 +329,7 @@ def test_a_lock_is_had_until_its_process_is_killed_and_not_longer(tmp_path: Path
             save(tmp_path / "x")
     finally:
         process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody has asked for its end yet
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: its exit status has not been read yet
     machine.wait = lambda seconds: pytest.fail("waited")  # type: ignore[method-assign]
     mine = Lock(tmp_path / "x", machine)
     mine.take()

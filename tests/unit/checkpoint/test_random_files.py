@@ -1,9 +1,9 @@
-"""Checkpoints that somebody has damaged or forged at random: the right values, or an error that names what is wrong.
+"""Checkpoints that were damaged or forged at random: the right values, or an error that names the fault.
 
-Every file of a good checkpoint is played with: bytes and lengths, the fields of what is JSON (with its checksum made
-right again), links, pipes and folders in place of files. Whatever is done, `verify`, `load`, `listing` and `keep` end
+Every file of a good checkpoint is played with: bytes and lengths, the fields of JSON (with its checksum made
+right again), links, pipes and folders in place of files. After every change, `verify`, `load`, `listing` and `keep` end
 within seconds, and no error but a CheckpointError that names the folder comes out of them; where values are given back,
-they are those that were saved, unless a manifest with a right checksum says that others were.
+they are those that were saved, unless a manifest with a right checksum records others.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {each.name: each for each in folder.iterdir()}
 
 
-# --- what is done to files --------------------------------------------------------------------------------------------
+# --- changes of files -------------------------------------------------------------------------------------------------
 
 
 def flip(rng: random.Random, path: Path) -> None:
@@ -187,7 +187,7 @@ def forge(rng: random.Random, path: Path) -> None:
 DEEDS = (flip, cut, lose, another_kind, forge, forge, forge, forge)
 
 
-# --- what comes of it -------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def message(path: Path, function: Callable[[], Any]) -> Any:

@@ -115,7 +115,7 @@ def test_files_that_somebody_put_into_a_folder_of_a_checkpoint_stay(tmp_path: Pa
 
 
 def test_what_a_killed_save_or_removal_has_left_is_known_by_its_mark(tmp_path: Path, monkeypatch: Any) -> None:
-    """With files of the user's inside, which have any names."""
+    """With user files inside, which have any names."""
     monkeypatch.setattr(lock, "EMPTY", 0.0)  # locks whose makers were killed before their first write
 
     def write(folder: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_run_that_goes_on_from_an_older_step_saves_what_is_newest(tmp_path: Pa
 
 def test_a_save_never_removes_what_it_has_just_completed(tmp_path: Path) -> None:
     save(tmp_path / "step-1")
-    as_saved(tmp_path / "step-1", sequence=2**40)  # as of a job beside this one that has saved on
+    as_saved(tmp_path / "step-1", sequence=2**40)  # as of another job that has gone on saving
     with mock.patch("flatfsdp.checkpoint.saving.last_sequence", lambda folder: 3):
         save(tmp_path / "step-2", keeping=checkpoint.Keeping(last=1))
     assert names(tmp_path) == {"step-1", "step-2"}

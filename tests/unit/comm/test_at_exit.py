@@ -1,4 +1,4 @@
-"""The interpreter's end waits for gloo's worker threads that are at work, and for nobody else."""
+"""The interpreter's end waits for gloo's worker threads that are at work, and for no other thread."""
 
 from __future__ import annotations
 

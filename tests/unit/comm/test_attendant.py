@@ -15,7 +15,7 @@ from tests.harness import inspect
 
 
 class Exchange:
-    """Something that was worked on so many seconds `ago`, and how much of it there is."""
+    """An exchange that was worked on `ago` seconds before, and its remaining work."""
 
     def __init__(self, ago: float, *, has_work: bool = True, moves: int = 0) -> None:
         self.has_work = has_work

@@ -1,4 +1,4 @@
-"""Numbers as few bits: how far decoded ones are from what they were, which bytes they take, and what NaN and inf do."""
+"""Numbers as few bits: the error of decoded ones, their bytes, and the effect of NaN and inf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ChunkStream` by itself: several ranks' streams of random operations, moved on in random order."""
+"""`ChunkStream` alone: several ranks' streams of random operations, moved on in random order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Issue:
 
 
 class Rank:
-    """A stream, and what passed through it.
+    """A stream, and the bytes that passed through it.
 
     Attributes:
         to_issue: not yet issued. posted, taken: chunks, in order.

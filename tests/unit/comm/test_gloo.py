@@ -22,7 +22,7 @@ class Group:
 
 
 class Message:
-    """A message that fails so many times before it is through."""
+    """A message that fails `failures` times before it completes."""
 
     def __init__(self, log: list[str], name: str, failures: int = 0) -> None:
         self._log, self._name, self._failures = log, name, failures

@@ -16,7 +16,7 @@ WORLD = 7
 
 
 class Message:
-    """A piece that arrives when somebody waits for it, and not before it was `sent`."""
+    """A piece that arrives at a wait, and not before it was `sent`."""
 
     def __init__(self, row: Row, piece: Tensor, sent: threading.Event) -> None:
         self._row, self._piece, self._sent = row, piece, sent
@@ -33,7 +33,7 @@ class Lost:
 
 def pieces_of(seed: int) -> Tensor:
     """One piece per rank, of very different sizes, so that the order of a sum shows."""
-    generator = torch.Generator().manual_seed(seed)  # of its own: threads ask for them
+    generator = torch.Generator().manual_seed(seed)  # one for each: threads use them
     return torch.randn(WORLD, 5, generator=generator) * 10.0 ** torch.randint(-3, 4, (WORLD, 5), generator=generator)
 
 
@@ -103,7 +103,7 @@ def test_handing_over_waits_for_nobody_and_sums_run_in_that_order() -> None:
         return Message(row, pieces_of(number)[peer], sent)
 
     handed_over = sums(SumWorker(), 3, receive)
-    assert order == [(number, peer) for number in range(3) for peer in (1, 2, 3)]  # what there was room for
+    assert order == [(number, peer) for number in range(3) for peer in (1, 2, 3)]  # as many as fit
     sent.set()
     for number, (total, output) in reversed(list(enumerate(handed_over))):
         total.wait()

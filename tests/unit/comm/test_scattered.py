@@ -80,7 +80,7 @@ def test_rows_are_filled_from_shards_that_adjoin_or_not(seed: int) -> None:
                 flat, end = numbers(row.numel + 2 * len(row.sizes), given), 0
         if any(shard.numel() != size for shard, size in zip(shards, row.sizes, strict=True)):
             shards = [numbers(size, given) for size in row.sizes]
-        for _ in range(2):  # the second time by what is known
+        for _ in range(2):  # the second time from the cache
             row.fill(shards)
             assert all(torch.equal(piece, shard.float()) for piece, shard in zip(row.pieces, shards, strict=True))
             copied = torch.zeros(row.numel + 1)[chance.randint(0, 1) :][: row.numel]  # aligned or not

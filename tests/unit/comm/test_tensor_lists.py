@@ -21,7 +21,7 @@ COPIES = {"copy_", "_foreach_copy_", "cat", "split_with_sizes_copy"}
 
 
 class Copies(TorchDispatchMode):
-    """Counts what is called to copy."""
+    """Counts the calls that copy."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Arguments at the door: what is accepted and as what, what is refused in which words, what is warned about."""
+"""Arguments at the public interface: accepted values and their meaning, errors and their messages, warnings."""
 
 from __future__ import annotations
 

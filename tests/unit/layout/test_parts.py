@@ -35,7 +35,7 @@ def test_strided_chunks_divide_each_chunk_again(size: int, count: int, factor: i
 
 @pytest.mark.parametrize(("count", "factor"), [*itertools.product((1, 2, 3, 4, 6), (2, 3, 4))])
 def test_sizes_of_which_placements_tell_another_split_are_found(count: int, factor: int) -> None:
-    """By what torch's distributed checkpoint takes for a rank's part."""
+    """By the part that torch's distributed checkpoint computes for a rank."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard

@@ -86,7 +86,7 @@ def paint_rows(params: list[ParamSpec], world: int, align: int) -> Painting:
 
 
 def check(layout: FlatLayout, painting: Painting) -> None:
-    """`layout` is what was painted."""
+    """Require that `layout` is the painted one."""
     world = layout.world
     assert layout.padded_numel == len(painting.cells)
     assert [(each.span.start, each.span.stop) for each in layout.segments] == painting.segments

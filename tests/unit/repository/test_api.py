@@ -1,4 +1,4 @@
-"""The public enums and configs beside torch's own: equal names, values, fields, defaults and order."""
+"""The public enums and configs compared with torch's own: equal names, values, fields, defaults and order."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_scaler_has_the_signatures_of_torchs():
     overridden = {name for name, value in vars(ShardedGradScaler).items() if inspect.isfunction(value)} - {"__init__"}
     for name in overridden:
         own, base = (parameters_of(getattr(kind, name)) for kind in (ShardedGradScaler, torch.amp.GradScaler))
-        # torch's amp names no default for what FSDP1 gives one.
+        # torch's amp has no default where FSDP1 has one.
         assert [each[:2] for each in own] == [each[:2] for each in base], name
 
 

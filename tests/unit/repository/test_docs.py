@@ -24,11 +24,11 @@ import flatfsdp.errors
 import flatfsdp.wrap
 
 PUBLIC_MODULES = (flatfsdp, flatfsdp.wrap, flatfsdp.errors)
-POLICY_PROTOCOL = frozenset({"module", "recurse", "nonwrapped_numel"})  # what every policy takes, explained once
+POLICY_PROTOCOL = frozenset({"module", "recurse", "nonwrapped_numel"})  # arguments of every policy, explained once
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
-    """(dotted name, object) of what users may rely on: public modules, their names, and those classes' members."""
+    """(dotted name, object) of the public interface: public modules, their names, and those classes' members."""
     for module in PUBLIC_MODULES:
         yield module.__name__, module
         for name in module.__all__:

@@ -9,9 +9,9 @@ import pytest
 
 ENGINE = Path(__file__).resolve().parents[3] / "flatfsdp" / "engine"
 ARGUMENT = "use_orig_params"
-# What checks the argument, and what picks a face for it.
+# The file that checks the argument, and the one that picks a face for it.
 ASKS = ("config/arguments", "wrapping/build")
-# Whose words name it: messages elsewhere take them from the face.
+# The file whose messages name it: messages elsewhere take the text from the face.
 NAMES = ("flat/faces",)
 
 

@@ -11,7 +11,7 @@ PACKAGE = TESTS.parent / "flatfsdp"
 LOOKS_INSIDE = TESTS / "harness" / "inspect.py"
 BUILDS_OF_DOUBLES = TESTS / "harness" / "outbox_model.py"  # objects whose memory is a model's
 
-# Through these a model's engine is reached. None of them may be read elsewhere, whatever they are read from.
+# Through these a model's engine is reached. None of them may be read elsewhere, from any object.
 WAYS_IN = frozenset(
     "_unit _root _kept_root tracker limiter agreement accumulators streams handles _store _verdict _met".split()
 )
@@ -23,7 +23,7 @@ PUBLIC_IN_EFFECT = re.compile(
     r"|module_classes_to_ignore|stand_in|step_count|optimizer|config|version|replace|exit|save_to_state_dict"
     r"|load_from_state_dict|backward_hooks|schema|C|value|torch|world|unscale_grads_|HYBRID_SHARD_ZERO2)"
 )
-# Private names of single classes of ours that tests of these classes read. It may only shrink.
+# Private names of single flatfsdp classes that tests of these classes read. It may only shrink.
 OF_SINGLE_CLASSES = frozenset(
     """
     single_process/device/test_downloads.py:_event
@@ -52,7 +52,7 @@ OF_SINGLE_CLASSES = frozenset(
 
 @lru_cache
 def reaches() -> tuple[tuple[str, int, str], ...]:
-    """Attributes that tests read of what is not their own: file, line, name."""
+    """Private attributes of other objects that tests read: file, line, name."""
     read = re.compile(rf"([\w)\]]+)\.(_[a-zA-Z]\w*|{'|'.join(WAYS_IN)})\b")
     return tuple(
         (path.relative_to(TESTS).as_posix(), number, found[2])

@@ -40,10 +40,10 @@ ROWS = (
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names.split()}
 assert len(ROW_OF) == sum(len(names.split()) for names in ROWS), "a file has one row"
 ENTRIES = 20  # in flatfsdp/ at most
-PROGRAMS = frozenset(ROWS[-1].split())  # what a user could have written: public names only, and imports of each other
+PROGRAMS = frozenset(ROWS[-1].split())  # user-level code: public names only, and imports of each other
 PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.checkpoint", "flatfsdp.wrap", "flatfsdp.errors", "flatfsdp.messages"})
 
-# The seams: what stands in one place, and where (names in ROWS, and files of the engine).
+# The seams: code that stands in one place, and the place (names in ROWS, and files of the engine).
 DISTRIBUTED = PROGRAMS | {
     "as_torch",
     "checkpoint",
@@ -327,7 +327,7 @@ def test_seams_of_torch(names: str, allowed: frozenset[str]) -> None:
     assert not found, f"these belong into {', '.join(sorted(allowed))}:\n" + "\n".join(found)
 
 
-# Of single features: what users choose, and the sources of unsharded parameters that a feature hands down.
+# Of single features: options of users, and the sources of unsharded parameters that a feature hands down.
 OF_FEATURES = frozenset("branch branch_before keep_frozen post_forward_ranks HostCache PostForwardShard".split())
 
 
@@ -368,7 +368,7 @@ def test_one_file_registers_with_autograd() -> None:
     assert not found, "\n".join(found)
 
 
-# What finishes an iteration. The door and the drivers call it; everybody else comes through the door. [Note: rest]
+# Functions that finish an iteration. The door and the drivers call them; all others use the door. [Note: rest]
 PIECES_OF_REST = re.compile(
     r"\b(\w+\.(lazy_init|finish_interrupted|clear_failure|wait_for_gradients|show_shards|shows_shards|reset_to_idle"
     r"|retire_requests|left_unreduced)|setup\.write_back|iteration\.close|limiter\.free_all)$"

@@ -1,4 +1,4 @@
-"""The package as pip sees it: what a wheel holds, what it requires, and that installing it leaves torch alone."""
+"""The package as pip sees it: a wheel's contents, its requirements, and that installing it leaves torch unchanged."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pip(*arguments: str | Path) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the sources, so that building leaves no traces in the tree."""
-    pytest.importorskip("setuptools", minversion="70.1")  # the first that builds wheels by itself
+    pytest.importorskip("setuptools", minversion="70.1")  # the first that builds wheels on its own
     folder = tmp_path_factory.mktemp("package")
     sources = folder / "sources"
     shutil.copytree(ROOT / "flatfsdp", sources / "flatfsdp", ignore=shutil.ignore_patterns("__pycache__"))

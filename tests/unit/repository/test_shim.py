@@ -1,4 +1,4 @@
-"""The shim over torch: every private name exists, and its absence or a newer torch is reported in words."""
+"""The shim over torch: every private name exists, and its absence or a newer torch is reported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_name_has_a_reason_and_a_probe(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A torch from the future, of which nobody has been warned."""
+    """A torch from the future, without a warning yet."""
     monkeypatch.setattr(torch, "__version__", "3.4.0+cpu")
     monkeypatch.setattr(errors, "_warned", set())
     with fake_world(2):

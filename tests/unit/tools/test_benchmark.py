@@ -53,7 +53,7 @@ def test_small_neighbors_are_sent_together() -> None:
 
 
 def test_bytes_copied_are_shown_of_any_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are less those that the model copies by itself, which is looked at, too."""
+    """They exclude the model's own copies, which are checked, too."""
 
     def attempt(world: Any, job: Any, setting: Any) -> dict[str, Any]:
         copied = {"forward": 2 if setting.engine == FLOOR else 5}

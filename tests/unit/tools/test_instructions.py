@@ -1,4 +1,4 @@
-"""Counts of machine instructions: how valgrind's files are read, and what the page says of them."""
+"""Counts of machine instructions: reading valgrind's files, and the text of the page on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of samples: steps, cells, permutations, and what is resumed; datasets and collate of the trainer."""
+"""The order of samples: steps, cells, permutations, and resumption; datasets and collate of the trainer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_position_is_an_epoch_and_an_offset() -> None:
 
 
 def test_seeds_are_stable() -> None:
-    # What a checkpoint's position stands for must not change with the version of anything.
+    # The meaning of a checkpoint's position must not change with the version of anything.
     assert seed_of(0, 0) == 3679321338066202065
     assert SampleOrder(8, shuffle=True, seed=0).ids(range(8)) == (5, 3, 2, 1, 7, 4, 6, 0)
 

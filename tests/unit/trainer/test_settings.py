@@ -1,4 +1,4 @@
-"""Settings of the trainer: what dataclasses accept, and how they are read from tables, files and command lines."""
+"""Settings of the trainer: values that dataclasses accept, read from tables, files and command lines."""
 
 from __future__ import annotations
 

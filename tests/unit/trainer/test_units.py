@@ -68,7 +68,7 @@ class Pyramid(nn.Module):
 
 
 class Pretrained(Translator):
-    """Says what it repeats, as models of transformers do; an embedding that is tied among it."""
+    """Declares its repeated modules, as models of transformers do; a tied embedding is one of them."""
 
     _no_split_modules = ("TransformerDecoderLayer", "Embedding")
 

@@ -1,4 +1,4 @@
-"""Callbacks by name, settings that start the same run again, what a token costs."""
+"""Callbacks by name, settings that start the same run again, the cost of a token."""
 
 from __future__ import annotations
 

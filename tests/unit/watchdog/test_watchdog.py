@@ -1,4 +1,4 @@
-"""Watches of many ranks over one store in memory: what is printed, and how many requests it takes."""
+"""Watches of many ranks over one store in memory: the printed messages, and the number of requests."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class World:
 
 
 class Clock:
-    """A time that goes on only while somebody sleeps: how busy the machine is shows in no wait."""
+    """A time that advances only during sleeps: the load of the machine affects no wait."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()

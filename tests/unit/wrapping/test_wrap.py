@@ -1,4 +1,4 @@
-"""Wrapping: the same units as torch's FSDP1 for every kind of policy, and what FSDP1 cannot do.
+"""Wrapping: the same units as torch's FSDP1 for every kind of policy, and features that FSDP1 lacks.
 
 torch's own auto-wrapping is the oracle: both sides wrap a copy of the same tree in a recorder, and the order, the
 places and the arguments of all wrappers are compared.
@@ -29,7 +29,7 @@ HALF = {"param_dtype": torch.float16, "reduce_dtype": torch.float32}
 
 
 class Recorder(nn.Module):
-    """A wrapper that only remembers what it was given, in the order in which wrappers were made."""
+    """A wrapper that only stores its arguments, in the order in which wrappers were made."""
 
     made: list[Recorder] = []  # noqa: RUF012
 
@@ -103,7 +103,7 @@ def own_arguments(module: nn.Module) -> bool | dict[str, object]:
 
 
 def odd_numels(module: nn.Module, recurse: bool, nonwrapped_numel: int, offset: int = 0) -> bool:
-    """A policy of nobody's: it answers by every number it is given, and so tells of each wrong one."""
+    """A policy whose result depends on every number it receives, so that it shows each wrong one."""
     odd = (nonwrapped_numel + offset) % 2 == 1
     return recurse or (odd and not isinstance(module, (nn.ModuleList, nn.ModuleDict)))
 
@@ -248,7 +248,7 @@ def test_size_policy_has_the_attributes_of_fsdp1_and_reads_them(monkeypatch):
     assert [asked(nn.GELU(), True), asked(nn.GELU(), False)] == [True, False]
 
 
-# --- What FSDP1 cannot do --------------------------------------------------------------------------------------------
+# --- Features that FSDP1 lacks ---------------------------------------------------------------------------------------
 
 
 def test_a_leaf_stays_a_leaf_under_mixed_precision():
@@ -364,7 +364,7 @@ def test_parents_that_override_setattr_are_wrapped_and_restored(refuses):
             if "_parameters" in self.__dict__ and isinstance(value, nn.Module):
                 if refuses:
                     raise AttributeError(f"{name} is fixed")
-                value = copy.deepcopy(value)  # redirects what is set
+                value = copy.deepcopy(value)  # redirects assignments
             super().__setattr__(name, value)
 
         def forward(self) -> None: ...
@@ -452,7 +452,7 @@ def test_containers_without_forward_are_refused(policy, message):
 
 
 class Holder(nn.Module):
-    """A parameter beside a module, and no forward."""
+    """A parameter next to a module, and no forward."""
 
     def __init__(self) -> None:
         super().__init__()

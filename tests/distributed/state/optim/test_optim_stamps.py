@@ -1,4 +1,4 @@
-"""An optimizer's own state dict belongs to one rank: it says to which, and another one refuses it."""
+"""An optimizer's own state dict belongs to one rank: it records the rank, and another one refuses it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOTH = (Setting(orig=True), Setting(orig=False))
 
 
 def even() -> nn.Module:
-    """Shards of two ranks are equally large, so that nothing but a stamp tells them apart."""
+    """Shards of two ranks are equally large, so that only a stamp distinguishes them."""
     return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
 
 

@@ -119,7 +119,7 @@ class Pair:
             self.optim.zero_grad()
             loss_of(self.model(data(rank, step))).backward()
             for parameter in self.model.outside.parameters() if hasattr(self.plain, "outside") else ():
-                dist.all_reduce(parameter.grad)  # what FSDP ignores is the user's
+                dist.all_reduce(parameter.grad)  # ignored parameters are reduced by user code
             grads = full_gradients(self.model)
             for name, parameter in self.plain.named_parameters():
                 parameter.grad = grads.get(name)
@@ -209,7 +209,7 @@ WAYS = ("shard", "scatter", "to load", "rank 0")
 
 
 def resumed(rank: int, world: int, setting: Setting, optimizer: str, way: str) -> list[str]:
-    """An optimizer that loads what another one saved steps like it."""
+    """An optimizer that loads the state of another one steps like it."""
     lines = []
     with setting.doubles():
         pair, other = Pair(setting, optimizer=optimizer).train(rank), Pair(setting, optimizer=optimizer)
@@ -257,7 +257,7 @@ def save(rank: int, world: int, setting: Setting, path: str) -> dict[str, Any]:
 
 
 def load(rank: int, world: int, setting: Setting, path: str, whole: dict[str, Any]) -> list[str]:
-    """Into an optimizer that has not stepped: its state says what is there to load."""
+    """Into an optimizer that has not stepped: its state lists the values to load."""
     pair = Pair(setting)
     with FSDP.state_dict_type(pair.model, "SHARDED_STATE_DICT"):
         state = FSDP.optim_state_dict(pair.model, pair.optim)

@@ -1,4 +1,4 @@
-"""The state of an optimizer that has not stepped: what it starts from, at no cost to what it is."""
+"""The state of an optimizer that has not stepped: its initial values, obtained without a change of the optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.state.optim.test_optim_state import OPTIMIZERS, Pair, dif
 from tests.harness.corners import Net, Setting, chosen, data, full_parameters, joined, loss_of, seeded
 from tests.harness.models import Feedforward
 
-STARTS = {  # what is not zero
+STARTS = {  # initial values other than zero
     "mu_product": 1.0,
     "step_size": 0.01,
     "sum": 0.3,
@@ -124,7 +124,7 @@ def test_nothing_is_touched(pool2: Run) -> None:
 
 
 def between(rank: int, world: int) -> list[str]:
-    """Asked between forward and backward, where parameters show nothing; the backward goes on."""
+    """Requested between forward and backward, when parameters have no values; the backward goes on."""
     lines = []
     for setting in chosen(between):
         model, other = (setting.wrap(seeded(Net), (Feedforward,)) for _ in range(2))
@@ -149,7 +149,7 @@ def test_between_forward_and_backward(pool2: Run) -> None:
 def resumed(rank: int, world: int, optimizer: str) -> list[str]:
     lines = []
     for setting in (Setting(orig=True), Setting(orig=False)):
-        # torch casts what it loads to the dtype of the parameter, also a product that is none of its moments
+        # torch casts loaded states to the dtype of the parameter, also a product that is none of its moments
         model = "one unit" if optimizer == "nadam" else "corners"
         pair, other = (Pair(setting, model, optimizer) for _ in range(2))
         pair.optim.param_groups[0]["lr"] = pair.plain_optim.param_groups[0]["lr"] = 0.03

@@ -1,4 +1,4 @@
-"""Optimizer state where optimizers, ranks and dicts are not alike; what it costs; what is refused, in which words."""
+"""Optimizer state of optimizers, ranks and dicts that differ; its cost; errors and their messages."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def split_and_merged(rank: int, world: int) -> list[str]:
 
 
 def refused(call: Callable[[], Any], words: str) -> list[str]:
-    """A line unless `call` raises an error of ours with these words."""
+    """A line unless `call` raises a flatfsdp error with these words."""
     try:
         call()
     except FlatFSDPError as error:
@@ -270,7 +270,7 @@ def test_states_of_other_shapes(pool2: Run) -> None:
 
 
 def on_one_rank(rank: int, world: int, what: str) -> str:
-    """Something is wrong on rank 1 only; what each rank reports."""
+    """A fault on rank 1 only; the report of each rank."""
     model = wrapped(ORIG)
     optim = adam(model.parameters())
     whole = stepped(model, optim, rank)
@@ -477,7 +477,7 @@ def test_intervals_of_another_wrapping(pool2: Run) -> None:
     assert not joined(pool2(foreign_intervals))
 
 
-# --- keys, groups, and other ways to say it ---------------------------------------------------------------------------
+# --- keys, groups, and other forms of dicts ---------------------------------------------------------------------------
 
 
 def rekeyed(rank: int, world: int) -> list[str]:
@@ -584,7 +584,7 @@ def test_other_names_of_a_parameter(pool2: Run) -> None:
 
 
 def without_elements(rank: int, world: int) -> list[str]:
-    """A parameter without elements has no say in what its flat parameter loads."""
+    """A parameter without elements does not affect the state that its flat parameter loads."""
     pair = Pair(FLAT).train(rank)
     lines = []
     for change in (lambda d: d.pop("nothing"), lambda d: d["nothing"].update(step=torch.tensor(0.0))):
@@ -665,7 +665,7 @@ def test_several_models_and_optimizers(pool2: Run) -> None:
     assert not joined(pool2(several))
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
+# --- the cost ---------------------------------------------------------------------------------------------------------
 
 
 def costs(rank: int, world: int, orig: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Optimizer state dicts that lack what FSDP1 lets them lack: param groups, and parameters that no unit manages."""
+"""Optimizer state dicts without entries that FSDP1 does not require: param groups, and parameters outside of units."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def in_part(rank: int, world: int) -> list[str]:
         for what, expected in found[Torchs].items():
             if found[FSDP][what] != expected:
                 lines.append(f"orig {orig}, {what}: {found[FSDP][what]} where FSDP1 has {expected}")
-        # What the dict does not list either: FSDP1's leaves torch's load_state_dict() in the lurch.
+        # Parameters that the dict does not list either: FSDP1's result fails in torch's load_state_dict().
         groups = [
             {**each, "params": [n for n in each["params"] if "sparse" not in n]} for each in whole["param_groups"]
         ]

@@ -41,7 +41,7 @@ def empty() -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": []}], lr=0.1)
 
 
-# Each is a step of training, or what prepares such a step, and yields once per step.
+# Each is a step of training, or prepares such a step, and yields once per step.
 
 
 def groups_by_name(rank: int, **settings: Any) -> Iterator[None]:
@@ -129,7 +129,7 @@ def accumulated(rank: int) -> Iterator[None]:
 
 
 def looked_at(rank: int) -> Iterator[None]:
-    """The gradients of a model that nobody trains are read, beside another model's training."""
+    """The gradients of a model that is not trained are read during the training of another model."""
     model, other = wrapped(), wrapped()
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     while True:
@@ -156,7 +156,7 @@ def game(rank: int) -> Iterator[None]:
 
 
 class Parts(nn.Module):
-    """A part that is wrapped by itself, and one that is not."""
+    """A part that is wrapped alone, and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Parts(nn.Module):
 
 
 def in_parts(rank: int, *made: Callable[[Any], Any]) -> Iterator[None]:
-    """Optimizers of what each of `made` takes of the model, which step in turns."""
+    """Optimizers of the parameters that each of `made` selects, which step in turns."""
     torch.manual_seed(0)
     model = FSDP(Parts())
     optimizers = [torch.optim.SGD(each(model), lr=0.1) for each in made]

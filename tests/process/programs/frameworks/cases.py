@@ -15,7 +15,7 @@ def titan(name: str, *arguments: str, ranks: int = 2, **more: object) -> Case:
 
 
 def sharded(name: str, program: str, arguments: tuple[str, ...], *more: object, **others: object) -> Case:
-    """A case whose yardstick does not offload: torch's pins what it offloads, for which it needs an accelerator."""
+    """A case whose reference does not offload: torch's pins offloaded tensors, for which it needs an accelerator."""
     theirs = tuple(each for each in arguments if each != "offload")
     return Case(name, program, arguments, *more, theirs=theirs, **others)  # type: ignore[arg-type]
 

@@ -50,7 +50,7 @@ def parameters_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def write(folder: str | Path, values: Iterable[float], *modules: nn.Module, also: str = "") -> None:
-    """Write what this rank ends with; `also`: the name of another part of what the program does."""
+    """Write this rank's result; `also`: the name of another part of the program."""
     parameters = {
         f"{number}: {name}": found for number, module in enumerate(modules) for name, found in parameters_of(module)
     }

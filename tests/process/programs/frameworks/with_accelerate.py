@@ -48,7 +48,7 @@ def build() -> nn.Module:
     return model
 
 
-PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU  # what makes Accelerate accept a CPU
+PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU  # makes Accelerate accept a CPU
 if version == 1:
     own = {
         "use_orig_params": "flat" not in options,

@@ -45,7 +45,7 @@ class Net(lightning.LightningModule):
                 parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
             fully_shard(block, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
         fully_shard(self.body, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
-        torch.manual_seed(0)  # with which Lightning initializes what it gives memory to
+        torch.manual_seed(0)  # with which Lightning initializes the parameters that it allocates
 
     def training_step(self, batch, index):  # type: ignore[no-untyped-def]
         x, y = batch

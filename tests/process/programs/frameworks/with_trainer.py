@@ -1,5 +1,5 @@
 """The Trainer of transformers with `fsdp_config` of version 2: six steps, and the last three again from its
-checkpoint; what `save_model` writes.
+checkpoint; the files of `save_model`.
 
 with_trainer.py FOLDER STATE_DICT_TYPE [OPTION...]
 OPTION: tied | lora | ac | bf16 | eager | offload | evaluate
@@ -61,7 +61,7 @@ def train(also, **more):  # type: ignore[no-untyped-def]
         fsdp=True,
         fsdp_config=settings,
     )
-    arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU  # what makes it accept a CPU
+    arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU  # makes it accept a CPU
     trainer = Trainer(model=build(), args=arguments, train_dataset=data, eval_dataset=data[:8])
     trainer.train(**more)
     keys = ("loss", "grad_norm", "eval_loss")

@@ -1,4 +1,4 @@
-"""transformers' own FSDP, which a `DistributedConfig` asks for: a model is loaded sharded and trained, its checkpoint
+"""transformers' own FSDP, which a `DistributedConfig` selects: a model is loaded sharded and trained, its checkpoint
 is written by all ranks, and loaded.
 
 with_transformers.py FOLDER SIZE [OPTION...]

@@ -45,7 +45,7 @@ arguments = Config(
     **({"packing": True} if "packed" in options else {}),
     **({"gradient_checkpointing": True} if "ac" in options else {}),
 )
-arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU  # what makes it accept a CPU
+arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU  # makes it accept a CPU
 if task == "sft":
     rows = [{"prompt": f"what is {n}?", "completion": f" {n} is a number"} for n in range(32)]
 else:

@@ -1,4 +1,4 @@
-"""Optimizer state of many parameters, and at large worlds: what it costs in calls, and which intervals a rank has."""
+"""Optimizer state of many parameters, and at large worlds: its cost in calls, and the intervals of a rank."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_models_are_freed_without_the_garbage_collector() -> None:
         return [weakref.ref(model), weakref.ref(optim)]
 
     with fake_world(2):
-        use(refused=True)  # what torch keeps of its first optimizer is not ours
+        use(refused=True)  # torch keeps objects of its first optimizer
         gc.collect()
         gc.disable()
         try:
