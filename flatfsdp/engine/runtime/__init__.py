@@ -1,4 +1,4 @@
-"""Units, the model that they form, and what turns hooks of modules and of autograd into gathers and reductions.
+"""Units, their model, and the drivers that issue gathers and reductions from hooks of modules and of autograd.
 
 Imports `flat`, `agreement`, `schedule` and what these import.
 """

@@ -1,9 +1,9 @@
-"""Parameters that only some ranks of a model share, though they are no parts of wholes.
+"""Parameters that only some ranks of a model share, and that are no parts of wholes.
 
-[Note: parameters apart] A unit, or some kinds of it, may be sharded over fewer ranks than others, and hold plain
-tensors: experts that each rank has made itself. The ranks of each such mesh then have a parameter of their own under
-the one name. These train as any do, and a norm has all of them. A checkpoint, which knows names alone, could hold one
-only. Where a model has DTensors on a mesh beside its units' axes, plain tensors are taken for copies along that.
+[Note: parameters apart] A unit, or some of its kinds, may be sharded over fewer ranks than others, and hold plain
+tensors, for example experts that each rank has constructed itself. The ranks of each such mesh then have different
+parameters under one name. All of them are trained, and included in norms. A checkpoint, with one entry per name, could
+hold only one. With DTensors on a mesh in addition to units' axes, plain tensors are assumed to be copies along it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .unit import Unit
 
 
 def apart(units: Sequence[Unit]) -> list[tuple[Unit, FlatParamHandle]]:
-    """The handles in `units`, all of a model, whose parameters are such, each with its unit. No communication."""
+    """The handles in `units`, all of a model, with such parameters, each with its unit. No communication."""
     worlds = {groups.world for unit in units for groups in unit.axes.all}
     if len(worlds) < 2 or any(each.part is not None for unit in units for v in unit.views for each in v.extended):
         return []
@@ -25,8 +25,8 @@ def apart(units: Sequence[Unit]) -> list[tuple[Unit, FlatParamHandle]]:
 
 
 def axes_of_norms(units: Sequence[Unit], every: Sequence[Transport]) -> dict[FlatParamHandle, list[Transport]]:
-    """For the handles that are `apart`, and without replicas, the axes over which norms of their gradients add up: some
-    of `every` axis of the model, which reach all of its ranks. Precondition: the units are connected."""
+    """For the handles that are `apart`, and without replicas, the axes over which norms of their gradients are summed:
+    a subset of `every` axis of the model that reaches all of its ranks. Precondition: the units are connected."""
     found: dict[FlatParamHandle, list[Transport]] = {}
     for unit, handle in apart(units):
         groups = unit.axes.of(handle)

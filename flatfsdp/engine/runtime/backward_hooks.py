@@ -1,7 +1,7 @@
-"""What autograd's hooks make of a backward: its begin, and the part of each unit.
+"""The driver of backwards, called by autograd hooks: the begin of a backward, and the part of each unit.
 
-[Note: arrivals in a unit] A unit's backward begins when the gradient of one of its outputs is there (an *anchor*), and
-is over when its gradients, and those of its inputs, are.
+[Note: arrivals in a unit] A unit's backward begins when the gradient of one of its outputs has arrived (an *anchor*),
+and has finished when its gradients, and those of its inputs, have arrived.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class BackwardHooks:
     Attributes:
         sync: False inside `no_sync()`.
         is_last_backward: whether backwards end with all of their reductions. [Note: deferred gradients]
-        weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
+        weight: the factor of this rank's gradients in the mean over ranks. [Note: uneven inputs]
         iteration: of the model.
-        of_unit: what the hooks on tensors of each unit hold.
+        of_unit: the object that the hooks on tensors of each unit hold.
     """
 
     setup: Setup
@@ -60,7 +60,7 @@ class BackwardHooks:
     is_last_backward: bool = True
     weight: float = 1.0
     of_unit: dict[Unit, UnitHooks] = field(default_factory=dict)
-    # Found before, by `sync`, and for the choices of which version.
+    # A cache by `sync`, and the version of the options for which it is valid.
     _exceptions_by_sync: dict[bool, Exceptions] = field(default_factory=dict)
     _exceptions_version: int = -1
 
@@ -78,7 +78,7 @@ class BackwardHooks:
     # -- a backward --------------------------------------------------------------------------------------------------
 
     def begin(self) -> Backward:
-        """The backward that runs; the first sign of it plans it."""
+        """The running backward; its first hook plans it."""
         for observe in self.observers.backward_reaches:
             observe()
         iteration = self.iteration
@@ -131,14 +131,14 @@ class BackwardHooks:
         )
 
     def _expect_accumulated(self, backward: Backward) -> None:
-        """What earlier backwards have left takes part in this one's reductions."""
+        """Let gradients that earlier backwards have left take part in the reductions of `backward`."""
         for unit in self.setup.units:
             for grads in unit.grads:
                 if grads.accumulation.pending and unit.phase is not FORWARD:  # with this backward inside
                     backward.schedule.expect(unit)
 
     def reduce_accumulated(self) -> None:
-        """Reduce what backwards without synchronization have left, as one that brings no gradient would. Collective.
+        """Reduce the gradients of backwards without synchronization, as a backward without gradients does. Collective.
 
         Precondition: no forward or backward runs.
         """
@@ -154,14 +154,14 @@ class BackwardHooks:
         iteration.run_without_graph(backward)
 
     def _finisher(self, *, sync: bool) -> Finisher:
-        """What finishes the backward that begins."""
+        """The finisher of the backward that begins."""
         made = [found for make in self.observers.finisher if (found := make(sync=sync)) is not None]
         if made or self.is_last_backward or self.observers.backward_ends:
             return made[0] if made else Finisher()
         return DeferLast(self.agreement, self.accumulators)
 
     def _compare(self, record: ForwardRecord[Unit], flags: dict[Unit, Flags], *, reduces: bool) -> None:
-        """Ranks compare the backward over `record` that begins. `flags`: which parameters require a gradient."""
+        """Compare the beginning backward over `record` between ranks. `flags`: which parameters require a gradient."""
         if self.iteration.depth:
             self.iteration.turns.check_backward_inside()
         setup, sync = self.setup, self.sync
@@ -181,8 +181,8 @@ class BackwardHooks:
         )
 
     def _exceptions(self) -> Exceptions:
-        """Whether units reduce gradients in the next backward, those that stay unsharded after it, and the rules of all
-        for its schedule."""
+        """Whether units reduce gradients in the next backward, the units that stay unsharded after it, and the rules of
+        all units for its schedule."""
         known = self._exceptions_by_sync
         if self._exceptions_version != self.setup.version:
             self._exceptions_version = self.setup.version
@@ -213,12 +213,12 @@ class BackwardHooks:
         if own.completed and (own.finished or _is_done_reading(unit, backward)):
             return
         if unit.phase is STEPPED:
-            unit.enter_phase(PRE_BACKWARD)  # which the table refuses, before anything is gathered
+            unit.enter_phase(PRE_BACKWARD)  # the table refuses this, before anything is gathered
         task = _torch.graph_task()
         if call is not None and call.finished_in_task is not None and call.finished_in_task == task:
             call = None
             if unit.expects_gradients and not (unit.is_unsharded or backward.schedule.gathers.has_turn(unit)):
-                return  # freed when that was over
+                return  # freed when that call had finished
         elsewhere = own.completed and own.task != task
         if call is not None and call not in own.open_calls:
             own.open_calls.add(call)
@@ -230,7 +230,7 @@ class BackwardHooks:
             for each in (unit, *unit.owning_units):
                 each.backward.late_gradients = late_gradients.count_late(each)
         begun = unit.phase is PRE_BACKWARD
-        # Its own parameters may have been gathered for others that use them, and those it uses of others were not.
+        # Its own parameters may have been gathered for other units that share them, and shared ones of others not.
         if begun and not unit.is_tied and (unit.is_unsharded or not unit.options.schedule.unshard_in_backward):
             return
         for views in unit.views:
@@ -248,7 +248,7 @@ class BackwardHooks:
         backward, grads = self.iteration.backward, unit.grads[kind]
         if backward is None or not (unit.phase is PRE_BACKWARD or unit.backward.completed):
             if unit.phase is FORWARD:
-                unit.handles[kind].leaves[index].grad = None  # of the whole
+                unit.handles[kind].leaves[index].grad = None  # the unsharded gradient
                 _refuse_inside_forward(unit)
             backward = self.begin()
             backward.participate(unit)
@@ -269,7 +269,7 @@ class BackwardHooks:
         if task == own.task:
             if own.arrived_in_inner_tasks:
                 own.arrived_in_inner_tasks.discard((kind, index))
-        elif not own.completed and (not again or index in grads.missing):  # which is this task's part, and comes yet
+        elif not own.completed and (not again or index in grads.missing):  # missing: the part of `own.task` is to come
             own.arrived_in_inner_tasks.add((kind, index))
         if task != own.task:
             late_gradients.came(unit, self.of_unit[unit].custom_ran)
@@ -278,7 +278,7 @@ class BackwardHooks:
         for observe in self.observers.gradient_came:
             observe(unit, kind, index, grad)
         grads.arrive(index, grad.detach() if grad.requires_grad else grad)
-        del grad  # moved, or collected: what follows may take memory
+        del grad  # moved, or collected: the following code may allocate memory
         if own.completed:
             if unit.phase is STEPPED:
                 unit.enter_phase(PRE_BACKWARD)
@@ -290,20 +290,20 @@ class BackwardHooks:
             self.advance(unit, backward)
 
     def inputs_ready(self, unit: Unit, call: ForwardCall) -> None:
-        """The gradients of the inputs of one call of `unit` are there."""
+        """The gradients of the inputs of one call of `unit` have arrived."""
         own, backward = unit.backward, self.iteration.backward
         own.open_calls.discard(call)
         call.finished_in_task = _torch.graph_task()
         if backward is not None and call.began is not None and call.began == backward.schedule.clock.began.get(unit):
             own.finished = True
         if unit.expects_gradients:
-            # Reduce now if all has come that this backward computes, and reshard if nothing reads the parameters.
+            # Reduce now if all gradients of this backward have arrived, and reshard if nothing reads the parameters.
             self._skip_missing(unit)
             self.advance(unit, backward)
 
     def _skip_missing(self, unit: Unit) -> None:
-        """Where calls are over, await no gradients that this backward does not compute. Other ranks may use all
-        parameters: they reduce now, and gather on only when this rank has reduced, too."""
+        """When all calls have finished, stop waiting for gradients that this backward does not compute. Other ranks may
+        use all parameters: they reduce now, and gather the next unit only after this rank has reduced, too."""
         awaiting = [(handle, grads) for handle, _, grads in unit.kinds if grads.missing]
         if not awaiting or unit.backward.open_calls or unit.backward.completed:
             return
@@ -314,7 +314,7 @@ class BackwardHooks:
             grads.missing.difference_update([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
 
     def advance(self, unit: Unit, backward: Backward | None) -> None:
-        """Reduce `unit` when every gradient is there, and reshard, unless something in this backward can still read the
+        """Reduce `unit` when every gradient has arrived, and reshard, unless this backward may still read the
         parameters."""
         own = unit.backward
         if own.open_calls or backward is None:
@@ -331,10 +331,10 @@ class BackwardHooks:
             own.completed = True
             unit.enter_phase(POST_BACKWARD)
             unit.record_event("grads")
-            # The parameters are freed before the reduction takes memory.
+            # The parameters are freed before the reduction allocates memory.
             _release(unit, backward)
             backward.gradients_ready(unit)
-            if unit.leaves.single_use is None:  # for the backwards to come: this one may still show otherwise
+            if unit.leaves.single_use is None:  # for later backwards: this one may still show otherwise
                 unit.leaves.single_use = True
             if unit.leaves.runs_late is None:
                 unit.leaves.runs_late = False
@@ -356,9 +356,9 @@ def _refuse_inside_forward(unit: Unit) -> NoReturn:
 
 
 def _may_be_read_after_its_gradients(unit: Unit, backward: Backward) -> bool:
-    """Whether parameters of `unit` may be read when all of its own gradients have come: what is recomputed inside reads
-    all, parts that share some alone, and frozen ones pass on gradients of others: of units inside, of those that it
-    shares, and of a leaf that its module made."""
+    """Whether parameters of `unit` may be read after all of its own gradients have arrived: recomputation inside reads
+    all of them, units that share some read these, and frozen ones propagate gradients to other tensors: of units
+    inside, of units whose parameters it shares, and to a leaf that its module has created."""
     if unit.encloses_others and (backward.schedule.clock.recomputes or unit.sharing_units):
         return True
     if not unit.has_frozen:
@@ -373,11 +373,11 @@ def _may_be_read_after_its_gradients(unit: Unit, backward: Backward) -> bool:
 
 
 def _is_done_reading(unit: Unit, backward: Backward) -> bool:
-    """Whether the running backward has read all parameters that modules of `unit` hold, by what is known of their
-    gradients: each has come, or is none that this backward computes.
+    """Whether the running backward has read all parameters that modules of `unit` hold, as far as their gradients show:
+    each has arrived, or is not computed by this backward.
 
-    An output may be reached later than that: the hidden states beside what a head makes of them, or what the unit was
-    given. Other ranks may not reach it, so nothing is gathered for it.
+    An output may be reached later than that: hidden states that are returned next to the output of a head, or an input
+    that is returned. Other ranks may not reach it, so nothing is gathered for it.
     """
     if backward.in_inner_task() or backward.schedule.tied_owners.awaits_own_call(unit):
         return False
@@ -385,7 +385,7 @@ def _is_done_reading(unit: Unit, backward: Backward) -> bool:
 
 
 def _release(unit: Unit, backward: Backward) -> None:
-    """Reshard after the unit's part of the backward, unless the parameters are needed still."""
+    """Reshard after the unit's part of the backward, unless the parameters are still needed."""
     shared = unit.sharing_units and any(each.backward.open_calls for each in unit.alive_sharing_units())
     needed = shared or unit.backward.keep_unsharded or backward.schedule.keeps_unsharded(unit)
     if not needed and not backward.schedule.reaches_again(unit):
@@ -394,15 +394,15 @@ def _release(unit: Unit, backward: Backward) -> None:
 
 
 class UnitHooks:
-    """What the hooks on tensors of one unit hold: the unit, and what drives the backwards of its model, both weakly.
-    Hooks outlive steps, and those on leaves the model."""
+    """The object that the hooks on tensors of one unit hold: weak references to the unit, and to the `BackwardHooks` of
+    its model. Hooks outlive steps, and those on leaves outlive the model."""
 
     def __init__(self, unit: Unit, driver: BackwardHooks) -> None:
         self.unit = weakref.ref(unit)
         self.driver = weakref.ref(driver)
 
     def leaf_ready(self, kind: int, index: int, leaf: torch.Tensor) -> None:
-        """Autograd accumulated the gradient of a leaf: move it to its slot; all in: reduce and reshard."""
+        """Autograd accumulated the gradient of a leaf: move it to its slot; after the last one, reduce and reshard."""
         unit, driver = self.unit(), self.driver()
         if unit is None:
             return
@@ -415,7 +415,7 @@ class UnitHooks:
             driver.advance(unit, driver.iteration.backward)
 
     def inputs_ready(self, call: ForwardCall) -> None:
-        """The gradients of the inputs of one call are there."""
+        """The gradients of the inputs of one call have arrived."""
         unit, driver = self.unit(), self.driver()
         if unit is None:
             return
@@ -424,17 +424,17 @@ class UnitHooks:
         driver.inputs_ready(unit, call)
 
     def custom_ran(self) -> None:
-        """A backward is through with a custom Function, which may have brought the last gradients."""
+        """A backward has finished a custom Function, which may have computed the last gradients."""
         unit, driver = self.unit(), self.driver()
         if unit is not None and driver is not None and unit.expects_gradients and not unit.backward.completed:
             driver.advance(unit, driver.iteration.backward)
 
 
 class CountingHooks(UnitHooks):
-    """Those of a unit that gathers the next one half-way: its gradients are counted. [Note: half-way]"""
+    """The hooks of a unit that gathers the next one half-way: they count its gradients. [Note: half-way]"""
 
     def leaf_ready(self, kind: int, index: int, leaf: torch.Tensor) -> None:
-        super().leaf_ready(kind, index, leaf)  # afterwards the gradient has been let go
+        super().leaf_ready(kind, index, leaf)  # this releases the gradient
         unit, driver = self.unit(), self.driver()
         backward = driver.iteration.backward if driver is not None else None
         if unit is not None and backward is not None:

@@ -1,4 +1,4 @@
-"""Small units whose collectives are issued as one. [Note: coalescing]"""
+"""Small units whose collectives are coalesced. [Note: coalescing]"""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from ..flat.sources import CoalescedSource, UnshardSource
 from ..schedule.issue_order import coalesce
 from .unit import Unit
 
-REMEMBERED = 64  # sequences of units whose groups are known
+REMEMBERED = 64  # cached sequences of units
 
 _apart = Override(False)
-# Inside, units of models that are wrapped share nothing: for tests of each unit's own collectives.
+# Inside, models are wrapped without coalescing: for tests of each unit's own collectives.
 apart = functools.partial(_apart.being, True)
 
 
 class Coalescer:
-    """Which units of a model share their collectives, and those collectives."""
+    """The groups of units of a model that share their collectives, and these collectives."""
 
     def __init__(self, *, most: int) -> None:
-        """`most`: bytes of unsharded parameters that a group of units has; 0 to join none."""
+        """`most`: the maximum bytes of unsharded parameters in a group of units; 0 for no groups."""
         self._most = 0 if _apart.value else most
         self._bytes: dict[Unit, int] = {}  # of the small units
-        self._groups: dict[tuple[str, tuple[Unit, ...]], tuple[tuple[Unit, ...], ...]] = {}  # that were found before
+        self._groups: dict[tuple[str, tuple[Unit, ...]], tuple[tuple[Unit, ...], ...]] = {}  # a cache
 
     def measure(self, units: Iterable[Unit]) -> None:
-        """Find the small ones among `units`. Tied parameters are needed at other times than their unit, and those of
-        other meshes travel elsewhere."""
+        """Find the small units among `units`, without those with tied parameters, which are needed at other times, and
+        with parameters on other meshes, which are sent over other axes."""
         alone = (unit for unit in units if not (unit.is_tied or unit.axes.elsewhere))
         sizes = {unit: sum(map(_unsharded_bytes, unit.handles)) for unit in alone}
         self._bytes = {unit: size for unit, size in sizes.items() if 0 < size <= self._most}
         self.forget()
 
     def forget(self) -> None:
-        """What users chose was changed: groups may be others."""
+        """Clear the cache, after a change of options."""
         self._groups.clear()
 
     def gathers(self, sequence: Iterable[Unit]) -> Iterable[tuple[Unit, ...]]:
@@ -49,7 +49,7 @@ class Coalescer:
         return self._cut("gathers", sequence, self._gather_of)
 
     def first_gather(self, unit: Unit, following: Iterable[Unit]) -> tuple[Unit, ...]:
-        """`unit` with those `following` it that are gathered with it."""
+        """`unit`, and the units `following` it that are gathered with it."""
         if unit not in self._bytes:
             return (unit,)
 
@@ -74,7 +74,7 @@ class Coalescer:
         units = tuple(sequence)
         groups = self._groups.get((what, units))
         if groups is None:
-            if len(self._groups) == REMEMBERED:  # of a model whose order is another at every step
+            if len(self._groups) == REMEMBERED:  # the order may be different at every step
                 self._groups.clear()
             groups = self._groups[what, units] = tuple(coalesce(units, key, most=self._most))
         return groups
@@ -96,14 +96,14 @@ class Coalescer:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def launch_unshard(self, units: Sequence[Unit], *, ahead: bool) -> Sequence[Unit]:
-        """Issue the all-gathers of whatever is sharded of a group of `units`; `ahead`: before their use. Collective
-        over the shard axis. Those of which there was anything to gather."""
+        """Issue the all-gathers of all sharded handles of a group of `units`; `ahead`: before their use. Returns the
+        units that had any. Collective over the shard axis."""
         if len(units) == 1:
             return units if units[0].launch_unshard(ahead=ahead) else ()
         return self.launch_coalesced(units, ahead=ahead)
 
     def launch_coalesced(self, units: Sequence[Unit], *, ahead: bool) -> Sequence[Unit]:
-        """`launch_unshard` of several."""
+        """`launch_unshard` of several units."""
         found: list[Unit] = []
         resources = units[0].resources
         stream = resources.streams.unshard
@@ -135,7 +135,7 @@ class Coalescer:
         return units[0].reduce() if len(units) == 1 else self.reduce_coalesced(units)
 
     def reduce_coalesced(self, units: Sequence[Unit]) -> Sequence[Reduction]:
-        """`reduce` of several."""
+        """`reduce` of several units."""
         first = units[0]
         by_dtype: dict[torch.dtype, list[ReductionInput]] = defaultdict(list)
         for unit in units:

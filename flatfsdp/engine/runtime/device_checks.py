@@ -1,5 +1,5 @@
-"""Where parameters and buffers are: the device of a unit, and the checks before a forward that everything is in a unit,
-and on the device where it computes."""
+"""Devices of parameters and buffers: the device of a unit, and the checks before a forward that all parameters are in a
+unit, and that all tensors are on the device where it computes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from .unit import Unit
 
 
 def compute_device(module: nn.Module, config: Config) -> torch.device:
-    """Where the unit computes: `device_id`; else where parameters on an accelerator are; else what the group serves.
-
-    In a dry run it is always the CPU, which every machine has.
+    """The device on which the unit computes: `device_id`; else that of a parameter on an accelerator; else the one that
+    the process group supports. In a dry run it is always the CPU, which every machine has.
     """
     if is_memoryless():
         return torch.device("cpu")
@@ -57,14 +56,14 @@ def move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device)
 
 
 def check_registered(module: nn.Module, units: Sequence[Unit], among: Collection[int] | None = None) -> None:
-    """Refuse to compute with parameters of `module` that were registered after wrapping: none of its units holds them.
+    """Check that no parameters of `module` were registered after wrapping, so that none of its units holds them.
 
     Args:
         module, units: the outermost one, and all of its model.
-        among: the ids of those that count, if not all do.
+        among: the ids of the parameters to check; None for all.
 
     Raises:
-        UsageError: naming all of them.
+        UsageError: names all of them.
     """
     unmanaged = unmanaged_parameters(module, units)
     found = [name for name, parameter in unmanaged.items() if among is None or id(parameter) in among]
@@ -77,13 +76,13 @@ def check_registered(module: nn.Module, units: Sequence[Unit], among: Collection
 
 
 def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.device) -> None:
-    """Refuse to compute while something of `outermost` is on the meta device, or on another one than `device`, where
+    """Check that no parameters or buffers of `outermost` are on the meta device, or on another one than `device`, where
     its units compute.
 
-    Ignored parameters and buffers may be on any real device: they are the user's.
+    Ignored parameters and buffers may be on any real device.
 
     Raises:
-        UsageError: naming all of them.
+        UsageError: names all of them.
     """
     on_meta: list[str] = []
     elsewhere: list[str] = []
@@ -127,7 +126,7 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
 
 
 def check_hooked(units: Iterable[Unit]) -> None:
-    """Refuse a model of which only a part has a communication hook.
+    """Check that all `units` of a model, or none of them, have a communication hook.
 
     Raises:
         UsageError: the model was wrapped again after a hook had been registered.
@@ -142,10 +141,10 @@ def check_hooked(units: Iterable[Unit]) -> None:
 
 
 def check_targets(units: Sequence[Unit]) -> None:
-    """Refuse lists of what is gathered ahead that name units of other models.
+    """Check that units list only units of the same model to be gathered ahead.
 
     Raises:
-        UsageError: naming one.
+        UsageError: names one of another model.
     """
     for unit in units:
         for target in (*unit.options.forward_targets.units(), *unit.options.backward_targets.units()):

@@ -1,9 +1,9 @@
 """The modules whose forward runs a unit.
 
-[Note: entries] A wrapper's unit has one entry, the module inside the wrapper. Of `fully_shard` there may be several,
-which share one unit. They hold it themselves, *in place* of a wrapper, so that it must not hold them: a deleted model
-would wait for the garbage collector. Parameters are named by their paths from the entry, where there are several with
-the entry's number in front.
+[Note: entries] A wrapper's unit has one entry, the module inside the wrapper. Several modules given to `fully_shard`
+may share one unit. They hold it themselves, *in place* of a wrapper, and it holds them weakly: a deleted model would
+otherwise wait for the garbage collector. Parameters are named by their paths from the entry; if there are several,
+prefixed with the entry's number.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import nn
 from ..base.fqns import fqn
 
 M = TypeVar("M", bound=nn.Module)
-PLAIN_CLASS = "_flatfsdp_plain_class"  # of a class that stands for another one in place: that one
+PLAIN_CLASS = "_flatfsdp_plain_class"  # attribute of a class that replaces another one in place: the original
 
 
 class WeakModules(Sequence[M], Generic[M]):
-    """Modules that are held weakly: those that are still there."""
+    """Modules that are held weakly: those that are still alive."""
 
     def __init__(self, modules: Iterable[M]) -> None:
         self._refs = [weakref.ref(module) for module in modules]
@@ -45,9 +45,9 @@ class Entries:
 
     Attributes:
         in_place: whether they hold the unit themselves, and no wrapper does.
-        wrapped: the module inside the wrapper; None where there is none.
-        class_name: of the entry, for messages; of several, all of them.
-        paths: from the outermost module, once that is known; "" for that.
+        wrapped: the module inside the wrapper; None without a wrapper.
+        class_name: the class names of all entries, for messages.
+        paths: of the entries in the outermost module, once that is known; "" for that module.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, in_place: bool) -> None:
@@ -63,12 +63,12 @@ class Entries:
 
     @property
     def first(self) -> nn.Module:
-        """The only entry; of several, the first that is there."""
+        """The only entry; of several, the first that is alive."""
         return self._modules[0]
 
     @property
     def are_several(self) -> bool:
-        """Whether the unit was made of a list."""
+        """Whether the unit was constructed from a list of modules."""
         return self._count > 1
 
     def lacks(self, ran: set[int]) -> bool:
@@ -76,12 +76,12 @@ class Entries:
         return len(ran) < self._count and any(id(module) not in ran for module in self._modules)
 
     def name(self, path_of: Callable[[nn.Module], str]) -> str:
-        """Take the paths of all entries; the name of the unit."""
+        """Set the paths of all entries; returns the name of the unit."""
         self.paths = tuple(path_of(module) for module in self._modules) or ("",)
         return ", ".join(self.paths)
 
     def fqn(self, path: str) -> str:
-        """The name, in the whole model, of what has this `path` in the unit."""
+        """The name, in the whole model, of the parameter or buffer with this `path` in the unit."""
         if not self.are_several:
             return fqn(self.paths[0], path)
         number, _, below = path.partition(".")
@@ -89,6 +89,6 @@ class Entries:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` as its author wrote it."""
+    """The class of `module`, or the original one if its class was replaced in place."""
     found: type[nn.Module] = getattr(type(module), PLAIN_CLASS, type(module))
     return found

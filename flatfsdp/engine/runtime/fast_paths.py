@@ -1,8 +1,8 @@
-"""Layers of torch's that compute with the weights of modules inside of them, and call none of these.
+"""Layers of torch that compute with the weights of modules inside of them without calling these modules.
 
 [Note: fast paths] In evaluation `nn.TransformerEncoderLayer` does so, unless a module in it has a hook on its forward.
-Where such a module is of a unit of its own, its weights are not gathered then. So it has a hook that does nothing. Of a
-unit that is alone nobody knows what is around it; in a model it is known at the first forward.
+If such a module has a unit of its own, its weights would not be gathered. So it gets a hook that does nothing. The
+modules around a unit are unknown when it is constructed, and known at the first forward of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from ..base import autograd as hooks
 from .unit import Unit
 
-_READ = (nn.MultiheadAttention, nn.Linear, nn.LayerNorm)  # whose weights such a layer knows by their names
+_READ = (nn.MultiheadAttention, nn.Linear, nn.LayerNorm)  # modules whose weights such a layer reads
 
 
 def _nothing(module: nn.Module, args: Any) -> None:
@@ -23,15 +23,15 @@ def _nothing(module: nn.Module, args: Any) -> None:
 
 
 def keep_out(modules: Iterable[nn.Module]) -> None:
-    """Let layers around those of `modules` whose weights they could read call them."""
+    """Let such layers call those of `modules` whose weights they could read."""
     for module in modules:
         if isinstance(module, _READ) and _nothing not in module._forward_pre_hooks.values():
             hooks.before_forward(module, _nothing)
 
 
 def keep_out_inside(modules: Iterable[nn.Module], units: Sequence[Unit]) -> None:
-    """All `modules` of a model are known, the outermost first: of those of `units` only the ones inside of such layers
-    need hooks."""
+    """Remove these hooks from entries of `units` that are not inside of such layers. `modules`: all of the model, the
+    outermost first."""
     outermost, *rest = modules
     inside: set[nn.Module] = set()
     for layer in [each for each in (outermost, *rest) if isinstance(each, nn.TransformerEncoderLayer)]:
@@ -44,5 +44,5 @@ def keep_out_inside(modules: Iterable[nn.Module], units: Sequence[Unit]) -> None
     if inside := inside & apart:
         keep_out(inside)
         for encoder in [each for each in (outermost, *rest) if isinstance(each, nn.TransformerEncoder)]:
-            # Which makes nested tensors of its input where it takes the layers' fast path for granted.
+            # An encoder makes nested tensors of its input if it expects its layers to take the fast path.
             encoder.use_nested_tensor = encoder.use_nested_tensor and inside.isdisjoint(encoder.modules())

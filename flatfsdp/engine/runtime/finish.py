@@ -1,7 +1,7 @@
-"""What becomes of the reduced gradients of one backward.
+"""Finishers of backwards, which publish the reduced gradients.
 
-[Note: finishers] A backward hands reduced gradients to its *finisher*, as it goes and when it ends. The one here makes
-them `.grad`; a feature hands down another one at the point `finisher` of its observer.
+[Note: finishers] A backward passes reduced gradients to its *finisher*, while it runs and when it ends. The one here
+makes them `.grad`; a feature provides another one at the point `finisher` of its observer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Finisher:
     """Makes reduced gradients `.grad` when the backward ends.
 
     Attributes:
-        acts_early: whether it wants to know what is reduced while the backward goes on.
-        ends_with_all: whether the backward ends with all of its reductions.
-        pending: gradients that have yet to come when it has ended.
+        acts_early: whether `reduced` is called while the backward runs.
+        ends_with_all: whether all reductions have finished when the backward ends.
+        pending: gradients whose reductions have not finished when the backward ends.
     """
 
     acts_early = False
@@ -32,11 +32,11 @@ class Finisher:
     pending: PendingGradients | None = None
 
     def reduced(self, units: Iterable[Unit]) -> None:
-        """The backward is through with `units`, whose gradients have been reduced and complete on this rank."""
+        """The backward has finished `units`, whose gradients are reduced, and complete on this rank."""
 
     def backward_ended(self, units: Iterable[Unit], under_way: Sequence[Unit]) -> Finished:
-        """`units` are at rest again; all that was issued has been reduced but what is `under_way`. Those units whose
-        gradients are complete now, and the handles of which, whose hooks have yet to run."""
+        """`units` are at rest again, and all reductions have finished except those `under_way`. Returns the units with
+        complete gradients, and their handles with complete gradients, whose hooks have not run yet."""
         return [(unit, complete) for unit in units if (complete := unit.finalize_grads())]
 
     def backward_failed(self, units: Sequence[Unit]) -> None:
@@ -44,13 +44,13 @@ class Finisher:
 
 
 class DeferLast(Finisher):
-    """Lets what was issued last be reduced beside what the user does next: whoever reads it waits. [Note: deferred
+    """Overlaps the last reductions with the code after the backward; a read of `.grad` waits. [Note: deferred
     gradients]"""
 
     ends_with_all = False
 
     def __init__(self, agreement: Agreement, accumulators: GradAccumulators) -> None:
-        self._agreement = agreement  # a model, in a circle with what awaits, would live until the collector comes
+        self._agreement = agreement  # not the model: pending gradients would form a reference cycle with it
         self._accumulators = accumulators
 
     def backward_ended(self, units: Iterable[Unit], under_way: Sequence[Unit]) -> Finished:
@@ -61,7 +61,7 @@ class DeferLast(Finisher):
         return finished
 
     def _can_wait(self, unit: Unit) -> bool:
-        """Whether nobody looks at gradients of `unit` but by reading `.grad`, which can be made to wait."""
+        """Whether gradients of `unit` are only read through `.grad`, which can be made to wait."""
         nobody_else = self._accumulators.expects_gradients.isdisjoint(unit.handles)
         return nobody_else and all(map(can_defer, steppable_of(unit)))
 
@@ -78,7 +78,7 @@ class DeferLast(Finisher):
 
 
 def _finalize_later(unit: Unit) -> Iterator[Callable[[], None]]:
-    """`finalize_grads` of `unit` without waiting for what is being reduced; what waits for it, by handle."""
+    """`finalize_grads` of `unit` without waiting for running reductions; the functions that do wait, by handle."""
     for grads in unit.grads:
         if grads.reducing:
             yield grads.finalize_grads_later()

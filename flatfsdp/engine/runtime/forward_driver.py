@@ -1,4 +1,4 @@
-"""What happens around the forward of a wrapped module."""
+"""The driver of forwards: gathers, casts and hooks around the forward of a wrapped module."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ForwardDriver:
     gathers: ForwardGathers
     backwards: BackwardHooks
     gradient_flow: GradientFlow = field(default_factory=GradientFlow)
-    _turns_version: int = -1  # of the choices that the turns follow from
+    _turns_version: int = -1  # of the options that the turns depend on
 
     # -- a forward of the model --------------------------------------------------------------------------------------
 
@@ -151,11 +151,11 @@ class ForwardDriver:
         entry: nn.Module | None = None,
         stays: bool = True,
     ) -> Any:
-        """The forward of the module of `unit`, or another `call`, with the parameters unsharded around it. Collective
-        over the shard axis.
+        """Run the forward of the module of `unit`, or another `call`, with unsharded parameters. Collective over the
+        shard axis.
 
-        `entry`: of several, the one that runs. `stays`: whether the unit stays unsharded where it is trained and no
-        output shows it.
+        `entry`: the one of several that runs. `stays`: whether the unit stays unsharded if it is trained and no output
+        requires a gradient.
         """
         if _functorch.in_transform():
             return self._run_outside(unit, args, kwargs, call, entry=entry, stays=stays)
@@ -192,7 +192,7 @@ class ForwardDriver:
             self._leave(unit, failed=True)
             raise
         if recomputing or again:
-            unit.phase = phase  # it returns to where its backward is, or its forward
+            unit.phase = phase  # of its backward, or of the forward around this one
         else:
             unit.enter_phase(IDLE)
         self._leave(unit)
@@ -209,8 +209,8 @@ class ForwardDriver:
     def _run_summoned(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], called: Callable[..., Any]
     ) -> Any:
-        """The module's forward, or what else is `called`, with the parameters as the user has them. No communication,
-        but of units inside that are not summoned."""
+        """Run `called` with the parameters that `summon_full_params()` shows. No communication, except that of units
+        inside that are not summoned."""
         if torch.is_grad_enabled():
             raise UsageError(
                 f"unit {unit.label}: forward inside summon_full_params() would train on parameters that are written "
@@ -230,7 +230,7 @@ class ForwardDriver:
         """Gather `unit`, and cast its inputs; the last item is the dtype to which outputs are cast back."""
         outer_dtype = unit.built.output_dtype
         if recomputing and any(grads.arrived for grads in unit.grads):
-            unit.leaves.single_use = False  # parameters are read after their gradients have come
+            unit.leaves.single_use = False  # parameters are read after their gradients have arrived
         unit.enter_phase(FORWARD)
         if outermost:
             self._forget_autocast()
@@ -250,7 +250,7 @@ class ForwardDriver:
         if not torch.is_grad_enabled():
             return None, args, kwargs, outer_dtype
         of_unit = self.backwards.of_unit
-        for each in (unit, *unit.owning_units):  # which may not run itself
+        for each in (unit, *unit.owning_units):  # an owner may not run itself
             _watch_leaves(each, of_unit[each])
         return self._watch_inputs(unit, (args, kwargs)), args, kwargs, outer_dtype
 
@@ -264,11 +264,11 @@ class ForwardDriver:
             torch.clear_autocast_cache()
 
     def _watch_inputs(self, unit: Unit, inputs: Any) -> ForwardCall | None:
-        """Let the inputs' gradients show when this call's backward is over.
+        """Hook the inputs, whose gradients show that this call's backward has finished.
 
         The parameters' own gradients do not: frozen ones have none, and a detached use, or a segment recomputed inside
-        the module, reads a parameter after its gradient has arrived. The gradient of an input that an earlier call of
-        another unit read too is there only after that one's backward; it is awaited only where nothing else does.
+        the module, reads a parameter after its gradient has arrived. If an earlier call of another unit also read an
+        input, its gradient arrives only after the backward of that unit; it is awaited only for lack of other inputs.
         """
         args, kwargs = inputs
         inputs = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
@@ -303,8 +303,8 @@ class ForwardDriver:
     def _after(
         self, unit: Unit, recomputing: bool, call: ForwardCall | None, output: Any, *, stays: bool, again: bool
     ) -> None:
-        """`stays`: whether the unit stays unsharded where it is trained and no output shows it; `again`: it does, for
-        the forward around this one."""
+        """`stays`: whether the unit stays unsharded if it is trained and no output requires a gradient; `again`: it
+        does, for the forward around this one."""
         training, turns = torch.is_grad_enabled(), self.iteration.turns
         if not training:
             self._forget_autocast()
@@ -338,7 +338,7 @@ class ForwardDriver:
         self.gathers.finished(iteration.record, unit, training=iteration.training, reached=reached, keep=keep)
 
     def _hook_outer_levels(self, unit: Unit, output: Any) -> list[torch.Tensor]:
-        """Inside of transforms: do as much for what `output` is in those around the innermost, and outside of all."""
+        """Inside of transforms: hook the tensors of `output` in the outer transforms, and outside of all of them."""
         outer = [each for tensor in tensors_in(output) for each in _functorch.levels_of(tensor)[1:]]
         outer = [each for each in outer if each.requires_grad]
         for each in outer:
@@ -346,8 +346,8 @@ class ForwardDriver:
         return outer
 
     def _hook_output(self, unit: Unit, output: torch.Tensor, call: ForwardCall | None, watch: object) -> None:
-        """Begin this unit's backward when the gradient of `output` is there, whose hooks hold `watch`; that of its
-        readers is over then."""
+        """Begin this unit's backward, and end that of readers of `output`, when its gradient arrives; the hook holds
+        `watch`."""
         output_hook = self.gradient_flow.output_hook(output)
         output_hook.returners.insert(0, (self.backwards.of_unit[unit], call))
         if len(output_hook.returners) > 1:
@@ -355,8 +355,8 @@ class ForwardDriver:
                 hooks.before_backward_of(output, functools.partial(lambda held, grad: None, watch))
             return
 
-        # The graph holds the pass that it was made in. Not the model: an error of a backward that the model keeps holds
-        # the graph, and no collector sees that circle.
+        # The graph holds the forward pass that created it. Not the model: that keeps the error of a backward, which
+        # holds the graph, and garbage collection does not find this reference cycle.
         held = self.iteration.record.running, watch
 
         def reached(grad: torch.Tensor, held: object = held) -> None:
@@ -397,7 +397,7 @@ def _watch_leaves(unit: Unit, held: UnitHooks) -> None:
 
 
 def unshard_at_first_gradient(unit: Unit, held: UnitHooks) -> None:
-    """Begin the backward of `unit` when the first of its gradients is about to come, if nothing else did."""
+    """Begin the backward of `unit` when the first of its gradients is about to arrive, if it has not begun before."""
     _watch_leaves(unit, held)
 
     def reached() -> None:
@@ -413,7 +413,7 @@ def unshard_at_first_gradient(unit: Unit, held: UnitHooks) -> None:
 
 
 def _own_output(unit: Unit, output: Any) -> Any:
-    """Outputs that are views of unsharded parameters become copies: their memory is about to be freed."""
+    """`output` with copies of tensors that are views of unsharded parameters, whose memory is about to be freed."""
     occupied: set[int] = set()
     for each in (unit, *unit.owning_units) if unit.owning_units else (unit,):
         for handle, views, _ in each.kinds:

@@ -1,4 +1,4 @@
-"""The gathers of a forward, and what is compared beside them; which there are is decided in `forward_schedule.py`."""
+"""The gathers of a forward, as `forward_schedule.py` decides, and the comparisons between ranks that precede them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .user_writes import apply_shard_writes, follow_other_ranks
 
 @dataclass(eq=False)
 class ForwardGathers(ForwardSchedule[Unit]):
-    """Carries out what the schedule of one model's forwards decides, and what ranks compare in that order."""
+    """Carries out the schedule of one model's forwards, and compares its order between ranks."""
 
     setup: Setup
     iteration: Iteration
@@ -52,7 +52,7 @@ class ForwardGathers(ForwardSchedule[Unit]):
             each.wait_unshard()
 
     def gather_in_turn(self, unit: Unit) -> None:
-        """It is the turn of `unit`, on all ranks: start to gather it, and maybe the next. Collective."""
+        """It is the turn of `unit`, on all ranks: start to gather it, and possibly the next. Collective."""
         first = self.order.enter(unit)
         schedule = self.setup.words_of_choices  # read at every unit
         if schedule is None:
@@ -84,31 +84,31 @@ class ForwardGathers(ForwardSchedule[Unit]):
         self.enters(unit)
 
     def repeat(self, unit: Unit) -> None:
-        """`unit` runs again in this forward, and was not freed since."""
+        """`unit` runs again in this forward, and was not freed in between."""
         self.iteration.record.repeat(unit)
 
     def finish(self, unit: Unit, *, reached: bool, keep: bool = False) -> None:
-        """The part of `unit` in the forward is over; it is to `keep` its parameters, or a gradient can come to it
-        (`reached`)."""
+        """The part of `unit` in the forward has ended. `reached`: a gradient can reach it; `keep`: it stays unsharded
+        for the backward."""
         iteration = self.iteration
         self.finished(iteration.record, unit, training=iteration.training, reached=reached, keep=keep)
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def gather(self, units: Sequence[Unit], *, ahead: bool) -> None:
-        """Issue the gather of whatever is sharded of a group. Collective over the shard axis."""
+        """Issue the gathers of all sharded handles of a group. Collective over the shard axis."""
         self.coalescer.launch_unshard(units, ahead=ahead)
         self.iteration.ahead.update(dict.fromkeys(units if ahead else units[1:]))
 
     def free(self, unit: Unit, *, retains: bool) -> None:
-        """Free the unsharded parameters; `retains`: but for what a feature keeps for the backward."""
+        """Free the unsharded parameters; `retains`: a feature may first keep a part of them for the backward."""
         if retains and unit.kept.retain is not None:
             unit.kept.retain(unit)
         self.iteration.has_freed = True
         unit.reshard(SHOWS_NOTHING, unreached=self.iteration.backward is not None)
 
     def leave_unsharded(self, unit: Unit) -> None:
-        """What users write to what is left unsharded is noticed."""
+        """Track writes to the parameters that are left unsharded."""
         for views in unit.views:
             views.track_writes()
 

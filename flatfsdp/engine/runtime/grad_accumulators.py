@@ -1,11 +1,11 @@
-"""Parameters whose nodes of autograd somebody holds, and the hooks there.
+"""Parameters whose AccumulateGrad nodes are held by the program, and the hooks on these nodes.
 
-[Note: accumulators] A leaf's gradients come to a node of autograd's, its *accumulator*, which is made when a graph
-first needs it and lives as long as a graph or a user holds it: `p.expand_as(p).grad_fn.next_functions[0][0]`. It admits
-gradients of the shape that the leaf had when it was made. So one that was taken from a sharded parameter is parted from
-it before the unit computes: autograd then makes another. Hooks on a node that is held are kept from running on this
-rank's whole gradient, and run when the parameter's sharded `.grad` is final. Nodes that only graphs hold are left to
-them.
+[Note: accumulators] A leaf's gradients are accumulated by a node of autograd, its *accumulator*, which is created when
+a graph first needs it, and lives as long as a graph or the program holds it:
+`p.expand_as(p).grad_fn.next_functions[0][0]`. It accepts gradients of the shape that the leaf had at its creation. So
+the accumulator of a sharded parameter is detached from it before the unit computes: autograd then creates another one.
+Hooks on a held accumulator do not run on this rank's unsharded gradient; they run when the parameter's sharded `.grad`
+is final. Accumulators that only graphs hold are not changed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.views import SHOWS_SHARD, ParamViews
 from .unit import Unit
 
-# What torch's `_apply_optimizer_in_backward` leaves on a parameter; FSDP1 steps these, too.
+# The attribute that torch's `_apply_optimizer_in_backward` sets on a parameter; FSDP1 steps these optimizers, too.
 _OPTIMIZERS = "_in_backward_optimizers"
 
 
 class HeldAccumulator:
-    """The accumulator of one leaf that a user holds, for as long as that is so."""
+    """The accumulator of one leaf, while the program holds it."""
 
     def __init__(self, leaf: nn.Parameter, node: Any, name: str) -> None:
         self.leaf = leaf
@@ -35,7 +35,7 @@ class HeldAccumulator:
         self.before, self.after = hooks.hooks_of_node(node)
 
     def postpone(self) -> bool:
-        """Keep the hooks from running on this rank's gradient; False if the node is gone."""
+        """Prevent the hooks from running on this rank's gradient; False if the node was deleted."""
         after = self.after()
         if after:
             hooks.defer(after)
@@ -49,10 +49,10 @@ class HeldAccumulator:
 
 
 class GradAccumulators:
-    """The accumulators of one model's parameters that users hold.
+    """The accumulators of one model's parameters that the program holds.
 
     Attributes:
-        expects_gradients: the handles whose sharded gradients somebody awaits.
+        expects_gradients: the handles with hooks or optimizers that await their sharded gradients.
     """
 
     def __init__(self) -> None:
@@ -61,14 +61,14 @@ class GradAccumulators:
         self._stepped: dict[FlatParamHandle, list[nn.Parameter]] = {}  # by optimizers of their own
 
     def adopt(self, other: GradAccumulators) -> None:
-        """Take what was found in a part of the model."""
+        """Take over the accumulators of a part of the model."""
         self.expects_gradients |= other.expects_gradients
         self._held |= other._held
 
     def look_before_forward(self, units: Sequence[Unit]) -> None:
-        """Find who holds accumulators, and part those from their leaves that admit only gradients of shards.
+        """Find held accumulators, and detach those from their leaves that accept only gradients of shards.
 
-        Precondition: leaves show what they do between iterations.
+        Precondition: leaves are as between iterations.
 
         Raises:
             UsageError: hooks, or optimizers, that would never run.
@@ -80,7 +80,7 @@ class GradAccumulators:
             raise UsageError(refusal)
 
     def look_before_backward(self, units: Sequence[Unit]) -> None:
-        """Find who has taken accumulators since the forward, and defer what was hung on those that are known.
+        """Find accumulators that were taken since the forward, and defer new hooks on those that are known.
 
         Raises:
             UsageError: hooks that would never run.
@@ -101,11 +101,11 @@ class GradAccumulators:
                     leaf.grad = None
 
     def _look(self, units: Iterable[Unit]) -> str | None:
-        """Returns why not to go on, if so."""
+        """Find held accumulators; returns the reason to refuse their hooks, if any."""
         places, leaves = [], []
         for unit in units:
             for handle, views, _ in unit.kinds:
-                if handle.accumulator_was_requested or not views.some_hidden:  # where nobody can get one unnoticed
+                if handle.accumulator_was_requested or not views.some_hidden:  # hidden ones record the request
                     places.append((handle, views))
                     leaves += handle.leaves
                     if not handle.face.holds_leaves:
@@ -121,7 +121,7 @@ class GradAccumulators:
         return None
 
     def _add(self, handle: FlatParamHandle, views: ParamViews, found: dict[int, Any]) -> None:
-        """Take those of the nodes `found`, by id of their leaf, that are of leaves of `handle`."""
+        """Record those of the nodes `found`, by id of their leaf, that are of leaves of `handle`."""
         handle.accumulator_was_requested = False
         known = self._held.setdefault(handle, [])
         seen = {id(held.after()) for held in known}
@@ -160,7 +160,7 @@ class GradAccumulators:
 
 
 def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
-    """What is wrong with the hooks on nodes that are held, if anything."""
+    """The reason to refuse hooks on held accumulators, if any."""
     for handle, known in held.items():
         where, words = f"of unit {handle.label}", handle.face.words
         for each in known:
@@ -171,7 +171,7 @@ def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
                     "flatfsdp.optimizer_in_backward(model, optimizer); to see the sharded gradient, "
                     f"register_post_accumulate_grad_hook() on {words.holder}{words.or_remedy}"
                 )
-            if each.before():  # on all ranks alike, though some nodes on some ranks would do
+            if each.before():  # on all ranks, although some nodes on some ranks would work
                 return (
                     f"{each.name} {where} has a hook of register_prehook() on its AccumulateGrad node. Where that was "
                     "taken while the parameter showed its shard, gradients come to others, and it would never run. "

@@ -1,8 +1,8 @@
-"""Which unit reads what another one returns: how the end of a unit's own backward is found.
+"""Links from outputs of units to the units that read them, which show the end of a unit's own backward.
 
-[Note: gradient flow] A call's backward is over when the gradient of its input is there. Where that input is another
-unit's output, the hook that begins that unit's backward shows it, too, and the graph needs one hook less. Tensors are
-known by their identity, and weakly: a link lasts as long as the forward that it belongs to.
+[Note: gradient flow] A call's backward has finished when the gradient of its input has arrived. If that input is
+another unit's output, the hook that begins that unit's backward shows this, too, and the graph needs one hook less.
+Tensors are known by their identity, and held weakly: a link lasts as long as the forward that it belongs to.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .unit_state import ForwardCall
 
 
 class OutputHook:
-    """What is notified when a gradient reaches one tensor.
+    """The units that are notified when a gradient reaches one tensor.
 
     Attributes:
-        readers: units that were given it, and their calls, whose backward is over then.
+        readers: units with this input, and their calls, whose backward has finished then.
         returners: units that returned it, whose backward begins then: the last, around or after the others, first.
-        task: the backward in which it was last.
+        task: the last graph task in which a gradient reached it.
     """
 
     __slots__ = ("readers", "returners", "task")
@@ -37,10 +37,10 @@ class OutputHook:
         self.task: int | None = None
 
     def reached(self) -> None:
-        """The gradient is there.
+        """A gradient has arrived.
 
         Raises:
-            UsageError: of a unit or a model that is gone.
+            UsageError: a unit or its model was deleted.
         """
         if _functorch.in_transform():  # a backward inside of it
             with _functorch.outside():
@@ -65,13 +65,13 @@ class OutputHook:
             driver.before_backward(unit, returned)
 
     def reached_past_it(self) -> None:
-        """A gradient has come to the base of the tensor, a view: unless one has come to that itself, in this task."""
+        """A gradient has reached the base of the tensor, a view; ignored if one has reached the view in this task."""
         if self.task != _torch.graph_task():
             self.reached()
 
 
 class GradientFlow:
-    """The links of the forwards that one backward may cover, and the hooks that hang on users' leaves."""
+    """The links of the forwards that one backward may cover, and the hooks on leaves of the program."""
 
     def __init__(self) -> None:
         self._output_hooks: dict[int, tuple[weakref.ref[torch.Tensor], OutputHook]] = {}  # by id of the tensor
@@ -79,30 +79,30 @@ class GradientFlow:
         self._leaf_hooks: list[Any] = []
 
     def begin_forward(self) -> None:
-        """Forget the tensors of the forward before."""
+        """Drop the tensors of the previous forward."""
         self._readers.clear()
         self._output_hooks.clear()
 
     def unhook(self) -> None:
-        """A new record begins: leaves outlive the graphs that their hooks were for."""
+        """Remove hooks when a new record begins: leaves outlive the graphs of their hooks."""
         for hook in self._leaf_hooks:
             hook.remove()
         self._leaf_hooks = []
 
     def unhook_later(self, registered: list[Any]) -> None:
-        """Remove these hooks on the user's leaves at the next `unhook`."""
+        """Remove these hooks on leaves of the program at the next `unhook`."""
         self._leaf_hooks += registered
 
     def output_hook(self, output: torch.Tensor) -> OutputHook:
-        """What is notified when a gradient reaches this output of a unit; one for all units that return it."""
+        """The hook of this output of a unit; one for all units that return it."""
         known = self._output_hooks.get(id(output))
         if known is None or known[0]() is not output:
             known = self._output_hooks[id(output)] = weakref.ref(output), OutputHook()
         return known[1]
 
     def follow_output(self, tensor: torch.Tensor, hooks: UnitHooks, call: ForwardCall) -> bool:
-        """If `tensor` is an output of another unit: its gradient ends the backward of the `call`, of the unit of
-        `hooks`, too."""
+        """If `tensor` is an output of another unit, let its gradient end the backward of `call`, of the unit of
+        `hooks`, too; False otherwise."""
         known = self._output_hooks.get(id(tensor))
         if known is None or known[0]() is not tensor:
             return False
@@ -110,7 +110,7 @@ class GradientFlow:
         return True
 
     def first_reader(self, tensor: torch.Tensor, unit: Unit) -> bool:
-        """Whether no other unit was given `tensor` as an input before `unit`, those that it runs inside of aside."""
+        """Whether `unit` is the first with the input `tensor`, except for units in whose forward it runs."""
         known = self._readers.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1].phase is FORWARD:
             known = self._readers[id(tensor)] = weakref.ref(tensor), unit

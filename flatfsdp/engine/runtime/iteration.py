@@ -1,10 +1,10 @@
-"""What lives for one forward and its backward, and how it ends.
+"""The state of one forward and its backward, and the operation that ends it.
 
 [Note: iteration] An iteration goes through the stages of one table. It ends in one operation (`close`), whether its
-forward failed, or its backward came to its end, will be differentiated again, or failed: what was issued is waited for,
-units are brought to rest, and gradients are published or dropped. A backward that dies does so where an exception is
-being raised, maybe on another thread: then `.grad` is put back at once (`fail_backward`), and the rest waits for the
-next call.
+forward failed, or its backward has ended, will be differentiated again, or failed: issued collectives are awaited,
+units are brought to rest, and gradients are published or dropped. A backward fails while an exception is being raised,
+possibly on another thread: then `.grad` is restored immediately (`fail_backward`), and the next call does everything
+else.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from .user_writes import check_left_unsharded, retire_request
 
 
 class Stage(enum.Enum):
-    """Where an iteration is."""
+    """The stages of an iteration."""
 
-    __hash__ = object.__hash__  # members are singletons; enum's own hash is Python code on the way of every step
+    __hash__ = object.__hash__  # members are singletons; enum's own hash would be a Python call in every step
 
     IDLE = "idle"
     FORWARD = "forward"  # a forward runs; evaluations too
     AWAITING_BACKWARD = "awaiting its backward"
     BACKWARD = "backward"
     RETAINED = "retained"  # a backward has ended that will be differentiated again; units are still unsharded for it
-    FAILED = "failed"  # a backward died, and what it left has not been brought to rest
+    FAILED = "failed"  # a backward failed, and its units have not been brought to rest
 
 
 IDLE, FORWARD, AWAITING_BACKWARD, BACKWARD, RETAINED, FAILED = Stage
 INTERRUPTED = frozenset({AWAITING_BACKWARD, BACKWARD, RETAINED, FAILED})
-LEFT_BEHIND = frozenset({BACKWARD, RETAINED, FAILED})  # that a next call may find, and brings to rest
+LEFT_BEHIND = frozenset({BACKWARD, RETAINED, FAILED})  # that the next call may find, and ends
 
 STAGE_STEPS: Mapping[Stage, frozenset[Stage]] = {
-    # A backward may come of a graph that is older than the last rest.
+    # A backward may be of a graph that is older than the last rest.
     IDLE: frozenset({IDLE, FORWARD, BACKWARD}),
-    # A gradient may be taken inside a forward. One that was refused before it ran is followed by another.
+    # A backward may run inside a forward. A forward that was refused before it ran is followed by another.
     FORWARD: frozenset({FORWARD, IDLE, AWAITING_BACKWARD, BACKWARD}),
     AWAITING_BACKWARD: frozenset({AWAITING_BACKWARD, IDLE, FORWARD, BACKWARD}),
     BACKWARD: frozenset({IDLE, FORWARD, AWAITING_BACKWARD, RETAINED, FAILED}),
@@ -69,7 +69,7 @@ STAGE_STEPS: Mapping[Stage, frozenset[Stage]] = {
 
 
 class Outcome(enum.Enum):
-    """How it ended."""
+    """How an iteration has ended."""
 
     ABANDONED = "abandoned"  # a forward failed
     ENDED = "ended"
@@ -82,18 +82,18 @@ class Iteration:
     record and stage are new with each.
 
     Attributes:
-        stage: where it is.
+        stage: the present one.
         record: the forward passes that the next backward may cover.
-        backward: the one that runs; None without.
-        depth: forwards of units that run, one in the other.
-        ahead: units gathered in this forward before their use, or because a user asked for them.
-        requested: units that users unsharded, who may compute with parameters outside of a forward.
-        is_at_rest: shards may be written to, so the next gathers come after what was.
-        has_freed: whether the forward that runs, or ran last, has freed a unit, which its backward gathers again.
-        training: whether the running forward has a backward; inside a reentrant checkpoint, too.
-        turns: when it is a unit's turn in it. [Note: turns]
-        pending: gradients of the last backward that are reduced still. [Note: deferred gradients]
-        left_unreduced: the last backward that was to reduce gradients brought none on any rank. [Note: left unreduced]
+        backward: the running one, or None.
+        depth: the number of nested forwards of units that run.
+        ahead: units gathered in this forward before their use, or on a user's request.
+        requested: units that a user unsharded, and may compute with outside of a forward.
+        is_at_rest: shards may be written to, so the next gathers are ordered after these writes.
+        has_freed: whether the running, or last, forward has freed a unit, which its backward gathers again.
+        training: whether a backward follows the running forward; inside a reentrant checkpoint, too.
+        turns: of units in the forward. [Note: turns]
+        pending: gradients of the last backward that are still being reduced. [Note: deferred gradients]
+        left_unreduced: the last backward with reductions computed no gradient on any rank. [Note: left unreduced]
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Iteration:
         accumulators: GradAccumulators,
         observers: Observers,
     ) -> None:
-        """`units`: of the model, in a list that is its own."""
+        """`units`: the list of the model itself, which may change."""
         self.stage = IDLE
         self.record: ForwardRecord[Unit] = ForwardRecord()
         self.backward: Backward | None = None
@@ -122,7 +122,7 @@ class Iteration:
         self._observers = observers
 
     def enter(self, stage: Stage) -> None:
-        """Change the stage, by the table."""
+        """Change the stage, as the table allows."""
         if stage not in STAGE_STEPS[self.stage]:
             story = "; ".join(map(str, self._resources.events.tail()))
             raise InternalError(
@@ -142,23 +142,23 @@ class Iteration:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a forward awaits its backward, or a backward runs, or was left as it was."""
+        """Whether a forward awaits its backward, or a backward runs, or was not closed."""
         return self.stage in INTERRUPTED or (self.stage is FORWARD and self.awaits_backward)
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """The outermost forward begins, with what was written to the shards at rest."""
+        """The outermost forward begins, ordered after writes to the shards at rest."""
         if FORWARD not in STAGE_STEPS[self.stage]:
             self.enter(FORWARD)  # refuses it
-        self.stage = FORWARD  # without a call, which each step would take
+        self.stage = FORWARD  # without a call of `enter` in each step
         self.record.begin()
         self._resources.streams.unshard.follow_compute()
         self.is_at_rest = self.has_freed = False
 
     def end_forward(self, *, empty: bool) -> None:
-        """The outermost forward has ended; `empty`: no backward can follow. What a backward inside of it has left is
-        still to be finished."""
+        """The outermost forward has ended; `empty`: no backward can follow. A backward inside of it may still have to
+        be finished."""
         if self.stage is FORWARD:
             self.enter(IDLE if empty else AWAITING_BACKWARD)
             if not (empty or self.has_freed) and self._units[-1].groups.shard.size > 1:
@@ -169,7 +169,7 @@ class Iteration:
         self.ahead.clear()
 
     def _forget_forward(self) -> None:
-        """A forward failed: all is as if it had not begun."""
+        """A forward failed: restore the state before it."""
         self._agreement.abandon(sys.exc_info()[1])
         self.record = ForwardRecord(knows_late=self.record.asks_late)
         self.is_at_rest = True
@@ -177,14 +177,14 @@ class Iteration:
         self.requested.clear()
 
     def follow_writes(self) -> None:
-        """Order the next gathers after what was written to the shards at rest, by an optimizer, for example."""
+        """Order the next gathers after writes to the shards at rest, for example by an optimizer."""
         self._resources.streams.unshard.follow_compute()
         self.is_at_rest = False
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
     def follow_requests(self) -> None:
-        """What users unsharded and no forward entered takes part in the backward: they computed with it themselves."""
+        """Add units that a user unsharded, and no forward entered, to the backward: the user has computed with them."""
         for unit in self.requested:
             if unit.is_unsharded and not unit.backward.keep_unsharded and unit not in self.record.entered:
                 self.record.add(unit)
@@ -192,16 +192,16 @@ class Iteration:
         self.requested.clear()
 
     def begin_backward(self, backward: Backward) -> None:
-        """The `backward` runs, and ends with the graph task."""
+        """The `backward` begins, and ends with the graph task."""
         self.backward = backward
         self.enter(BACKWARD)
         backward.double = torch.is_grad_enabled()
-        # Bound to this backward: on an accelerator a failed one may be let go late, by another thread.
+        # Bound to this backward: on an accelerator a failed one may be released late, by another thread.
         ended, failed = self.end_backward, self.fail_backward
         hooks.at_end_of_backward(functools.partial(ended, backward), functools.partial(failed, backward))
 
     def run_without_graph(self, backward: Backward) -> None:
-        """The `backward` has no graph: it reduces what earlier ones have left, and ends. Collective."""
+        """Run `backward` without a graph: it reduces gradients of earlier ones, and ends. Collective."""
         self.backward = backward
         self.enter(BACKWARD)
         try:
@@ -211,7 +211,7 @@ class Iteration:
             raise
 
     def end_backward(self, backward: Backward) -> None:
-        """The graph task has ended: flush, and return to between iterations. Collective."""
+        """The graph task has ended: flush, and close the iteration. Collective."""
         if self.backward is not backward:
             return
         try:
@@ -225,7 +225,7 @@ class Iteration:
             self.backward = None
             self.close(Outcome.RETAINED if backward.double else Outcome.ENDED, backward)
         except BaseException as error:
-            if self.backward is None:  # what failed comes too late for `fail_backward`
+            if self.backward is None:  # too late for `fail_backward`
                 if self.stage is BACKWARD:
                     self.enter(FAILED)
                 backward.finisher.backward_failed(self._units)
@@ -234,14 +234,14 @@ class Iteration:
             raise
 
     def _check_unreached(self) -> None:
-        """Refuse what was written to units that the backward, which is over, has not reached."""
+        """Raise for writes to unsharded parameters of units that the backward, which has ended, did not reach."""
         for unit in self._units:
             for views in unit.views:
                 if views.tracks_writes or views.is_left_unsharded:
                     check_left(views)
 
     def fail_backward(self, backward: Backward) -> None:
-        """The graph task died: `.grad` is as before at once; the rest waits for the next call (`close`)."""
+        """The graph task failed: restore `.grad` immediately; the next call does everything else (`close`)."""
         if self.backward is not backward:
             return
         self.backward = None
@@ -261,7 +261,7 @@ class Iteration:
             )
 
     def _name_used_at_rest(self) -> None:
-        """A backward failed: name the parameters that it cannot bring gradients to, where autograd does not."""
+        """A backward failed: warn with the names of parameters at rest that it needs, which autograd does not name."""
         for unit in self.record.entered:
             used = [name for views in unit.views for name in views.used_at_rest() if unit.phase is not SUMMONED]
             if used:
@@ -274,7 +274,7 @@ class Iteration:
                 )
 
     def _stop_sharing(self) -> None:
-        """A backward failed: units where gradients were taking the parameters' places do without from now on."""
+        """A backward failed: units whose gradients were using the memory of their parameters stop doing so."""
         sharing = [unit for unit in self._units if any([grads.occupies_params for grads in unit.grads])]
         if not sharing:
             return
@@ -292,7 +292,7 @@ class Iteration:
                 unit.leaves.single_use = False
 
     def _drop_gradients(self) -> None:
-        """Drop what a failed backward has reduced, and name what that loses. [Note: error feedback]"""
+        """Drop the reduced gradients of a failed backward, and warn of lost residuals. [Note: error feedback]"""
         if owing := [unit.label for unit in self._units if any([grads.owes_dropped for grads in unit.grads])]:
             warn_once_per_job(
                 f"a backward failed after gradients had been reduced with error feedback ({len(owing)} units, first "
@@ -307,12 +307,12 @@ class Iteration:
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def close(self, outcome: Outcome, backward: Backward | None = None) -> None:
-        """A forward failed, the `backward` has come to its end, or what a former one left is brought to rest. Waits for
-        what was issued; no collective. Units whose forward runs, with the backward inside, go on with it."""
+        """End an iteration: its forward failed, the `backward` has ended, or an earlier one was not closed. Waits for
+        issued collectives; is no collective. Units in whose forward the backward runs continue with this forward."""
         units = [unit for unit in self._units if unit.phase is not UNIT_FORWARD] if self.depth else self._units
         for unit in self._units if self.depth else ():
             if unit not in units:
-                _rollback(unit)  # its `.grad` is there again
+                _rollback(unit)  # restores its `.grad`
                 unit.wait_unshard()
         rest = self._agreement.resume_forward if self.depth else self._agreement.rest
         if outcome is Outcome.RETAINED:
@@ -353,43 +353,43 @@ class Iteration:
                 observe(backward)
 
     def finish_interrupted(self) -> None:
-        """Bring what a failed or a double backward left behind to rest."""
+        """Bring units to rest after a failed backward, or one that was to be differentiated again."""
         if self.stage in LEFT_BEHIND and not self.clear_failure() and self.stage is RETAINED:
             self.close(Outcome.ENDED)
 
     def clear_failure(self) -> bool:
-        """Bring what a failed backward left behind to rest, if one failed; waits for what it had issued."""
+        """If a backward failed, bring units to rest after it, and wait for its collectives; returns whether one did."""
         if self.backward is not None and not _torch.in_backward():
-            self.fail_backward(self.backward)  # autograd has not let it go yet
+            self.fail_backward(self.backward)  # autograd has not released it yet
         if self.stage is not FAILED:
             return False
         self.close(Outcome.FAILED)
         return True
 
     def wait_for_gradients(self) -> None:
-        """Wait for what the last backward left to be reduced, if it did."""
+        """Wait for the deferred reductions of the last backward, if any."""
         if self.pending is not None:
             awaited, self.pending = self.pending, None
             awaited.wait()
 
     def __del__(self) -> None:
-        if self._resources.device.has_streams:  # whose memory would go back while a stream writes to it, or reads it
+        if self._resources.device.has_streams:  # memory would be freed while a stream writes to it, or reads it
             self.wait_for_gradients()
             if self._resources.tracker.live["unsharded"]:
                 self._resources.streams.unshard.follow_compute()
 
     def retire_requests(self, *, written: bool = False) -> None:
-        """Look after what users unsharded between iterations."""
+        """Check units that a user unsharded between iterations, and free those whose shards were written to."""
         for unit in self.ahead:
             retire_request(unit, written=written)
 
     @property
     def shows_shards(self) -> bool:
-        """Whether everything is as between iterations, nothing unsharded by users, and no window left unreduced."""
+        """Whether units are as between iterations, none is unsharded by a user, and no window is left unreduced."""
         return not (self.ahead or self.is_interrupted or self.left_unreduced)
 
     def show_shards(self) -> None:
-        """An optimizer is about to step: parameters show their shards, and gradients are there."""
+        """Prepare for a step of an optimizer: let parameters show their shards, and wait for gradients."""
         self.wait_for_gradients()
         if self.is_interrupted:
             self.reset_to_idle()
@@ -397,7 +397,7 @@ class Iteration:
             self.retire_requests(written=True)
 
     def reset_to_idle(self) -> None:
-        """Shards are about to be written to: parameters show them. A backward that still comes gathers again."""
+        """Prepare for writes to shards: let parameters show them. A later backward gathers again."""
         self.wait_for_gradients()
         self.finish_interrupted()
         if self.is_at_rest:
@@ -413,7 +413,7 @@ class Iteration:
 
 
 def _reshard_unused(unit: Unit) -> None:
-    """Free what was gathered ahead of a forward that did not come to it."""
+    """Free parameters that were gathered ahead, and that the forward did not use."""
     unused = [handle for handle in unit.handles if handle.state is GATHERING]
     for handle in unused:
         handle.wait_unshard()
@@ -423,7 +423,7 @@ def _reshard_unused(unit: Unit) -> None:
 
 
 def _retain(unit: Unit) -> None:
-    """A backward that will be differentiated again has ended: parameters stay unsharded, gradients in flight."""
+    """A backward that will be differentiated again has ended: parameters stay unsharded, gradients stay unpublished."""
     unit.phase = UNIT_IDLE
     unit.leaves.listing.show(False)
     for grads in unit.grads:
@@ -433,13 +433,13 @@ def _retain(unit: Unit) -> None:
 
 
 def _rollback(unit: Unit) -> bool:
-    """After a failed backward, at once: leaves show the shard, `.grad` is what it was. True if a window was lost.
+    """Immediately after a failed backward: let leaves show the shard, restore `.grad`. True if a window was lost.
 
     Called during exception handling: must not block or communicate.
     """
     unit.backward.forget_graph()
     unit.leaves.listing.show(False)
-    if unit.phase is not SUMMONED:  # else the parameters are the user's, and the backward did not reach them
+    if unit.phase is not SUMMONED:  # else a user may write to the parameters, and the backward did not reach them
         for views in unit.views:
             views.show(SHOWS_SHARD)
         for grads in unit.grads:

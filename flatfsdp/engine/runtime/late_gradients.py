@@ -1,11 +1,11 @@
-"""Gradients that come late: what is known of them, and what may bring them.
+"""Gradients that arrive late, and the custom Functions that may compute them.
 
-[Note: late gradients] Autograd accumulates a gradient when all uses in its graph task have brought their share. What a
-reentrant checkpoint inside of a unit's module recomputes brings more of it, in a graph task of its own, when the
-backward comes to that. Nothing shows such a checkpoint but the node of a custom Function, and most of these are
-something else. So a unit waits for those that are to come in two cases only: where nothing shows the end of its part,
-until a backward has shown that none brings gradients; and where graphs of several passes live, of which this backward
-may come to others.
+[Note: late gradients] Autograd accumulates a gradient when all uses in its graph task have contributed. A segment that
+a reentrant checkpoint recomputes inside of a unit's module contributes later, in a graph task of its own, when the
+backward reaches it. Only the node of a custom Function shows such a checkpoint, and most of these nodes are others. So
+a unit waits for pending custom Functions in two cases only: if nothing shows the end of its part, until a backward has
+shown that none of them contributes; and if graphs of several passes are alive, since this backward may reach another
+one.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .unit import Unit
 
 
 def await_customs(unit: Unit, nodes: Iterable[Any], ran: Callable[[], None], running: Any = None) -> None:
-    """Call `ran` when the backward is through with each custom Function that gradients of `nodes` flow on to, of a call
-    of `unit`; those behind the one that is `running`, if one is."""
+    """Call `ran` when the backward has finished each custom Function to which gradients of `nodes`, of a call of
+    `unit`, flow on; only those behind `running`, if that is given."""
     unit.leaves.customs.add(hooks.customs_before(nodes, running), ran)
 
 
 def came(unit: Unit, ran: Callable[[], None]) -> None:
-    """A custom Function that runs brought a gradient of `unit` in a graph task of its own."""
+    """A running custom Function computed a gradient of `unit` in a graph task of its own."""
     own, leaves = unit.backward, unit.leaves
     if leaves.runs_late is False and own.ends_unseen and (running := _torch.custom_backward()) is not None:
-        await_customs(unit, own.ends_unseen, ran, running)  # it was not to be expected
+        await_customs(unit, own.ends_unseen, ran, running)  # it was not expected
     leaves.runs_late = True
 
 
 def follow_customs(unit: Unit, ran: Callable[[], None], called: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `called` returns, the forward of `unit`: the custom Functions inside of it are to be known."""
+    """The result of `called`, the forward of `unit`; records the custom Functions inside of it."""
     if not torch.is_grad_enabled() or unit.leaves.single_use is False:  # it waits for all of its calls
         return called(*args, **kwargs)
     given = [tensor.grad_fn for tensor in tensors_in((args, kwargs))]
@@ -47,7 +47,7 @@ def follow_customs(unit: Unit, ran: Callable[[], None], called: Callable[..., An
 
 
 def count_late(unit: Unit) -> int:
-    """How many gradients the running graph task brings that came before, or are awaited no more."""
+    """The number of gradients of the running graph task that arrived before, or are no longer awaited."""
     return sum(
         hooks.will_accumulate(handle.leaves[i])
         for handle, _, grads in unit.kinds
@@ -57,8 +57,8 @@ def count_late(unit: Unit) -> int:
 
 
 def has_all(unit: Unit) -> bool:
-    """Whether each gradient that the running graph task brings has come, and no parameter is one that it may pass."""
-    # What came in a reentrant checkpoint's own graph task may come again in this one, of another call.
+    """Whether each gradient of the running graph task has arrived, and no parameter is frozen or transformed."""
+    # A gradient in a reentrant checkpoint's own graph task may arrive again in this one, from another call.
     elsewhere = unit.backward.task != _torch.graph_task()
     return unit.backward.late_gradients <= 0 and not any(
         views.extended
@@ -70,7 +70,7 @@ def has_all(unit: Unit) -> bool:
 
 
 def awaits_more(unit: Unit) -> bool:
-    """Whether gradients that came in tasks inside have another part to come, or may have: a segment that is recomputed
+    """Whether another part of gradients that arrived in inner tasks will, or may, arrive: a segment that is recomputed
     there may share parameters with the rest of this unit's forward."""
     own = unit.backward
     if _torch.graph_task() != own.task:

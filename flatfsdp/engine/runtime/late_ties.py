@@ -1,8 +1,8 @@
 """Parameters that were tied after `fully_shard`, and before anything was computed.
 
-[Note: late ties] What loads weights ties them again afterwards: a module then holds what another one shows at rest, in
-the place of a parameter of its own. That place refers to the other parameter from then on, as if both had been tied
-before. What it referred to stays in the shards of its unit, and if nothing else refers to it, nobody trains it.
+[Note: late ties] Functions that load weights tie them again afterwards: a module then holds the parameter that another
+one shows at rest, instead of its own. This place refers to the other parameter from then on, as if both had been tied
+before. The former parameter stays in the shards of its unit, and is not trained if no other place refers to it.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ Place = tuple[Unit, int, int]  # a leaf: its unit, the number of its handle, its
 
 
 def follow_ties(units: Sequence[Unit]) -> None:
-    """Let places in which modules of `units`, all of a model, hold a parameter of another place refer to that. No
+    """Tie places in which modules of `units`, all of a model, hold a parameter of another place to that one. No
     communication.
 
     Raises:
-        UsageError: they cannot: it is sharded over other ranks, stored as something else, or tied both ways.
+        UsageError: impossible: it is sharded over other ranks, transformed, or units would own parameters mutually.
     """
     changed = [(unit, param_ref) for unit in units for param_ref in ParamRef.changed(unit.param_refs)]
     if not changed:
         return
     places: dict[int, Place] = {}
-    shown: dict[int, Place] = {}  # by what modules hold at rest
+    shown: dict[int, Place] = {}  # by id of the parameter that modules hold at rest
     for unit in units:
         for kind, handle in enumerate(unit.handles):
             for index, leaf in enumerate(handle.leaves):
                 places[id(leaf)] = shown[id(handle.face.holder_of(index))] = unit, kind, index
     ties: list[tuple[Unit, ParamRef, Place, Place]] = []
-    owners: dict[Unit, list[Unit]] = {}  # that units get by these
+    owners: dict[Unit, list[Unit]] = {}  # new ones of units
     for unit, param_ref in changed:
         held = param_ref.current
         if isinstance(held, nn.Parameter):
             before = places[id(param_ref.leaf)]
-            place = shown.setdefault(id(held), before)  # of a new one: where it is met first
+            place = shown.setdefault(id(held), before)  # of a new parameter: its first place
             if _leaf(place) is not param_ref.leaf:
                 _check(unit, param_ref, place, before, owners)
                 owners.setdefault(unit, []).append(place[0])
                 ties.append((unit, param_ref, place, before))
-    for tie in ties:  # none where one of them is refused
+    for tie in ties:  # none if one of them is refused
         _tie(*tie)
     for *_, (unit, kind, index) in ties:
         holding = (unit, *unit.alive_sharing_units())
@@ -60,7 +60,7 @@ def _leaf(place: Place) -> nn.Parameter:
 
 
 def _tie(unit: Unit, param_ref: ParamRef, place: Place, before: Place) -> None:
-    """`param_ref` of `unit` refers to the leaf at `place`, and not to that which was there `before`."""
+    """Let `param_ref` of `unit` refer to the leaf at `place` instead of the one at `before`."""
     owner, kind, _ = place
     made = param_ref.of(_leaf(place))
     unit.handles[before[1]].face.leave(param_ref)

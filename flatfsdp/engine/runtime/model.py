@@ -1,7 +1,7 @@
-"""One model: its units, and what they share.
+"""One model: its units, and their shared state.
 
 [Note: root] The model belongs to the outermost wrapper, and nested wrappers' units to the model around them. Its parts
-get what they need as values, and know no model; a wrapper finds its unit's (`model_of`).
+get the values that they need, and do not refer to the model; a wrapper finds that of its unit by `model_of`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .unit_state import UnitPlace
 
 
 class Model:
-    """What exists once for all units of a model.
+    """The state shared by all units of one model.
 
     Attributes:
-        setup: the units, how they become one, and what users choose of them.
+        setup: the units, their initialization, and changes of their options.
         units: all, children before parents as wrapped, the outermost last.
-        resources: what the units share as values.
-        iteration: what lives for one forward and its backward.
-        agreement: what ranks have in common.
-        forwards, backwards: drive these.
-        coalescer: which units share their collectives.
-        accumulators: nodes of autograd that users hold.
-        observers: who looks on. [Note: observers]
+        resources: values that the units share.
+        iteration: the state of one forward and its backward.
+        agreement: the comparisons between ranks.
+        forwards, backwards: the drivers of these.
+        coalescer: the groups of units that share their collectives.
+        accumulators: nodes of autograd that the program holds.
+        observers: the attached features. [Note: observers]
     """
 
     def __init__(self, unit: Unit, resources: Resources, settings: ModelSettings) -> None:
@@ -91,9 +91,9 @@ class Model:
                 grads.residuals.move_to_tracker(self.resources.tracker)
 
     def adopt(self, nested: list[Unit]) -> None:
-        """Take the units of wrapped descendants into this model, in front of the outermost one. Precondition: their
-        gradients are there."""
-        parts = {unit: model_of(unit) for unit in nested}  # which may have other units, that stay theirs
+        """Take the units of wrapped descendants into this model, in front of the outermost one. Precondition: none of
+        their gradients is pending."""
+        parts = {unit: model_of(unit) for unit in nested}  # these models may keep other units
         self.units[:] = [*nested, self.outermost]  # in place: parts of the model have this list
         self.setup.version += 1
         for part in dict.fromkeys(parts.values()):
@@ -123,7 +123,7 @@ def model_of(unit: Unit) -> Model:
 
 
 def check_outermost(unit: Unit, call: str) -> Model:
-    """The model of `unit`; refuses a `call` on any but the outermost unit."""
+    """The model of `unit`; raises UsageError for a `call` on any but the outermost unit."""
     model = model_of(unit)
     if model.outermost is not unit:
         kind = "module of fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel module"
@@ -135,7 +135,7 @@ def check_outermost(unit: Unit, call: str) -> Model:
 
 
 def outermost_model(wrapper: object, function: str) -> Model:
-    """The model of `wrapper`, which a user gave to `function` as the outermost one.
+    """The model of `wrapper`, which was passed to `function` as the outermost one.
 
     Raises:
         ConfigTypeError: it is no wrapper.

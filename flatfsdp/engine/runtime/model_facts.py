@@ -1,4 +1,4 @@
-"""What ranks compare of a model, as the values that `agreement` takes: numbers, bits and words for units."""
+"""The facts of a model that ranks compare, as values for `agreement`: numbers, bits and words instead of units."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def axes_of(units: Sequence[Unit]) -> list[Transport]:
 
 
 def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int) -> list[Fact]:
-    """All that the ranks of a model must have in common, in a fixed order."""
+    """All facts that must be equal on the ranks of a model, in a fixed order."""
     facts = [("construction", "succeeded", True), ("check_values", check_values, True)]
     facts.append(("join_units_below", str(join_units_below), True))
     places = {unit: str(place) for place, unit in enumerate(units)}
@@ -87,7 +87,7 @@ def _unlike_default(precision: MixedPrecision) -> str:
 
 
 def unit_entries(units: Iterable[Unit]) -> list[UnitEntry]:
-    """What ranks call `units`, and which parameters of the model are theirs."""
+    """The labels of `units`, and the ranges of their parameters among those of the model."""
     return [
         UnitEntry(unit.label, range(unit.place.first_parameter, unit.place.first_parameter + _count(unit)))
         for unit in units
@@ -98,9 +98,9 @@ def unit_entries(units: Iterable[Unit]) -> list[UnitEntry]:
 
 
 def initial_checksums(units: Sequence[Unit], known: dict[Unit, InitialChecksums]) -> Checksums:
-    """Of the values that `units` begin with, as far as they are `known` and nothing has written to them; forgotten by
-    this. Ranks that store other parts, or have parameters of their own, need not have the same. [Note: parameters
-    apart]"""
+    """Checksums of the initial values of `units`, if they are `known` and the values were not written to; removes them
+    from `known`. Ranks that store other parts, or have parameters of their own, may have different ones. [Note:
+    parameters apart]"""
     out: Checksums = []
     parts, own = all_part_axes(units), {handle for _, handle in apart(units)}
     for unit in units:
@@ -162,7 +162,7 @@ def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
 
 
 def names_in(units: Iterable[Unit]) -> Callable[[], Iterable[str]]:
-    """Gives the paths of the parameters of `units`, as long as these live: its holder must not hold them."""
+    """A function for the paths of the parameters of `units`, which it holds weakly."""
     alive = [weakref.ref(unit) for unit in units]
 
     def names() -> Iterable[str]:
@@ -195,7 +195,7 @@ def backward_plan(
 
 
 def parameters_of(unit: Unit) -> int:
-    """The parameters of `unit` among those of the model, a bit for each."""
+    """The parameters of `unit` among those of the model, one bit for each."""
     return ((1 << _count(unit)) - 1) << unit.place.first_parameter
 
 
@@ -204,8 +204,8 @@ def _count(unit: Unit) -> int:
 
 
 def lacking_in(unit: Unit) -> int:
-    """Which parameters of `unit` this rank brought no gradient to, in what is reduced: a bit for each, as among those
-    of the model. [Note: unused]"""
+    """The parameters of `unit` of which this rank has no gradient in the reduction: one bit for each, as among those of
+    the model. [Note: unused]"""
     bits, start = 0, unit.place.first_parameter
     for grads in unit.grads:
         for index in grads.missing_contributions():
@@ -215,7 +215,7 @@ def lacking_in(unit: Unit) -> int:
 
 
 def leave_out(unit: Unit, absent: int) -> None:
-    """No rank brought gradients to these parameters: `unit` gives them none."""
+    """Record the parameters of `unit` in `absent`, of which no rank has a gradient: they get none."""
     start = unit.place.first_parameter
     for grads in unit.grads:
         grads.absent = frozenset(i for i in grads.missing_contributions() if absent >> start + i & 1)

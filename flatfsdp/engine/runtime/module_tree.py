@@ -1,4 +1,4 @@
-"""Walks over a tree of modules: the units inside, the modules and the parameters of one unit, what is left alone."""
+"""Walks over a tree of modules: the units inside, the modules and the parameters of one unit, ignored modules."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..flat.faces import Face
 from ..flat.param_refs import ParamRef, places_of, unlist
 from .unit import Unit
 
-# What wrapping ignored: the attributes of a module that held ignored parameters; None for an ignored module, whatever
-# it will hold. What is in no unit and not here came later.
+# Ignored by wrapping: the attributes of a module with ignored parameters; None for an ignored module with all that it
+# will hold. Parameters in no unit and not here were registered later.
 _ignored: weakref.WeakKeyDictionary[nn.Module, frozenset[str] | None] = weakref.WeakKeyDictionary()
 
-# Recursion over modules stands in functions of the module: one inside another holds itself, and what it has seen, until
-# the garbage collector comes.
+# Recursive functions are at module level: a nested one would be in a reference cycle, with all modules that it has
+# visited, until garbage collection.
 
 
 def units_in(module: nn.Module) -> list[Unit]:
     """The units of wrapped modules inside `module`, children before parents."""
     found = list(_units_below(module, {id(module)}))
-    return list(dict.fromkeys(reversed(found)))[::-1]  # one with several entries comes with the last
+    return list(dict.fromkeys(reversed(found)))[::-1]  # one with several entries at the last
 
 
 def units_inside(unit: Unit) -> list[Unit]:
@@ -60,7 +60,7 @@ def nesting(outermost: Unit) -> list[tuple[Unit, Unit | None]]:
 
 
 def entries(outermost: Unit) -> frozenset[Unit]:
-    """The units of a model whose forward is called from outside: those around which there is none with a forward."""
+    """The units of a model whose forward is called from outside: those without an enclosing unit with a forward."""
     found: set[Unit] = set()
     never_called: set[Unit | None] = {None}
     for unit, around in nesting(outermost):
@@ -70,18 +70,18 @@ def entries(outermost: Unit) -> frozenset[Unit]:
 
 
 def units_at(module: nn.Module) -> list[Unit]:
-    """The unit whose wrapper `module` is, if it is one."""
+    """The unit of `module`, if that is a wrapper or an entry in place."""
     unit = module.__dict__.get("_unit")
     return [unit] if isinstance(unit, Unit) else []
 
 
 def with_owning_units(units: Sequence[Unit]) -> list[Unit]:
-    """`units`, and those of which they hold tied parameters, before them."""
+    """`units`, preceded by the owners of tied parameters that they hold."""
     return list(dict.fromkeys([owning_unit for unit in units for owning_unit in unit.owning_units] + list(units)))
 
 
 def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """Modules and parameters to leave alone, with everything inside ignored modules."""
+    """Ignored modules and parameters, including all inside of ignored modules."""
     modules: set[nn.Module] = set()
     for ignored in config.ignored_modules:
         for inside in ignored.modules():
@@ -106,15 +106,14 @@ def param_refs_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[
 
 
 def faced_refs(unit: Unit) -> list[tuple[ParamRef, Face]]:
-    """Where modules of `unit` hold parameters, and the face that gives them what they hold at rest."""
+    """The places in which modules of `unit` hold parameters, each with the face that sets its parameter at rest."""
     units = (unit, *unit.owning_units)
     faces = {id(leaf): handle.face for each in units for handle in each.handles for leaf in handle.leaves}
     return [(param_ref, faces[id(param_ref.leaf)]) for param_ref in (*unit.param_refs, *unit.shared_refs)]
 
 
 def put_at_rest(unit: Unit) -> None:
-    """Let modules of `unit` hold what they hold at rest, where that is not registered as a leaf is, and list flat
-    parameters."""
+    """Let modules of `unit` hold the parameters of their faces, if these are no leaves, and list flat parameters."""
     for param_ref, face in faced_refs(unit):
         if not face.holds_leaves:
             face.put(param_ref)
@@ -152,19 +151,19 @@ def modules_of(module: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, nn
 
 
 def ignore(module: nn.Module, attributes: Collection[str] | None) -> None:
-    """Wrapping ignores these parameters of `module`, or with None the module itself."""
+    """Record that wrapping ignores these parameters of `module`, or, for None, the module itself."""
     _ignored[module] = None if attributes is None else frozenset(attributes)
 
 
 def ignored_in(module: nn.Module) -> list[tuple[nn.Module, frozenset[str] | None]]:
-    """What wrapping ignored in `module`, as arguments of `ignore`."""
+    """The ignored modules and parameters in `module`, as arguments of `ignore`."""
     return [(each, _ignored[each]) for each in module.modules() if each in _ignored]
 
 
 def unmanaged_parameters(module: nn.Module, units: Collection[Unit]) -> dict[str, nn.Parameter]:
-    """The parameters in `module`, by their paths, that none of its `units` holds, though wrapping did not ignore them.
+    """The parameters in `module`, by their paths, that none of its `units` holds and wrapping did not ignore.
 
-    Wrappers of other units are not looked into: they are models of their own.
+    Wrappers of other units are skipped: they are models of their own.
     """
     held = {
         (id(param_ref.module), param_ref.attribute)

@@ -1,8 +1,8 @@
-"""Around an optimizer's step: before it its models come to rest, and one that holds what it cannot step is refused;
-after it what was written is known to have been.
+"""Hooks around an optimizer's step: before it, bring its models to rest and check its parameters; after it, increment
+the versions of written parameters.
 
-One global hook of torch.optim on either side serves all optimizers; after an optimizer's first step they cost a look at
-the set of live models, and for those that write unnoticed one at their parameters.
+One global pre-hook and post-hook of torch.optim serve all optimizers. After an optimizer's first step they cost one
+pass over the live models, and one over the parameters if its writes change no versions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .rest import before_step
 
 
 class _CheckedOptimizer(NamedTuple):
-    """An optimizer, as it was when it was last looked at: the registry's generation, how many param groups it had,
-    the models that it steps, and whether it holds distributed tensors of theirs."""
+    """The state of an optimizer at its last check: the registry's generation, its number of param groups, the models
+    that it steps, and whether it holds distributed tensors of theirs."""
 
     generation: int
     groups: int
@@ -37,7 +37,7 @@ class _CheckedOptimizer(NamedTuple):
     distributed: bool
 
 
-# Whose `optimizer_steps(optimizer)` is called before any optimizer steps, whatever that holds.
+# Objects whose `optimizer_steps(optimizer)` is called before a step of any optimizer.
 looking: set[weakref.ref[Any]] = set()
 _at_work: Override[torch.optim.Optimizer | None] = Override(None)
 engine_steps = _at_work.being  # inside, the engine steps an optimizer, in a backward
@@ -55,7 +55,7 @@ def guard_optimizers() -> None:
 
 
 def is_at_work(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is the engine that steps `optimizer`, in a backward."""
+    """Whether the engine is stepping `optimizer`, in a backward."""
     return optimizer is _at_work.value
 
 
@@ -74,10 +74,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
-    """What is known of an optimizer, as it is now.
+    """The state of an optimizer, checked again after changes.
 
     Raises:
-        UsageError: it holds what it could not step.
+        UsageError: it holds parameters that it could not step.
     """
     known, groups = _checked.get(optimizer), len(optimizer.param_groups)
     generation = registry.generation + adoptions.count
@@ -91,7 +91,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
 
 
 def _check_reduced(optimizer: torch.optim.Optimizer, model: Model) -> None:
-    """Warn where the gradients to step on are those of this rank alone, for a shard that belongs to all."""
+    """Warn if `optimizer` would step on gradients that are not reduced over ranks."""
     windows = [
         grads.accumulation
         for unit in model.units
@@ -110,7 +110,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer, model: Model) -> None:
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[Model]:
-    """`models_of` an optimizer that steps, as it was last looked at."""
+    """`models_of` an optimizer that steps, from its last check."""
     return [model for ref in _look_at(optimizer).models if (model := ref()) is not None]
 
 
@@ -119,7 +119,7 @@ def waiting_in(call: str, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, this rank may wait for others in a `call` about the models that `optimizer` steps. No communication.
 
     Raises:
-        AgreementError: a connection broke; what the others did.
+        AgreementError: a connection broke; reports the calls of the others.
     """
     with ExitStack() as waits:
         for model in stepped_by(optimizer):
@@ -133,9 +133,9 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for ref in known.models:
             if (model := ref()) is not None:
                 model.agreement.stepped = True
-    # What has stepped in its place counts what that took together.
+    # If a stand-in has stepped, versions of the parameters that it fused are incremented elsewhere.
     groups = (args[0] if args and isinstance(args[0], torch.optim.Optimizer) else optimizer).param_groups
-    if known is not None and known.distributed:  # what is written to a list of DTensors leaves their versions, too
+    if known is not None and known.distributed:  # writes to a list of DTensors change no versions, either
         stepped = [p for group in groups for p in group["params"] if p.grad is not None]
     else:
         groups = [group for group in groups if _writes_unnoticed(optimizer, group)]
@@ -145,13 +145,13 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _writes_unnoticed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether parameters may keep their versions: torch's fused kernels leave them, and so do other libraries' own.
-    Whole parameters that outlive the step, and graphs of before, would not be known to be out of date."""
+    """Whether a step may change no versions: torch's fused kernels do not, nor may kernels of other libraries.
+    Unsharded parameters that outlive the step, and older graphs, would not be recognized as out of date."""
     return bool(group.get("fused")) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def handles_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, FlatParamHandle]]:
-    """The handles that own what `optimizer` steps on, with the models that they are of."""
+    """The handles of the parameters that `optimizer` steps on, with their models."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model in registry.models:
         for handle in (handle for unit in model.units for handle in unit.handles):
@@ -160,9 +160,9 @@ def handles_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, FlatPa
 
 
 def models_of(optimizer: torch.optim.Optimizer) -> list[Model]:
-    """The models of which `optimizer` steps parameters, and does so on every rank: one that has no element of what it
-    would step may have no optimizer for it."""
-    held = handles_of(optimizer)  # of a handle the last rank is the first to have no element
+    """The models of which `optimizer` steps parameters on every rank: a rank without elements of these parameters may
+    have no optimizer for them."""
+    held = handles_of(optimizer)  # the last rank is the first without elements of a handle
     return list({model: None for model, handle in held if handle.layout.owned(handle.layout.world - 1)})
 
 
@@ -171,11 +171,11 @@ def _is_managed(parameter: torch.Tensor) -> bool:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that holds parameters which it could not step as they are.
+    """Check that an optimizer can step the parameters that it holds.
 
     Raises:
-        UsageError: they were flattened, or others are in their places, or its state is from before wrapping; they were
-            registered in a model after its first forward, which refuses those of before.
+        UsageError: they were flattened or replaced, or its state is from before wrapping; they were registered in a
+            model after its first forward, which checks those from before.
     """
     strangers = set[int]()
     for number, group in enumerate(optimizer.param_groups):
@@ -218,5 +218,5 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
                         "holds the pieces of one rank"
                     )
     for model in registry.models if strangers else ():
-        for module in model.outermost.entries if model.setup.placed else ():  # modules may be gone before the model is
+        for module in model.outermost.entries if model.setup.placed else ():  # modules may be deleted before the model
             check_registered(module, model.units, among=strangers)

@@ -1,5 +1,5 @@
-"""Which unit owns which parameter, and which models are alive: what must be known across models. Everything is held
-weakly."""
+"""The registry across models: the unit that owns each parameter, and the models that are alive. All references are
+weak."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .unit import Unit
 
 
 class _Units:
-    """Units by the identity of an object. An entry dies with its object, and is none once the unit is gone."""
+    """Units by the identity of an object. An entry is removed with its object, and is None once its unit is deleted."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Any], weakref.ref[Unit]]] = {}
@@ -29,7 +29,7 @@ class _Units:
         return entry[1]() if entry is not None and entry[0]() is thing else None
 
     def add(self, thing: object, unit: Unit) -> None:
-        """`unit` is that of `thing` from now on."""
+        """Set the unit of `thing`."""
         key, entries = id(thing), self._entries
 
         def forget(gone: weakref.ref[Any]) -> None:
@@ -40,26 +40,26 @@ class _Units:
         entries[key] = (weakref.ref(thing, forget), weakref.ref(unit))
 
     def discard(self, thing: object) -> None:
-        """`thing` has no unit any more."""
+        """Remove the entry of `thing`."""
         self._entries.pop(id(thing), None)
 
 
 _of_parameters = _Units()
 _of_modules = _Units()
 
-# Units whose holders are no leaves, and these by the ids of the holders. No reference to a holder, not even a weak one,
-# or users could not swap it; so what is found is looked for in the unit.
+# Units whose holders are no leaves, and units by the ids of these holders. A reference to a holder, even a weak one,
+# would keep users from swapping it; so a unit that is found here is searched for the holder.
 _with_holders: weakref.WeakSet[Unit] = weakref.WeakSet()
 _of_holders: dict[int, weakref.ref[Unit]] = {}
-_of_holders_at = -1  # how many holders users had replaced when this was made
+_of_holders_at = -1  # the number of replaced holders when this was built
 
-# Grows with every wrap: what was checked against the registry is checked again when it has.
+# Incremented by every wrap: checks against the registry are repeated after it.
 generation = 0
 
 models: weakref.WeakSet[Model] = weakref.WeakSet()
 
 
-# Units that see some parameters transformed.
+# Units with transformed parameters.
 extended: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
@@ -89,7 +89,7 @@ def _find_holders() -> None:
 
 
 def owners_of(shared_refs: Iterable[ParamRef]) -> list[Unit]:
-    """The units that own what these refer to, each once."""
+    """The units that own the leaves of `shared_refs`, each once."""
     found = (owner_of(param_ref.leaf) for param_ref in shared_refs)
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
@@ -100,7 +100,7 @@ def unit_around(module: nn.Module) -> Unit | None:
 
 
 def own(unit: Unit) -> None:
-    """`unit` owns its handles' leaves from now on, and what stands for them."""
+    """Register `unit` as the owner of its handles' leaves and of their holders."""
     global generation, _of_holders_at
     generation += 1
     if any(handle.face.is_distributed for handle in unit.handles):
@@ -117,13 +117,13 @@ def own(unit: Unit) -> None:
 
 
 def own_besides(unit: Unit, parameters: Iterable[nn.Parameter]) -> None:
-    """`unit` owns these, too, in whose places it has others: a module outside of it that holds one is tied to it."""
+    """Register `unit` as the owner of `parameters` that it has replaced: modules outside with one are tied to it."""
     for parameter in parameters:
         _of_parameters.add(parameter, unit)
 
 
 def disown(unit: Unit) -> None:
-    """`unit` is being taken apart."""
+    """Remove `unit`, which is being taken apart."""
     _with_holders.discard(unit)
     for handle in unit.handles:
         for leaf in handle.leaves:

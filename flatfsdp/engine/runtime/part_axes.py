@@ -1,4 +1,4 @@
-"""The ranks that store the other parts of a unit's parameters, beside those of its own axes. [Note: parts of wholes]"""
+"""The ranks that store other parts of a unit's parameters, in addition to its own axes. [Note: parts of wholes]"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PartAxes = tuple[PartAxis, ...]
 
 
 def part_axes(unit: Unit, kind: int) -> list[PartAxes]:
-    """For each leaf of the handle the axes of its parts, as its mesh has them; none for what is no part."""
+    """For each leaf of the handle the axes of its parts, in the order of its mesh; none for a leaf that is no part."""
     axes: dict[int, PartAxes] = {}
     for each in unit.views[kind].extended:
         found = each.transform.axes(each.state, unit.groups.device)
@@ -35,7 +35,7 @@ def part_axes(unit: Unit, kind: int) -> list[PartAxes]:
 
 
 def beside(groups: ProcessGroups, axes: Iterable[Transport]) -> list[Transport]:
-    """Those of `axes` on which no other rank is of the axes of `groups`."""
+    """Those of `axes` that contain no other rank of the axes of `groups`."""
     own = {*groups.shard.ranks, *(groups.replicate.ranks if groups.replicate is not None else ())}
     return [axis for axis in axes if len(own & {*axis.group.ranks}) == 1]
 
@@ -47,7 +47,7 @@ def all_part_axes(units: Sequence[Unit]) -> list[Transport]:
 
 
 def each_once(axes: Iterable[Transport]) -> list[Transport]:
-    """Of `axes` the first over each process group."""
+    """The first of `axes` over each process group."""
     found: dict[int, Transport] = {}
     for axis in axes:
         found.setdefault(id(axis.group.process_group), axis)

@@ -1,10 +1,10 @@
-"""What torch.nn.utils makes of parameters that are sharded already (`prune`, `weight_norm`, parametrizations): refused
-where it begins.
+"""Reparametrizations of torch.nn.utils (`prune`, `weight_norm`, parametrizations), which are refused for parameters
+that are sharded already.
 
-All let a module list its parameter under another name, or others in its place, and compute with what comes of these.
-Units know by their names what modules hold, and with flat parameters modules list none, which torch takes for granted:
-its functions would end in errors of their own, between two states. Where no hook of torch's comes first, the function
-is wrapped.
+All let a module list its parameter under another name, or others instead, and compute with a function of these. Units
+find the parameters of modules by name, and with flat parameters modules list none, although torch expects them: its
+functions would fail after a part of their changes. If torch calls no hook before these changes, the function is
+wrapped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .param_registry import owner_of, unit_around
 _SUFFIX = "_orig"
 _installed = False
 
-# Functions of a module and a name, by where callers look for them, and what messages call them. Whoever imported the
-# last two by name before gets torch's errors, if the shard has another shape.
+# Functions of a module and a name: their namespace, their attribute, their name in messages. Programs that imported the
+# last two by name before get torch's errors, if the shard has another shape.
 _FUNCTIONS: tuple[tuple[Any, str, str], ...] = (
     (WeightNorm, "apply", "weight_norm"),
     (SpectralNorm, "apply", "spectral_norm"),

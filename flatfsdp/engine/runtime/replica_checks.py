@@ -1,9 +1,9 @@
-"""Whether replicas hold the same parameters: what is averaged over them is of one model only if they do.
+"""Comparison of the parameters of replicas: only if they are equal are gradients averaged over one model.
 
-[Note: replicas] Ranks along the replicate axis hold the same pieces, at the beginning and, since their gradients are
-the same, after every step: to the bit. What differs by then (a checkpoint that one rank did not load, a write on one
-rank) stays different, and nothing else would show it. Checksums of each rank's pieces are exchanged as one
-number, and one by one only where those differ; before anything is trained, and once in `EVERY` backwards that reduce.
+[Note: replicas] Ranks along the replicate axis hold bitwise equal pieces, at the beginning and, since their gradients
+are equal, after every step. Differences (a checkpoint that one rank did not load, a write on one rank) persist, and
+nothing else would show them. Checksums of each rank's pieces are exchanged as one number, and one by one only if those
+differ; before the first training step, and once in `EVERY` backwards that reduce.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ReplicaChecks:
     """The comparisons of one model: when all ranks are known to train, and once in `EVERY` backwards that reduce.
 
     Attributes:
-        due: after how many backwards that reduce replicas are compared again; None where they were not yet.
+        due: the number of backwards that reduce until the next comparison; None before the first one.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -41,7 +41,7 @@ class ReplicaChecks:
         self.due = self._verify(units, again=False)
 
     def before_backward(self, units: Sequence[Unit], *, reduces: bool) -> None:
-        """A backward begins on all ranks. Collective over all axes where a comparison is due."""
+        """A backward begins on all ranks. Collective over all axes if a comparison is due."""
         if self.due is None:
             self.due = self._verify(units, again=False)
         elif reduces:
@@ -50,8 +50,8 @@ class ReplicaChecks:
                 self.due = self._verify(units, again=True)
 
     def _verify(self, units: Sequence[Unit], *, again: bool) -> float:
-        """Compare them, as `check_values` has it; after how many backwards that reduce it is due again. `again`: they
-        were compared before, and were the same."""
+        """Compare replicas, and report differences according to `check_values`. Returns the new `due`. `again`: they
+        were equal in an earlier comparison."""
         if again and not all(map(_stays_alike, units)):
             return math.inf
         found = differences(self._agreement.peers, replicated_pieces(units))
@@ -59,14 +59,14 @@ class ReplicaChecks:
             return EVERY if any(g.replicate is not None for unit in units for g in unit.axes.all) else math.inf
         if again:
             found = f"{found}. They were the same {EVERY:,} backwards before"
-        if not self._agreement.initial_values.differ:  # else it was reported, of all ranks
+        if not self._agreement.initial_values.differ:  # else it was reported, for all ranks
             self._agreement.initial_values.report(self._agreement.peers, found)
         return math.inf
 
 
 def replicated_pieces(units: Sequence[Unit]) -> list[Replicated]:
-    """Which ranks hold the same piece of each parameter that has replicas, and this rank's checksum of it; 0 where it
-    has none."""
+    """For each parameter with replicas, the ranks that hold the same piece, and this rank's checksum of it; 0 without a
+    piece."""
     rows: list[Replicated] = []
     for unit in units:
         if all(groups.replicate is None for groups in unit.axes.all):
@@ -81,24 +81,24 @@ def replicated_pieces(units: Sequence[Unit]) -> list[Replicated]:
 
 
 def _stays_alike(unit: Unit) -> bool:
-    """Whether replicas of `unit` get the same gradients: what a user's hook does in place of the all-reduce is its own
-    affair."""
+    """Whether replicas of `unit` get the same gradients: a user-defined hook instead of the all-reduce need not ensure
+    that."""
     hook = unit.options.comm_hook
     return hook is None or unit.groups.shard.size > 1 or hook.is_ours
 
 
 def differences(peers: RankExchange, rows: Sequence[Replicated]) -> str:
-    """Which parameters differ between which replicas, in words; "" for none. Collective over all axes."""
+    """The parameters and ranks for which replicas differ, in words; "" for none. Collective over all axes."""
     if not rows:
         return ""
     sums = [checksum for _, _, checksum in rows]
-    place = hash63(str([list(ranks) for ranks, _, _ in rows]))  # who shares it has the same replicas
+    place = hash63(str([list(ranks) for ranks, _, _ in rows]))  # equal on ranks with the same replicas
     answers = peers.numbers_of_ranks(place, hash63(str(sums)))
     groups = ranks_by_value({rank: answers[rank][0] for rank in sorted(answers)})
     if all(len({answers[rank][1] for rank in ranks}) == 1 for ranks in groups.values()):
         return ""
     found = peers.numbers_of_ranks(place, *sums)
-    different: dict[str, list[list[int]]] = {}  # which ranks are alike
+    different: dict[str, list[list[int]]] = {}  # groups of equal ranks, by name
     for ranks in groups.values():
         for (_, name, _), *totals in zip(rows, *(found[rank][1:] for rank in ranks), strict=True):
             alike = ranks_by_value(dict(zip(ranks, totals, strict=True)))

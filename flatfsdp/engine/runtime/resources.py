@@ -1,4 +1,4 @@
-"""What the units of one model share as values: the device and its streams, memory, transports, and what counts them."""
+"""Values that the units of one model share: the device and its streams, memory, transports, and their counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..flat.flat_param import FlatParamHandle
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The outermost wrapper's arguments that concern the whole tree."""
+    """The outermost wrapper's arguments that concern the whole model."""
 
     device: torch.device
     limit_all_gathers: bool
@@ -29,7 +29,7 @@ class ModelSettings:
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> ModelSettings:
-        """Those in `config`, for a model that computes on `device`."""
+        """The settings in `config`, for a model that computes on `device`."""
         return cls(device, config.limit_all_gathers, config.check_values, config.join_units_below)
 
 
@@ -38,24 +38,24 @@ RootSettings = ModelSettings  # in pickles [Note: old names]
 
 @dataclass
 class Streams:
-    """The orders of execution beside compute."""
+    """The streams in addition to that of computation."""
 
     unshard: Stream
     reduce: Stream
-    replicate: Stream  # an all-reduce runs beside the next reduce-scatter
+    replicate: Stream  # an all-reduce overlaps with the next reduce-scatter
 
     def await_downloads(self) -> None:
-        """Keep the host until all gradients that are to be there have come."""
+        """Let the host wait until all downloads of gradients have finished."""
         self.reduce.await_downloads()
         self.replicate.await_downloads()
 
 
 class Resources:
-    """What the units of one model work with. It holds no unit, so that units can hold it.
+    """The resources of the units of one model. It holds no unit, so that units can hold it.
 
     Attributes:
-        device, streams, limiter: where the model computes, and the orders of execution and of memory there.
-        resting: transports that let go of memory where nothing travels for a while.
+        device, streams, limiter: the compute device, and the orders of execution and of memory there.
+        resting: transports that free memory while they are idle.
         tracker, comm_stats, events: bytes by kind, collectives by kind, events.
     """
 
@@ -83,7 +83,7 @@ class Resources:
         return self._transports[key]
 
     def quantized(self, over: Transport, codec: BlockCodec | None) -> Transport:
-        """`over` with the codes of `codec`; itself where that is None, or there is only one rank."""
+        """`over` with the codes of `codec`; `over` itself if that is None, or if there is only one rank."""
         if codec is None or over.group.size == 1:
             return over
         key = (id(over), codec)
@@ -99,13 +99,13 @@ class Resources:
             self.limiter = Limiter(self.device, self.streams.unshard, limit=self.limiter.limit)
 
     def share_streams(self, other: Resources) -> None:
-        """Issue on the streams of `other` from now on, with nothing under way here. [Note: root]"""
+        """Use the streams of `other` from now on. Precondition: no operation is pending here. [Note: root]"""
         self.streams = Streams(other.streams.unshard, other.streams.reduce, other.streams.replicate)
         self.limiter = Limiter(self.device, self.streams.unshard, limit=self.limiter.limit)
         self._gathers_on_callers = other._gathers_on_callers
 
     def free(self, handle: FlatParamHandle) -> None:
-        """Reshard `handle`; its memory may be reused once the caller's stream is done with it."""
+        """Reshard `handle`; its memory may be reused once the caller's stream has finished with it."""
         buffer = handle.reshard()
         if buffer is not None:
             self.limiter.free_later(handle.name, buffer)

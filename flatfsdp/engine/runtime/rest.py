@@ -1,12 +1,12 @@
-"""The one entrance for everything that works between iterations.
+"""The single entry for all operations between iterations.
 
-[Note: rest] What a user calls between iterations finds parameters that show their shards, gradients that are there, and
-nothing left of a backward that failed, or that was to be differentiated again. `quiesce` sees to that, and refuses the
-call where a unit computes. No other module finishes what an iteration has left (a test counts the calls).
+[Note: rest] An operation between iterations expects that parameters show their shards, that gradients have arrived, and
+that no state is left of a backward that failed, or that was to be differentiated again. `quiesce` ensures this, and can
+refuse calls while a unit computes. No other module finishes iterations (a test counts the calls).
 
 [Note: left unreduced] A backward may reach units and no trainable parameter, on all ranks alike, and be the last of a
 step whose other microbatches ran under no_sync(). It reduces nothing: `torch.autograd.grad` looks the same, and another
-backward may follow. Who needs the sum, an optimizer's step or `clip_grad_norm_`, has it reduced then.
+backward may follow. An operation that needs the sum, an optimizer's step or `clip_grad_norm_`, reduces it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .user_writes import begin_request, check_left_unsharded, follow_before_requ
 
 
 def check_outside(unit: Unit, method: str) -> None:
-    """Refuse a change while a forward or a backward runs: what its ranks have agreed on would no longer hold."""
+    """Refuse a change while a forward or a backward runs: it would differ from the options that ranks have compared."""
     if _torch.in_backward() or model_of(unit).iteration.in_forward:
         raise UsageError(
             f"{method} of unit {unit.label} was called inside a {'backward' if _torch.in_backward() else 'forward'}; "
@@ -39,7 +39,7 @@ def check_outside(unit: Unit, method: str) -> None:
 
 
 def check_idle(unit: Unit, call: str) -> None:
-    """Refuse `call` while `unit` computes, or has its parameters whole in `summon_full_params()`."""
+    """Refuse `call` while `unit` computes, or is unsharded in `summon_full_params()`."""
     if unit.phase is not IDLE:
         hint = "; leave summon_full_params() first, or call it on the whole model inside" * (unit.phase is SUMMONED)
         raise UsageError(
@@ -61,16 +61,16 @@ def quiesce(
     frees: bool = False,
     check: Callable[[Unit], None] | None = None,
 ) -> None:
-    """Bring what the iterations of `units` have left to rest. [Note: rest]
+    """Bring `units` to rest after their iterations. [Note: rest]
 
     Args:
         collective: the call communicates, so that units are named and connected, which is collective the first time.
-        shards: parameters show their shards after it, with what users put in their place.
-        frees: even what stays unsharded between iterations is freed.
-        check: raises for a unit that the call refuses, once what a failed backward left is finished.
+        shards: let parameters show their shards, with tensors that users assigned instead of parameters taken over.
+        frees: free also parameters that stay unsharded between iterations.
+        check: raises for a unit that the call refuses; called once a failed backward is finished.
 
     Raises:
-        UsageError: what users put in the place of parameters cannot be taken over.
+        UsageError: a tensor that a user assigned instead of a parameter cannot be taken over.
     """
     models = models_of(units)
     for model in models:
@@ -88,13 +88,13 @@ def quiesce(
 
 
 def take_over(units: Collection[Unit]) -> None:
-    """Take over what users put in the place of parameters of `units`; refuse it where they do not show their shards."""
+    """Take over tensors that users assigned instead of parameters of `units`, if these show their shards, or raise."""
     for model in models_of(units):
         model.setup.write_back([unit for unit in units if model_of(unit) is model])
 
 
 def residuals_of(unit: Unit) -> list[Residuals]:
-    """What gradients of `unit` have lost, for each kind with error feedback, in order with what the caller computes.
+    """The residuals of gradients of `unit`, for each kind with error feedback; the caller's stream waits for them.
     [Note: error feedback]"""
     found = [grads.residuals for grads in unit.grads if grads.residuals is not None]
     streams = unit.resources.streams
@@ -104,25 +104,25 @@ def residuals_of(unit: Unit) -> list[Residuals]:
 
 
 def free_unsharded(model: Model) -> None:
-    """Parameters of `model` show their shards, and nothing of it is unsharded, for whatever reason it was kept."""
+    """Let parameters of `model` show their shards, and free all that are unsharded."""
     model.iteration.reset_to_idle()
 
 
 def free_unit(unit: Unit) -> None:
-    """The shards of `unit` hold what its parameters are, and nothing of it is unsharded. Precondition: its parameters
-    show their shards."""
+    """Take over assigned tensors into the shards of `unit`, and free all its unsharded parameters. Precondition: its
+    parameters show their shards."""
     take_over([unit])
     unit.reset_to_idle()
     evict(unit)
 
 
 def free_at_once(model: Model) -> None:
-    """What is free of `model` goes back before the next iteration begins."""
+    """Release freed memory of `model` now, before the next iteration begins."""
     model.resources.limiter.free_all()
 
 
 def wait_for_gradients(units: Iterable[Unit]) -> None:
-    """Gradients are there that the last backward over `units` left to be reduced."""
+    """Wait for the deferred reductions of the last backward over `units`."""
     for model in models_of(units):
         model.iteration.wait_for_gradients()
 
@@ -140,7 +140,7 @@ def before_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def before_clipping(model: Model) -> None:
-    """Gradients of `model` are there, and reduced. Collective."""
+    """Finish the iteration of `model`, and reduce the gradients that are left unreduced. Collective."""
     model.setup.lazy_init()
     model.iteration.finish_interrupted()
     if model.iteration.left_unreduced:
@@ -148,8 +148,8 @@ def before_clipping(model: Model) -> None:
 
 
 def _reduce_left(model: Model) -> None:
-    """Reduce what microbatches without synchronization left, if the backward that was to did not. Collective then.
-    [Note: left unreduced]"""
+    """Reduce the gradients of microbatches without synchronization, if the last backward did not. Collective in this
+    case. [Note: left unreduced]"""
     iteration = model.iteration
     if not (iteration.left_unreduced and model.backwards.sync) or iteration.in_forward or _torch.in_backward():
         return
@@ -162,12 +162,12 @@ def _reduce_left(model: Model) -> None:
 
 @contextmanager
 def collective_call(units: Collection[Unit], call: str, *, always: bool = False, when: bool = True) -> Iterator[None]:
-    """All ranks make this `call`, which gathers the parameters of `units` or sends them; it is collective inside.
+    """A context for a `call` that all ranks make, and that gathers the parameters of `units` or sends them. Collective.
 
-    `always`: ranks exchange something even where no unit is sharded. Nothing happens unless `when`.
+    `always`: ranks compare even if no unit is sharded. No effect unless `when`.
 
     Raises:
-        AgreementError: on every rank: some do something else.
+        AgreementError: on every rank, if some make another call.
     """
     with ExitStack() as calls:
         for model in models_of(units) if when else ():
@@ -177,13 +177,13 @@ def collective_call(units: Collection[Unit], call: str, *, always: bool = False,
         yield
 
 
-# -- what users ask for ------------------------------------------------------------------------------------------------
+# -- requests of users -------------------------------------------------------------------------------------------------
 
 
 def set_unshard_async_op(model: Model, async_op: bool) -> None:
-    """Issue gathers on the caller's stream, and ahead only where a user sets that; or on a stream of their own."""
+    """Issue gathers on the caller's stream, and ahead only if a user requests it; or on a stream of their own."""
     if model.setup.ready:
-        free_unsharded(model)  # memory of the one stream does not go back to the other
+        free_unsharded(model)  # memory of one stream is not reused by the other
         for unit in model.units:
             evict(unit)
     for unit in model.units:
@@ -192,7 +192,7 @@ def set_unshard_async_op(model: Model, async_op: bool) -> None:
 
 
 def unshard(unit: Unit) -> None:
-    """Start to gather `unit` because a user asks for it, in a forward or between iterations. Collective."""
+    """Start to gather `unit` on a user's request, in a forward or between iterations. Collective."""
     model = model_of(unit)
     iteration = model.iteration
     if not iteration.in_forward:
@@ -219,7 +219,7 @@ def unshard(unit: Unit) -> None:
 
 
 def reshard(unit: Unit) -> None:
-    """Free the unsharded parameters of `unit` because a user asks for it."""
+    """Free the unsharded parameters of `unit` on a user's request."""
     model = model_of(unit)
     iteration = model.iteration
     is_read = iteration.stage is RETAINED

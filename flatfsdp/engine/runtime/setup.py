@@ -1,5 +1,5 @@
-"""How the units of a model become one: named, connected and compared with the other ranks' before their first
-collective; and what users change of them afterwards."""
+"""The setup of a model: its units are named, connected and compared with those of other ranks before their first
+collective; and later changes of their options."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from .user_writes import write_back
 
 @dataclass(eq=False)
 class Setup:
-    """The units of one model, and what was settled of them.
+    """The units of one model, and the state of their setup.
 
     Attributes:
         units: children before parents as wrapped, the outermost last.
         entries: the units whose forward users call: the outermost one, or those inside it where it has no forward.
         ready: whether units are named and connected, and ranks have compared them.
-        placed: whether the device of everything was verified after the last `.to()`.
-        version: of what users chose; who keeps what follows from choices compares it.
-        words_of_choices: what was set, as in `description`; None when it has to be put together again.
+        placed: whether the devices of all tensors were verified after the last `.to()`.
+        version: of the options; caches of values that depend on them compare it.
+        words_of_choices: the cached `description`; None after a change.
         initial_checksums: of parameters, until they have been compared with the other ranks'.
     """
 
@@ -71,7 +71,7 @@ class Setup:
 
     def lazy_init(self, *, training: bool = False) -> None:
         """At the first forward: name and connect the units, and agree with the other ranks. Collective over all
-        groups. `training`: the values that ranks begin with matter now."""
+        groups. `training`: compare initial values, too."""
         if self.ready:
             return
         units, outermost = self.units, self.outermost
@@ -102,7 +102,7 @@ class Setup:
                 "ignored, or there are none. Nothing is sharded, and no gradient is averaged"
             )
         if training:
-            self.write_back(units)  # what a user put in a parameter's place is no value of the beginning
+            self.write_back(units)  # a tensor that a user assigned instead of a parameter is no initial value
         self.agreement.connect(
             axes_of(units),
             ModelNames(unit_entries(units), names_in(units)),
@@ -123,12 +123,12 @@ class Setup:
         logger.debug("initialised %d units: %s", len(units), ", ".join([unit.label for unit in units]))
 
     def _take_over(self, units: list[Unit]) -> None:
-        """What was loaded in the place of parameters, on the meta device or not, and tied after that."""
+        """Take over tensors that were loaded instead of parameters, on the meta device or not, and tied after that."""
         follow_ties(units)
         self.write_back(units)
 
     def check_placed(self) -> None:
-        """Refuse parameters that are in no unit, or are elsewhere than where they compute."""
+        """Raise UsageError for parameters that are in no unit, or not on the device where they compute."""
         module = self.outermost.entries.first
         check_registered(module, self.units)
         check_placed(module, self.units, self.resources.device.device)
@@ -137,7 +137,7 @@ class Setup:
 
     @functools.cached_property
     def norm_axes(self) -> dict[FlatParamHandle, list[Transport]]:
-        """The axes over which norms add up of handles that only some ranks share. Precondition: `ready`. [Note:
+        """The axes over which norms are summed, for handles that only some ranks share. Precondition: `ready`. [Note:
         parameters apart]"""
         return axes_of_norms(self.units, axes_of(self.units))
 
@@ -147,7 +147,7 @@ class Setup:
         self._resolve(unit)
 
     def _resolve(self, unit: Unit) -> None:
-        """Settle what `unit`, which is connected, does from now on."""
+        """Set the values that follow from the options of `unit`, which is connected."""
         precision, chosen = unit.built.mixed_precision, unit.options.schedule
         casts = precision.cast_root_forward_inputs if unit in self.entries else precision.cast_forward_inputs
         reshards = chosen.reshard_after_forward
@@ -163,7 +163,7 @@ class Setup:
         unit.resolved = Resolved(precision.param_dtype if casts else None, bool(reshards), reducers, frozenset(whole))
 
     def _transports(self, unit: Unit, groups: ProcessGroups) -> Transports:
-        """Those of `unit` over `groups`. [Note: communication hooks]"""
+        """The transports of `unit` over `groups`. [Note: communication hooks]"""
         hook, transport = unit.options.comm_hook, self.resources.transport
         gather = transport(groups.shard if hook is None else groups.scatter, "gather")
         scatter = transport(groups.scatter, "scatter")
@@ -180,10 +180,10 @@ class Setup:
         )
 
     def choose_unshard_stream(self) -> None:
-        """Issue gathers on the caller's stream, or on one of their own, as users chose.
+        """Issue gathers on the caller's stream, or on one of their own, according to the options.
 
         Raises:
-            UsageError: they chose differently for parts of the model.
+            UsageError: the options differ between parts of the model.
         """
         outermost = self.outermost
         on_callers = outermost.options.schedule.unshard_async_op
@@ -197,34 +197,34 @@ class Setup:
         self.resources.gather_on_callers_stream(on_callers)
 
     def checksums(self) -> Checksums:
-        """Those of the values that units begin with."""
+        """The checksums of the initial values of units."""
         return initial_checksums(self.units, self.initial_checksums)
 
     def write_back(self, units: Iterable[Unit]) -> None:
-        """Take over what users put in the place of parameters of `units`, which are of this model.
+        """Take over tensors that users assigned instead of parameters of `units`, which are of this model.
 
         Raises:
             UsageError: for changes that cannot be taken over.
         """
         names = functools.partial(names_of_leaves, self.units)
-        cast = True  # where it is refused in the middle, too
+        cast = True  # also after an error half-way
         try:
             cast = any([write_back(unit, names) for unit in units])
         finally:
             if cast:
-                self.coalescer.measure(self.units)  # units of another dtype weigh more, or less
+                self.coalescer.measure(self.units)  # units of another dtype have another size
 
     # -- choices -----------------------------------------------------------------------------------------------------
 
     def set_options(self, unit: Unit, **changes: Any) -> None:
-        """Change what users chose for `unit`; ranks compare it at the next forward or backward."""
+        """Change options of `unit`; ranks compare them at the next forward or backward."""
         unit.options = replace(unit.options, **changes)
         if self.ready:
             self._resolve(unit)
         self.options_changed()
 
     def options_changed(self) -> None:
-        """What users chose was changed."""
+        """Invalidate values that depend on options, and notify observers of a change."""
         self.version += 1
         self.words_of_choices = None
         for observe in self.observers.options_changed:
@@ -232,14 +232,14 @@ class Setup:
         self.coalescer.forget()
 
     def set_schedule(self, unit: Unit, **changes: Any) -> None:
-        """Change the schedule that users chose for `unit`. [Note: schedule]"""
+        """Change the schedule options of `unit`. [Note: schedule]"""
         self.set_options(unit, schedule=replace(unit.options.schedule, **changes))
 
     def set_prefetch(self, unit: Unit, backward: BackwardPrefetch | None, forward: bool) -> None:
-        """Change what `unit` was built with.
+        """Change the prefetch arguments of `unit`.
 
         Raises:
-            ConfigValueError: BACKWARD_MID, for which gradients are counted from the first forward on.
+            ConfigValueError: BACKWARD_MID, which counts gradients from the first forward on.
         """
         if backward is BackwardPrefetch.BACKWARD_MID and not unit.built.counts_gradients:
             raise ConfigValueError(
@@ -250,7 +250,7 @@ class Setup:
 
     @property
     def description(self) -> str:
-        """What was set, in words that are equal on all ranks; "" if nothing was."""
+        """The changed options, in words that are equal on all ranks; "" if there are none."""
         if self.words_of_choices is None:
             found: dict[str, list[str]] = {}
             for unit in self.units:

@@ -1,8 +1,8 @@
-"""When it is a unit's turn in a forward, the same on all ranks.
+"""The turns of units in a forward, which are the same on all ranks.
 
 [Note: turns] A unit takes its turn when this rank reaches it: so do all ranks, and nothing has to be decided. A feature
-under which ranks reach different units hands down another `Turns`, at the point `forward_order` of its observer, when
-what users chose has changed. Where turns are `plain`, forwards and backwards do not call them.
+under which ranks reach different units provides another `Turns`, at the point `forward_order` of its observer, after
+changes of options. If turns are `plain`, forwards and backwards do not call them.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from .unit import Unit
 
 
 class Turns:
-    """The plain turns, and what others may decide instead, who gather by the `ForwardGathers` that they are given."""
+    """The plain turns, and the interface of others, which gather by the `ForwardGathers` that they get."""
 
     plain = True
-    conditional: Collection[Unit] = ()  # which a rank reaches or not, and others do not know
-    never_stay = ""  # why these cannot stay unsharded until all of a backward is over, in a sentence
+    conditional: Collection[Unit] = ()  # units that a rank may not reach, unknown to the others
+    never_stay = ""  # why these cannot stay unsharded until a whole backward has ended, in a sentence
 
     def begin(self, *, training: bool, new_record: bool) -> None:
-        """An outermost forward begins. `new_record`: the next backward will not reach what ran until now."""
+        """An outermost forward begins. `new_record`: the next backward will not reach earlier forwards."""
 
     def leave(self, depth: int) -> None:
-        """Only so many forwards run, one in the other."""
+        """Only `depth` nested forwards are still running."""
 
     def enter(self, unit: Unit, gathers: Any) -> bool:
-        """`unit` is about to run: take the turns that come before it. Collective, unless nothing does. True if it is
-        not its turn, but was that of several together, which are gathered."""
+        """`unit` is about to run: take the turns that come before it. Collective, unless there are none. True if it has
+        no turn of its own, since it was gathered in a turn of several units."""
         return False
 
     def module_ran(self, unit: Unit, gathers: Any) -> None:
-        """The module of `unit` has run: take the turns that are left in its forward. Collective, unless none is."""
+        """The module of `unit` has run: take the turns left in its forward. Collective, unless there are none."""
 
     def ran(self, unit: Unit, *, reached: bool) -> bool | None:
-        """`unit` ran, and a gradient can come to it on this rank (`reached`). Whether one can on any rank; None if the
-        unit stays gathered, with others."""
+        """`unit` ran, and a gradient can reach it on this rank (`reached`). Returns whether one can on any rank; None
+        if the unit stays gathered, with others."""
         return reached
 
     def check_recomputed(self, unit: Unit) -> None:
@@ -49,7 +49,7 @@ class Turns:
         """`unit`, which had no graph, runs again inside a backward that does not reduce; may refuse it."""
 
     def coalesced(self, units: Iterable[Unit]) -> dict[Unit, tuple[Unit, ...]]:
-        """Those of `units` that a backward gathers together with others, and with which."""
+        """Those of `units` that a backward gathers together with others, each with the whole group."""
         return {}
 
 

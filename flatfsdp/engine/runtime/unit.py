@@ -2,8 +2,8 @@
 
 [Note: unit] A unit's parameters live in one handle per kind, whose collectives are issued together. Here is *how* they
 are gathered, freed, reduced and brought to rest. *When* is decided by the drivers of forwards and backwards
-(`forward_driver.py`, `backward_hooks.py`), *in which order* among units by the schedule. A unit has no way to its
-model; what it needs of it are values (`Resources`, `UnitAxes`).
+(`forward_driver.py`, `backward_hooks.py`), *in which order* among units by the schedule. A unit does not refer to its
+model; it gets the values that it needs (`Resources`, `UnitAxes`).
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Unit:
 
     Attributes:
         entries: the modules whose forward runs it.
-        place: where it is in its model.
+        place: its position in its model.
         handles: one per kind of parameter, none if the unit owns no parameter.
-        views, grads: for each handle, what its leaves show and its gradients; kinds: all three.
+        views, grads: for each handle, the views that its leaves show, and its gradients; kinds: all three.
         param_refs: where modules of this unit hold the handles' leaves.
         owning_units: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one
             is. shared_refs: where modules of this unit hold those.
         sharing_units: units that hold parameters of this one too, weakly.
         groups: the axes over which it is sharded; axes: those of handles that are elsewhere, too.
-        options: what users chose; resolved: what that comes to, once the unit is connected.
+        options: chosen by users; resolved: the values that follow from them, once the unit is connected.
         phase: [Note: states].
-        backward: how far its backward has come.
+        backward: the progress of its backward.
     """
 
     resources: Resources
@@ -115,11 +115,11 @@ class Unit:
         self.leaves.listing.stand_for(each for each in refs if id(each.leaf) in flattened)
 
     def alive_sharing_units(self) -> Iterator[Unit]:
-        """Those of `sharing_units` that are still there."""
+        """Those of `sharing_units` that are still alive."""
         return (unit for ref in self.sharing_units if (unit := ref()) is not None)
 
     def enter_phase(self, phase: Phase) -> None:
-        """Change the phase, by the table."""
+        """Change the phase, as the table allows."""
         if phase not in PHASE_STEPS[self.phase]:
             refuse_step(self.phase, phase, PHASE_STEPS, self.label, self.resources.events)
         self.phase = phase
@@ -153,23 +153,23 @@ class Unit:
 
     @property
     def in_full_precision(self) -> bool:
-        """Whether the unit computes in its master dtype now (evaluation, if asked for)."""
+        """Whether the unit computes in its master dtype now (in evaluation, if requested)."""
         return self.built.mixed_precision.full_precision_in_eval and not any(each.training for each in self.entries)
 
     def dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
-        """In which dtype the unit computes with the handle's parameters now."""
+        """The dtype in which the unit computes with the handle's parameters now."""
         if not self.built.mixed_precision.full_precision_in_eval:
             return handle.precision.compute
         return handle.precision.master if self.in_full_precision else handle.precision.compute
 
     @property
     def is_sharded(self) -> bool:
-        """Whether all data is sharded that does not stay on the device."""
+        """Whether all handles are sharded, except for those that stay unsharded on the device."""
         return not [h for h in self.handles if h.state is not SHARDED and h.persistence is not DEVICE]
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether all data is unsharded, or on its way."""
+        """Whether all handles are unsharded, or being gathered."""
         return SHARDED not in map(_state_of, self.handles)
 
     @property
@@ -179,14 +179,14 @@ class Unit:
 
     @property
     def expects_gradients(self) -> bool:
-        """Whether gradients are awaited (or all have come) in the running backward."""
+        """Whether gradients are awaited (or all have arrived) in the running backward."""
         return self.phase is PRE_BACKWARD or self.backward.completed
 
     # -- unsharding --------------------------------------------------------------------------------------------------
 
     def launch_unshard(self, *, ahead: bool = False) -> bool:
-        """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis, or
-        over that of what a feature retained. False if there was nothing to gather from other ranks."""
+        """Issue the all-gathers of all sharded handles; `ahead`: before their use. Collective over the shard axis, or
+        over that of shards that a feature retained. False if there was nothing to gather from other ranks."""
         resources = self.resources
         sharded = self.prepare_unshard(ahead=ahead)
         for handle, source in sharded:
@@ -198,10 +198,9 @@ class Unit:
         return bool(sharded)
 
     def prepare_unshard(self, *, ahead: bool) -> list[tuple[FlatParamHandle, UnshardSource]]:
-        """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use; and what
-        each comes from.
+        """Make room in memory for all sharded handles, possibly `ahead` of their use; returns them with their sources.
 
-        Those that come without communication are on their way then.
+        Those with local sources are not returned: they are launched here.
         """
         sharded: list[tuple[FlatParamHandle, UnshardSource]] = []
         resources = self.resources
@@ -229,7 +228,7 @@ class Unit:
         return sharded
 
     def source_of(self, handle: FlatParamHandle) -> UnshardSource:
-        """What the unsharded form of `handle`, which is sharded, comes from now."""
+        """The present source of the unsharded parameters of `handle`, which is sharded."""
         dtype = self.dtype_of(handle)
         if handle.kept_source is not None:
             handle.drop_stale_source()
@@ -261,16 +260,16 @@ class Unit:
                 views.install_extended()
 
     def track_writes(self, *, described_as_unsharded: bool = False) -> None:
-        """What users write to the unsharded parameters until the unit computes again would be lost: notice it."""
+        """Detect writes of users to the unsharded parameters until the unit computes again: these would be lost."""
         for views in self.views:
             views.track_writes(described_as_unsharded=described_as_unsharded)
 
     def reshard(self, mode: ViewMode, *, unreached: bool = False) -> None:
-        """Free the unsharded parameters; the leaves show `mode` (the unsharded parameters again where the shard is all
-        of them, and those that stay on the device between forward and backward).
+        """Free the unsharded parameters; the leaves show `mode` (still the unsharded parameters if the shard is all of
+        them, or if they stay on the device between forward and backward).
 
-        `unreached`: a backward runs, that may not have reached the unit: what was written to parameters that a forward
-        has left is refused.
+        `unreached`: a backward runs that may not have reached the unit: writes to parameters that a forward has left
+        unsharded are refused.
         """
         freed = False
         for handle, views, grads in self.kinds:
@@ -299,7 +298,7 @@ class Unit:
             self.record_event("reshard")
 
     def drop_retained(self) -> None:
-        """A backward that still comes gathers over the shard axis."""
+        """Drop the shards that a feature retained: a later backward gathers over the shard axis."""
         for handle in self.handles:
             if handle.kept_source is not None and handle.kept_source.as_of_forward:
                 handle.drop_kept_source()
@@ -315,12 +314,12 @@ class Unit:
         return made
 
     def reduction_inputs(self) -> list[ReductionInput]:
-        """The gradients of all kinds that take part in a reduction, for it."""
+        """The inputs of a reduction: the gradients of all kinds that take part."""
         over = [g for g in self.grads if g.occupies_params or (g.slots.late and g.outlive_params)]
         if over:
             self.reshard(SHOWS_NOTHING, unreached=True)
             if over[0].slots.late and self.options.backward_prefetch is not None:
-                # Memory is free when the device is past this unit: before the next gather, unless that is not ahead.
+                # Memory is free once the device has passed this unit: before the next gather, unless that is not ahead.
                 self.resources.limiter.make_room(None, ahead=True)
         self.record_event("reduce")
         completes, hook = self.resolved.completes, self.options.all_reduce_hook
@@ -331,14 +330,14 @@ class Unit:
         ]
 
     def finalize_grads(self) -> list[FlatParamHandle]:
-        """Make the reduced gradients `.grad`; the handles of which that completes them."""
+        """Make the reduced gradients `.grad`; returns the handles whose gradients this completes."""
         return [handle for handle, _, grads in self.kinds if grads.finalize_grads()]
 
     # -- the end of an iteration -------------------------------------------------------------------------------------
 
     def reset_to_idle(self, *, keep_unsharded: bool = False) -> None:
-        """Return to between iterations: leaves show the shard; unsharded memory is freed unless it is to be kept."""
-        if self.phase is SUMMONED:  # the parameters are the user's; units around it may have run
+        """Return to the state between iterations: leaves show the shard; unsharded parameters are freed or kept."""
+        if self.phase is SUMMONED:  # a user may write to the parameters; units around it may have run
             return
         self.kept.by_choice = (
             keep_unsharded and self.options.schedule.keeps_by_choice and self.axes.is_spread and self.is_unsharded
@@ -350,7 +349,7 @@ class Unit:
                 views.show(SHOWS_SHARD)
         else:
             self.reshard(SHOWS_SHARD)
-        if self.kept.shards:  # of what was on its way
+        if self.kept.shards:  # of a pending gather
             self.kept.shards.clear()
         if self.kept.retain is not None:
             self.drop_retained()
@@ -361,7 +360,7 @@ class Unit:
 
 
 def follow_requires_grad(units: Iterable[Unit]) -> None:
-    """Give leaves the `requires_grad` that users have set on what they hold instead."""
+    """Give leaves the `requires_grad` that users have set on their holders."""
     for unit in units:
         for handle in unit.handles:
             if not handle.face.holds_leaves:
@@ -369,8 +368,8 @@ def follow_requires_grad(units: Iterable[Unit]) -> None:
 
 
 def evict(unit: Unit, *kinds: int) -> None:
-    """Free what stays of these handles of `unit` between uses, or of all, at once unless a backward is to read it: then
-    it does not stay any more. The next forward gathers it."""
+    """Free the kept parameters of these `kinds` of `unit`, or of all. Those that a backward may read are freed after
+    it. The next forward gathers them."""
     for kind in kinds or range(len(unit.handles)):
         handle, views, _ = unit.kinds[kind]
         if handle.kept_source is not None and not handle.kept_source.as_of_forward:
@@ -383,7 +382,7 @@ def evict(unit: Unit, *kinds: int) -> None:
 
 
 def refuse_without_model(unit: Unit) -> NoReturn:
-    """Refuse to use `unit`, whose model is gone."""
+    """Refuse to use `unit`, whose model was deleted."""
     raise UsageError(
         f"unit {unit.label}: the outermost wrapper of its model has been deleted, and with it the communicators that "
         "its units share. Keep a reference to the outermost wrapper while any part of it is in use; or wrap the part "

@@ -1,8 +1,8 @@
-"""Over which ranks the parameters of one unit are sharded.
+"""The ranks over which the parameters of one unit are sharded.
 
-[Note: several meshes] Some kinds of a unit may be sharded over other ranks than the others, as experts are: gathered,
-freed and reduced with these, each over its own axes, kind after kind in the order that all ranks have. Such a unit
-shares its collectives with no other.
+[Note: several meshes] Some kinds of a unit, for example experts, may be sharded over other ranks than the rest: they
+are gathered, freed and reduced together with it, each over its own axes, kind after kind in the same order on all
+ranks. Such a unit shares its collectives with no other.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .unit_state import Transports
 
 
 class UnitAxes:
-    """The axes of one unit, and what carries out its collectives over them.
+    """The axes of one unit, and the transports over them.
 
     Attributes:
         own: those of the unit.
         elsewhere: those of handles that are sharded over others. [Note: several meshes]
-        transports: of all of them, by the ids of the groups; own_transports: of the unit's own. There once the unit is
+        transports: of all of them, by the ids of the groups; own_transports: of the unit's own. Set when the unit is
             connected.
     """
 
@@ -32,23 +32,23 @@ class UnitAxes:
         self.own, self.elsewhere = own, elsewhere
 
     def connect(self, transports: Mapping[int, Transports]) -> None:
-        """Take these `transports`."""
+        """Set the `transports`."""
         self.transports, self.own_transports = transports, transports[id(self.own)]
 
     def of(self, handle: FlatParamHandle) -> ProcessGroups:
-        """Those over which `handle` is sharded."""
+        """The axes over which `handle` is sharded."""
         return self.elsewhere.get(handle, self.own) if self.elsewhere else self.own
 
     def transports_of(self, handle: FlatParamHandle) -> Transports:
-        """What carries out the collectives of `handle`."""
+        """The transports of the collectives of `handle`."""
         return self.transports[id(self.of(handle))]
 
     @cached_property
     def all(self) -> tuple[ProcessGroups, ...]:
-        """The unit's own, and those of handles that are elsewhere, each once."""
+        """The unit's own axes, and those of handles that are elsewhere, each once."""
         return tuple({id(groups): groups for groups in (self.own, *self.elsewhere.values())}.values())
 
     @cached_property
     def is_spread(self) -> bool:
-        """Whether several ranks hold shards of some of the unit."""
+        """Whether any part of the unit is sharded over several ranks."""
         return any(groups.shard.size > 1 for groups in self.all)

@@ -1,4 +1,4 @@
-"""What the state of one unit consists of: what it was built with, where it is, how far its backward has come."""
+"""The state of one unit: its construction, its place in the model, the progress of its backward."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..flat.param_refs import Listing, ParamRef
 
 @dataclass(frozen=True, slots=True)
 class UnitPlace:
-    """Where a unit is in its model.
+    """The place of a unit in its model.
 
     Attributes:
         name: path from the model's outermost module, "" for that; of several entries, all of their paths.
         index: among the units, children before parents.
-        first_parameter: of its first parameter among those of all units.
+        first_parameter: the index of its first parameter among those of all units.
         is_outermost: whether it is the unit of the outermost wrapper.
     """
 
@@ -37,14 +37,14 @@ class UnitPlace:
 
 @dataclass(frozen=True)
 class BuiltWith:
-    """What a unit was built with.
+    """The values with which a unit was constructed.
 
     Attributes:
         modules: those of the unit, whose buffers it computes with.
         island: a full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed
             again.
-        device_mesh: the mesh that the unit's groups are of, where a user gave one; pickles do not have it.
-        output_dtype: to which the outputs of its forward are cast; None for as they are.
+        device_mesh: the mesh of the unit's groups, if a user passed one; not in pickles.
+        output_dtype: to which the outputs of its forward are cast; None: they are not.
         counts_gradients: whether it may gather the next unit half-way through its gradients. [Note: half-way]
     """
 
@@ -60,12 +60,12 @@ class BuiltWith:
 
 @dataclass(frozen=True)
 class Transports:
-    """What carries out the collectives of a unit.
+    """The transports of the collectives of a unit.
 
     Attributes:
-        gather, scatter, replicate: over its axes; replicate is None where there is one copy.
-        quantized: gathers what has a `gather` dtype. [Note: quantization]
-        reducers: the last two, in few bits where a user chose so, or a communication hook in the place of one of them.
+        gather, scatter, replicate: over its axes; replicate is None without replicas.
+        quantized: gathers handles with a `gather` dtype. [Note: quantization]
+        reducers: scatter and replicate, quantized on request, or with a communication hook instead of one of them.
     """
 
     gather: Transport
@@ -77,13 +77,13 @@ class Transports:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What the arguments of a unit, its place and what users chose of it come to; another one when these change.
+    """The values that follow from the arguments, the place and the options of a unit; replaced when these change.
 
     Attributes:
         input_dtype: to which inputs of its forward are cast, unless it computes in full precision; None: they are not.
         reshards_after_forward: whether the unsharded parameters are freed between forward and backward.
-        reducers: by handle, what carries out both stages of a reduction now; None where there is no second.
-        completes: handles of which a reduction brings gradients, not only partial sums. [Note: partial sums]
+        reducers: by handle, the reducers of both stages of a reduction; None if there is no second stage.
+        completes: handles whose reductions yield gradients, and not only partial sums. [Note: partial sums]
     """
 
     input_dtype: torch.dtype | None
@@ -94,14 +94,14 @@ class Resolved:
 
 @dataclass
 class KeptUnsharded:
-    """Why a unit is unsharded between iterations.
+    """The reasons why a unit is unsharded between iterations.
 
     Attributes:
-        by_choice: because of what a user chose for it.
-        trusted: nobody writes to its shards meanwhile, so that what is kept is not compared with them.
+        by_choice: because of its options, or on a user's request.
+        trusted: its shards are not written to meanwhile, so that kept parameters are not compared with them.
         maybe_stale: some ranks may have written to their shards since, and others not.
-        versions: of the shards of its handles, when a user asked for the unit; shards: copies of them, of DTensors.
-        retain: keeps something of the unit, which a forward is about to free, from which its backward gathers then.
+        versions: of the shards of its handles at the user's request; shards: copies of them, for DTensors.
+        retain: keeps shards of the unit, which a forward is about to free; its backward gathers from these.
     """
 
     by_choice: bool = False
@@ -112,24 +112,24 @@ class KeptUnsharded:
     retain: Callable[[Any], None] | None = None
 
     def end_choice(self) -> None:
-        """What a user chose, or asked for, keeps it no longer."""
+        """Options, or a user's request, keep the unit no longer."""
         self.by_choice = False
         self.shards.clear()
 
 
 class WatchedLeaves:
-    """What is known of the leaves of a unit: how gradients come to them, and when modules list them.
+    """Observations of the leaves of a unit: their hooks, how their gradients arrive, and when modules list them.
 
     Attributes:
-        hooked: by kind, the leaves that notify when their gradient is there, with all hooks that they have.
+        hooked: by kind, the leaves that notify when their gradient has arrived, with all hooks that they have.
         unhooked_as_of: by kind, when holders that are no leaves were last found to have no hooks.
-        before_first: ids of the leaves that notify before the first gradient of the unit comes.
-        single_use: whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot
+        before_first: ids of the leaves that notify before the first gradient of the unit arrives.
+        single_use: whether each gradient has arrived once and in the backward's own graph task, so far. [Note: slot
             sharing]
-        runs_late: whether custom Functions brought gradients in graph tasks inside of a backward, as far as seen; None
-            before a gradient has come.
-        customs: those Functions that may. [Note: late gradients]
-        listing: of those for which flat parameters stand at rest.
+        runs_late: whether custom Functions have computed gradients in graph tasks inside of a backward, so far; None
+            before a gradient has arrived.
+        customs: the Functions that may. [Note: late gradients]
+        listing: of the leaves that flat parameters replace at rest.
     """
 
     def __init__(self, kinds: int, flat_refs: Iterable[ParamRef]) -> None:
@@ -143,17 +143,17 @@ class WatchedLeaves:
 
 
 class ForwardCall:
-    """One forward of a unit: a name for what its backward still has to do.
+    """One forward of a unit, which identifies its part of the backward.
 
     The hooks of its outputs hold it; those of its inputs hold it weakly ([Note: arrivals]).
 
     Attributes:
-        watch: until its forward is over: what watches its inputs, if several.
-        began: when, in ticks of the record's clock; None where that means nothing.
-        finished_in_task: the graph task in which it was over last. An output that is reached later is what it was
-            given.
-        outlasts: it may go on when the gradients of its inputs are there: those of leaves come before those of outputs
-            that were not computed from them.
+        watch: until its forward has ended: the hook on its inputs, if there are several.
+        began: when, in ticks of the record's clock; None if that is not defined.
+        finished_in_task: the last graph task in which its backward finished. An output that is reached later is one of
+            its inputs.
+        outlasts: its backward may continue when the gradients of its inputs have arrived: those of leaves arrive before
+            those of outputs that were not computed from them.
     """
 
     __slots__ = ("__weakref__", "began", "finished_in_task", "outlasts", "watch")
@@ -165,26 +165,26 @@ class ForwardCall:
         self.outlasts = False
 
     def let_go(self, outputs: Sequence[torch.Tensor]) -> tuple[ForwardCall | None, list[hooks.MultiGradHook | None]]:
-        """The call, unless nothing will show its end, and for each output its `watch`, if hooks of that may hold it: of
-        what was there before an input they may not. The graph would hold itself, and no collector sees that circle."""
+        """The call, unless nothing will show its end, and for each output its `watch`, if hooks of that may hold it: an
+        output that is older than an input may not, or the graph would hold itself, unseen by garbage collection."""
         watch, self.watch = self.watch, None
         held = [watch if watch is not None and watch.precedes(each) else None for each in outputs]
         return self if any(held) else None, held
 
 
 class UnitBackward:
-    """How far one unit's backward has come; a new one begins where the last has ended.
+    """The progress of one unit's backward; replaced when that has ended.
 
     Attributes:
         keep_unsharded: its end cannot be observed, so the unit stays unsharded until the whole backward has ended.
-        open_calls: calls whose backward has begun and has not reached their inputs: something in it may still read the
+        open_calls: calls whose backward has begun and has not reached their inputs, so that it may still read the
             parameters.
         completed: every gradient that is awaited has arrived.
-        finished: it is over with the first call, and so with all.
-        late_gradients: how many gradients come again, of a segment recomputed in a graph task of its own or after one.
+        finished: the backward of the first call, and so of all, has finished.
+        late_gradients: how many gradients arrive again, from a segment recomputed in a graph task of its own, or later.
         task: the graph task in which gradients are awaited.
-        arrived_in_inner_tasks: leaves whose gradients only tasks inside that one brought, as (kind, index).
-        ends_unseen: the nodes where calls began that were given nothing that gets a gradient, which would show the end.
+        arrived_in_inner_tasks: leaves whose gradients have arrived only in tasks inside that one, as (kind, index).
+        ends_unseen: the nodes at which calls began that have no input with a gradient, which would show their end.
     """
 
     __slots__ = (
@@ -209,13 +209,13 @@ class UnitBackward:
         self.arrived_in_inner_tasks: set[tuple[int, int]] = set()
 
     def runs_again(self, customs: hooks.CustomFunctions) -> bool:
-        """Whether nothing shows the end of the unit's part, and this backward comes to some of `customs`: reentrant
-        checkpoints, maybe, that run parts of the unit again. What they bring after its reduction would need another,
-        which other ranks lack."""
+        """Whether nothing shows the end of the unit's part, and this backward will reach some of `customs`: possibly
+        reentrant checkpoints that run parts of the unit again. Their gradients after its reduction would need another
+        one, which other ranks do not issue."""
         if not self.ends_unseen:
             return False
-        return _torch.graph_task() != self.task or customs.are_to_come()  # one that runs may bring more
+        return _torch.graph_task() != self.task or customs.are_to_come()  # a running one may contribute more
 
     def forget_graph(self) -> None:
-        """The backward has failed: hold nothing of its graph."""
+        """The backward has failed: drop all references to its graph."""
         self.ends_unseen.clear()

@@ -1,4 +1,4 @@
-"""Hooks of users on the parameters of a unit: which would never run, and those that run on sharded gradients."""
+"""User-defined hooks on the parameters of a unit: those that would never run, and those for sharded gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .unit import Unit
 
 
 def defer_user_hooks(unit: Unit, kind: int, *, on_leaves: bool) -> None:
-    """Gradients are about to come: keep hooks from running on those of this rank. `on_leaves`: some leaves have any.
+    """Prevent hooks from running on the gradients of this rank, before these arrive. `on_leaves`: some leaves have any.
 
     Raises:
-        UsageError: of a hook that would never run, where one parameter has the gradients and another one sees them
-            pass.
+        UsageError: for a hook that would never run, since gradients are accumulated for one parameter and published on
+            another one.
     """
     handle = unit.handles[kind]
     if handle.face.holds_leaves:
@@ -30,10 +30,10 @@ def defer_user_hooks(unit: Unit, kind: int, *, on_leaves: bool) -> None:
 
 
 def _holders_have_hooks(unit: Unit, kind: int) -> bool:
-    """Whether holders apart from leaves have hooks, of either kind.
+    """Whether holders that are no leaves have hooks, of either kind.
 
-    Each registration of a hook takes a number of torch's, whatever it is registered on. So they are looked at only
-    where one was taken since they were found to have none, or a user's parameter became a holder.
+    Each registration of a hook, on any tensor, increments a counter of torch. So holders are checked only if it has
+    increased since they had no hooks, or if a user's parameter has become a holder.
     """
     known, as_of = unit.leaves.unhooked_as_of, (RemovableHandle.next_id, adoptions.count)
     if known.get(kind) == as_of:
@@ -68,7 +68,7 @@ def _check_hooks(unit: Unit, handle: FlatParamHandle) -> None:
 
 
 def run_user_hooks(unit: Unit, complete: Collection[FlatParamHandle]) -> None:
-    """Run users' post-accumulate hooks on the sharded gradients of the handles that are `complete`."""
+    """Run user-defined post-accumulate hooks on the sharded gradients of the handles that are `complete`."""
     for kind, handle in enumerate(unit.handles):
         if handle not in complete:
             continue

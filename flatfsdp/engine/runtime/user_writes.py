@@ -1,17 +1,17 @@
-"""What users write to the parameters of a unit, or put in their place; and units that they unshard themselves.
+"""Writes of users to the parameters of a unit, tensors that they assign instead, and units that they unshard.
 
 [Note: writes at rest] Between iterations leaves show the shard, and users may write to it, or give a module another
-parameter. Both is noticed before the unit is gathered again, by versions and identities, without looking at values.
+parameter. Both are detected before the unit is gathered again, by versions and identities, without reading values.
 
-[Note: unnoticed writes] DTensors count no version for what is written to a list of them (`torch._foreach_*`), nor for
-what is written through their `.data`. So what is kept unsharded of such parameters is compared with the shard, value by
-value, before it is computed with: this reads twice the shard, where a gather would move all of the parameter. For what
-is still on its way then there is a copy of the shard. Values may change on some ranks only, so ranks exchange a flag
-wherever something was compared, before any of them gathers: at the first gather of a forward, of what was kept by
-choice and of what stays on the device, and when a user asks for such a unit. A comparison waits for the device: on
-accelerators it is made only of what a schedule keeps, of which ranks exchange it in any case, and nowhere of a unit
-that is `trusted`. Of what travels in few bits, or by hooks of a class of its own, the values are others than the
-shard's: versions have to do.
+[Note: unnoticed writes] DTensors count no version for writes to a list of them (`torch._foreach_*`), nor for writes
+through their `.data`. So if such parameters are kept unsharded, they are compared with the shard, value by value,
+before a computation uses them: this reads twice the shard, where a gather would move all of the parameter. If they are
+still being gathered, the shard is compared with a copy. Values may change on some ranks only, so ranks exchange a flag
+after comparisons, before any of them gathers: at the first gather of a forward, for parameters that are kept by choice
+or stay on the device, and when a user requests such a unit. A comparison waits for the device: on accelerators it is
+made only for parameters that the schedule keeps, for which ranks exchange a flag in any case, and never for a unit that
+is `trusted`. Parameters that are quantized in gathers, or transformed by hooks of their class, have other values than
+the shard: only their versions are compared.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .unit import Unit, evict
 
 
 def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
-    """Take over what the user put in the leaves' place; free a kept buffer that is out of date. True if a shard has
-    become another dtype.
+    """Take over tensors that the user assigned instead of leaves; free a kept buffer that is out of date. True if the
+    dtype of a shard has changed.
 
-    `names`: gives those of all parameters of the model, by id.
+    `names`: returns the names of all parameters of the model, by id.
 
     Raises:
         UsageError: for changes that cannot be taken over.
@@ -45,7 +45,7 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
     changed = ParamRef.changed(unit.param_refs)
     if unit.shared_refs:
         changed += ParamRef.changed(unit.shared_refs)
-    if changed:  # state dicts of modules inside of one another: the outer one's placeholders are no user's
+    if changed:  # in nested state dicts, placeholders of the outer one are not assigned by a user
         changed = [each for each in changed if type(each.current) is not Placeholder]
     if changed and _torch.in_functional_call():
         refuse_functional_call(changed, unit.label)
@@ -59,7 +59,7 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
                 views.unhide()
             before = handle.precision
             if handle.state is UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
-                unit.resources.free(handle)  # before its shard becomes another one
+                unit.resources.free(handle)  # before its shard is replaced
             wrote = views.write_back(changed)
             cast = cast or handle.precision is not before
             if handle.state is UNSHARDED and (wrote or _is_stale(unit, handle)):
@@ -69,14 +69,14 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
                 unit.resources.free(handle)
             if handle.kept_source is not None and handle.state is SHARDED:
                 handle.drop_stale_source()
-        elif unit.phase is not SUMMONED:  # else the parameters are the user's
+        elif unit.phase is not SUMMONED:  # else users may write to the parameters
             check_exposed(views)
     return cast
 
 
 def _holds_leaf_again(unit: Unit, param_ref: ParamRef) -> bool:
-    """Whether a module holds the leaf itself in this place, where it should hold what stands for it at rest: somebody
-    has put back what was there before the shards were shown, as `functional_call` does. It is mended."""
+    """Whether a module holds the leaf itself in this place, where it should hold its holder at rest: code such as
+    `functional_call` has restored the tensor from before the shards were shown. Puts the holder back."""
     if param_ref.current is not param_ref.leaf:
         return False
     for handle in [handle for each in (unit, *unit.owning_units) for handle in each.handles]:
@@ -87,13 +87,13 @@ def _holds_leaf_again(unit: Unit, param_ref: ParamRef) -> bool:
 
 
 def _is_stale(unit: Unit, handle: FlatParamHandle) -> bool:
-    """Whether what was kept unsharded is not what a gather would bring: the shard was written to since, or the dtype is
-    that of evaluation, and this is training."""
+    """Whether kept parameters differ from those that a gather would yield: the shard was written to since, or the dtype
+    is that of evaluation, and this is training."""
     return handle.writes.is_stale or handle.unsharded.dtype != unit.dtype_of(handle) or _differs(unit, handle)
 
 
 def _is_stale_on_its_way(unit: Unit, kind: int) -> bool:
-    """The same of what is being gathered because a user asked for it."""
+    """`_is_stale` for parameters that are being gathered on a user's request."""
     handle, kept = unit.handles[kind], unit.kept
     if handle.writes.all != kept.versions[kind]:
         return True
@@ -101,7 +101,7 @@ def _is_stale_on_its_way(unit: Unit, kind: int) -> bool:
 
 
 def _differs(unit: Unit, handle: FlatParamHandle) -> bool:
-    """Whether the unsharded parameters have other values than the shard, where nothing else shows it.
+    """Whether the unsharded parameters have other values than the shard, if only a comparison shows it.
     [Note: unnoticed writes]"""
     if not is_compared(unit, handle) or handle.unsharded.buffer is None:
         return False
@@ -114,7 +114,7 @@ def _differs(unit: Unit, handle: FlatParamHandle) -> bool:
 
 
 def is_compared(unit: Unit, handle: FlatParamHandle) -> bool:
-    """Whether values are compared of what is kept unsharded of `handle`: the same on all ranks."""
+    """Whether the values of kept parameters of `handle` are compared: the same on all ranks."""
     if not handle.face.is_distributed or handle.precision.gather is not None or handle.options.gathers:
         return False
     if unit.kept.trusted or is_memoryless():
@@ -127,13 +127,13 @@ _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """`values` as whole numbers, of which all are equal to themselves."""
+    """`values` as integers, all of which, unlike NaN, are equal to themselves."""
     return values.view(_WHOLE_NUMBERS[values.itemsize]) if values.itemsize in _WHOLE_NUMBERS else values
 
 
 def apply_shard_writes(unit: Unit) -> None:
-    """What was written to the shards earlier in this forward is what the unit is to compute with: free what was
-    gathered before. [Note: shards by hand]"""
+    """Free parameters that were gathered before a write to the shards earlier in this forward: the unit is to compute
+    with the written values. [Note: shards by hand]"""
     for handle, views, _ in unit.kinds:
         if views.mode is not SHOWS_SHARD:
             continue
@@ -146,7 +146,7 @@ def apply_shard_writes(unit: Unit) -> None:
 
 
 def check_left_unsharded(unit: Unit) -> None:
-    """Refuse what was written to the unsharded parameters that a forward has left, which are about to be freed.
+    """Refuse writes to parameters that a forward has left unsharded, and that are about to be freed.
 
     Precondition: no backward has reached the unit since.
     """
@@ -156,9 +156,8 @@ def check_left_unsharded(unit: Unit) -> None:
 
 
 def follow_other_ranks(units: Iterable[Unit], agreement: Agreement) -> None:
-    """Gather again what users keep unsharded of `units`, if any rank has written to its shards. Collective if they do.
-
-    An optimizer writes on some ranks only where others have no element of a unit.
+    """Free those of `units` that are kept by choice, to be gathered again, if any rank has written to its shards.
+    Collective if there are any. An optimizer writes on some ranks only, if others have no element of a unit.
     """
     kept = [unit for unit in units if unit.kept.by_choice]
     if kept and agreement.any_rank(not all(unit.is_unsharded for unit in kept)):
@@ -169,11 +168,11 @@ def follow_other_ranks(units: Iterable[Unit], agreement: Agreement) -> None:
 
 
 def follow_before_request(unit: Unit, agreement: Agreement, *, at_rest: bool) -> None:
-    """A user asks for `unit`: the same, of what was kept of it by choice and of what stays."""
+    """`follow_other_ranks` when a user requests `unit`, and the same for its parameters that stay on the device."""
     stays = [handle for handle in unit.handles if handle.persistence is DEVICE]
     if stays and not unit.kept.maybe_stale and not any([is_compared(unit, handle) for handle in stays]):
         stays = []
-    shows = at_rest or unit.shows_shard  # or else it was computed with since
+    shows = at_rest or unit.shows_shard  # else a computation has used it since
     if agreement.forwards_are_local or not shows or not (unit.kept.by_choice or stays):
         return
     with agreement.waiting(f"unshard() of unit {unit.label}"):
@@ -183,7 +182,7 @@ def follow_before_request(unit: Unit, agreement: Agreement, *, at_rest: bool) ->
 
 
 def begin_request(unit: Unit, *, at_rest: bool) -> None:
-    """A user is about to unshard `unit`: remember what its shards are."""
+    """A user is about to unshard `unit`: record the versions, and copies if needed, of its shards."""
     unit.kept.versions = [handle.writes.all for handle in unit.handles]
     unit.kept.by_choice = (at_rest or unit.shows_shard) and unit.axes.is_spread
     compares = unit.kept.by_choice and not (unit.resources.device.has_streams or is_memoryless())
@@ -194,14 +193,14 @@ def begin_request(unit: Unit, *, at_rest: bool) -> None:
 
 
 def retire_request(unit: Unit, *, written: bool) -> None:
-    """Check what a user had unsharded between iterations, and free it if the shard was `written` to since, or is about
-    to be: it will be gathered again.
+    """Check a unit that a user unsharded between iterations, and free it if the shard was `written` to since, or is
+    about to be: it will be gathered again.
 
     Raises:
-        UsageError: for what a user put in its place.
+        UsageError: for tensors that a user assigned instead of parameters.
     """
     keeps = unit.kept.by_choice or (not unit.axes.is_spread and unit.is_unsharded)
-    # Leaves that show nothing, as a forward has left them, cannot be written to while a gather is on its way.
+    # Leaves that show nothing, as a forward has left them, cannot be written to during a gather.
     shown = [views for views in unit.views if views.mode is SHOWS_UNSHARDED]
     if keeps and shown:
         stale = any([views.handle.writes.is_stale or _differs(unit, views.handle) for views in shown])
