@@ -201,7 +201,7 @@ def refuse_link(path: str | os.PathLike[str], *, overwrite: bool) -> None:
     if overwrite and os.path.islink(link):
         raise CheckpointError(
             f"{link} is a symbolic link to {os.path.realpath(link)}; a save with overwrite=True replaces a folder, and "
-            "never what a link leads to. Save to a path that is no link"
+            "never the target of a link. Save to a path that is no link"
         )
 
 
@@ -276,7 +276,7 @@ def leader_of(place: CheckpointFolder, ranks: CheckpointRanks, doing: str, *, pe
     """The rank that acts on folders for this one, found by a file that it writes next to them. Collective.
 
     Raises:
-        CheckpointError: on every rank, naming those that do not see what rank 0 writes (without `per_node`).
+        CheckpointError: on every rank, naming those that do not see the files of rank 0 (without `per_node`).
     """
     writes = per_node or ranks.rank == 0
     with ExitStack() as undo:
@@ -294,9 +294,9 @@ def leader_of(place: CheckpointFolder, ranks: CheckpointRanks, doing: str, *, pe
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
         raise CheckpointError(
-            f"{doing}: {ranks_in_words(blind)} of {ranks.world} do not see what rank 0 writes into "
+            f"{doing}: {ranks_in_words(blind)} of {ranks.world} do not see the files of rank 0 in "
             f"{place.path.parent}. Save to a folder that all ranks share, or pass per_node=True: then every node keeps "
-            "a folder with what its own ranks hold"
+            "a folder with the state of its own ranks"
         )
     return 0
 

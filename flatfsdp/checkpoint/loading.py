@@ -66,7 +66,7 @@ class FoundCheckpoint:
             return
         lost = [key for key in keys if not self.sees(frozenset().union(*self.here), key)]
         if lost:
-            raise CheckpointError(f"{self._lacks()}. What is missing holds elements of {few(lost)}")
+            raise CheckpointError(f"{self._lacks()}. The missing files hold elements of {few(lost)}")
         warn_once_per_job(f"{self._lacks()}. Nothing that is loaded lies there")
 
     def _lacks(self) -> str:

@@ -377,7 +377,7 @@ def _united(values: Sequence[Mapping[str, tuple[Path, Any]]]) -> dict[str, tuple
             if before != value:
                 raise CheckpointError(
                     f"{key} is {str(decode(before))[:60]!r} on rank {holders[key]}, but {str(decode(value))[:60]!r} on "
-                    f"rank {rank}. Give what differs between ranks keys that differ, such as the rank's number"
+                    f"rank {rank}. Give values that differ between ranks different keys, such as the rank's number"
                 )
             holders.setdefault(key, rank)
     return united

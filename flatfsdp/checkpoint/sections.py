@@ -135,9 +135,9 @@ class _ModelSection(Section):
         others = [key for key in unread if key not in self._added or not torch.equal(self._own[key], self._added[key])]
         if missing or others:
             raise CheckpointError(
-                f"modules do not load what they add to the state dict: {', '.join((missing + others)[:3])} "
-                f"({len(missing + others)} in all), and it is not what they have. Make the model as the run did that "
-                "saved (a quantised base of the same weights), and load then"
+                f"modules do not load their additional entries of the state dict: {', '.join((missing + others)[:3])} "
+                f"({len(missing + others)} in all), which differ from their own. Make the model as in the run that "
+                "saved (a quantized base of the same weights), and load then"
             )
 
     def _held_by_no_unit(self, device: torch.device) -> dict[str, torch.Tensor]:
@@ -309,8 +309,8 @@ class _ResidualSection(Section):
     def load(self, read: Mapping[str, Any]) -> None:
         if self._has_others:
             warn_once_per_job(
-                "the checkpoint has what quantized gradients had lost (reduce_error_feedback) on other ranks, or in "
-                "units that were wrapped otherwise: what they lose begins at zero again"
+                "the checkpoint has residuals of quantized gradients (reduce_error_feedback) of other ranks, or of "
+                "units with another wrapping: residuals begin at zero again"
             )
         for kind in self._kinds():
             own = {axis: self.state.get(f"{kind.key}.{axis}") for axis in kind.numels}

@@ -229,8 +229,8 @@ def different_values(rank: int, world: int, path: str) -> str:
 def test_values_that_differ_between_ranks_need_names_that_differ(pool2: Run, tmp_path: Path) -> None:
     for text in pool2(different_values, str(tmp_path / "x")):
         assert text.endswith(
-            "extra.seed is '0' on rank 0, but '1' on rank 1. Give what differs between ranks keys that differ, such as "
-            "the rank's number"
+            "extra.seed is '0' on rank 0, but '1' on rank 1. Give values that differ between ranks different keys, "
+            "such as the rank's number"
         )
 
 
@@ -303,7 +303,7 @@ def load_reported(rank: int, world: int, path: str) -> str:
 
 def test_ranks_that_do_not_see_the_folder_are_named_and_may_have_their_own(run: Run, tmp_path: Path) -> None:
     for text in run(3, own_folder, str(tmp_path), False):
-        assert "ranks 1, 2 of 3 do not see what rank 0 writes into " in text and "or pass per_node=True" in text
+        assert "ranks 1, 2 of 3 do not see the files of rank 0 in " in text and "or pass per_node=True" in text
     assert run(3, own_folder, str(tmp_path), True) == [""] * 3
     assert not list(tmp_path.glob("**/*.token"))
     (text,) = run(1, load_reported, str(tmp_path / "node1" / "x"))

@@ -333,7 +333,7 @@ def test_a_file_that_is_lost_is_named_with_what_lies_in_it(good: dict[str, Path]
     assert main(["verify", str(path)]) == 1
     assert f"{path}/__0_0.distcp is missing" in capsys.readouterr().err
     for verify in (True, False):
-        with pytest.raises(CheckpointError, match=r"/x/__0_0\.distcp is missing\. .* holds elements of extra\.rng"):
+        with pytest.raises(CheckpointError, match=r"/x/__0_0\.distcp is missing\. .* hold elements of extra\.rng"):
             checkpoint.load(path, verify=verify)
     with pytest.warns(FlatFSDPWarning, match=r"__0_0\.distcp is missing\. .* Nothing that is loaded lies there"):
         assert checkpoint.load(path, strict=False, extra=lambda keys: keys == ("step",)) == {"step": 7}
