@@ -309,7 +309,7 @@ class Player:
     """Plays one program.
 
     Attributes:
-        begin: called with the words of each operation before it is carried out.
+        begin: called with a description of each operation before it is carried out.
         beside: entered by threads that a program starts.
     """
 

@@ -444,7 +444,7 @@ def without_shards(rank: int, world: int) -> int:
 
 
 def test_unsharded_forwards_are_a_rank_s_own_business(pool2: Run) -> None:
-    assert pool2(without_shards) == [4, 4]  # the models, the first backward and what it issued, the replicas
+    assert pool2(without_shards) == [4, 4]  # the models, the first backward and its operations, the replicas
 
 
 class Cut(nn.Module):

@@ -1,4 +1,4 @@
-"""A rank that is alone in a collective call of ours: an AgreementError on all, whatever the others do instead."""
+"""A rank that is alone in a collective call of flatfsdp: an AgreementError on all, for any operation of the others."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     "full_tensor": gather_a_value,
     "trainer": lambda s: TrainerRanks().values(1),
 }
-# Collective by what they are given, or in what they return, and then by one of the above; or they wait in the backend,
-# from which nothing calls a rank back (`tests/process/agreement/test_calls.py`).
+# Collective by their arguments, or in their results, and then by one of the above; or they wait in the backend, where
+# no rank can be interrupted (`tests/process/agreement/test_calls.py`).
 ELSEWHERE = {
     "FullyShardedDataParallel.check_is_root",
     "FullyShardedDataParallel.forward",

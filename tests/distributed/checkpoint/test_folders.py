@@ -287,7 +287,7 @@ def own_folder(rank: int, world: int, path: str, per_node: bool) -> str:
     folders.PATIENCE = 0.2
     text = message(rank, world, f"{path}/node{rank}/x", per_node=per_node)
     if per_node:
-        assert load(rank, world, f"{path}/node{rank}/x") == set(range(world))  # nodes lend each other what is small
+        assert load(rank, world, f"{path}/node{rank}/x") == set(range(world))  # nodes send each other small values
         save(rank, world, f"{path}/node{rank}/x", per_node=True, overwrite=True, add=1.0)
         load(rank, world, f"{path}/node{rank}/x", 1.0)
     return text

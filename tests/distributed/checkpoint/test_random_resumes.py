@@ -1,5 +1,5 @@
-"""Random resumes: what a model saved under drawn settings goes on under others, over another number of ranks, as one
-process goes on."""
+"""Random resumes: a model saved under drawn settings continues under others, over another number of ranks, like a
+model in one process."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_bytes_of_what_is_owed(run: Run, world: int, strategy: str, reduce: torc
 
 
 def some_units(rank: int, world: int) -> list[str]:
-    """Small units with it and without: they are joined with their like, and owe for themselves."""
+    """Small units with it and without: they are joined with their like, and have separate residuals."""
     net = seeded(Net)
     net.blocks[1] = FullyShardedDataParallel(
         net.blocks[1], mixed_precision=MixedPrecision(reduce_bits=4), use_orig_params=True

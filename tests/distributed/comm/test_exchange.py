@@ -1,5 +1,5 @@
-"""Exchanges on gloo, pairwise and by all-to-all: equal to torch's collectives and to sums in rank order, in whatever
-order they are waited for, with the stated scratch and the stated number of messages."""
+"""Exchanges on gloo, pairwise and by all-to-all: equal to torch's collectives and to sums in rank order, for every
+order of waits, with the stated scratch and the stated number of messages."""
 
 from __future__ import annotations
 

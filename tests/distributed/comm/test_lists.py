@@ -31,7 +31,7 @@ from tests.harness import inspect
 from tests.harness.delayed import DelayedTransport
 from tests.harness.memory import peak_bytes
 
-# Elements of a piece: none, few, and (`small_is`) so many that they go in place; small ones side by side, and not.
+# Elements of a piece: none, few, and (`small_is`) enough to go in place; small ones side by side, and not.
 LISTS = [
     [400, 3, 501, 0, 17, 600],
     [5, 1, 70],

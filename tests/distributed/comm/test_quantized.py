@@ -1,5 +1,5 @@
-"""Parameters and gradients that travel in few bits: the same values on all ranks, near full precision, in as many bytes
-as stated; shards, and whatever does not train, in full precision."""
+"""Parameters and gradients that are sent in few bits: the same values on all ranks, near full precision, in as many
+bytes as stated; shards, and frozen parameters, in full precision."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Exchanges through outboxes, by real processes: bit-equal to sums in rank order, however late anybody is, and in
-whatever order ranks wait. The protocol by itself is in `tests/unit/comm/test_interleavings.py`, dead peers in
+"""Exchanges through outboxes, by real processes: bit-equal to sums in rank order, for any delay of a rank and any
+order of waits. The protocol alone is in `tests/unit/comm/test_interleavings.py`, dead peers in
 `tests/process/comm/test_shared_memory.py`."""
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ def rests(rank: int, world: int, retains: bool) -> tuple[bool, list[str]]:
 
 @pytest.mark.parametrize("retains", [False, True])
 def test_an_outbox_takes_no_memory_while_nothing_is_exchanged(retains: bool, pool2: Run) -> None:
-    """Unless the process keeps what it frees."""
+    """Unless the process keeps freed memory."""
     assert pool2(rests, retains) == [(retains, [])] * 2
 
 
@@ -455,7 +455,7 @@ def test_a_rank_waits_by_other_means_while_its_peer_waits_for_it_here(mode: str,
 
 
 def through(what: str) -> tuple[list[Tensor], set[bool]]:
-    """Three steps of a model, whose user does `what` after the first: its gradients and parameters, whole; and which of
+    """Three steps of a model, with operation `what` after the first: its gradients and parameters, whole; and which of
     the groups that it used shared memory."""
     torch.manual_seed(0)
     layers = (nn.Linear(9, 40), nn.ReLU(), nn.Linear(40, 40), nn.Linear(40, 3))
@@ -480,7 +480,7 @@ def through(what: str) -> tuple[list[Tensor], set[bool]]:
 
 
 def done(what: str, model: Any) -> tuple[Any, torch.dtype, list[tuple[Tensor, Tensor]]]:
-    """The model to go on with, in which dtype, and views of shards of a model that is gone, with their values."""
+    """The model to continue with, its dtype, and views of the shards of a freed model, with their values."""
     if what == "to":
         return model.to(torch.float64), torch.float64, []
     if what == "share_memory":

@@ -1,5 +1,5 @@
-"""`torch.autocast` around a wrapped model: its cache of cast weights knows nothing of sharding or of optimizer
-steps."""
+"""`torch.autocast` around a wrapped model: its cache of cast weights is independent of sharding and of
+optimizer steps."""
 
 from __future__ import annotations
 

@@ -121,10 +121,10 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
         {
             "shard": MODEL // 2,
             "unsharded": ROOT + 2 * BLOCK,  # the unit in use and the one ahead
-            "slots": BLOCK + ROOT,  # one block is let go of before another is filled; the root's come last
+            "slots": BLOCK + ROOT,  # one block is freed before another is filled; the root's come last
             "exchange": 0,
             "reduced": MODEL // 2,
-            # The second block is reduced, the first is ahead: it is used when the second has been let go of.
+            # The second block is reduced, the first is ahead: it is used when the second has been freed.
             "all": MODEL // 2 + ROOT + 2 * BLOCK + 3 * BLOCK // 2,
         },
     ),

@@ -71,7 +71,7 @@ def check_equal(ours: nn.Module, torchs: nn.Module, *, grads: bool = True) -> No
 
 
 class Both:
-    """The same done to a model of ours and to one of torch's."""
+    """The same operations on a model of flatfsdp and on one of torch."""
 
     def __init__(self, rank: int, world: int, *, hybrid: bool = False, torchs: Any = None, **options: Any) -> None:
         self.rank, self.step = rank, 0

@@ -1,4 +1,4 @@
-"""An optimizer that steps in backwards: the numbers of one that steps after them, less memory, and words for the rest.
+"""An optimizer that steps in backwards: the numbers of one that steps after them, less memory, and errors for the rest.
 
 Every combination with other settings is in `test_parity.py`; here are its effects on a program.
 """

@@ -121,7 +121,7 @@ def test_a_hybrid(pool4: Run) -> None:
 
 
 def twice(rank: int, world: int) -> list[list[tuple[int, bool]]]:
-    """Loops one after the other, a rank without any batch, as much as ranks have, and what counts between them."""
+    """Loops one after the other, a rank without any batch, equal numbers, and `has_data` outside of loops."""
     model = wrap(build())
     seen = []
     with flatfsdp.join(model) as joined:
@@ -213,7 +213,7 @@ def ends(rank: int, world: int, case: str) -> str:
                 model(batch).sum().backward()
 
     message = reported_at(loop)
-    model(torch.ones(2, WIDTH)).sum().backward()  # all ranks have heard of it, and go on
+    model(torch.ones(2, WIDTH)).sum().backward()  # all ranks have been notified, and go on
     return message
 
 

@@ -361,8 +361,8 @@ def test_parameters_replaced_inside_summon(pool2: Run) -> None:
 
 
 def replaced(rank: int, world: int) -> list[str]:
-    """Shards replaced by `.data`, by another Parameter, in place, or as a flat parameter, are what the next step
-    uses."""
+    """Shards replaced by `.data`, by another Parameter, in place, or as a flat parameter, are used in the next
+    step."""
     ways: dict[str, Callable[[Any], None]] = {"in place": _in_place, "data": _data, "parameter": _parameter}
     lines = []
     for setting, (way, act) in itertools.product(chosen(replaced), ways.items()):

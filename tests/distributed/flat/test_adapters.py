@@ -1,4 +1,4 @@
-"""Low-rank adapters on frozen bases, also on bases of packed bytes: what one process computes, in the memory of the
+"""Low-rank adapters on frozen bases, also on bases of packed bytes: the results of one process, in the memory of the
 adapters."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Quantised frozen weights with trainable additions, as bitsandbytes has them: the bytes are of a parameter class that
-knows how to undo the quantisation, and are stored as whatever dtype the user likes."""
+"""Quantised frozen weights with trainable additions, as bitsandbytes has them: the bytes are of a parameter class with
+a method that undoes the quantisation, and are stored in any dtype that the user chooses."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from flatfsdp.engine.watchdog.store import StoreClient
 from tests.conftest import Run
 
 WIDTH = 4
-Microbatch = Sequence[str]  # by rank, what its loss takes: l, r: the output of a head; s: the trunk's spare parameter
+Microbatch = Sequence[str]  # by rank, the terms of its loss: l, r: the output of a head; s: the trunk's spare parameter
 Plan = Sequence[Sequence[Microbatch]]  # steps
 
 

@@ -133,7 +133,7 @@ def test_a_checkpoint_into_a_model_on_the_meta_device(pool2: Run, tmp_path: Path
 
 def copied(rank: int, world: int) -> list[bool]:
     """State dicts are copied and written by torch.save, of DTensors with their own memory alone. One rank may make one
-    by itself."""
+    alone."""
     model, optimizer = trained(flatfsdp, rank)
     figures = flatfsdp.stats(model)
     figures.reset()
@@ -186,7 +186,7 @@ def test_checkpoints_between_ours_and_torchs(ours_first: bool, pool2: Run, tmp_p
 
 
 def of_kind(kind: str, steps: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """A trained model of four ranks, over all of them or two and two, or of each process by itself."""
+    """A trained model of four ranks, over all of them or two and two, or of each process alone."""
     torch.manual_seed(steps)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3, bias=False))
     mesh = named_mesh(4)

@@ -1,5 +1,5 @@
-"""Beside torch's `fully_shard` where more than two ranks add up, in another order than here: with sums that are exact
-in any order every bit is the same, else values are within a bound; DTensors are the same in any case."""
+"""Compared with torch's `fully_shard` if more than two ranks add up, in another order than here: with sums that are
+exact in any order every bit is the same, else values are within a bound; DTensors are the same in any case."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_exact_sums_over_an_axis(world: int, run: Run) -> None:
 
 
 def beside_tensor_parallelism(rank: int, world: int) -> list[str]:
-    """Split along the dimension of tensor parallelism, and along the other one, whatever order in memory a kernel adds
-    up in."""
+    """Split along the dimension of tensor parallelism, and along the other one, for any memory
+    order in which a kernel adds up."""
     found, mesh = [], mesh_of(2, 2)
     for choose in (None, columns):
         stories = []

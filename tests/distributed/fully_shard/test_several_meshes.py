@@ -311,8 +311,8 @@ def test_parameters_of_some_ranks_alone(nested: bool, pool4: Run, tmp_path: Path
 
 
 def hooked(rank: int, world: int) -> list[str]:
-    """An all-reduce hook is called on the sums of each mesh. What torch's refuses there is right for all: one that
-    scales, and one that goes on along a dimension of which no mesh of the unit has any."""
+    """An all-reduce hook is called on the sums of each mesh. Hooks that torch's refuses there work for all: one that
+    scales, and one that reduces along a further dimension, which no mesh of the unit has."""
     mesh = dist.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("outer", "replicate", "shard"))
     outer, own = mesh["outer"].get_group(), mesh["replicate"]
 

@@ -727,7 +727,7 @@ outside, in a module that ignored_modules= lists"""
 
 @pytest.mark.parametrize("orig", [True, False])
 def test_modules_and_parameters_set_on_a_wrapper_are_the_wrapped_modules(world: None, orig: bool) -> None:
-    """It lists what that module has, and computes with nothing else: they would be neither trained nor saved."""
+    """It lists that module's attributes, and computes with no others: they would be neither trained nor saved."""
     net = Pair()
     net.register_buffer("scale", torch.ones(1))
     model: Any = FullyShardedDataParallel(net, use_orig_params=orig)

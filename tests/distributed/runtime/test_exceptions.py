@@ -128,7 +128,7 @@ def run(model: Any, x: Tensor, *, fails: str | None = None, **more: Any) -> Tens
 
 
 def fail(model: Any, x: Tensor, place: str, **more: Any) -> None:
-    """The bad step: its `.grad` must be what they were, objects and values."""
+    """The bad step: each `.grad` must be unchanged, as an object and in value."""
     before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     with pytest.raises(Bang):
         run(model, x, fails=place, **more)
@@ -280,7 +280,7 @@ def test_clipping_and_summoning_after_a_failure(place: str, pool2: Run) -> None:
 
 
 def saved_after(rank: int, world: int, place: str, turn: int, thorough: bool) -> list[str]:
-    """An emergency checkpoint, and what else asks for a model between steps. Each is asked for under a setting of three
+    """An emergency checkpoint, and other reads of a model between steps. Each is requested under a setting of three
     in turn, or under all of them."""
     lines = []
     asked: dict[str, Callable[[FullyShardedDataParallel], Any]] = {

@@ -1,8 +1,8 @@
 """Training under the engine is training in one process: every bit of every loss, gradient and parameter.
 
 The settings are many and any two may disagree, so a covering array tries all pairs (`tools/parity_matrix` tries all
-combinations), once as it is and once where every missing wait and every use of freed memory turns into NaN. What else
-changes a backward (recomputation, an optimizer inside) is crossed with all of them on four ranks.
+combinations), once as it is and once where every missing wait and every use of freed memory turns into NaN. Other
+changes of a backward (recomputation, an optimizer inside) are crossed with all of them on four ranks.
 """
 
 from __future__ import annotations

@@ -300,8 +300,8 @@ def _one_after_the_other(steps: list[Step], x: Tensor) -> Tensor:
 
 
 def _chosen(outputs: Any, seed: int, *, last: bool, sure: bool, sparing: bool = False) -> Tensor:
-    """A loss of some of the `outputs`, added up in any order. `last`: of what the last unit made, too, by which all
-    ranks reach what is recomputed reentrantly, and what earlier microbatches left. `sure`: of one that comes from a
+    """A loss of some of the `outputs`, added up in any order. `last`: also of the last unit's output, by which all
+    ranks reach reentrant recomputations, and the rest of earlier microbatches. `sure`: of one that comes from a
     parameter. `sparing`: of few."""
     if isinstance(outputs, Tensor):
         return outputs.sum()
@@ -477,12 +477,12 @@ def test_what_ranks_do_not_use_is_no_gradient_on_them(pool3: Run, seed: int, pre
         assert pool3(_train, seed, How(prefetch, join_units_below), timeout=60) == [[]] * 3
 
 
-# Without what [Note: backward order] says, 2, 20 and 23 fail where units do not stay for their first call, 44 and 71
+# Without the rules of [Note: backward order], 2, 20 and 23 fail where units do not stay for their first call, 44 and 71
 # where gathers are not issued before reductions; 64 and 85 where a recomputation is taken for that of the last run; 41,
 # 50 and 68 where a unit that is called again is reduced before its first call is over, 17 where its owner is not, 3020
-# where only the first call is recomputed, 5107 where what is recomputed once more prefetches, 3084
-# where it is an owner that has a graph by what is tied to it, and none by itself, 1926 where what was called again is
-# not reduced before another is recomputed for its first call, 1923 where what was passed over steps before its end.
+# where only the first call is recomputed, 5107 where a second recomputation prefetches, 3084 where
+# an owner has a graph through a unit tied to it, and none of its own, 1926 where a unit that was called again is
+# not reduced before another is recomputed for its first call, 1923 where a skipped unit steps before its end.
 @pytest.mark.parametrize(
     "seed", [2, 7, 9, 10, 16, 17, 20, 23, 26, 32, 41, 44, 50, 64, 68, 71, 85, 124, 1923, 1926, 3020, 3084, 5107]
 )
@@ -516,7 +516,7 @@ def test_so_it_is_where_several_units_are_recomputed_together(pool3: Run, seed: 
     assert pool3(_train, seed, _siblings(seed), timeout=60) == [[]] * 3
 
 
-# 36 has ended the process where a unit that returns what it is given is run again with another one later, 13 where an
+# 36 has ended the process where a unit that returns its input is run again with another one later, 13 where an
 # owner is free while the reentrant checkpoint that used it goes on; 9 has waited for ever where it is reduced before,
 # 1172 and 1311 where a unit that is called again is passed over, and freed though others may run it again, 1911 where a
 # unit of a reentrant checkpoint runs again in another one around it.

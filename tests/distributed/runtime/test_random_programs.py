@@ -528,7 +528,7 @@ BACKWARDS = (
     with_the_inputs_gradient,
     beside_an_evaluation,
 )
-# Where a backward inside of the forward goes beside.
+# Programs into which a backward inside of the forward fits.
 WITH_MORE_INSIDE = (once, twice_through_one_graph, two_losses, two_forwards, two_forwards_backwards_apart)
 
 
@@ -597,8 +597,8 @@ def request_the_inputs_gradient(player: Player) -> None:
 
 
 def fail(player: Player) -> None:
-    """A forward or a backward that a block ends. Gradients stay as they were; a backward takes along what was
-    accumulated and not reduced."""
+    """A forward or a backward that a block ends. Gradients stay as they were; a backward also discards gradients
+    that were accumulated and not reduced."""
     index = player.drawn.randrange(len(player.alone.blocks()))
     block = [each for each in player.model.modules() if isinstance(each, Block)][index]
     player.number += 1
@@ -692,7 +692,7 @@ def resume(player: Player) -> None:
 
 
 def through_torchs_functions(player: Player) -> None:
-    """Model and optimizer, a new one, from what torch's functions save of them. A step of all parameters comes first:
+    """Model and optimizer, a new one, from the result of torch's functions. A step of all parameters comes first:
     torch makes states where it finds none, as of one step more. Whole ones of plain SGD, which has none, it refuses."""
     if player.kind == "SGD":
         return
@@ -948,7 +948,7 @@ def _play_showing(rank: int, world: int, seed: int) -> list[str]:
     return _play(rank, world, seed, SHOWING)
 
 
-# 58: what a forward without a backward has left, freed by a user, is on its way again as the next forward begins.
+# 58: a unit left by a forward without a backward, freed by the user, is being gathered as the next forward begins.
 @pytest.mark.parametrize("seed", sorted({*seeds(4, 100), 58}))
 def test_so_they_do_where_users_show_parameters_again_and_again(run: Run, seed: int) -> None:
     assert run(world_of(seed), _play_showing, seed, timeout=60) == [[]] * world_of(seed)

@@ -203,7 +203,7 @@ class SharesInside(nn.Module):
 
 
 class SharesInAChain(nn.Module):
-    """The last shares a parameter of one before, which shares a parameter of the first; one rank passes over what is
+    """The last shares a parameter of one before, which shares a parameter of the first; one rank skips the units
     between these."""
 
     def __init__(self, *used_by_b: str) -> None:

@@ -185,7 +185,7 @@ def test_sharded_state_dicts_are_read_by_fully_shard(pool4: Run, tmp_path: Path)
 
 
 def flat_shards(rank: int, world: int, folder: str) -> list[str]:
-    """LOCAL_STATE_DICT loads where it was made, and is in no checkpoint, which could not tell ranks' apart."""
+    """LOCAL_STATE_DICT loads where it was made, and is in no checkpoint, which could not distinguish ranks."""
     model, _ = made((2, 2), 1)
     other, _ = made((2, 2), 0)
     with FullyShardedDataParallel.state_dict_type(model, LOCAL):

@@ -1,5 +1,5 @@
-"""Optimizer states of models of which some parameters never had a gradient: what has no state has none after any way of
-saving and loading, and training goes on as in one process."""
+"""Optimizer states of models of which some parameters never had a gradient: they have no state after any way of
+saving and loading, and training continues as in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader on real ranks: the same samples in each mode, from any position, on any number of ranks; and its words."""
+"""The loader on real ranks: the same samples in each mode, from any position, on any number of ranks; messages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Stateful(Stream):
-    """A stream that knows where it is."""
+    """A stream that records its position."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)

@@ -54,7 +54,7 @@ class Job:
 
 
 def lived(rank: int, world: int, job: Job) -> dict[str, Any]:
-    """Three steps of a run; figures of the last, in the words of a forecast."""
+    """Three steps of a run; figures of the last, under the names of a forecast."""
     fsdp, training = job.arguments["fsdp"], job.arguments["training"]
     torch.manual_seed(0)
     model = shard(job.model(), fsdp, device=torch.device("cpu"))

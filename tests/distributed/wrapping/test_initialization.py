@@ -347,9 +347,9 @@ class Wide(nn.Module):
 
 
 def patient(self: ProcessGroupTransport, tensor: Tensor, *, source: int = 0) -> None:
-    """`ProcessGroupTransport.broadcast` that returns when gloo's thread has let go of `tensor` too.
+    """`ProcessGroupTransport.broadcast` that returns when gloo's thread has released `tensor`, too.
 
-    Else that thread is now and then the last to hold it, and the recording does not see what is released there.
+    Else that thread is sometimes the last to hold it, and the recording misses memory that is freed there.
     """
     broadcast(self, tensor, source=source)
     time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Ranks that share memory and die, stop, fork, let go of it, or cannot; and strangers at their sockets."""
+"""Ranks that share memory and die, stop, fork, free it, or cannot share; and strangers at their sockets."""
 
 from __future__ import annotations
 
@@ -495,7 +495,7 @@ def test_one_rank_that_cannot_takes_all_back_to_gloo(how: str, reason: str, outc
 
 
 def strangers(rank: int, world: int) -> tuple[bool, float]:
-    """Others come to rank 0's socket before rank 1 does: they are silent, hang up, talk nonsense, or know no secret."""
+    """Others connect to rank 0's socket before rank 1: they send nothing, hang up, send garbage, or lack the secret."""
     dist.init_process_group("gloo")
     known = listening()
     silent: list[socket.socket] = []

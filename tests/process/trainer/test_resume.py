@@ -46,8 +46,8 @@ def seen(output: Path) -> list[tuple[int, list[int]]]:
 
 
 def kept(runs: Iterable[list[tuple[int, list[int]]]]) -> list[list[int]]:
-    """The samples of each step as the model has seen them: a run that goes on takes the place of what came after the
-    checkpoint that it goes on from."""
+    """The samples of each step as the model has seen them: a resumed run replaces the steps after the checkpoint
+    that it resumes from."""
     steps: dict[int, list[int]] = {}
     for each in runs:
         first = each[0][0]

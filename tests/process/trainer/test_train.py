@@ -174,7 +174,7 @@ def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path
         process.send_signal(number)
         if number == signal.SIGTERM:
             os.killpg(process.pid, number)
-        message, _ = process.communicate(timeout=300)  # until nobody holds the other end of the pipe: ranks neither
+        message, _ = process.communicate(timeout=300)  # until no process holds the other end of the pipe: no rank does
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)

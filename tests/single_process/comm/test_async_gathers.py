@@ -90,7 +90,7 @@ def test_a_forward_in_order_of_issue() -> None:
             device.log.clear()
             model(torch.randn(2, 3))
     gather = ["allocate unsharded on compute", "compute waits for the backend"]
-    # Memory goes back as soon as the host has issued its last use: compute comes to its next user in order.
+    # Memory is freed as soon as the host has issued its last use: compute reaches its next user in order.
     assert device.log == [*gather, *gather, "free unsharded on compute", "free unsharded on compute"]
     assert device.races == []
 

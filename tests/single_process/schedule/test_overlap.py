@@ -167,7 +167,7 @@ class Halves(nn.Module):
 def steps(
     clock: Clock, strategy: str, *, kind: type[Block] | type[Halves] = Block, **options: Any
 ) -> Iterator[Callable[..., None]]:
-    """A function that runs a step of `UNITS` units, with a microbatch for each of `last`, and what happens once is
+    """A function that runs a step of `UNITS` units, with a microbatch for each of `last`; one-time work is
     over."""
     with fake_world(4), comm.doubled(lambda inner: Slow(inner, clock)):
         if strategy == "HYBRID_SHARD":

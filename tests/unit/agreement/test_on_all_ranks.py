@@ -20,7 +20,7 @@ def together(failed: Mapping[int, str], own: Exception | None) -> CheckpointErro
 
 
 def with_others(*others: tuple[Any, str | None]) -> Callable[[bytes], dict[int, bytes]]:
-    """An exchange of this rank, 0, with ranks that have these values, or failed in these words."""
+    """An exchange of this rank, 0, with ranks that have these values, or failed with these messages."""
     return lambda content: {0: content, **{rank + 1: encode(each) for rank, each in enumerate(others)}}
 
 

@@ -105,7 +105,7 @@ def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytes
     for _ in range(30):
         notes.post(drawn.choice(KEYS), garbage(drawn))
         looking.look()
-    # It still hears what is true.
+    # It still receives true reports.
     monkeypatch.setattr("flatfsdp.engine.watchdog.watchdog.end_process_unless", lambda come_back: None)
     looking.add(model)
     before = looking._lost

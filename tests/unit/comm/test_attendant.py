@@ -38,7 +38,7 @@ class Through(Exception):
 
 
 class Pauses:
-    """In the place of the event by which the thread is hurried: how long it waits for that, `most` times."""
+    """Replaces the event that hurries the thread, and records the time of each wait for it, `most` times."""
 
     def __init__(self, most: int, then: Callable[[int], Any]) -> None:
         self.of: list[float] = []

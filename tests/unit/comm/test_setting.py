@@ -39,7 +39,7 @@ def test_a_choice_is_a_bool() -> None:
         flatfsdp.share_host_memory(1)
     with pytest.raises(ConfigTypeError, match="share_host_memory: early_waits"):
         flatfsdp.share_host_memory(False, early_waits=0)
-    assert would_share(Pair()) == (flatfsdp.share_host_memory(None) == "")  # what is refused changes nothing
+    assert would_share(Pair()) == (flatfsdp.share_host_memory(None) == "")  # a refused setting changes nothing
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ PUBLIC = dict(public_names())
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented(name: str) -> None:
-    text = PUBLIC[name].__doc__ or ""  # its own: one inherited from torch says nothing about us
+    text = PUBLIC[name].__doc__ or ""  # its own: one inherited from torch does not describe flatfsdp
     assert re.match(r"\S[^.:]*[.:]", text), f"the docstring of {name} should begin with a sentence, found {text[:60]!r}"
 
 
@@ -149,7 +149,7 @@ def test_the_main_entries_have_examples() -> None:
 
 
 def test_each_note_stands_in_one_place() -> None:
-    """A note fixes the meaning of a word: it is defined where a sentence, or a paragraph, follows its name."""
+    """A note fixes the meaning of a term: it is defined where a sentence, or a paragraph, follows its name."""
     text = {path: path.read_text() for path in sorted(Path(flatfsdp.__file__).parent.rglob("*.py"))}
     begins = re.compile(r"^\s*(?:# )?\[Note: ([^]\n]+)\](?: \S|\n(?!\s*\"\"\"))", re.M)
     defined = Counter(name for each in text.values() for name in begins.findall(each))
@@ -189,14 +189,14 @@ def test_docstrings_and_comments_name_files_that_are_there() -> None:
     assert gone == {("flatfsdp/as_torch.py", "script.py")}, f"named where nothing is: {sorted(gone)}"  # a user's
 
 
-# Verbs of speech for what programs do, and words of earlier days that the field does not have.
+# Verbs of speech for actions of programs, and former terms that the field does not have.
 UNWANTED = re.compile(
     r"\b(told|tells?|says?|said|speaks?|hears?|heard|silent|silence|obituar\w*|farewell|midway|lent|residents?(?! set)"
     r"|portions?|exposure)\b|\broll.call\b|, say,|\bas ever\b"
 )
 
 
-# What the engine's vocabulary was made of before "The house", in tests, too.
+# The engine's vocabulary before "The house", in tests, too.
 RETIRED = re.compile(
     r"(\b|_)(told|speak|hear|obituar\w*|farewell|midway|lent|lingering|habits?|portions?|nearby|hand_over|rehears\w*"
     r"|foretells?|roll_call)(\b|_)"

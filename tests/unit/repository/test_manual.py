@@ -105,7 +105,7 @@ def test_numbers_of_a_table_are_in_the_file_that_it_names(page: Path) -> None:
     for name, table in found:
         measured = set(re.findall(r"[\d.,]*\d", (ROOT / "tools" / "bench_results" / name).read_text()))
         cells = re.sub(r"`[^`]*`|FSDP\d|mlp8x|\d+ (?:ranks|tensors)|\d x \d", "", table)
-        assert not set(re.findall(r"[\d.,]*\d", cells)) - measured - {"1"}, name  # 1 is what ratios are to
+        assert not set(re.findall(r"[\d.,]*\d", cells)) - measured - {"1"}, name  # ratios are to 1
 
 
 def test_readme_is_short_and_begins_with_what_it_is() -> None:

@@ -206,7 +206,7 @@ AUTOGRAD = "backward (torch/_tensor.py:5);_engine_run_backward (torch/autograd/g
     [
         (f"{STEP};{CALL};{ENGINE};{CALL};forward (tools/benchmark/models.py:71)", profile.FORWARD),
         (f"{STEP};{CALL};{ENGINE};{CALL};layer_norm (torch/nn/functional.py:1)", profile.FORWARD),
-        (f"{STEP};{CALL};{ENGINE};split (torch/_tensor.py:2)", "flatfsdp/unit.py"),  # nobody's, so its caller's
+        (f"{STEP};{CALL};{ENGINE};split (torch/_tensor.py:2)", "flatfsdp/unit.py"),  # of no package, so its caller's
         (f"{STEP};{CALL};forward (/x/torch/distributed/fsdp/api.py:1)", "torch/distributed/fsdp/api.py"),
         (f"{STEP};{AUTOGRAD}", profile.BACKWARD),
         (f"{STEP};{AUTOGRAD};__call__ (/here/flatfsdp/hooks.py:1)", "flatfsdp/hooks.py"),

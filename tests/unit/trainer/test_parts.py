@@ -92,7 +92,7 @@ def test_a_launchers_world_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_signal_is_a_request_and_the_second_one_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRequest()
-    found = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs beside it ignore it
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets background jobs ignore it
     try:
         with stop.handling_signals():
             signal.raise_signal(signal.SIGINT)
@@ -350,7 +350,7 @@ def test_a_signal_is_the_exit_code() -> None:
     assert [code(0), code(REQUESTED), code(signal.SIGTERM)] == [0, 0, 143]
 
 
-# what a step keeps
+# memory that a step keeps
 
 
 def test_activations_are_storages_that_operations_keep_and_no_parameters() -> None:
@@ -358,7 +358,7 @@ def test_activations_are_storages_that_operations_keep_and_no_parameters() -> No
     x = torch.randn(5, 8)
     with activations_counted() as found:
         loss = model(x).sum()
-        kept = 4 * (5 * 8 + 5 * 16)  # the input, and what ReLU returned: it and the layer behind it keep the same
+        kept = 4 * (5 * 8 + 5 * 16)  # the input, and ReLU's output: it and the layer behind it keep the same
         assert found.peak_bytes == kept
         loss.backward()
         model(x).sum().backward()

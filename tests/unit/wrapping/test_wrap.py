@@ -284,7 +284,7 @@ def test_modules_in_full_precision_are_reported_with_the_way_out():
         "_module_classes_to_ignore=())."
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the root's class is the user's own choice
+        warnings.simplefilter("error")  # the user has chosen the root's class
         assert plan_wrapping(nn.BatchNorm2d(4), ModuleWrapPolicy(nn.BatchNorm2d), kwargs=kwargs) == ()
     kwargs["mixed_precision"] = MixedPrecision(**HALF, _module_classes_to_ignore=())
     assert [planned.path for planned in plan_wrapping(root, ModuleWrapPolicy(nn.Conv2d), kwargs=kwargs)] == ["0", "3"]

@@ -619,7 +619,7 @@ def test_local_state_dicts(pool2: Run) -> None:
 
 
 def on_some_ranks(rank: int, world: int) -> list[str]:
-    """A model on ranks 1 and 2 alone: the first of them has what one rank has."""
+    """A model on ranks 1 and 2 alone: the first of them gets the state of one rank."""
     group = dist.new_group([1, 2])
     if rank not in (1, 2):
         return []
