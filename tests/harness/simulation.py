@@ -1,27 +1,35 @@
-"""W ranks that train one model, without torch: their schedules for forward and backward, and the waits between them.
+"""W ranks that train one model, without tensors: schedules of each for forward and backward, and what they compare.
 
-A *program* is the forward of all ranks, drawn at random: calls of units inside each other, some repeated, some under
-checkpoints, some depending on a rank's data. Each rank draws the part that its backward reaches, the gradients that
-this yields, and the parameters that are used in recomputed parts of units, so that their gradients come late.
-`SimulatedRank` is a double of autograd and of the units: it reports events to a `ForwardSchedule` and to a
-`BackwardSchedule`, executes their actions, and records the issued operations and the waits of its host and its device.
-Decisions of ranks do not depend on received values, so `deadlock` replays the records afterwards.
+A *program* is what all ranks run forward, drawn at random: calls of units inside of each other, some again, some under
+checkpoints, some as a rank's data will have it. A *job* is a program for several steps, in each of which every rank has
+a *batch*: it draws what its backward reaches of the program, which gradients that brings, and which parameters it uses
+in parts of units that are recomputed, so that their gradients come late. A rank may also bring none at all, have
+parameters frozen, or leave out a call.
+
+`SimulatedRank` is a double of autograd and of the units: it reports events to a `ForwardSchedule`, a `BackwardSchedule`
+and an `Agreement`, carries out their actions, and writes down what it issues, what it compares with other ranks, and
+where its host or its device waits. What ranks decide in a step depends on nothing that they receive in it, but for what
+they lack at its end, so `simulated_waits` plays what was written down afterwards.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
+import operator
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 from typing import Any
 
+from flatfsdp.engine.agreement.ops import BackwardPlan, bits_of
 from flatfsdp.engine.schedule.backward_driver import UnitFacts, UnitRules
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
 from flatfsdp.engine.schedule.forward_record import ForwardRecord
 from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardSchedule
 from flatfsdp.engine.schedule.issue_order import coalesce
+from tests.harness.simulated_agreement import JobNotes, SimulatedAgreement, Waits
+from tests.harness.simulated_waits import GATHERS, REDUCTIONS, Play, Problem, Stream, on_device, on_host
 
 PARAMETERS = 2  # per unit
 Leaf = tuple[str, int]
@@ -126,6 +134,27 @@ def _outwards(region: Region | None) -> Iterator[Region]:
     while region is not None:
         yield region
         region = region.around
+
+
+def _made_anew(steps: Sequence[Call | list[str]]) -> list[Call | list[str]]:
+    """The same steps, of calls, checkpoints and parts of their own."""
+    regions: dict[Region, Region] = {}
+
+    def region_of(region: Region | None) -> Region | None:
+        if region is None:
+            return None
+        if region not in regions:
+            regions[region] = Region(region.reentrant, region_of(region.around))
+        return regions[region]
+
+    def call_of(made: Call) -> Call:
+        body = [
+            call_of(each) if isinstance(each, Call) else Plain(each.leaves) if isinstance(each, Plain) else each
+            for each in made.body
+        ]
+        return Call(made.unit, body, region_of(made.region))
+
+    return [call_of(step) if isinstance(step, Call) else step for step in steps]
 
 
 def _leaves_in(each: Call | Leaf | Plain) -> list[Leaf]:
@@ -318,10 +347,6 @@ def _draw_tied(rng: random.Random, steps: Sequence[Call | list[str]]) -> dict[st
     return owners
 
 
-class Problem(AssertionError):
-    """A failure that a user's program would notice."""
-
-
 class SimulatedForwards(ForwardSchedule[str]):
     """The schedule of one rank's forwards; the rank executes its actions."""
 
@@ -370,35 +395,55 @@ class SimulatedRank:
     """One rank's forward and backward.
 
     Attributes:
-        gathers, reductions: the issued groups.
-        operations: the operations of its host, in order.
-        running: units in their forward, the innermost last.
+        agreement: with the other ranks, whose trace has what this one did in all of its steps.
+        gathered, reduced: units whose collectives it issued in its backward, in order.
+        has_backward: whether it comes to any unit.
+        lacking, absent: the parameters that it, and that no rank, brought gradients to, a bit each.
+        running: units that are in their forward, the innermost last.
+        forwards: decides them, with what it has learned in the steps before.
+        unsharded: by unit, the number of its gather; waited: those of which it is there.
     """
 
     def __init__(
         self,
         program: Program,
-        seed: int,
+        batch: Batch,
+        agreement: SimulatedAgreement,
         *,
+        before: SimulatedRank | None = None,
+        hosts_wait: bool = True,
         double: bool = False,
         schedule_class: type[BackwardSchedule[str]] = BackwardSchedule,
         forwards_class: type[SimulatedForwards] = SimulatedForwards,
     ) -> None:
-        self.program, self.rng = program, random.Random(seed)
+        """`before`: the step before this one. `hosts_wait`: for each reduction."""
+        seed = batch.seed
+        self.program, self.batch, self.rng = program, batch, random.Random(seed)
+        self.frozen = program.frozen | batch.frozen
         self.double = double
         self.gradient_has_arrived = False
-        self.gathers: list[tuple[str, ...]] = []
-        self.reductions: list[tuple[str, ...]] = []
-        self.operations: list[tuple[str, Any]] = []
+        self.agreement, self._hosts_wait = agreement, hosts_wait
+        self._trace = agreement.trace
+        self._place = {unit: place for place, unit in enumerate(program.units)}
+        self.gathered: list[str] = []
+        self.reduced: list[str] = []
+        self.lacking, self.absent = 0, -1
+        self._no_gradients_came = False  # and that was reported
+        self.has_backward = False
+        self._now: Call | None = None  # whose backward runs
         self._schedule_class = schedule_class
         self._record: ForwardRecord[str] = ForwardRecord(knows_late=random.Random(f"late {seed}").random() < 0.8)
         self._segments: dict[Region, Any] = {}
-        self._checkpointed: dict[Region, list[Call]] = {}  # by reentrant checkpoint, its outermost calls
-        self._unsharded: dict[str, int] = {}  # by unit, the number of its gather
-        self._waited: set[str] = set()
+        self._checkpointed: dict[Region, list[Call]] = {}  # the outermost calls in each reentrant checkpoint
+        self.unsharded: dict[str, int] = {}  # by unit, the number of its gather
+        self.waited: set[str] = set()
         self.running: list[str] = []
         self._ahead: set[str] = set()  # gathered before their turn in a forward
-        self._forwards = forwards_class(self)
+        self.forwards = forwards_class(self)
+        if before is not None:
+            self.forwards.order = before.forwards.order
+            self.unsharded, self.waited = before.unsharded, before.waited
+        self._kept_before = set(self.unsharded)  # which this forward has not come to
         self._running: int | None = None  # the reentrant checkpoint whose backward runs, the outermost
         self._tasks: list[set[Leaf]] = []  # gradients computed by the running graph tasks
         self._expecting: set[str] = set()
@@ -414,33 +459,35 @@ class SimulatedRank:
         self._in_flight: list[int] = []
         self._participates: set[str] = set()
         self._recomputed_regions: set[Region] = set()
-        self._begun: set[Call] = set()  # calls that the backward has reached
+        self._recomputed: set[Plain] = set()
+        self._begun: set[Call] = set()  # to which the backward has come
         more = random.Random(f"parts {seed}")
         self._parting = more.choice((0.0, 0.0, 0.3))  # the share of parameters used in plain parts
         self._drawn_parts = more
-        self._used_once = {unit for unit in program.units if more.random() < 0.7}  # as seen in earlier steps
-        self.lacks = False
+        self._used_once = {unit for unit in program.units if more.random() < 0.7}  # as steps before have shown
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
         """Run the forward, and draw the part that the backward will reach."""
         self._steps: list[Call] = []
-        if self.program.is_known:
-            self._learn()
-        self._covered: list[Call] = []  # of the passes that the backward reaches
-        self._alive = []  # kept like by graphs
+        steps = self.batch.without(self.program.steps)
+        self._covered: list[Call] = []  # of the passes to which the backward comes
+        self._alive = []  # as graphs would hold them
         for number in range(self.program.passes):
+            self.agreement.begin_forward(self._flags, training=True, device_type="cpu")
             self._record.begin()
-            self._forwards.order.begin()
-            steps = [*self._run_pass(copy.deepcopy(self.program.steps))]
+            self.forwards.order.begin()
+            self._trace.append("follow")
+            ran = [*self._run_pass(_made_anew(steps))]
             self._alive.append(self._record.running)
             self._record.end()
-            self._forwards.order.end()
-            self._check_freed()
-            self._steps += steps
+            self.agreement.end_forward()
+            self.forwards.order.end()
+            self._free_unused()
+            self._steps += ran
             if number in self.program.covered:
-                self._covered += steps
+                self._covered += ran
         covered = {call for step in self._covered for call in step.calls()}
         self._reached = {call for call in self._calls() if call in covered and self.rng.random() < 0.8}
         self._recomputing = {id(call.reentrant[0]) for call in covered if call.reentrant}
@@ -450,32 +497,46 @@ class SimulatedRank:
         share = self.rng.choice((0.0, 0.3))
         self._left_out = {(call, leaf) for call in self._calls() for leaf in call.body if self.rng.random() < share}
         uses = {leaf for call in self._calls() for each in call.body for leaf in _leaves_in(each)}
-        self._used = {leaf for leaf in sorted(uses) if leaf not in self.program.frozen and self.rng.random() < 0.8}
+        self._used = {leaf for leaf in sorted(uses) if leaf not in self.frozen and self.rng.random() < 0.8}
+        if not self.batch.brings_gradients:
+            self._used.clear()
 
-    def _check_freed(self) -> None:
-        """After a forward: all units to be freed are freed, except units prefetched for a later run."""
-        if left := self._unsharded.keys() & self.program.frees - self._ahead:
+    def _flags(self) -> tuple[bool, ...]:
+        """Which parameters require a gradient."""
+        return tuple((unit, i) not in self.frozen for unit in self.program.units for i in range(PARAMETERS))
+
+    def _free_unused(self) -> None:
+        """A forward has ended: free what was gathered ahead and did not run."""
+        for unit in [unit for unit in self.unsharded if unit in self._ahead and unit not in self.waited]:
+            self.reshard(unit)
+        if left := self.unsharded.keys() & self.program.frees - self._kept_before:
             raise Problem(f"{left} are unsharded after a forward that frees them")
 
     def is_unsharded(self, unit: str) -> bool:
-        """Whether it is gathered, or being gathered."""
-        return unit in self._unsharded
+        """Whether it is gathered, or on its way."""
+        return unit in self.unsharded
 
-    def _learn(self) -> None:
-        """Learn from a complete earlier forward."""
-        self._forwards.order.begin()
+    def learn(self) -> None:
+        """A forward before this one was complete."""
+        self.forwards.order.begin()
         for step in self.program.steps:
             for unit in step if isinstance(step, list) else [each.unit for each in step.calls()]:
-                self._forwards.order.enter(unit)
-        self._forwards.order.end()
+                self.forwards.order.enter(unit)
+        self.forwards.order.end()
 
     def _gather_in_turn(self, unit: str) -> None:
-        self._forwards.order.enter(unit)
-        self._forwards.enters(unit)
+        self.forwards.order.enter(unit)
+        self.compare(unit)
+        self.forwards.enters(unit)
+        self._kept_before.difference_update((unit, *self.program.rules[unit].owners))
         self._ahead.difference_update((unit, *self.program.rules[unit].owners))
 
-    def _finish(self, unit: str, *, reached: bool) -> None:
-        self._forwards.finished(self._record, unit, training=True, reached=reached)
+    def compare(self, unit: str) -> None:
+        """A forward has come to this unit: so have those of all ranks?"""
+        self.agreement.check_order(self._place[unit], schedule="")
+
+    def finish(self, unit: str, *, reached: bool) -> None:
+        self.forwards.finished(self._record, unit, training=True, reached=reached)
 
     def _run_pass(self, steps: Sequence[Call | list[str]]) -> Iterator[Call]:
         for step in steps:
@@ -491,7 +552,7 @@ class SimulatedRank:
             yield from (Call(unit, [*_own(unit)]) for unit in chosen)
             for unit in step:
                 self._wait(unit)
-                self._finish(unit, reached=True)
+                self.finish(unit, reached=True)
 
     def _calls(self) -> Iterator[Call]:
         for step in self._steps:
@@ -518,7 +579,7 @@ class SimulatedRank:
             self._wait(each)
         body = [self._run(each, call) if isinstance(each, Call) else self._used_in_forward(each) for each in call.body]
         self.running.pop()
-        self._finish(call.unit, reached=not reentrant)
+        self.finish(call.unit, reached=not reentrant)
         ran = Call(call.unit, body, call.region, None if reentrant else began)
         entered = [*_outwards(around.region)] if around is not None else []
         for region in reentrant:
@@ -528,7 +589,7 @@ class SimulatedRank:
 
     def _used_in_forward(self, each: Leaf | Plain) -> Leaf | Plain:
         for unit, _ in _leaves_in(each):
-            if unit not in self._waited:
+            if unit not in self.waited:
                 raise Problem(f"{unit} is used in a forward, and nobody waited for its gather")
         return self._parted(each)
 
@@ -554,11 +615,22 @@ class SimulatedRank:
         """Whether the backward computes any gradients."""
         return bool(self.brought(self._calls()))
 
+    def has_checkpoints(self) -> bool:
+        """Whether the backward comes to reentrant ones."""
+        return any(
+            call.is_reentrant or (call in self._reached and any(isinstance(each, Plain) for each in call.body))
+            for step in self._covered
+            for call in step.calls()
+        )
+
     def backward(self) -> None:
-        """Run the backward."""
-        record, program = self._record, self.program
-        if record.empty:
+        """Play it, up to where this rank may wait for what others lack."""
+        record, program, agreement = self._record, self.program, self.agreement
+        covered = [call for step in self._covered for call in step.calls()]
+        if record.empty or not any(call in self._reached or call.is_reentrant for call in covered):
             return
+        self.has_backward = True
+        self._compare()
         self._tasks = [self.brought(call for call in self._calls() if not call.is_reentrant)]
         self.schedule = self._schedule_class(
             record,
@@ -572,14 +644,87 @@ class SimulatedRank:
         for unit in record.anchored:
             if self._leaves(unit):
                 self.schedule.expect(unit)
-        self.schedule.reductions.coalesce(program.cut)
-        self.schedule.expect_recomputed()
+        self._join_reductions()
         for step in reversed(self._covered):
             self._through(step)
         self.schedule.ended()
+        self._now = None
+        if self.gradient_has_arrived:
+            self._await_reductions()
+            return
+        agreement.check_gathered(self._numbers(self.gathered) if self._gathers() else None)
+
+    def _gathers(self) -> bool:
+        return any(unit in self.program.frees for unit in self.schedule.clock.sequence)
+
+    @property
+    def _reduces(self) -> bool:
+        return any(rules.reduces for rules in self.program.rules.values())
+
+    def _compare(self) -> None:
+        """A backward begins: is it the same on all ranks?"""
+        record, flags = self._record, self._flags()
+        trained = [unit for unit in record.anchored if self._leaves(unit)]
+        plan = BackwardPlan(
+            sync=True,
+            begun=self._numbers(record.entered),
+            ended=self._numbers(record.anchored),
+            flats=[(self._place[unit], 0) for unit in trained],
+            trained=bits_of(flags),
+            post_forward=[],
+            schedule="",
+        )
+        self.agreement.check_backward(str(plan), lambda: plan, reduces=self._reduces)
+
+    def _numbers(self, units: Iterable[str]) -> list[int]:
+        return [self._place[unit] for unit in units]
+
+    def _join_reductions(self) -> None:
+        reductions, unused = self.schedule.reductions, self.agreement.unused
+        if any(unit in self.program.together for unit in reductions.outstanding()):
+            unused.all_take_part()
+        reductions.coalesce(self.program.cut)
+        self.schedule.expect_recomputed()
+        if unused.expects and self._hosts_wait:
+            unused.rely()
+        self._no_gradients_came = self.agreement.foresees_none(self.brings_gradients)
+
+    def _lacking_in(self, unit: str) -> int:
+        """The parameters of `unit` that this rank brought no gradients to, a bit each."""
+        lacking = ((unit, i) not in self._arrived and (unit, i) not in self.frozen for i in range(PARAMETERS))
+        return bits_of(lacking) << PARAMETERS * self._place[unit]
+
+    def leave_out(self) -> None:
+        """Find what no rank brought gradients to.
+
+        Raises:
+            Waits: others have not come that far.
+        """
+        if self._reduces and self.reduced:
+            self.lacking = functools.reduce(operator.or_, map(self._lacking_in, self.reduced))
+            self.absent = self.agreement.lacked_by_all(self.lacking)
+
+    def end(self) -> None:
+        """The backward is over, or there was none: nothing stays unsharded but what is to."""
+        if self._reduces and self.reduced:
+            self.agreement.check_issued(self._numbers(self.gathered), self._numbers(self.reduced))
+        for unit in [*self.unsharded]:
+            if self.double or not (self.has_backward and self.program.rules[unit].stays_unsharded):
+                self.reshard(unit)
+        self.agreement.rest()
+
+    def end_job(self) -> None:
+        """What all ranks do after their last step."""
+        with self.agreement.collective_call("the end of the job"):
+            pass
+
+    def place(self) -> int:
+        """Of this backward, in the sequence."""
+        return self.agreement.unused.place
+
+    def _await_reductions(self) -> None:
         while self._in_flight:
-            self.operations.append(("await", ("reduce", self._in_flight.pop(0))))
-        self.lacks = any((unit, i) not in self._arrived for unit in program.units for i in self._leaves(unit))
+            self._trace.append("await", (REDUCTIONS, self._in_flight.pop(0)))
 
     def _reentrant(self, region: Region) -> None:
         if region in self._recomputed_regions:
@@ -639,6 +784,7 @@ class SimulatedRank:
         reached = call in self._reached
         if reached:
             self._begun.add(call)
+            self._now = call
             self._before_backward(call)
         for at, each in reversed([*enumerate(call.body)]):
             if isinstance(each, Call):
@@ -647,9 +793,10 @@ class SimulatedRank:
                 if call.region is not None and not call.region.reentrant:
                     self._recompute(call.region)
                 if isinstance(each, Plain):
+                    self._recomputed.add(each)
                     self._tasks.append(self._used.intersection(each.leaves))
                 for leaf in reversed(_leaves_in(each)):
-                    if leaf[0] not in self._waited:
+                    if leaf[0] not in self.waited:
                         raise Problem(f"{leaf[0]} is used, and nobody waited for its gather")
                     if leaf in self._tasks[-1] and (isinstance(each, Plain) or self._is_last_use(call, leaf)):
                         self._leaf_ready(*leaf)
@@ -663,7 +810,7 @@ class SimulatedRank:
         # A reentrant checkpoint has no graph if none of its inputs has one.
         before = (each for each in call.body[: at + 1] if not isinstance(each, Plain))
         return self._is_given_gradients(call) or any(
-            isinstance(each, Call) or each not in self.program.frozen for each in before
+            isinstance(each, Call) or each not in self.frozen for each in before
         )
 
     def _is_last_use(self, call: Call, leaf: Leaf) -> bool:
@@ -689,13 +836,13 @@ class SimulatedRank:
             around, frozen = len([*call.calls()]) > 1, len(self._leaves(unit)) < PARAMETERS
             tied = unit in self.program.tied()
             if (around and (self.schedule.clock.recomputes or frozen or tied)) or (len(needed) > 1 and frozen):
-                self._kept.add(unit)  # no event marks the end of its backward
-        begun = unit in self._expecting and unit not in self._completed and unit in self._unsharded
+                self._kept.add(unit)  # nothing tells when its backward is over
+        begun = unit in self._expecting and unit not in self._completed and unit in self.unsharded
         if begun and unit not in self.program.tied():
             return
         self.schedule.reached(unit)
         for each in needed:
-            if each in self._unsharded:
+            if each in self.unsharded:
                 self._wait(each)
         if unit not in self._completed and unit not in self._expecting:
             self.participate(unit)
@@ -794,7 +941,7 @@ class SimulatedRank:
             has_gradients=lambda unit: any((unit, index) in self._arrived for index in range(PARAMETERS)),
             is_over=self._over.__contains__,
             is_used_once=self._used_once.__contains__,
-            is_unsharded=self._unsharded.__contains__,
+            is_unsharded=self.unsharded.__contains__,
             is_trained=lambda unit: bool(self._leaves(unit)),
             elements=lambda unit: len(self._leaves(unit)),
             participates=self._participates.__contains__,
@@ -802,12 +949,16 @@ class SimulatedRank:
         )
 
     def may_bring_more(self, unit: str) -> bool:
-        """Whether another call of the unit is pending."""
-        to_come = self._reached - self._begun
-        return any(unit == each.unit or unit in self.program.rules[each.unit].owners for each in to_come)
+        """Another call of it is to come, or what is in a checkpoint inside of one."""
+        return any(
+            each not in self._begun
+            or any(isinstance(item, Plain) and item not in self._recomputed for item in each.body)
+            for each in self._reached
+            if unit == each.unit or unit in self.program.rules[each.unit].owners
+        )
 
     def _leaves(self, unit: str) -> list[int]:
-        return [index for index in range(PARAMETERS) if (unit, index) not in self.program.frozen]
+        return [index for index in range(PARAMETERS) if (unit, index) not in self.frozen]
 
     def _comes(self, unit: str, index: int) -> bool:
         return (unit, index) in self._tasks[-1]
@@ -835,34 +986,32 @@ class SimulatedRank:
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def gather(self, units: Sequence[str], *, ahead: bool) -> None:
-        sharded = tuple(unit for unit in units if unit not in self._unsharded)
+        sharded = tuple(unit for unit in units if unit not in self.unsharded)
         self._ahead.update(sharded if ahead else sharded[1:])
         if sharded:
-            number = len(self.gathers)
-            self.gathers.append(sharded)
-            self.operations.append(("issue", ("gather", number)))
-            self._unsharded.update(dict.fromkeys(sharded, number))
+            self.unsharded.update(dict.fromkeys(sharded, self._trace.issue(GATHERS, sharded)))
+            self.gathered += sharded if self.has_backward else ()
 
     def _wait(self, unit: str) -> None:
-        if unit not in self._unsharded:
+        if unit not in self.unsharded:
             raise Problem(f"{unit} is to be used, and nobody gathered it")
-        if unit not in self._waited:
-            self._waited.add(unit)
-            self.operations.append(("await", ("gather", self._unsharded[unit])))
+        if unit not in self.waited:
+            self.waited.add(unit)
+            self._trace.append("await", (GATHERS, self.unsharded[unit]))
 
     def reshard(self, unit: str) -> None:
-        if unit in self._unsharded:
+        if unit in self.unsharded:
             self._wait(unit)
-            self._waited.discard(unit)
-            del self._unsharded[unit]
-            self.operations.append(("free", unit))
+            self.waited.discard(unit)
+            del self.unsharded[unit]
+            self._trace.append("free", unit)
 
     def gradient_arrived(self, *, watched: bool) -> None:
         self.gradient_has_arrived = True
+        self.agreement.check_gradients(came=True)
 
     def release_inputs(self) -> None:
-        while self._in_flight:
-            self.operations.append(("await", ("reduce", self._in_flight.pop(0))))
+        self._await_reductions()
 
     def participate(self, unit: str) -> None:
         leaves = self._leaves(unit)
@@ -879,93 +1028,236 @@ class SimulatedRank:
 
     def reduce(self, units: Sequence[str]) -> None:
         while len(self._in_flight) > 1:
-            self.operations.append(("await", ("reduce", self._in_flight.pop(0))))
-        number = len(self.reductions)
-        self.reductions.append(tuple(units))
-        self.operations.append(("issue", ("reduce", number)))
-        self._in_flight.append(number)
+            self._trace.append("await", (REDUCTIONS, self._in_flight.pop(0)))
+        unused = self.agreement.unused
+        if unused.foreseen is not None:
+            first = {unit: PARAMETERS * self._place[unit] for unit in units}
+            unused.before_reduction(
+                (((1 << PARAMETERS) - 1) << place, self._lacking_in(unit)) for unit, place in first.items()
+            )
+        self._in_flight.append(self._trace.issue(REDUCTIONS, units))
+        self.reduced += units
         self._participates.difference_update(units)
 
     def end_turn(self) -> None:
         if self.rng.random() < 0.2:  # where memory is highest
             self.release_inputs()
 
-    def report_no_gradients(self) -> None:
-        """In these programs, if one rank has no gradients, no rank has."""
+    def report_no_gradients(self, *, ended: bool = False) -> None:
+        if self._no_gradients_came:
+            return
+        if ended:
+            if not (
+                self.schedule.reductions.due(rest=True) if self._reduces else self.schedule.windows and self._gathers()
+            ):
+                return
+        elif not self._reduces or self._may_come_from_checkpoints():
+            return
+        self._no_gradients_came = True
+        self.agreement.check_gradients(came=False)
+
+    def _may_come_from_checkpoints(self) -> bool:
+        """Whether the backward is yet to come to a reentrant checkpoint, of which nothing is known before."""
+        for step in self._covered:
+            for call in step.calls():
+                if call in self._reached and any(isinstance(each, Plain) for each in call.body):
+                    return True
+                if any(each not in self._recomputed_regions for each in call.reentrant):
+                    return True
+                if call is self._now:
+                    return False
+        return False
 
 
 class _Segment:
     """A non-reentrant checkpoint in the record, by its identity."""
 
 
-# -- waits between ranks -----------------------------------------------------------------------------------------------
+# -- jobs --------------------------------------------------------------------------------------------------------------
 
 
-Stream = list[tuple[str, Any]]
+@dataclass(frozen=True)
+class Batch:
+    """What one rank computes in a step, and how its model is then.
+
+    Attributes:
+        seed: draws what the backward reaches.
+        brings_gradients: whether it comes to any parameter.
+        frozen: parameters that require none, beside those of the program.
+        left_out: an outermost call that the forward does without, by its number.
+    """
+
+    seed: int
+    brings_gradients: bool = True
+    frozen: frozenset[Leaf] = frozenset()
+    left_out: int | None = None
+
+    def without(self, steps: Sequence[Call | list[str]]) -> list[Call | list[str]]:
+        """All `steps` but what is left out."""
+        return [step for number, step in enumerate(steps) if number != self.left_out]
+
+    def model(self, program: Program) -> tuple[object, ...]:
+        """What all ranks have in common."""
+        return frozenset(program.frozen | self.frozen), self.left_out
 
 
-def on_host(rank: SimulatedRank) -> list[Stream]:
-    """The host itself waits, as with gloo; at the end, ranks without some gradients wait for notes of all ranks."""
-    notes: Stream = [("issue", ("note", 0))]
-    if rank.lacks:
-        notes.append(("await", ("note", 0)))
-    return [[each for each in rank.operations if each[0] != "free"] + notes]
+@dataclass
+class Job:
+    """What ranks do, step by step: for each step the batches of all ranks.
+
+    Attributes:
+        hosts_wait: whether hosts wait for reductions, as with gloo, and not devices.
+    """
+
+    steps: Sequence[Sequence[Batch]]
+    hosts_wait: bool = True
+    double: bool = False
+
+    def is_alike(self, program: Program) -> bool:
+        """Whether ranks have the same models, and run the same forwards."""
+        return all(len({batch.model(program) for batch in batches}) == 1 for batches in self.steps)
 
 
-def on_device(rank: SimulatedRank) -> list[Stream]:
-    """Streams wait; a gather also waits for the memory of all units freed when the host issued it."""
-    compute: Stream = []
-    unshard: Stream = []
-    reduce: Stream = []
-    marks = 0
-    for kind, what in rank.operations:
-        if kind == "free":
-            marks += 1
-            compute.append(("mark", marks))
-            unshard.append(("after", marks))
-        elif kind == "await":
-            compute.append((kind, what))
-        else:
-            stream = unshard if what[0] == "gather" else reduce
-            if what[0] == "reduce":
-                marks += 1
-                compute.append(("mark", marks))
-                reduce.append(("after", marks))
-            stream += [("issue", what), ("await", what)]
-    return [compute, unshard, reduce]
+PATTERNS = ("A", "A", "A", "AA", "AB", "AAA", "ABA", "AAB", "ABAB", "AAAB", "ABBA")
 
 
-def _may_go_on(kind: str, what: Any, marked: set[int], issued: dict[Any, set[int]], world: int) -> bool:
-    return what in marked if kind == "after" else len(issued.get(what, ())) == world
+def drawn_job(program: Program, seed: int, *, world: int = 0) -> Job:
+    """Batches of two kinds, in an order that may show what comes next."""
+    rng = random.Random(f"ranks {seed}")
+    double = rng.random() < 0.1
+    world = world or rng.choice((2, 2, 3, 4))
+    usual = [rng.randrange(2**30) for _ in range(world)]
+    more = random.Random(f"job {seed}")
+    others = [more.randrange(2**30) for _ in range(world)]
+    kinds = {kind: [Batch(each) for each in seeds] for kind, seeds in (("A", usual), ("B", others))}
+    for batches in kinds.values():
+        one = more.randrange(world)
+        change = more.choice((*("",) * 12, "none", "none here", "frozen", "frozen here", "left out", "left out here"))
+        there = [one] if change.endswith("here") else range(world)
+        calls = [number for number, step in enumerate(program.steps) if isinstance(step, Call)]
+        left_out, unit = more.choice((*calls, None)), more.choice(program.units)
+        for rank in there:
+            if change.startswith("none"):
+                batches[rank] = replace(batches[rank], brings_gradients=False)
+            elif change.startswith("frozen"):
+                batches[rank] = replace(batches[rank], frozen=frozenset({(unit, 0), (unit, 1)}))
+            elif change.startswith("left") and len(program.steps) > 1:
+                batches[rank] = replace(batches[rank], left_out=left_out)
+    return Job([kinds[kind] for kind in more.choice(PATTERNS)], hosts_wait=more.random() < 0.5, double=double)
 
 
-def deadlock(ranks: Sequence[list[Stream]]) -> str:
-    """Replay the streams of all ranks; "" if all finish, otherwise the places where they are stuck."""
-    heads = [[0] * len(streams) for streams in ranks]
-    issued: dict[Any, set[int]] = {}
-    marked: list[set[int]] = [set() for _ in ranks]
-    moves = True
-    while moves:
-        moves = False
-        for number, streams in enumerate(ranks):
-            for at, stream in enumerate(streams):
-                while heads[number][at] < len(stream):
-                    kind, what = stream[heads[number][at]]
-                    if kind == "issue":
-                        issued.setdefault(what, set()).add(number)
-                    elif kind == "mark":
-                        marked[number].add(what)
-                    elif not _may_go_on(kind, what, marked[number], issued, len(ranks)):
-                        break
-                    heads[number][at] += 1
-                    moves = True
-    stuck = [
-        f"rank {number} at {streams[at][head]}"
-        for number, streams in enumerate(ranks)
-        for at, head in enumerate(heads[number])
-        if head < len(streams[at])
-    ]
-    return "; ".join(stuck)
+class PlayedJob:
+    """All that ranks do in a job, each for itself, but for what they learn of gradients that others lack."""
+
+    def __init__(
+        self,
+        program: Program,
+        job: Job,
+        *,
+        rng: random.Random,
+        schedule_class: type[BackwardSchedule[str]] = BackwardSchedule,
+        forwards_class: type[SimulatedForwards] = SimulatedForwards,
+        rank_class: type[SimulatedRank] = SimulatedRank,
+        agreement_class: type[SimulatedAgreement] = SimulatedAgreement,
+    ) -> None:
+        self._rng, self._program, self._job = rng, program, job
+        world = len(job.steps[0])
+        self._notes = JobNotes(world, hosts_wait=job.hosts_wait)
+        self._notes.ranks += [agreement_class(rank, self._notes, program.units, PARAMETERS) for rank in range(world)]
+        self._rank = functools.partial(
+            rank_class,
+            program,
+            hosts_wait=job.hosts_wait,
+            double=job.double,
+            schedule_class=schedule_class,
+            forwards_class=forwards_class,
+        )
+        self.steps: list[list[SimulatedRank]] = []
+
+    def run(self) -> None:
+        """Play all steps.
+
+        Raises:
+            Problem: what is used is not there.
+        """
+        ranks: list[SimulatedRank | None] = [None] * len(self._notes.ranks)
+        for batches in self._job.steps:
+            each = zip(batches, self._notes.ranks, ranks, strict=True)
+            made = [self._rank(batch, agreement, before=before) for batch, agreement, before in each]
+            for rank in made if not self.steps and self._program.is_known else ():
+                rank.learn()
+            self.steps.append(made)
+            for rank in made:
+                rank.forward()
+            for rank in made:
+                rank.backward()
+            alone = self._leave_out(made)
+            ended = [rank for rank in made if rank not in alone]
+            for rank in ended:
+                rank.end()
+            if alone:
+                break
+            ranks = [*made]
+        for rank in ended:
+            rank.end_job()
+
+    def _leave_out(self, ranks: Sequence[SimulatedRank]) -> list[SimulatedRank]:
+        """Let ranks learn what none brought gradients to. Those that wait for one that has no such backward."""
+        waiting: list[SimulatedRank] = []
+        requested: list[int] = []
+        for rank in self._rng.sample(ranks, len(ranks)):
+            try:
+                rank.leave_out()
+            except Waits:
+                waiting.append(rank)
+                requested.append(rank.place())
+                if self._rng.random() < 0.5:  # before others have come that far
+                    self._notes.request(requested[-1])
+        self._notes.deliver()
+        for at in requested:
+            self._notes.request(at)
+        alone = []
+        for rank in waiting:
+            try:
+                rank.leave_out()
+            except Waits:
+                alone.append(rank)
+        return alone
+
+    def traces(self) -> list[Stream]:
+        """What each rank did."""
+        return [agreement.trace.operations for agreement in self._notes.ranks]
+
+    def may_differ(self) -> bool:
+        """Whether ranks may get an error that they differ: gradients came to some and not to others, or to none and
+        what was gathered for that was not the same."""
+        for ranks in self.steps:
+            if len({rank.gradient_has_arrived for rank in ranks}) > 1:
+                return True
+            if len({rank.has_backward for rank in ranks}) > 1:
+                return True
+            if not ranks[0].gradient_has_arrived and len({tuple(rank.gathered) for rank in ranks}) > 1:
+                return True
+        return False
+
+    def is_unforeseen(self) -> bool:
+        """Whether a rank brings gradients from reentrant checkpoints alone, of which nothing is known before, or, where
+        others bring some, none from them: it does not know when to take part in others' reductions. [Note: one clock]
+        """
+        return any(
+            not rank.has_gradients() and (rank.gradient_has_arrived or rank.has_checkpoints())
+            for ranks in self.steps
+            for rank in ranks
+        )
+
+    def wrong_absence(self) -> str:
+        """Where ranks do not know what no rank brought gradients to."""
+        for number, ranks in enumerate(self.steps):
+            absent = functools.reduce(operator.and_, [rank.lacking for rank in ranks])
+            for rank in ranks:
+                if rank.reduced and rank.absent != absent:
+                    return f"step {number}: no rank brought gradients to {absent:b}, one knows of {rank.absent:b}"
+        return ""
 
 
 def problem_of(seed: int, **how: Any) -> str:
@@ -973,41 +1265,25 @@ def problem_of(seed: int, **how: Any) -> str:
     return problem_of_program(drawn_program(seed), seed, **how)
 
 
-def problem_of_program(
-    program: Program,
-    seed: int,
-    *,
-    schedule_class: type[BackwardSchedule[str]] = BackwardSchedule,
-    forwards_class: type[SimulatedForwards] = SimulatedForwards,
-    world: int = 0,
-) -> str:
-    """Run `program` on some ranks; `seed` draws the calls that backwards reach. Returned: "" or the problem."""
-    rng = random.Random(f"ranks {seed}")
-    double = rng.random() < 0.1
-    ranks = [
-        SimulatedRank(
-            program,
-            rng.randrange(2**30),
-            double=double,
-            schedule_class=schedule_class,
-            forwards_class=forwards_class,
-        )
-        for _ in range(world or rng.choice((2, 2, 3, 4)))
-    ]
+def problem_of_program(program: Program, seed: int, *, world: int = 0, job: Job | None = None, **how: Any) -> str:
+    """Play `program` on some ranks, of which `seed` draws what their backwards reach if no `job` has it; "" or what
+    went wrong. `how`: as of `PlayedJob`."""
+    job = job or drawn_job(program, seed, world=world)
+    played = PlayedJob(program, job, rng=random.Random(f"order {seed}"), **how)
     try:
-        for rank in ranks:
-            rank.forward()
-        if not all(rank.has_gradients() for rank in ranks):
-            return ""  # ranks raise because they differ, or none has gradients
-        for rank in ranks:
-            rank.backward()
+        played.run()
     except Problem as error:
         return str(error)
-    for name, found in (("gathers", [rank.gathers for rank in ranks]), ("reductions", [r.reductions for r in ranks])):
-        longest = max(found, key=len)
-        if any(each != longest[: len(each)] for each in found):
-            return f"{name} in another order: {found}"
-    for place, streams in (("host", on_host), ("device", on_device)):
-        if stuck := deadlock([streams(rank) for rank in ranks]):
-            return f"deadlock, {place}: {stuck}\n" + "\n".join(f"{rank.gathers} {rank.reductions}" for rank in ranks)
+    excused = played.is_unforeseen()
+    for ways in (on_host, on_device):
+        try:
+            differ = Play([ways(trace) for trace in played.traces()]).run()
+        except Problem as error:
+            return "" if excused else f"{ways.__name__}: {error}"
+        if differ and job.is_alike(program) and not (excused or played.may_differ()):
+            return f"{ways.__name__}: an error without a reason: {differ}"
+        if not (differ or job.is_alike(program)):
+            return f"{ways.__name__}: nobody noticed that ranks have different models"
+        if not differ and (wrong := played.wrong_absence()):
+            return wrong
     return ""

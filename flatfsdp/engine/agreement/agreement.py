@@ -195,6 +195,7 @@ class Agreement:
         self.sequence.busy = True
         self.sequence.meet_abandoned()
         self.sequence.start("a backward")
+        self.sequence.came = False
         self.sequence.next(op, opens=not self._sharded, completes=not reduces)
         if reduces:
             self.unused.begin(self.sequence.position, op.code)
@@ -221,25 +222,29 @@ class Agreement:
     def check_gradients(self, *, came: bool) -> None:
         """Called at the first gradient of a parameter in a backward that communicates, or at its end if none `came`.
 
-        Without gradients (as in `torch.autograd.grad`) a rank stops gathering and reducing, so all ranks must do so.
-        A backward without gradients is rare, and part of the sequence; one with gradients is part of it only if none
-        were expected. Not collective.
+        Without gradients (as in `torch.autograd.grad`) a rank reduces nothing, so all ranks must be without them. A
+        backward without gradients is rare, and part of the sequence; one with gradients is part of it only if none were
+        expected. Not collective; a rank without gradients does not wait here, because others may wait for its gathers.
         """
+        self.sequence.came = came
         if self.peers.watch is None:
             return
         self.peers.raise_verdict()
         if not came:
-            self.sequence.show(NONE_CAME, issued=self.sequence.issued)
+            self.sequence.announce(NONE_CAME)
         elif self.sequence.expects(CAME, NONE_CAME):
             self.sequence.show(CAME)
 
-    def check_gathered(self, gathered: Sequence[int]) -> None:
-        """Check, after a backward without any gradient of a parameter, that these units were gathered on all ranks.
-        Not collective, since some ranks may wait for a gather.
+    def check_gathered(self, gathered: Sequence[int] | None) -> None:
+        """Check, after a backward without any gradient of a parameter, that no rank had one, and that these units, if
+        there are any, were gathered on all ranks. Not collective, since some ranks may wait for a gather.
         """
         if self.peers.watch is None:
             return
         self.peers.raise_verdict()
+        self.sequence.meet_announced()
+        if gathered is None:
+            return
         self.sequence.show(self._issued(tuple(gathered), None), issued=self.sequence.issued)
 
     # -- between iterations ------------------------------------------------------------------------------------------

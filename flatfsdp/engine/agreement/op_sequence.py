@@ -70,7 +70,14 @@ class Meetings:
         """
         self.places.append(at)
         self._noted = op.words
-        self.leave_note(at, op, alarm=json.dumps([self._peers.scope, at, issued]))
+        self.leave_note(at, op, alarm=self._alarm(at, issued))
+
+    def announce_end(self, at: int, issued: int) -> None:
+        """Tell other ranks that this one, which left a note at `at`, issues no more than `issued` collectives there."""
+        self._peers.store.raise_alarm(self._alarm(at, issued))
+
+    def _alarm(self, at: int, issued: int | None) -> str:
+        return json.dumps([self._peers.scope, at, issued])
 
     def leave_note(self, at: int, op: Op, *, alarm: str | None = None) -> None:
         """Write the note of this rank's `op` at `at`, and the verdict if that decides it. `alarm`: raised if it is the
@@ -119,6 +126,10 @@ class Meetings:
         """Whether the notes at `at` are known to differ."""
         return self._peers.store.read(f"{self._place(at)}/verdict") == DIFFERENT
 
+    def is_noted(self, at: int, op: Op) -> bool:
+        """Whether the first note at `at` is of `op`."""
+        return self._peers.store.read(f"{self._place(at)}/first") == str(op.code)
+
     def _place(self, at: int) -> str:
         return f"{self._peers.scope}/{at}"
 
@@ -136,6 +147,8 @@ class OpSequence:
         unused: the agreement on parameters without gradients on any rank.
         position: the number of ops so far.
         abandoned: the op with which the last iteration was abandoned here, until ranks have met there.
+        announced: an op that this rank has left a note of, until it meets the other ranks there.
+        came: whether gradients of parameters have come in the current or last backward.
     """
 
     def __init__(self, peers: RankExchange) -> None:
@@ -155,6 +168,8 @@ class OpSequence:
         self._logged: deque[tuple[int, Op, int]] = deque(maxlen=REMEMBERED)  # converted to `LoggedOp` when read
         self._step = 0
         self.abandoned: LoggedOp | None = None
+        self.announced: Op | None = None
+        self.came = False
 
     def follow(self, comm_stats: CommStats, events: EventLog) -> None:
         """Set the objects in which the model counts its collectives and records its events."""
@@ -171,7 +186,7 @@ class OpSequence:
 
     def start(self, part: str) -> None:
         """Begin a part of an iteration."""
-        self.part, self._since, self._refused = part, time.monotonic(), ""
+        self.part, self._since, self._refused, self.announced = part, time.monotonic(), "", None
         self._issued_before = self._comm_stats.issued
 
     def refuse(self, error: BaseException) -> None:
@@ -231,6 +246,23 @@ class OpSequence:
             self.meetings.meet(self.position, self._step)
         self._follow(op, completes=True)
 
+    def announce(self, op: Op) -> None:
+        """Leave a note of `op` if it is not the expected one, and go on without a wait; `meet_announced` comes later.
+        Not collective."""
+        if self._predictor.expected() == op.code:
+            self._follow(op, completes=True)
+        else:
+            self.announced = op
+            self.meetings.announce(self.position, op)
+
+    def meet_announced(self) -> None:
+        """Meet the other ranks at the announced op, if there is one. Not collective."""
+        if self.announced is not None:
+            self.meetings.announce_end(self.position, self.issued)
+            op, self.announced = self.announced, None
+            self.meetings.meet(self.position, self._step)
+            self._follow(op, completes=True)
+
     def expects(self, *among: Op) -> bool:
         """Whether one of these ops is the expected next one."""
         expected = self._predictor.expected()
@@ -266,6 +298,9 @@ class OpSequence:
             return
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
+        if self.announced is not None:  # ranks with the same op go on from there
+            self._follow(self.announced)
+            self.announced = None
         issued = self.issued
         because = f" after {type(error).__name__}: {error}" if error is not None else self._refused
         op = ops.abandoned(issued, part, because)
@@ -330,13 +365,15 @@ class OpSequence:
             return True
         passed = self.position > at  # read before `places`: the main thread adds a place there before it meets
         if at in meetings.places:
-            if self.abandoned is None or self.abandoned.at != at:
+            if self.announced is None and (self.abandoned is None or self.abandoned.at != at):
                 return True
         elif passed:
             quoted = self._logged_at(at)
             meetings.leave_note(at, quoted.op if quoted is not None else Op(-1, "went on long ago"))
         elif issued is not None and self.position == at and self.issued > issued:
             meetings.leave_note(at, Op(-1, f"went on in {self.part}"))
+        elif self.came and self.position == at and meetings.is_noted(at, ops.NONE_CAME):
+            meetings.leave_note(at, ops.CAME)
         if not meetings.is_different(at):
             return False
         quoted = self._logged_at(at)

@@ -343,13 +343,18 @@ class Backward:
         """Free the unsharded parameters."""
         unit.reshard(SHOWS_NOTHING, unreached=True)
 
-    def report_no_gradients(self) -> None:
+    def report_no_gradients(self, *, ended: bool = False) -> None:
         """This backward passes over units without a gradient of any: other ranks reduce them before they gather what
         is reached now, unless none comes there, either. Here is where that is found out, and not at the end, which a
-        rank that waits for the others' gather would not come to."""
+        rank that waits for the others' gather would not come to. Or it has `ended`."""
+        if self._no_gradients_came:
+            return
+        if ended:
+            if not (self._reductions.due(rest=True) if self.sync else self.schedule.windows and self._gathers()):
+                return
         # The gradient that is computed now may flow on to reentrant checkpoints in which no unit ran, and these bring
         # gradients of parameters.
-        if not self.sync or self._no_gradients_came or hooks.customs_before([_torch.node_now()]):
+        elif not self.sync or hooks.customs_before([_torch.node_now()]):
             return
         self._no_gradients_came = True
         self.agreement.check_gradients(came=False)
@@ -424,15 +429,13 @@ class Backward:
                 for grads in unit.grads:
                     grads.keep_in_window()
         else:
-            gathers = any(unit.resolved.reshards_after_forward for unit in self.schedule.clock.sequence)
-            rest = self._reductions.due(rest=True) if self.sync else self.schedule.windows and gathers
-            if not self._no_gradients_came and rest:
-                self.agreement.check_gradients(came=False)
-            if gathers:
-                self.agreement.check_gathered(self.gathered)
+            self.agreement.check_gathered(self.gathered if self._gathers() else None)
         if self.sync and self.reduced:  # on all ranks, or on none
             self._leave_out_what_no_rank_used()
             self.agreement.check_issued(self.gathered, [unit.place.index for unit in self.reduced])
+
+    def _gathers(self) -> bool:
+        return any(unit.resolved.reshards_after_forward for unit in self.schedule.clock.sequence)
 
     def _leave_out_what_no_rank_used(self) -> None:
         """Parameters to which no rank's gradients came get none, as in one process. [Note: unused]"""

@@ -111,5 +111,6 @@ class Driver(Protocol[U_contra]):
     def reshard(self, unit: U_contra) -> None:
         """Free the unsharded parameters."""
 
-    def report_no_gradients(self) -> None:
-        """Called when this backward passes over units and no gradient of any parameter is known to come."""
+    def report_no_gradients(self, *, ended: bool = False) -> None:
+        """Called when this backward passes over units and no gradient of any parameter is known to come, or when it
+        has `ended` without one."""

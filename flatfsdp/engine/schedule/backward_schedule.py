@@ -226,6 +226,7 @@ class BackwardSchedule(Generic[U]):
         driver, facts = self._driver, self._facts
         if not driver.gradient_has_arrived:
             if not self.recomputes_trained:
+                driver.report_no_gradients(ended=True)  # before others are waited for, which may wait for reductions
                 self._gather_unreached()
                 return
             driver.gradient_arrived(watched=True)
@@ -248,7 +249,7 @@ class BackwardSchedule(Generic[U]):
         for unit in self.clock.sequence:
             if not self.gathers.is_past(unit):
                 self._gather(self.gathers.until(unit))
-                if not self._driver.double:
+                if not self.keeps_unsharded(unit):
                     self._driver.reshard(unit)
 
     # -- gathers -----------------------------------------------------------------------------------------------------
@@ -378,5 +379,6 @@ class BackwardSchedule(Generic[U]):
             clock.to_come.remove(lifetime)
             self._limit()
             self._reduce_due()
-        if not self.keeps_unsharded(lifetime.unit):
+        # What is left from the forward is freed in its turn: no rank gathers it again.
+        if not (self.keeps_unsharded(lifetime.unit) or (not reads and self.gathers.has_turn(lifetime.unit))):
             self._driver.reshard(lifetime.unit)

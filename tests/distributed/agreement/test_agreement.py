@@ -630,3 +630,27 @@ def test_gradients_that_come_first_behind_a_frozen_unit_are_not_waited_for_befor
     """After a backward that brought none: a rank waited for the others to report whether theirs brings some, and they
     for a gather by that rank. Model 940139 of the random ones."""
     assert pool2(reach_by_turns) == [True, True]
+
+
+class Early(Net):
+    """Returns what its first block made, too."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        first = self.blocks[0](x)
+        return first, super().forward(first, order=(1, 2, 3, 4, 5))
+
+
+def differentiate(rank: int, world: int) -> list[float]:
+    """Gradients of inputs, which pass over units on one rank."""
+    torch.manual_seed(0)
+    model, found = wrap(Early(6), join_units_below=0, backward_prefetch=None), []
+    for _ in range(3):
+        x = torch.ones(2, 4, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x)[rank].sum(), x)
+        found.append(grad.sum().item())
+    return found
+
+
+def test_ranks_may_pass_over_other_units_where_no_gradient_comes_to_any(pool2: Run) -> None:
+    for found in pool2(differentiate):
+        assert len(set(found)) == 1 and found[0]

@@ -543,6 +543,24 @@ def test_gradients_of_inputs(pool2: Run, any_order: bool, twice: bool) -> None:
     assert pool2(differentiated, any_order, twice) == [[], []]
 
 
+def left_unsharded(rank: int, world: int, any_order: bool) -> bool:
+    """After gradients of inputs, which one rank's tower brings."""
+    torch.manual_seed(0)
+    net = Pictured()
+    model = wrap(copy.deepcopy(net), join_units_below=0)
+    flatfsdp.ensure_unit_participation(model.branch, any_order=any_order)
+    model.branch.set_reshard_after_backward(False)
+    x, used = data(rank, 0).requires_grad_(), (0, 1) if rank == 0 else ()
+    torch.autograd.grad(model(x, used).sum(), x)
+    return torch.allclose(model(x, used), net(x, used), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+def test_what_stays_unsharded_does_so_on_all_ranks_where_no_gradients_come(pool2: Run, any_order: bool) -> None:
+    """Else the next forward gathers on some, and other units there."""
+    assert pool2(left_unsharded, any_order) == [True, True]
+
+
 # -- costs -----------------------------------------------------------------------------------------------------------
 
 

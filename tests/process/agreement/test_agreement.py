@@ -203,7 +203,8 @@ def reach(rank: int, world: int, usual: str, accumulates: bool, net: type[Net] =
     [
         (
             "parameters",
-            "rank 0 went on in a backward; rank 1 ended a backward that computed no gradient of a parameter",
+            "rank 0 computed gradients of parameters in its backward; rank 1 ended a backward that computed no "
+            "gradient of a parameter",
         ),
         (
             "nothing",
@@ -219,8 +220,8 @@ def test_one_backward_reaches_no_parameter(outcomes: list[fresh.Outcome], usual:
 @pytest.mark.ranks(2, reach, "parameters", accumulates=False, net=Behind, join_units_below=0, timeout=LIMIT)
 def test_so_it_is_where_that_backward_waits_for_a_frozen_unit(outcomes: list[fresh.Outcome]) -> None:
     """Which the others gather when they have reduced, with that rank, what it does not reach."""
-    text = "rank 0 went on in a backward; rank 1 ended a backward that computed no gradient of a parameter"
-    assert reported_to_all(outcomes).startswith(f"ranks diverged at step 4: {text}.")
+    text = "rank 0 computed gradients of parameters in its backward; rank 1 ended a backward that computed no gradient"
+    assert reported_to_all(outcomes).startswith(f"ranks diverged at step 4: {text} of a parameter.")
 
 
 @pytest.mark.ranks(

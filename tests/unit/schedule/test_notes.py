@@ -1,0 +1,256 @@
+"""What ranks compare beside what they communicate, played with it: by simulation.
+
+Steps follow each other, in which ranks learn what to expect, and in which a rank may bring no gradients, have frozen
+parameters of its own, or leave out a unit. Where all ranks do the same, or differ in what they may, nobody waits in a
+circle and nobody gets an error; where they differ in what they may not, all get one before collectives meet that are
+not the same. What no rank brought gradients to all of them find alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from flatfsdp.engine.agreement.ops import NONE_CAME
+from flatfsdp.engine.schedule.backward_driver import UnitRules
+from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
+from tests.harness.simulated_agreement import SimulatedAgreement
+from tests.harness.simulated_waits import LACKS
+from tests.harness.simulation import (
+    Batch,
+    Job,
+    Program,
+    SimulatedRank,
+    call,
+    drawn_program,
+    problem_of,
+    problem_of_program,
+    program_of,
+)
+from tests.harness.thorough import seeds
+
+AT_ONCE = 50  # programs of a test
+Change = Callable[[Batch], Batch]
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+@pytest.mark.parametrize("block", seeds(8, 100))
+def test_ranks_of_several_steps_agree_or_all_learn_that_they_do_not(block: int, world: int) -> None:
+    first = 10**6 * world + block * AT_ONCE
+    found = {seed: problem for seed in range(first, first + AT_ONCE) if (problem := problem_of(seed, world=world))}
+    assert not found, found
+
+
+def drawn(seed: int, steps: str, *changes: Change) -> Job:
+    """Steps of two kinds, which ranks draw; in those of kind B they change what they have drawn."""
+    batches = {kind: [Batch(100 * seed + 10 * (kind == "B") + rank) for rank in range(len(changes))] for kind in "AB"}
+    batches["B"] = [change(batch) for change, batch in zip(changes, batches["B"], strict=True)]
+    return Job([batches[kind] for kind in steps])
+
+
+def same(batch: Batch) -> Batch:
+    return batch
+
+
+def without_gradients(batch: Batch) -> Batch:
+    return replace(batch, brings_gradients=False)
+
+
+def with_a_frozen_unit(batch: Batch) -> Batch:
+    return replace(batch, frozen=frozenset({("b", 0), ("b", 1)}))
+
+
+def without_a_unit(batch: Batch) -> Batch:
+    return replace(batch, left_out=1)
+
+
+def plain() -> Program:
+    return program_of([call(unit) for unit in "abcd"], {unit: UnitRules() for unit in "abcd"})
+
+
+@pytest.mark.parametrize("change", [with_a_frozen_unit, without_a_unit])
+@pytest.mark.parametrize("steps", ["B", "AB", "AAB", "ABAB"])
+def test_models_that_are_not_the_same_are_an_error_for_all(change: Change, steps: str) -> None:
+    """And models of all ranks that are others than in the step before are none."""
+    for seed in range(20):
+        for changes in ((change, same), (same, same, change), (change, change, change)):
+            job = drawn(seed, steps, *changes)
+            assert job.is_alike(plain()) == (same not in changes)
+            assert not problem_of_program(plain(), seed, job=job)
+
+
+def conditional() -> Program:
+    """Ranks run `a` and `b` or not, and nothing gathers ahead."""
+    rules: dict[str, UnitRules[str]] = {name: UnitRules("after") for name in "abcd"}
+    return program_of([["a", "b"], call("c", call("d"))], rules, together="ab")
+
+
+def conditional_that_stays() -> Program:
+    """The same, and `b` stays unsharded."""
+    program = conditional()
+    return replace(program, rules=program.rules | {"b": replace(program.rules["b"], stays_unsharded=True)})
+
+
+def problems(program: Program, seed: int, steps: str, **wrong: type) -> Iterator[str]:
+    """Where in some steps gradients come to some ranks, or to none."""
+    for changes in ((without_gradients, same), (same, without_gradients, same), (without_gradients,) * 3):
+        if problem := problem_of_program(program, seed, job=drawn(seed, steps, *changes), **wrong):
+            yield f"{seed} {[change.__name__ for change in changes]}: {problem}"
+
+
+PROGRAMS = plain, conditional, conditional_that_stays
+STEPS = "B", "BB", "AB", "BAB", "ABB"
+
+
+def freed_and_gathered_again() -> Program:
+    """One of these ranks frees what the forward has left, and passes over it, before it knows of no gradients."""
+    return drawn_program(25569)
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, freed_and_gathered_again])
+@pytest.mark.parametrize("steps", STEPS)
+def test_gradients_come_to_some_ranks_or_to_none(program: Callable[[], Program], steps: str) -> None:
+    found = [each for seed in range(30) for each in problems(program(), seed, steps)]
+    assert not found, found
+
+
+# -- notes that are wrong ----------------------------------------------------------------------------------------------
+
+
+class NotesAtTheEnd(SimulatedRank):
+    """That no gradients come is announced when the backward has ended."""
+
+    def report_no_gradients(self, *, ended: bool = False) -> None:
+        if ended:
+            super().report_no_gradients(ended=True)
+
+
+class ComparesAfterGathering(SimulatedRank):
+    """Which unit a forward has come to is compared when it has been gathered."""
+
+    def compare(self, unit: str) -> None:
+        return
+
+    def finish(self, unit: str, *, reached: bool) -> None:
+        super().compare(unit)
+        super().finish(unit, reached=reached)
+
+
+class ReliesOnDevices(SimulatedRank):
+    """What is expected to lack gradients is taken for known where nobody waits for reductions."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how | {"hosts_wait": True})
+
+
+class WaitsForWhatOthersLack(SimulatedRank):
+    """A rank learns what others lack before it reduces what it lacks itself."""
+
+    def reduce(self, units: Sequence[str]) -> None:
+        if any(map(self._lacking_in, units)):
+            self.agreement.trace.append("await", (LACKS, self.agreement.unused.place))
+        super().reduce(units)
+
+
+class WaitsWhereNoneCame(SimulatedAgreement):
+    """A rank to which no gradients come waits for the others at once."""
+
+    def check_gradients(self, *, came: bool) -> None:
+        if came:
+            super().check_gradients(came=True)
+        else:
+            self.sequence.show(NONE_CAME, issued=self.sequence.issued)
+
+
+class ForeseesNothing(SimulatedAgreement):
+    """What was otherwise in the step before is compared where the first gradient comes."""
+
+    def foresees_none(self, brings: Callable[[], bool]) -> bool:
+        return False
+
+
+class SaysNothingOfGradients(SimulatedAgreement):
+    """That gradients have come is not known to a rank's watchdog."""
+
+    def check_gradients(self, *, came: bool) -> None:
+        if not came:
+            super().check_gradients(came=False)
+
+
+class IgnoresCalls(SimulatedAgreement):
+    """What a rank lacks that others do not expect is known to those alone that have come that far."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        consider = self.unused.answers.consider
+        self.unused.answers.consider = (  # type: ignore[method-assign]
+            lambda scope, at, calls: None if calls else consider(scope, at, calls)
+        )
+
+
+class ComparesNoParameters(SimulatedAgreement):
+    """Which parameters require gradients is not compared."""
+
+    def begin_forward(self, trained: Callable[[], tuple[bool, ...]], **how: Any) -> None:
+        super().begin_forward(tuple, **how)
+
+    def check_backward(self, plan: Any, describe: Callable[[], Any], **how: Any) -> None:
+        made = describe()._replace(trained=0, flats=[])
+        super().check_backward(str(made), lambda: made, **how)
+
+
+class GathersBeforeNotes(BackwardSchedule[str]):
+    """What other ranks gather is gathered, and freed, before it is announced that no gradients came."""
+
+    def ended(self) -> None:
+        if not (self._driver.gradient_has_arrived or self.recomputes_trained):
+            self._gather_unreached()
+        super().ended()
+
+
+class FreesWhatStays(BackwardSchedule[str]):
+    """What is gathered though no gradients came is freed."""
+
+    def ended(self) -> None:
+        keeps = self._driver.gradient_has_arrived or self.recomputes_trained
+        with patch.object(
+            self, "keeps_unsharded", side_effect=lambda unit: keeps and self._rules[unit].stays_unsharded
+        ):
+            super().ended()
+
+
+WRONG: Sequence[dict[str, type]] = (
+    *({"rank_class": each} for each in (NotesAtTheEnd, ComparesAfterGathering, ReliesOnDevices)),
+    *({"rank_class": each} for each in (WaitsForWhatOthersLack,)),
+    *({"agreement_class": each} for each in (WaitsWhereNoneCame, SaysNothingOfGradients)),
+    *({"agreement_class": each} for each in (IgnoresCalls, ComparesNoParameters)),
+)
+RARELY: Sequence[dict[str, type]] = (
+    {"agreement_class": ForeseesNothing},
+    *({"schedule_class": each} for each in (GathersBeforeNotes, FreesWhatStays)),
+)
+
+
+def name_of(wrong: dict[str, type]) -> str:
+    return next(iter(wrong.values())).__name__
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=name_of)
+def test_a_wrong_note_is_found_out(wrong: dict[str, type]) -> None:
+    assert any(problem_of(seed, **wrong) for seed in range(2000))
+
+
+@pytest.mark.parametrize("wrong", RARELY, ids=name_of)
+def test_so_is_one_that_few_programs_show(wrong: dict[str, type]) -> None:
+    """They have conditional units, or are otherwise in one step than before."""
+    assert any(
+        True
+        for seed in range(50)
+        for steps in STEPS
+        for program in PROGRAMS
+        for _ in problems(program(), seed, steps, **wrong)
+    )
