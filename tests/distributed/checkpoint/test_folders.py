@@ -489,7 +489,7 @@ class Locks(Disk):
 
 
 def locks_taken(rank: int, world: int, folder: str) -> list[str]:
-    """Which locks this rank makes in saves, an export and a removal."""
+    """The locks that this rank takes in saves, an export and a removal."""
     locks = Locks()
     with through(locks):
         for step in (1, 2):

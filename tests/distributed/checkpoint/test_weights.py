@@ -1,4 +1,4 @@
-"""Checkpoints whose model is safetensors inside them: everybody's to read, the whole checkpoint's to trust."""
+"""Checkpoints with the model as safetensors inside: any program may read the model; the whole one needs trust."""
 
 from __future__ import annotations
 

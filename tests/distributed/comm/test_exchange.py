@@ -225,7 +225,7 @@ def waited_for_last(rank: int, world: int, way: str) -> None:
 
 
 def test_a_rank_that_does_not_come_to_a_wait_keeps_nobody_waiting(pool2: Run) -> None:
-    """Or the job would not end. (Of an all-reduce by messages the second half is issued where it is waited for.)"""
+    """Otherwise the job would not end. (The second half of an all-reduce by messages is issued at the wait for it.)"""
     pool2(waited_for_last, "shared memory")
 
 

@@ -149,7 +149,7 @@ def test_ranks_compute_with_the_same_values_near_their_shards(
 
 
 def unquantized(rank: int, world: int) -> list[str]:
-    """Where one rank holds all, nothing is gathered, and nothing quantized."""
+    """If each rank holds all parameters, nothing is gathered, and nothing quantized."""
     model = Setting("NO_SHARD").wrap(
         seeded(Net), {Feedforward}, mixed_precision=MixedPrecision(gather_dtype=torch.int8)
     )

@@ -1,4 +1,4 @@
-"""Which dtype is seen where: parameters, inputs, buffers, gradients; and the scaler's agreement."""
+"""The dtypes of parameters, inputs, buffers and gradients in each place; and the scaler's agreement."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def test_what_goes_on_in_waits_alone_holds_no_gradients_for_longer(pool2: Run) -
 
 
 def outboxes_of_a_step(rank: int, world: int, strategy: str) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Which outboxes have pages where a backward is about to begin, and behind it, in the third step."""
+    """The outboxes with pages before a backward, and after it, in the third step."""
     policy = wrap.ModuleWrapPolicy({Block})
     model = FullyShardedDataParallel(
         Tower(), auto_wrap_policy=policy, join_units_below=0, sharding_strategy=strategy, use_orig_params=True

@@ -244,7 +244,7 @@ def clipped(rank: int, world: int, kind: str, orig: bool, norm_type: float, by: 
     train(model, rank)
     norm = model.clip_grad_norm_(1e9, norm_type, error_if_nonfinite=True)
     assert torch.isfinite(norm)
-    # Only this rank's piece; under NO_SHARD, where all have the same, everybody's.
+    # Only this rank's piece; under NO_SHARD, where all have the same, that of every rank.
     if rank == by or kind == "NO_SHARD":
         pieces = [p for n, p in model.named_parameters() if p.grad is not None and p.grad.numel()]
         pieces[0].grad.view(-1)[0] = torch.nan

@@ -204,7 +204,7 @@ def test_a_last_microbatch_without_gradients(way: str, clips: bool, pool2: Run) 
 
 
 def frozen_in_the_last(rank: int, world: int, of: str, dropped: bool) -> list[str]:
-    """Some parameters require no gradient any more in the microbatch that reduces; theirs have accumulated before."""
+    """Some parameters require no gradient in the microbatch that reduces; their gradients have accumulated before."""
 
     def program(model: Any, rank: int, step: int) -> list[torch.Tensor]:
         results = []

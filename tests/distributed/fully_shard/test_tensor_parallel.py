@@ -37,7 +37,7 @@ EVEN = 28  # hidden units: torch's can split them along the dimension that tenso
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:
-    """Where tensor parallelism has split rows along the other dimension, and where columns along the same one."""
+    """Shards matrices along their columns, which tensor parallelism has split in some of them."""
     return Shard(1) if parameter.dim() == 2 else None
 
 

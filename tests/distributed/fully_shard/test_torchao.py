@@ -67,7 +67,7 @@ def losses(model: Any, rank: int, *, scales: bool = False, steps: int = 3, optim
 
 
 def beside_torchs(rank: int, world: int, dtype: torch.dtype | None) -> list[Any]:
-    """torch's gathers high precision, which torchao casts to the same float8; ours gathers float8."""
+    """torch gathers in high precision, which torchao casts to the same float8; flatfsdp gathers float8."""
     warnings.simplefilter("ignore")
     found = []
     for package, gathers, scales in ((theirs, False, False), (flatfsdp, True, False), (flatfsdp, True, True)):

@@ -213,7 +213,7 @@ def of_no_parameter_on_one_rank(rank: int, world: int, strategy: str, which: int
 def test_a_backward_that_passes_over_all_parameters_before_one_that_is_recomputed(
     pool2: Run, strategy: str, which: int
 ) -> None:
-    """Where it has begun to reduce with the other ranks, it does so to the end."""
+    """Once it has begun to reduce with the other ranks, it does so to the end."""
     assert all(pool2(of_no_parameter_on_one_rank, strategy, which))
 
 

@@ -323,7 +323,7 @@ class Player:
                 parameter.grad = found
 
     def parts_in_units(self) -> list[int]:
-        """Which parts of the model are units."""
+        """The parts of the model that are units."""
         units = set(self.front.units(self.model))
         return [at for at, part in enumerate(self.front.inner(self.model).parts) if part in units]
 

@@ -56,7 +56,7 @@ class Parted(Net):
 
 
 class Alone(Parted):
-    """And no units inside."""
+    """A block without units inside."""
 
     def __init__(self, step: Callable[[Net, Tensor, bool], Tensor]) -> None:
         super().__init__(step)

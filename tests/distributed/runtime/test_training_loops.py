@@ -21,7 +21,7 @@ WIDTH, ROWS, STEPS = 6, 4, 3
 
 
 class Place:
-    """Where a loop runs: on a rank, or in one process with all rows, where wrapping does nothing."""
+    """The place of a loop: a rank, or one process with all rows, where wrapping does nothing."""
 
     def __init__(self, rank: int = 0, world: int = 1, *, orig: bool = True) -> None:
         self.rank, self.world, self.orig = rank, world, orig
@@ -155,7 +155,7 @@ def a_criterion_with_parameters(place: Place) -> Iterator[Tensor]:
 
 
 class Partly(nn.Module):
-    """Wrapped in parts; the last is everybody's own."""
+    """Wrapped in parts; the last part is not wrapped, and each rank has its own."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()

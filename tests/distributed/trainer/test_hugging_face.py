@@ -125,7 +125,7 @@ def trained_by_the_trainer(rank: int, world: int, folder: str, tied: bool) -> li
 
 
 def _trained_by_the_trainer(folder: Path, tied: bool) -> Iterator[str]:
-    """A run, its checkpoint and its export; then one that begins from the export, as from anybody's folder."""
+    """A run, its checkpoint and its export; then a run that begins from the export, as from any such folder."""
     from transformers import AutoModelForCausalLM
 
     task = Task(

@@ -1,1 +1,1 @@
-"""Programs of other people's frameworks, which know torch's FSDP1 only; run by test_frameworks."""
+"""Programs of other frameworks, which support torch's FSDP1 only; run by test_frameworks."""

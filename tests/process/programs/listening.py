@@ -12,7 +12,7 @@ from flatfsdp.trainer.launch import Placement, RankContext, run
 
 
 def addresses(pid: int) -> set[str]:
-    """Where a process listens for TCP, as "HEX-ADDRESS" of /proc/net."""
+    """The addresses at which a process listens for TCP, as "HEX-ADDRESS" of /proc/net."""
     sockets = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:

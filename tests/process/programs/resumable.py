@@ -61,7 +61,7 @@ class Squares:
 
 
 class Ids(Callback):
-    """Which samples this rank trained on."""
+    """The samples on which this rank trained."""
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         with (trainer.output / f"ids-{trainer.world.rank}.jsonl").open("a") as file:

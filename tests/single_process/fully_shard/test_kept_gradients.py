@@ -1,4 +1,4 @@
-"""Gradients whose DTensors show the next ones, too: never where anybody has one, and no memory without them."""
+"""Gradients whose DTensors are reused for the next ones: never if a program holds one, and no memory without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When units with frozen parameters are freed in a backward."""
+"""The time at which units with frozen parameters are freed in a backward."""
 
 from __future__ import annotations
 

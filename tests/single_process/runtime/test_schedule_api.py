@@ -44,7 +44,7 @@ def evaluate(model: FullyShardedDataParallel) -> None:
 
 
 def gathers(model: FullyShardedDataParallel) -> list[str]:
-    """Which units a forward gathers."""
+    """The units that a forward gathers."""
     return story(model, lambda: evaluate(model), "gather").split()
 
 

@@ -29,7 +29,7 @@ UNITS = 6
 
 
 class Clock(Protocol):
-    """Where time passes."""
+    """The time of a test: beats of computation, and communicators."""
 
     def compute(self) -> None:
         """One beat of computation."""

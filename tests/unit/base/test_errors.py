@@ -94,7 +94,7 @@ def test_by_default_a_repeated_warning_of_one_line_shows_once():
 
 
 def test_what_is_reported_of_an_object_is_new_of_the_next_one() -> None:
-    """Which may have the address of one that is gone."""
+    """The next one may have the address of a freed object."""
 
     class Model:
         pass

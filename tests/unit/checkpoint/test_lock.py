@@ -261,7 +261,7 @@ def test_saves_exports_and_removals_leave_what_another_job_writes(tmp_path: Path
         save(tmp_path / "step-7", keeping=keeping)
         assert {each.name for each in tmp_path.iterdir()} >= {"step-1", ".step-4.new", "step-7", ".step-1.lock"}
         assert not any((tmp_path / name).exists() for name in ("step-2", "step-3", ".step-5.new"))
-    left[1].unlink()  # of a machine that is not ours
+    left[1].unlink()  # of another machine
     save(tmp_path / "step-8", keeping=keeping)
     assert {each.name for each in tmp_path.iterdir()} == {"step-8"}
 

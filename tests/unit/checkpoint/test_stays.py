@@ -1,4 +1,4 @@
-"""Which checkpoints stay and which is the newest, in one process: links, folders of others, clocks that are set."""
+"""Checkpoints that are kept, and the newest one, in one process: links, folders of others, clocks that are set."""
 
 from __future__ import annotations
 

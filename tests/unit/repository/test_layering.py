@@ -258,7 +258,7 @@ def file_of(module: str) -> str | None:
 
 @cache
 def edges() -> tuple[tuple[str, str], ...]:
-    """Which file imports which, for annotations too."""
+    """The imports of each file, also those for annotations."""
     return tuple(_edges())
 
 

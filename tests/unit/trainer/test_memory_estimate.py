@@ -1,4 +1,4 @@
-"""A forecast as people read it, and as JSON."""
+"""A forecast as text for readers, and as JSON."""
 
 from __future__ import annotations
 

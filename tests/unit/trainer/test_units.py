@@ -1,4 +1,4 @@
-"""Which modules become units: by path, by class, found; and the messages when nothing is."""
+"""The modules that become units: by path, by class, found; and the messages when nothing is found."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_a_wait_is_reported_once_by_every_rank(texts: list[str], clock: None) ->
 
 
 def test_a_report_costs_each_rank_as_little_in_a_large_world(texts: list[str], clock: None) -> None:
-    """But for the one that collects the answers."""
+    """Except for the rank that collects the answers."""
     few, many = reported(8, texts), reported_anew(256, texts)
     assert max(many[1:]) <= 2 * max(few[1:]) <= 60, (few[1:], many[1:])
     assert many[0] <= 2 * 256 + 256 + 100, many[0]

@@ -52,7 +52,7 @@ def from_rank(source: int, value: Any) -> Any:
 
 
 def refusal(optim: torch.optim.Optimizer, state: Any) -> str:
-    """Why `optim` does not load `state`; empty if it does."""
+    """The error with which `optim` refuses `state`; empty if it loads it."""
     try:
         optim.load_state_dict(state)
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""Optimizer state of torch's own FSDP here, and ours there."""
+"""Optimizer state of torch's own FSDP in flatfsdp, and of flatfsdp in torch's."""
 
 from __future__ import annotations
 
