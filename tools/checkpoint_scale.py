@@ -121,7 +121,7 @@ def measure(*, world: int, layers: int) -> dict[str, Any]:
     plans = [first, *(plan_of(units, rank) for rank in range(1, world))]
     sent = sum(len(pickle.dumps(plan)) for plan in plans)
     writes = clock(
-        "who writes what, on every rank, at the first save",
+        "the plan of all writes, on every rank, at the first save",
         lambda: assign([plan + steps for plan in plans], [0] * world),
     )
     files = [(rows_of(mine), []) for mine in writes]

@@ -151,7 +151,7 @@ def load(
 
     Args:
         path: the folder of the checkpoint.
-        model, optimizer: the destinations of the saved state; each rank loads what it owns; either may be left out. In
+        model, optimizer: the destinations of the saved state; each rank loads its elements; either is optional. In
             state dicts, tensors are filled in place, and other values replaced. Residuals of quantized gradients fit
             only the same ranks and the same wrapping; otherwise they begin at zero, with a warning.
         strict: raise where entries are missing or unexpected.

@@ -47,7 +47,7 @@ class Pretrained:
     """A causal language model or a classifier of transformers, by its folder or its name on the Hugging Face Hub.
 
     As the `model` of a `Task`: built on the meta device, sharded, then filled from the folder's safetensors files; each
-    rank reads only what it owns. Its tokenizer becomes the task's. A folder with only `pytorch_model.bin`, and weights
+    rank reads only its elements. Its tokenizer becomes the task's. Folders with only `pytorch_model.bin`, and weights
     in 4 bits, are loaded unsharded on each rank first.
 
     Args:

@@ -108,7 +108,7 @@ def files_of(model: nn.Module, tokenizer: Any = None) -> Callable[[Path], None] 
 def initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
     """`param_init_fn` for a model with models of transformers in it; None where there are none.
 
-    Raises (what it returns):
+    Raises (the returned function):
         UsageError: floating-point values of a module are still missing.
     """
     owners: dict[nn.Module, Any] = {}

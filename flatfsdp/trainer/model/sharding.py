@@ -46,7 +46,7 @@ def shard(
 
     Args:
         model: on any device, the meta device included: modules on the meta device are materialized on `device`.
-        arguments: what to shard, and how.
+        arguments: the settings of sharding.
         device: the device that this rank computes on.
         param_init_fn: gives values to a module that was on the meta device; None for its `reset_parameters()`, or the
             initialization by its model of transformers.
