@@ -302,7 +302,7 @@ def call(rank: int, world: int, what: str, before: int) -> str:
     ],
 )
 def test_ranks_call_different_things_between_iterations(pool2: Run, what: str, text: str, before: int) -> None:
-    """Whose collectives would be taken for each other: of other sizes, for which gloo ends the process, or not."""
+    """Their collectives would be taken for each other: of other sizes, for which gloo ends the process, or equal."""
     assert same(pool2(call, what, before)) == f"ranks diverged at step {max(1, before)}: {text}{PARTING}"
 
 
