@@ -161,7 +161,7 @@ def clip_grad_norm(
 
 def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`torch.nn.utils.clip_grad_norm_`, with the norm over all ranks if any of the parameters is of a wrapped model and
-    no DTensor; collective in this case. It calls `torchs_own` in all others."""
+    no DTensor; collective in this case. In all other cases `torchs_own`."""
 
     @functools.wraps(torchs_own)
     def clip_grad_norm_(

@@ -1,11 +1,11 @@
-"""One backward: gathers and reductions in the agreed order, from its first sign to its last reduction.
+"""One backward: gathers and reductions in the agreed order, from its first hook to its last reduction.
 
-[Note: issued alike] Collectives of two ranks meet by their order alone: where ranks issue those of different units that
-are of one size, nobody notices. So the order is part of what ranks compare, when it is over: the rank whose backward is
-new to it gets an error before anything has become `.grad`, one that did the same as before at its next call.
+[Note: issued alike] Collectives of two ranks are matched by their order alone: if ranks issue those of different units
+with equal sizes, there is no error. So ranks also compare this order at the end of a backward: a rank whose backward is
+new to it raises before any gradient becomes `.grad`, a rank that repeats an earlier one raises in its next call.
 
-[Note: running backward] It is disposable: begun at the first gradient that reaches a unit, dropped when its graph
-task ends or dies. What it issues, and in which order, its schedule decides ([Note: one clock]), and when autograd.
+[Note: running backward] The object lives from the first gradient that reaches a unit until the graph task ends or
+fails. Its schedule decides which collectives it issues in which order ([Note: one clock]), and autograd when.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PREFETCH: dict[BackwardPrefetch | None, Literal["before", "halfway", "after"] | 
 
 
 def awaits_gradients(unit: Unit) -> bool:
-    """Whether the running graph task will bring gradients that `unit` lacks."""
+    """Whether the running graph task will compute gradients that `unit` lacks."""
     if not unit.expects_gradients:
         return any(map(hooks.will_accumulate, unit.trainable_leaves()))
     return any(hooks.will_accumulate(handle.leaves[i]) for handle, _, grads in unit.kinds for i in grads.missing)
@@ -67,7 +67,7 @@ FACTS: UnitFacts[Unit] = UnitFacts(
 
 
 def rules_of(unit: Unit, *, reduces: bool) -> UnitRules[Unit]:
-    """What is settled of `unit` before a backward."""
+    """The rules of `unit` for the schedule of a backward."""
     chosen, prefetch = unit.options.schedule, PREFETCH[unit.options.backward_prefetch]
     frees = chosen.reshard_after_backward
     return UnitRules(
@@ -82,14 +82,14 @@ def rules_of(unit: Unit, *, reduces: bool) -> UnitRules[Unit]:
 
 @dataclass
 class InFlightReductions:
-    """The reductions of a group of units that go together."""
+    """The reductions of one group of units."""
 
     units: Sequence[Unit] = ()
     reductions: Sequence[Reduction] = ()
 
     @property
     def input_bytes(self) -> int:
-        """Bytes that are held for the first stages."""
+        """The bytes of inputs of the first stages."""
         return sum(reduction.input_bytes for reduction in self.reductions)
 
     def release_input(self) -> None:
@@ -98,25 +98,25 @@ class InFlightReductions:
             reduction.release_input()
 
     def finish(self) -> None:
-        """Wait for both stages. Collective over the replicate axis, and over what hooks use."""
+        """Wait for both stages. Collective over the replicate axis, and over the groups of hooks."""
         for reduction in self.reductions:
             reduction.finish()
 
     @property
     def can_finish_later(self) -> bool:
-        """Whether it may be waited for after the backward. [Note: deferred gradients]"""
+        """Whether the reductions may finish after the backward. [Note: deferred gradients]"""
         return all(map(_can_finish_later, self.units))
 
 
 def _can_finish_later(unit: Unit) -> bool:
-    """Whether what `unit` reduces may be waited for after the backward: only readers of `.grad` need it."""
+    """Whether the reductions of `unit` may finish after the backward: only reads of `.grad` depend on them."""
     if unit.options.comm_hook is not None or hooks.user_hooked(steppable_of(unit)):
         return False
     return all(grads.can_finish_later for grads in unit.grads if grads.reducing)
 
 
 def _largest_gradient(unit: Unit) -> int:
-    """Bytes of the largest gradient that a backward can bring, in the compute dtype."""
+    """Bytes of the largest gradient that a backward can compute, in the compute dtype."""
     return max(
         (
             spec.numel * handle.precision.compute.itemsize
@@ -129,22 +129,20 @@ def _largest_gradient(unit: Unit) -> int:
 
 
 class Backward:
-    """What lives for one backward.
+    """The state of one backward.
 
     Attributes:
-        sync: whether there is a unit that reduces.
-        weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
-        stays_unsharded: units that stay unsharded after their part, and when it is over.
-        deferred: units whose gradients are reduced still when it is over. [Note: deferred gradients]
+        sync: whether any unit reduces.
+        weight: the factor of this rank's gradients in the mean over ranks. [Note: uneven inputs]
+        stays_unsharded: units that stay unsharded after their part, and after the backward.
+        deferred: units whose gradients are still being reduced when it has ended. [Note: deferred gradients]
         double: `create_graph`: the parameters are needed again.
-        gradient_has_arrived: a gradient of a leaf arrived (`torch.autograd.grad` brings none), or this rank reduces
-            what other ranks' backwards brought.
-        gathered, reduced: the units whose collectives were issued, in order; the former by their places. [Note: issued
-            alike]
-        collecting: the graph task in which nothing but their arrival is to be noted of gradients; None until that is
-            known.
-        task: autograd's graph task, which others may run inside of.
-        finisher: what becomes of reduced gradients. [Note: finishers]
+        gradient_has_arrived: a gradient of a leaf has arrived (`torch.autograd.grad` accumulates none), or this rank
+            reduces those of other backwards.
+        gathered, reduced: the units whose collectives were issued, in order; the former by index. [Note: issued alike]
+        collecting: the graph task in which only the arrival of gradients is to be recorded; None until that is known.
+        task: autograd's graph task, inside of which others may run.
+        finisher: publishes reduced gradients. [Note: finishers]
     """
 
     def __init__(
@@ -160,7 +158,7 @@ class Backward:
         finisher: Finisher,
         turns: Turns,
     ) -> None:
-        """Plan it. `record`: the forwards that it covers; `stays_unsharded`: units that stay so after it."""
+        """Plan the backward. `record`: the forwards that it covers; `stays_unsharded`: units that stay so after it."""
         self.sync = sync
         self.weight = weight
         self.agreement = agreement
@@ -169,13 +167,13 @@ class Backward:
             record,
             rules,
             FACTS,
-            weakref.proxy(self),  # no circle, which only the collector would see: it holds units
+            weakref.proxy(self),  # no reference cycle until garbage collection: it holds units
             coalesce=coalescer.gathers,
             together=turns.coalesced(record.anchored),
             conditional=turns.conditional,
         )
         self._reductions = schedule.reductions
-        self._reduced_last: Sequence[Unit] = ()  # which may be under way
+        self._reduced_last: Sequence[Unit] = ()  # their reductions may be running
         self.deferred: Sequence[Unit] = ()
         self.stays_unsharded = stays_unsharded
         self._rules = rules
@@ -196,7 +194,7 @@ class Backward:
         return self._rules[unit].reduces
 
     def is_over_with_gradients(self, unit: Unit) -> bool:
-        """Whether nothing will read the parameters of `unit` once its gradients have come. [Note: slot sharing]"""
+        """Whether nothing will read the parameters of `unit` once its gradients have arrived. [Note: slot sharing]"""
         if unit.leaves.single_use is not True or unit not in self.schedule.clock.reached_once or unit.is_tied:
             return False
         if unit in self._reduced_last or not self._rules[unit].reduces:
@@ -204,7 +202,7 @@ class Backward:
         return not (self.double or unit in self.stays_unsharded or unit.backward.keep_unsharded)
 
     def gradients_may_wait(self) -> bool:
-        """Whether other gradients have memory for their reduction now, or need it before. [Note: late slots]"""
+        """Whether other gradients hold memory for their reduction now, or need it earlier. [Note: late slots]"""
         return self._reductions.last is None or self._in_flight[1].input_bytes > 0
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -230,8 +228,8 @@ class Backward:
         self.schedule.recomputed(unit, again=_torch.saving() is not None)
 
     def gradient_elements_arrived(self, unit: Unit, elements: int) -> None:
-        """So many `elements` of gradients of a unit that counts them. Collective over both axes, and over what hooks
-        use."""
+        """`elements` of gradients of `unit` have arrived, which counts them. Collective over both axes, and over the
+        groups of hooks."""
         try:
             self.schedule.progressed(unit, elements)
         except RuntimeError as error:
@@ -247,7 +245,7 @@ class Backward:
             raise
 
     def join_reductions(self) -> None:
-        """All units that take part are known, as far as they are the same on all ranks: let small ones go together."""
+        """Coalesce the reductions of small units, when all units that take part on all ranks are known."""
         unused, conditional = self.agreement.unused, self._turns.conditional
         if conditional and any(unit in conditional for unit in self._reductions.outstanding()):
             unused.all_take_part()
@@ -260,13 +258,13 @@ class Backward:
         self._no_gradients_came = self.agreement.foresees_none(self.brings_gradients)
 
     def _waits_for_all(self, unit: Unit) -> bool:
-        """Whether the host of each rank waits for the reduction of `unit`, to which no other rank can be missing."""
+        """Whether the host of each rank waits for the reduction of `unit`, in which every rank takes part."""
         everywhere = all([groups.world == len(self.agreement.peers.ranks) for groups in unit.axes.all])
         alike = everywhere and unit.options.comm_hook is None
         return alike and not unit.resources.device.has_streams
 
     def gradient_arrived(self, *, watched: bool) -> None:
-        """The first gradient of a parameter is there. `watched`: somebody looks at each."""
+        """The first gradient of a parameter has arrived. `watched`: an observer needs every gradient."""
         self.gradient_has_arrived = True
         self.collecting = None if watched or self.double else self.task
         self.agreement.check_gradients(came=True)
@@ -274,19 +272,19 @@ class Backward:
     # -- facts for the schedule, and its actions ---------------------------------------------------------------------
 
     def in_inner_task(self) -> bool:
-        """Whether a graph task inside this one's runs, for example a recomputation's."""
+        """Whether a graph task inside that of this backward runs, for example that of a recomputation."""
         return _torch.graph_task() != self.task
 
     def is_running(self, checkpoint: Any) -> bool:
-        """Whether the node of the graph whose backward runs is that of this reentrant checkpoint."""
+        """Whether the running node of the graph is that of this reentrant checkpoint."""
         return checkpoint() is _torch.node_now()
 
     def will_recompute(self, checkpoint: Any) -> bool:
-        """Whether the running graph task comes to this reentrant checkpoint."""
+        """Whether the running graph task will reach this reentrant checkpoint."""
         return (node := checkpoint()) is not None and _torch.will_compute(node)
 
     def brings_gradients(self) -> bool:
-        """Whether a gradient of a parameter has arrived or will (`torch.autograd.grad` brings none)."""
+        """Whether a gradient of a parameter has arrived or will (`torch.autograd.grad` accumulates none)."""
         return (
             self.gradient_has_arrived
             or self.schedule.recomputes_trained
@@ -296,17 +294,17 @@ class Backward:
         )
 
     def may_bring_more(self, unit: Unit) -> bool:
-        """Whether custom Functions may still bring gradients of `unit`, or of units that use its parameters."""
+        """Whether custom Functions may still compute gradients of `unit`, or of units that use its parameters."""
         return any(each.leaves.customs.are_to_come() for each in (unit, *unit.alive_sharing_units()))
 
     def gather(self, units: Sequence[Unit], *, ahead: bool) -> None:
-        """Issue the gather of whatever is sharded of a group, maybe `ahead` of its use."""
+        """Issue the gathers of all sharded handles of a group, possibly `ahead` of their use."""
         for unit in self._coalescer.launch_unshard(units, ahead=ahead):
             self.gathered.append(unit.place.index)
 
     def participate(self, unit: Unit, *, share: bool = False) -> None:
-        """Await the gradients of all leaves of `unit` that require one; zeros where this backward brings none.
-        `share`: in the parameters' own places."""
+        """Await the gradients of all leaves of `unit` that require one; zeros for those that this backward does not
+        compute. `share`: in the memory of the parameters."""
         hooked, divide_by = unit.options.comm_hook is not None, unit.options.schedule.divide_by
         sync, participates = self._rules[unit].reduces, False
         for kind, (handle, _, grads) in enumerate(unit.kinds):
@@ -327,14 +325,14 @@ class Backward:
                 defer_user_hooks(unit, kind, on_leaves=on_leaves)
             grads.let_collect(self.collecting)
             participates = participates or grads.participates
-        # Gradients of its graph come in this task, whatever recomputations bring in others.
+        # Gradients of its graph arrive in this task, even if recomputations contribute in others.
         unit.backward.task = self.task if unit in self.schedule.clock.planned else _torch.graph_task()
         unit.backward.arrived_in_inner_tasks.clear()
         if participates:
             self.schedule.expect(unit)
 
     def complete(self, unit: Unit) -> None:
-        """No gradient of `unit` is awaited any more."""
+        """No gradient of `unit` is awaited any longer."""
         unit.backward.completed = True
         if unit.leaves.runs_late is None and FACTS.has_gradients(unit) and not any(g.missing for g in unit.grads):
             unit.leaves.runs_late = False
@@ -361,7 +359,7 @@ class Backward:
 
     def reduce(self, group: Sequence[Unit]) -> None:
         """Issue the reduction of a `group`. Collective over the shard axis."""
-        # One input besides the one being filled, and one all-reduce: the previous make way first.
+        # One input in addition to the one being filled, and one all-reduce: earlier ones are released first.
         older, newer = self._in_flight
         older.finish()
         newer.release_input()
@@ -371,16 +369,16 @@ class Backward:
         self._in_flight = newer, InFlightReductions(group, self._coalescer.reduce(group))
         self.reduced += group
         if self.finisher.acts_early:
-            self._finish_early(older)  # beside what was issued just now
+            self._finish_early(older)  # overlaps with the reduction just issued
 
     def end_turn(self) -> None:
-        """Groups were reduced, or would have been: where the step is highest now, let no reduction hold its input."""
+        """End the turn of groups, reduced or not: let no reduction hold its input if memory use is highest now."""
         older, newer = self._in_flight
         last = self._reductions.last
         halfway = newer.units and newer.units[-1].options.backward_prefetch is BACKWARD_MID
         if last is not None and 0 < older.input_bytes + newer.input_bytes < _largest_gradient(last):
-            # Where an embedding's gradient is larger than what is in flight, a step is highest when that gradient
-            # comes: the others make way before it. Elsewhere they overlap the last unit's backward.
+            # If an embedding's gradient is larger than all inputs in flight, memory use is highest when it arrives:
+            # these inputs are released before it. Otherwise their reductions overlap with the last unit's backward.
             self.release_inputs()
             for grads in last.grads:
                 if grads.slots.late:
@@ -393,13 +391,13 @@ class Backward:
                 break
 
     def _last_comes(self, *, after: Unit) -> bool:
-        """Whether nothing is left to be gathered, and what was gathered last is to compute alone. [Note: half-way]"""
+        """Whether nothing is left to be gathered, and the unit gathered last is to compute alone. [Note: half-way]"""
         if after.options.backward_targets or not self.schedule.gathers.is_over:
             return False
         return any(unit.resolved.reshards_after_forward for unit in self._reductions.outstanding())
 
     def release_inputs(self) -> None:
-        """Let no reduction hold what it reads. Collective over both axes, and over what hooks use."""
+        """Let no reduction hold its input. Collective over both axes, and over the groups of hooks."""
         older, newer = self._in_flight
         older.finish()
         newer.release_input()
@@ -407,16 +405,16 @@ class Backward:
             self._finish_early(older)
 
     def _finish_early(self, flight: InFlightReductions) -> None:
-        # What was passed over has another phase, though earlier microbatches may have brought all of its gradients.
+        # A unit that was passed over has another phase, although all of its gradients may be of earlier microbatches.
         arrived = [unit for unit in flight.units if unit.phase is POST_BACKWARD]
         through = [unit for unit in arrived if self.is_over_with_gradients(unit)]
-        # This rank brought gradients of all leaves of these, so it needs no report of other ranks' ones.
+        # This rank has gradients of all leaves of these, so it needs no report of other ranks.
         self.finisher.reduced([u for u in through if all(g.expected <= g.contributed for g in u.grads)])
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """The graph task has ended: issue what is outstanding and wait for it. Collective over both axes."""
+        """The graph task has ended: issue outstanding collectives and wait for them. Collective over both axes."""
         self.schedule.ended()
         if self.gradient_has_arrived:
             older, newer = self._in_flight

@@ -35,7 +35,7 @@ def follow_ties(units: Sequence[Unit]) -> None:
             for index, leaf in enumerate(handle.leaves):
                 places[id(leaf)] = shown[id(handle.face.holder_of(index))] = unit, kind, index
     ties: list[tuple[Unit, ParamRef, Place, Place]] = []
-    owners: dict[Unit, list[Unit]] = {}  # new ones of units
+    owners: dict[Unit, list[Unit]] = {}  # new owning units, by unit
     for unit, param_ref in changed:
         held = param_ref.current
         if isinstance(held, nn.Parameter):

@@ -128,7 +128,7 @@ class Unit:
 
     def record_event(self, kind: str) -> None:
         """Record an event of this unit."""
-        append = self.resources.events.append  # which is no method: faster than a call of one
+        append = self.resources.events.append  # of a deque: faster than a call of a method
         append((kind, self.place.name, self.phase._value_))
 
     # -- questions ---------------------------------------------------------------------------------------------------

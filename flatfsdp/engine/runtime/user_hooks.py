@@ -18,8 +18,8 @@ def defer_user_hooks(unit: Unit, kind: int, *, on_leaves: bool) -> None:
     """Prevent hooks from running on the gradients of this rank, before these arrive. `on_leaves`: some leaves have any.
 
     Raises:
-        UsageError: for a hook that would never run, since gradients are accumulated for one parameter and published on
-            another one.
+        UsageError: for a hook that would never run, since autograd computes gradients of the leaves, and `.grad` is set
+            on their holders.
     """
     handle = unit.handles[kind]
     if handle.face.holds_leaves:

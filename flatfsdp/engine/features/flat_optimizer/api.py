@@ -111,7 +111,7 @@ class FusedSteps:
         if self._stand_in is not None:  # that step failed
             self._forget()
         self._plan = None
-        closure = len(args) > 1 or any(value is not None for value in kwargs.values())  # which makes the gradients
+        closure = len(args) > 1 or any(value is not None for value in kwargs.values())  # it computes the gradients
         if closure or is_memoryless():
             return None
         with torch.no_grad():
