@@ -342,15 +342,15 @@ class Backward:
         unit.reshard(SHOWS_NOTHING, unreached=True)
 
     def report_no_gradients(self, *, ended: bool = False) -> None:
-        """This backward passes over units without a gradient of any: other ranks reduce them before they gather what
-        is reached now, unless none comes there, either. Here is where that is found out, and not at the end, which a
-        rank that waits for the others' gather would not come to. Or it has `ended`."""
+        """This backward passes over units without a gradient of any, or has `ended`: other ranks reduce these units,
+        unless they have no gradients, either, before they gather the unit that is reached now. Ranks compare this here,
+        and not only at the end, which a rank that waits for the gather of others would not reach."""
         if self._no_gradients_came:
             return
         if ended:
             if not (self._reductions.due(rest=True) if self.sync else self.schedule.windows and self._gathers()):
                 return
-        # The gradient that is computed now may flow on to reentrant checkpoints in which no unit ran, and these bring
+        # The gradient that is computed now may flow on to reentrant checkpoints in which no unit ran, and these compute
         # gradients of parameters.
         elif not self.sync or hooks.customs_before([_torch.node_now()]):
             return
@@ -436,7 +436,7 @@ class Backward:
         return any(unit.resolved.reshards_after_forward for unit in self.schedule.clock.sequence)
 
     def _leave_out_what_no_rank_used(self) -> None:
-        """Parameters to which no rank's gradients came get none, as in one process. [Note: unused]"""
+        """Set no `.grad` for parameters of which no rank has a gradient, as in one process. [Note: unused]"""
         lacking: dict[Unit, int] = {}
         for unit in self.reduced:
             for grads in unit.grads:
