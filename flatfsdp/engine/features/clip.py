@@ -133,7 +133,7 @@ def clip_grad_norm(
         raise UsageError(
             f"clip_grad_norm_: {type(stepping[0]).__name__} steps in backwards, so that gradients are gone before "
             "their norm is known. Run the backward, the clipping and the optimizer's own step() inside no_step() of "
-            "what optimizer_in_backward() returned, or clip each gradient separately, in a post-accumulate hook"
+            "the OptimizerInBackward, or clip each gradient separately, in a post-accumulate hook"
         )
     if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool):
         raise ConfigTypeError(f"max_norm: got {max_norm!r}. Accepted: a number")

@@ -153,7 +153,7 @@ def _explaining(wrapper: nn.Module, name: str, method: Any) -> Any:
             raise UsageError(
                 f"{name}() computed with parameter {param_ref.path!r} of unit {unit.label}, which shows this rank's "
                 f"shard there, and failed: {type(error).__name__}: {error}. Parameters are gathered around forward(), "
-                "and around what is registered for it, once after wrapping: "
+                "and around methods that are registered, once after wrapping: "
                 f"flatfsdp.register_fsdp_forward_method(model, {name!r}), with the wrapper whose method it is"
             ) from error
 
@@ -185,7 +185,7 @@ def explain(error: BaseException) -> str:
         if len(kinds) > 1:
             return (
                 f"parameters of the model are of several dtypes (unit {', unit '.join(kinds.values())}), in which they "
-                "compute, and nothing casts what goes from one to the other. Cast the model to one dtype before "
+                "compute, and nothing casts tensors from one to the other. Cast the model to one dtype before "
                 "wrapping, or pass mixed_precision=MixedPrecision(param_dtype=..., cast_forward_inputs=True)"
             )
     return ""

@@ -89,7 +89,7 @@ class BackwardOptimizers(Observer):
         fail(
             UsageError(
                 f"{type(self.active[0]).__name__} steps in backwards, and {problem}. Or step after the backward: "
-                "call remove() of what optimizer_in_backward() returned, or use its no_step()"
+                "call remove() of its OptimizerInBackward, or use its no_step()"
             )
         )
 
@@ -350,7 +350,7 @@ def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
     changed += [repr(key) for key in trial.state if not isinstance(key, torch.Tensor)]
     if changed:
         raise UsageError(
-            f"optimizer_in_backward(): a step of this {kind} changes what it keeps for all parameters together "
+            f"optimizer_in_backward(): a step of this {kind} changes state that all parameters share "
             f"({', '.join(changed)}), and would change it once per unit. Call its step() after the backward"
         )
 

@@ -78,7 +78,7 @@ def _wrapped_in(module: nn.Module, argument: str) -> list[Unit]:
     if not units:
         raise ConfigValueError(
             f"{_FUNCTION}: {argument}: got a {type(module).__name__} without any FullyShardedDataParallel inside. It "
-            "is a part of the unit around it, whose parameters are there whenever that runs: wrap what is "
+            "is a part of the unit around it, and gathered whenever that runs: wrap modules that are to be "
             "gathered separately, or do not declare it"
         )
     return units

@@ -145,10 +145,10 @@ class PersistentParams(Observer):
                 continue
             elif unit.kept.maybe_stale or (wanted is DEVICE and is_compared(unit, handle)):
                 self._maybe_stale.append(ref)
-                reported.setdefault("comparing what is kept with its shards", []).append(unit.label)
+                reported.setdefault("comparing kept parameters with their shards", []).append(unit.label)
             elif not ref.is_fetched:
                 self._due.append(ref)
-                reported.setdefault("gathering what is frozen, to keep it", []).append(unit.label)
+                reported.setdefault("gathering frozen parameters, to keep them", []).append(unit.label)
         return "; ".join(f"{words}: {', '.join(labels)}" for words, labels in reported.items())
 
     def first_gather_agreed(self) -> None:

@@ -138,10 +138,10 @@ def _warn_of_some(left: list[_ParamSnapshot], model: Model, stepper: str) -> Non
             warn_once(
                 "unstepped in part",
                 f"no optimizer steps on some flat parameters of this model ({few(names)}): they have got gradients in "
-                f"two backwards, and the {stepper}. A flat parameter is listed by the module that is wrapped, and what "
-                "is inside of that lists none of it. Take all of model.parameters(), wrap modules that need a param "
-                f"group of their own{FlatFace.words.or_remedy}. If it is meant, requires_grad_(False) on them saves "
-                "their gradients",
+                f"two backwards, and the {stepper}. A flat parameter is listed by the module that is wrapped, and "
+                "modules inside of that list none of it. Take all of model.parameters(), wrap modules that need a "
+                f"param group of their own{FlatFace.words.or_remedy}. If it is meant, requires_grad_(False) on them "
+                "saves their gradients",
             )
 
 

@@ -108,8 +108,8 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
         "Give them memory by model.to_empty(device=...) and values after that, or load a state dict that has them all "
         "with assign=True"
         if in_place
-        else "Modules that are wrapped are given memory by the constructor; initialise ignored modules, and what is "
-        "moved to the meta device after wrapping, before the first forward"
+        else "Modules that are wrapped are given memory by the constructor; initialize ignored modules, and tensors "
+        "that are moved to the meta device after wrapping, before the first forward"
     )
     if on_meta:
         raise UsageError(

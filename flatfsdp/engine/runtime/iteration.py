@@ -296,8 +296,8 @@ class Iteration:
         if owing := [unit.label for unit in self._units if any([grads.owes_dropped for grads in unit.grads])]:
             warn_once_per_job(
                 f"a backward failed after gradients had been reduced with error feedback ({len(owing)} units, first "
-                f"{owing[0]}). They are dropped, and so is what quantized gradients of these units have lost: it "
-                "begins at zero again",
+                f"{owing[0]}). They are dropped, and so are the residuals of quantized gradients of these units, "
+                "which begin at zero again",
                 names_rank=True,
             )
         for unit in self._units:

@@ -61,7 +61,7 @@ def _refusing(function: Callable[..., Any], words: str) -> Callable[..., Any]:
         if unit is not None and any(each.attribute == name and each.module_ref() is module for each in refs):
             raise UsageError(
                 f"{name!r} of a {plain_class(module).__name__} is a parameter of unit {unit.label}, and cannot become "
-                f"what torch.nn.utils.{words} computes from others. Call that before the module is sharded"
+                f"a result of torch.nn.utils.{words}. Call that before the module is sharded"
             )
         return function(*args, **kwargs)
 
@@ -76,6 +76,6 @@ def _check(module: nn.Module, name: str, parameter: Any) -> None:
     if unit is not None and any(each.attribute == place and each.module_ref() is module for each in unit.param_refs):
         raise UsageError(
             f"{place!r} of a {plain_class(module).__name__} is a parameter of unit {unit.label}, and cannot become "
-            f"{name!r}, as torch.nn.utils.prune names what it replaces. Call it before the module is sharded. "
-            "What was pruned before it was wrapped is pruned further inside summon_full_params()"
+            f"{name!r}, as torch.nn.utils.prune names a parameter that it replaces. Call it before the module is "
+            "sharded. Parameters that were pruned before wrapping are pruned further inside summon_full_params()"
         )

@@ -307,7 +307,7 @@ def test_what_a_failed_backward_has_lost_is_dropped(pool2: Run) -> None:
     assert not joined([lines for lines, _ in results])
     texts = sorted(message.partition("feedback ")[2] for _, messages in results for message in messages)
     assert len(texts) == 2
-    assert texts[0].startswith("(1 units, first 'blocks.1'). They are dropped, and so is what quantized gradients of")
+    assert texts[0].startswith("(1 units, first 'blocks.1'). They are dropped, and so are the residuals of quantized")
     assert texts[1].startswith("(3 units, first 'blocks.0')")
 
 

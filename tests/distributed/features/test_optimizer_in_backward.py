@@ -609,7 +609,7 @@ def test_what_cannot_be_is_refused_in_words(pool2: Run) -> None:
         "optimizer": "optimizer_in_backward: optimizer: got 'SGD' (str). Accepted: an optimizer of torch.optim",
         "nested": "optimizer_in_backward() was called on a nested unit (Feedforward); call it on the outermost",
         "closure": "a copy of this LBFGS cannot step on a part of its parameters (TypeError:",
-        "counting": "a step of this Counting changes what it keeps for all parameters together (k of param group 0)",
+        "counting": "a step of this Counting changes state that all parameters share (k of param group 0)",
         "twice": "a SGD that steps in backwards of this model already holds parameters of this Adam",
         "clip": "clip_grad_norm_: SGD steps in backwards, so that gradients are gone before their norm is known",
         "wrapped again": "module: Feedforward inside is of a model that was given to optimizer_in_backward()",

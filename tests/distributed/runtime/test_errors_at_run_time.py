@@ -316,8 +316,8 @@ def test_left_on_the_meta_device(world: None, orig: bool) -> None:
         """\
 these parameters or buffers are on the meta device, which has no values: 1.weight, 1.bias, 2.weight,
 2.bias, 2.running_mean, 2.running_var, 2.num_batches_tracked. Modules that are wrapped are given
-memory by the constructor; initialise ignored modules, and what is moved to the meta device after
-wrapping, before the first forward""",
+memory by the constructor; initialize ignored modules, and tensors that are moved to the meta device
+after wrapping, before the first forward""",
     )
 
 
@@ -625,8 +625,8 @@ def test_pruning_what_is_sharded(world: None, shard: Callable[[nn.Module], nn.Mo
         reported(lambda: prune.l1_unstructured(net[0], "weight", 0.5)),
         """\
 'weight' of a Linear is a parameter of unit <root>, and cannot become 'weight_orig', as
-torch.nn.utils.prune names what it replaces. Call it before the module is sharded. What was pruned
-before it was wrapped is pruned further inside summon_full_params()""",
+torch.nn.utils.prune names a parameter that it replaces. Call it before the module is sharded.
+Parameters that were pruned before wrapping are pruned further inside summon_full_params()""",
     )
     model(torch.ones(1, 4)).sum().backward()
 
@@ -653,7 +653,7 @@ def test_norms_of_weights_of_what_is_sharded(
         for whole in (True, False):
             with FullyShardedDataParallel.summon_full_params(model) if whole else nullcontext():
                 text = reported(call)
-            assert f"cannot become what torch.nn.utils.{words}" in text.replace("\n", " ")
+            assert f"cannot become a result of torch.nn.utils.{words}" in text.replace("\n", " ")
             assert "before the module is sharded" in text.replace("\n", " ")
     model(torch.ones(1, 4)).sum().backward()
     assert getattr(torch.nn.utils, norm)(linear())(torch.ones(1, 4)).requires_grad

@@ -220,7 +220,7 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UsageError(f"{name}(): a {kind.__name__} with differentiable=True steps on each parameter, in its graph")
     if optimizer in _stepping_flat:
-        raise UsageError(f"{name}(): this {kind.__name__} already steps flat; call remove() of what that returned")
+        raise UsageError(f"{name}(): this {kind.__name__} already steps flat; call remove() of its FusedSteps")
     _stepping_flat.add(optimizer)
     _drop_grads_quickly(optimizer)
     return FusedSteps(optimizer, across_padding=kind in ELEMENTWISE)

@@ -287,7 +287,7 @@ def test_flat_parameters_that_no_optimizer_has_beside_others_are_reported_once(p
     assert message == (
         "no optimizer steps on some flat parameters of this model (_flat_param): they have got gradients in two "
         "backwards, and the SGD has others (1 of its 2 param groups are empty). A flat parameter is listed by the "
-        "module that is wrapped, and what is inside of that lists none of it. Take all of model.parameters(), wrap "
+        "module that is wrapped, and modules inside of that list none of it. Take all of model.parameters(), wrap "
         "modules that need a param group of their own, or wrap with use_orig_params=True. If it is meant, "
         "requires_grad_(False) on them saves their gradients"
     )
