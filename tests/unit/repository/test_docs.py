@@ -218,3 +218,13 @@ def test_programs_report_and_do_not_speak() -> None:
     pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "flatfsdp").rglob("*.py")]
     found = lines_with(UNWANTED, pages, root) + lines_with(RETIRED, (root / "tests").rglob("*.py"), root)
     assert not found, "report, record, compare, notify...:\n" + "\n".join(found)
+
+
+# Clauses that stand for the thing that they should name, and people's pronouns for programs.
+UNNAMED = re.compile(r'^\s*[rf]?"""(What|Who|Whoever|Whatever)\b|\b[Ww]hoever\b')
+
+
+def test_docstrings_name_things() -> None:
+    root = Path(flatfsdp.__file__).parents[1]
+    found = lines_with(UNNAMED, (root / "flatfsdp").rglob("*.py"), root)
+    assert not found, "name the thing, by a noun or, of a function, a verb:\n" + "\n".join(found)
