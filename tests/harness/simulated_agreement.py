@@ -196,6 +196,10 @@ class SimulatedAgreement(Agreement):
         self.connect(axes, ModelNames(entries), sharded=True, comm_stats=self.trace.comm_stats, events=EventLog())
         self.sequence.connect()
 
+    def check_backward(self, *plan: Any, **how: Any) -> None:
+        self.trace.append("backward")
+        super().check_backward(*plan, **how)
+
     def check_gradients(self, *, came: bool) -> None:
         if came:
             self.trace.append("came")

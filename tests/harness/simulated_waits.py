@@ -5,7 +5,8 @@ What a rank does is a list of operations, each a kind and what it is of:
 - "issue" a collective: the name of a communicator, a number, and what it is for; "await" it: the first two
 - "exchange", a collective for which the host waits: a number, and the code that is compared
 - "free" a unit; "follow": what is gathered from here on comes after what was computed
-- "part": one of an iteration begins; "did": a place in the sequence, and the code of what all ranks do there
+- "part": one of an iteration begins; "backward": one does
+- "did": a place in the sequence, and the code of what all ranks do there
 - "announce": the same, of which others may not know; "came": gradients, in the backward that runs
 - "meet": as "did", and how many collectives were issued where no more will be; the host leaves a note, and waits for
   what the others do there
@@ -164,7 +165,9 @@ class Play:
             case "count":
                 host.issued += 1
             case "part":
-                host.issued, host.came = 0, False
+                host.issued = 0
+            case "backward":
+                host.came = False
             case "came":
                 host.came = True
             case "announce":

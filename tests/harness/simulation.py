@@ -1047,9 +1047,7 @@ class SimulatedRank:
         if self._no_gradients_came:
             return
         if ended:
-            if not (
-                self.schedule.reductions.due(rest=True) if self._reduces else self.schedule.windows and self._gathers()
-            ):
+            if not (self.schedule.reductions.due(rest=True) or (self.schedule.windows and self._gathers())):
                 return
         elif not self._reduces or self._may_come_from_checkpoints():
             return

@@ -348,7 +348,7 @@ class Backward:
         if self._no_gradients_came:
             return
         if ended:
-            if not (self._reductions.due(rest=True) if self.sync else self.schedule.windows and self._gathers()):
+            if not (self._reductions.due(rest=True) or (self.schedule.windows and self._gathers())):
                 return
         # The gradient that is computed now may flow on to reentrant checkpoints in which no unit ran, and these compute
         # gradients of parameters.

@@ -102,7 +102,13 @@ def problems(program: Program, seed: int, steps: str, **wrong: type) -> Iterator
             yield f"{seed} {[change.__name__ for change in changes]}: {problem}"
 
 
-PROGRAMS = plain, conditional, conditional_that_stays
+def reduces_nothing() -> Program:
+    """`a` is frozen, and gradients of `b` are added up unsharded."""
+    rules: dict[str, UnitRules[str]] = {"a": UnitRules(), "b": UnitRules(reduces=False)}
+    return replace(program_of([call("a", call("b"))], rules), frozen={("a", 0), ("a", 1)})
+
+
+PROGRAMS = plain, conditional, conditional_that_stays, reduces_nothing
 STEPS = "B", "BB", "AB", "BAB", "ABB"
 
 
