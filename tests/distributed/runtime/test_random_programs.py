@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint
 
@@ -330,7 +330,9 @@ class Player:
     @property
     def writes_in_between_stay(self) -> bool:
         """Whether writes between forward and backward change the parameters between steps."""
-        return self.strategy == "NO_SHARD" and not self.settings["cpu_offload"].offload_params
+        stay = self.strategy == "NO_SHARD" and not self.settings["cpu_offload"].offload_params
+        # A wrapped part is recomputed with the written values, and in one process no part is wrapped.
+        return stay and not any(isinstance(module, CheckpointWrapper) for module in self.model.modules())
 
 
 def _loss(y: Tensor) -> Tensor:
