@@ -725,7 +725,7 @@ def test_shards_move_by_handles() -> None:
             )
             model(torch.ones(1, 4, dtype=dtype)).sum().backward()
             model._handle.reshard(True)
-        with pytest.raises(flatfsdp.errors.UsageError, match=r"what its `\.data` shows"):
+        with pytest.raises(flatfsdp.errors.UsageError, match=r"the tensor in its `\.data`"):
             model._flat_param._local_shard = torch.zeros(3)
         model(torch.ones(1, 4))
         with pytest.raises(flatfsdp.errors.UsageError, match="awaits its backward"):
