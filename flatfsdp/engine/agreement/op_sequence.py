@@ -170,6 +170,7 @@ class OpSequence:
         self.abandoned: LoggedOp | None = None
         self.announced: Op | None = None
         self.came = False
+        self._unmet: int | None = None  # the place of an announced op, if an exception came before ranks met there
 
     def follow(self, comm_stats: CommStats, events: EventLog) -> None:
         """Set the objects in which the model counts its collectives and records its events."""
@@ -282,6 +283,9 @@ class OpSequence:
         """If the last iteration was abandoned here, wait until all ranks have abandoned it at the same place."""
         if self.abandoned is not None:
             at, op = self.abandoned.at, self.abandoned.op
+            if self._unmet is not None:
+                self.meetings.meet(self._unmet, self._step)
+                self._unmet = None
             self.meetings.meet(at, self._step)
             self.abandoned = None
             self._predictor.forget_present()
@@ -299,6 +303,7 @@ class OpSequence:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
         if self.announced is not None:  # ranks with the same op go on from there
+            self._unmet = self.position
             self._follow(self.announced)
             self.announced = None
         issued = self.issued
@@ -365,7 +370,8 @@ class OpSequence:
             return True
         passed = self.position > at  # read before `places`: the main thread adds a place there before it meets
         if at in meetings.places:
-            if self.announced is None and (self.abandoned is None or self.abandoned.at != at):
+            left = self._unmet, self.abandoned.at if self.abandoned is not None else None
+            if self.announced is None and at not in left:
                 return True
         elif passed:
             quoted = self._logged_at(at)

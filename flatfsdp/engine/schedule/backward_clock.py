@@ -81,7 +81,7 @@ class BackwardClock(Generic[U]):
         self.due: Mapping[U, int] = self.ended
         self.gathers: Sequence[U] = self.sequence
         self.recomputed: frozenset[U] = frozenset()
-        self._regions: list[CheckpointRegion] = []  # the reentrant ones
+        self._regions: dict[CheckpointRegion, bool] = {}  # whether the reentrant ones are known to have run
         self.called_again = self.several | self.tied_owners
         recomputed = [each for each in record.recomputed if will_recompute(each[2].checkpoint)]
         if recomputed:
@@ -121,7 +121,7 @@ class BackwardClock(Generic[U]):
             began[unit] = min(now, began.get(unit, now))
             self._inside.setdefault(unit, []).append(inside)
         self.recomputed = frozenset(unit for unit, _, _ in recomputed)
-        self._regions = [*dict.fromkeys(region for _, _, region in recomputed)]
+        self._regions = dict.fromkeys((region for _, _, region in recomputed), False)
         self.began = dict(sorted(began.items(), key=itemgetter(1)))
 
     def _find_spans(self, recomputed: Mapping[U, int]) -> None:
@@ -181,7 +181,15 @@ class BackwardClock(Generic[U]):
 
     def running(self, is_running: Callable[[object], bool]) -> CheckpointRegion | None:
         """The region of the reentrant checkpoint that `is_running`, or inside of whose backward this is."""
-        return next((each for each in reversed(self._regions) if is_running(each.checkpoint)), None)
+        found = next((each for each in reversed(self._regions) if is_running(each.checkpoint)), None)
+        if found is not None:
+            self._regions[found] = True
+        return found
+
+    @property
+    def has_regions_to_come(self) -> bool:
+        """Whether reentrant checkpoints of the backward are not known to have run."""
+        return not all(self._regions.values())
 
     def begin_lifetime(self, unit: U, running: CheckpointRegion | None) -> Lifetime[U] | None:
         """Called when `unit` is recomputed; returns its lifetime, if it has one."""

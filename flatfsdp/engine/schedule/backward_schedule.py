@@ -349,7 +349,8 @@ class BackwardSchedule(Generic[U]):
             if awaits and self._is_awaited(over):
                 if self._driver.in_inner_task():
                     return
-                if rests and not self._driver.brings_gradients():
+                # No rank omits a reentrant checkpoint, so this one takes part in what is due before.
+                if rests and not (clock.has_regions_to_come or self._driver.brings_gradients()):
                     if self.reductions.at_the_end():
                         self._driver.report_no_gradients()
                     resting = True

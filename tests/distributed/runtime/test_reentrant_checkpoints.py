@@ -55,6 +55,15 @@ class Parted(Net):
         self.behind = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
 
 
+class Frozen(Net):
+    """Two of its blocks are."""
+
+    def __init__(self, step: Callable[[Net, Tensor, bool], Tensor]) -> None:
+        super().__init__(step)
+        self.a.requires_grad_(False)
+        self.b.requires_grad_(False)
+
+
 class Alone(Parted):
     """A block without units inside."""
 
@@ -188,6 +197,14 @@ def _parts_around_a_gradient(net: Any, x: Tensor, use: bool) -> Tensor:
     return y
 
 
+def _frozen_beside(net: Any, x: Tensor, use: bool) -> Tensor:
+    """Some ranks' gradients pass a trained unit by, and reach a frozen one before another is recomputed."""
+    recomputed: Tensor = reentrant(net.a, x)
+    y = net.b(x)
+    z = net.c(y)
+    return recomputed + y + (z if use else z.detach())
+
+
 def _nothing_but_parts(net: Net, x: Tensor, use: bool) -> Tensor:
     """All gradients of a rank come in parts of units, behind a unit that it passes over."""
     return net.b(net.a(net.first(x).detach().requires_grad_(), parted=True), use)
@@ -252,6 +269,10 @@ def test_a_unit_is_whole_until_its_parts_have_been_recomputed(
     step: Callable[[Net, Tensor, bool], Tensor], made: type[Net], pool2: Run
 ) -> None:
     assert pool2(_train, step, made=made) == [[], []]
+
+
+def test_a_rank_without_gradients_takes_part_where_a_checkpoint_follows(pool2: Run) -> None:
+    assert pool2(_train, _frozen_beside, made=Frozen) == [[], []]
 
 
 # Models 9207 and 9210: gradients had taken the places of parameters, as no step before had shown that they are read.

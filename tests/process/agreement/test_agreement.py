@@ -240,6 +240,40 @@ def test_so_it_is_where_another_frozen_unit_is_recomputed(outcomes: list[fresh.O
     assert reported_to_all(outcomes).startswith(f"ranks diverged at step 4: {text} of a parameter.")
 
 
+class AfterFirst(Net):
+    """Returns the output of its first block, too."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        first = self.blocks[0](x)
+        return first, super().forward(first, order=(1, 2))
+
+
+def _fail(grad: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def fail_afterwards(rank: int, world: int) -> None:
+    """Queries of gradients that fail, and go on: on rank 0 after it has passed two units without gradients."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = wrap(AfterFirst(), sharding_strategy="SHARD_GRAD_OP", join_units_below=0)
+    for _ in range(3):
+        sum(output.sum() for output in model(torch.ones(2, 4))).backward()
+    given = torch.ones(2, 4, requires_grad=True)
+    x = given * 1.0
+    first, last = model(x)
+    (x if rank == 0 else last).register_hook(_fail)
+    with contextlib.suppress(ZeroDivisionError):
+        torch.autograd.grad((last if rank else first).sum(), given)
+    model(torch.ones(2, 4))
+
+
+@pytest.mark.ranks(2, fail_afterwards, timeout=LIMIT)
+def test_a_backward_without_gradients_fails_later_than_another(outcomes: list[fresh.Outcome]) -> None:
+    text = "rank 0 ended a backward that computed no gradient of a parameter; rank 1 abandoned its iteration in a "
+    assert reported_to_all(outcomes).startswith(f"ranks diverged at step 4: {text}backward")
+
+
 @pytest.mark.ranks(2, reach, "parameters", accumulates=True, timeout=LIMIT)
 def test_so_it_is_where_that_backward_accumulates(outcomes: list[fresh.Outcome]) -> None:
     text = "rank 0 began a training forward at unit <root>; rank 1 ended a backward that computed no gradient of a "
