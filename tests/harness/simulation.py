@@ -59,12 +59,14 @@ class Plain:
 
 @dataclass(eq=False)
 class Call:
-    """One forward of a unit: `body` has inner calls, and the used parameters, in order."""
+    """One forward of a unit: `body` has inner calls, and the used parameters, in order. An outermost one may be
+    `beside` the chain of the others: their gradients do not flow on to it, nor its own to them."""
 
     unit: str
     body: list[Call | Leaf | Plain]
     region: Region | None = None
     began: int | None = None
+    beside: bool = False
 
     @property
     def reentrant(self) -> list[Region]:
@@ -152,7 +154,7 @@ def _made_anew(steps: Sequence[Call | list[str]]) -> list[Call | list[str]]:
             call_of(each) if isinstance(each, Call) else Plain(each.leaves) if isinstance(each, Plain) else each
             for each in made.body
         ]
-        return Call(made.unit, body, region_of(made.region))
+        return Call(made.unit, body, region_of(made.region), beside=made.beside)
 
     return [call_of(step) if isinstance(step, Call) else step for step in steps]
 
@@ -201,6 +203,7 @@ def drawn_program(seed: int) -> Program:
     _draw_reentrant(random.Random(f"reentrant {seed}"), steps)
     _draw_nested(random.Random(f"nested {seed}"), steps)
     _draw_plain(random.Random(f"plain {seed}"), steps)
+    _draw_beside(random.Random(f"beside {seed}"), steps)
     kinds: list[Any] = [rng.choice(("before", "halfway", "after", None))]
     if rng.random() < 0.2:
         kinds = ["before", "halfway", "after", None]
@@ -220,6 +223,9 @@ def drawn_program(seed: int) -> Program:
         rules[user] = replace(rules[user], owners=tuple(owners[user]))
     tied = {*owners, *chain.from_iterable(owners.values())}
     frozen = {(name, index) for name in names for index in range(PARAMETERS) if rng.random() < 0.1}
+    whole = random.Random(f"frozen {seed}")
+    if whole.random() < 0.15:
+        frozen |= {leaf for name in names if whole.random() < 0.4 for leaf in _own(name)}
     sizes = {name: rng.choice((0, 1, 1)) if name not in together and name not in tied else 0 for name in names}
     made = Program(names, steps, rules, frozen, sizes, rng.choice((1, 1, 2, 3)), together, rng.random() < 0.7)
     rng = random.Random(f"passes {seed}")
@@ -326,6 +332,13 @@ def _draw_plain(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
             each.body = [
                 Plain([item]) if not isinstance(item, Call) and rng.random() < share else item for item in each.body
             ]
+
+
+def _draw_beside(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
+    if rng.random() < 0.3:
+        for step in steps:
+            if isinstance(step, Call):
+                step.beside = rng.random() < 0.4
 
 
 def _draw_tied(rng: random.Random, steps: Sequence[Call | list[str]]) -> dict[str, list[str]]:
@@ -580,7 +593,7 @@ class SimulatedRank:
         body = [self._run(each, call) if isinstance(each, Call) else self._used_in_forward(each) for each in call.body]
         self.running.pop()
         self.finish(call.unit, reached=not reentrant)
-        ran = Call(call.unit, body, call.region, None if reentrant else began)
+        ran = Call(call.unit, body, call.region, None if reentrant else began, call.beside)
         entered = [*_outwards(around.region)] if around is not None else []
         for region in reentrant:
             if region not in entered:
@@ -615,10 +628,10 @@ class SimulatedRank:
         """Whether the backward computes any gradients."""
         return bool(self.brought(self._calls()))
 
-    def has_checkpoints(self) -> bool:
-        """Whether the backward comes to reentrant ones."""
+    def has_parts(self) -> bool:
+        """Whether the backward comes to reentrant checkpoints inside units."""
         return any(
-            call.is_reentrant or (call in self._reached and any(isinstance(each, Plain) for each in call.body))
+            call in self._reached and any(isinstance(each, Plain) for each in call.body)
             for step in self._covered
             for call in step.calls()
         )
@@ -1055,8 +1068,11 @@ class SimulatedRank:
         self.agreement.check_gradients(came=False)
 
     def _may_come_from_checkpoints(self) -> bool:
-        """Whether the backward is yet to come to a reentrant checkpoint, of which nothing is known before."""
+        """Whether gradients flow on to a reentrant checkpoint, of which nothing is known before."""
+        own = next((step for step in self._covered if self._now in step.calls()), None)
         for step in self._covered:
+            if step is not own and (step.beside or (own is not None and own.beside)):
+                continue
             for call in step.calls():
                 if call in self._reached and any(isinstance(each, Plain) for each in call.body):
                     return True
@@ -1239,14 +1255,10 @@ class PlayedJob:
         return False
 
     def is_unforeseen(self) -> bool:
-        """Whether a rank brings gradients from reentrant checkpoints alone, of which nothing is known before, or, where
-        others bring some, none from them: it does not know when to take part in others' reductions. [Note: one clock]
+        """Whether a rank brings no gradients but from reentrant checkpoints inside units, of which nothing is known
+        before: it does not know when to take part in others' reductions. [Note: one clock]
         """
-        return any(
-            not rank.has_gradients() and (rank.gradient_has_arrived or rank.has_checkpoints())
-            for ranks in self.steps
-            for rank in ranks
-        )
+        return any(not rank.has_gradients() and rank.has_parts() for ranks in self.steps for rank in ranks)
 
     def wrong_absence(self) -> str:
         """Where ranks do not know what no rank brought gradients to."""

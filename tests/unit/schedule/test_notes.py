@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from flatfsdp.engine.agreement.ops import NONE_CAME
+from flatfsdp.engine.schedule.backward_clock import BackwardClock
 from flatfsdp.engine.schedule.backward_driver import UnitRules
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
 from tests.harness.simulated_agreement import SimulatedAgreement
@@ -24,6 +25,7 @@ from tests.harness.simulation import (
     Batch,
     Job,
     Program,
+    Region,
     SimulatedRank,
     call,
     drawn_program,
@@ -108,7 +110,16 @@ def reduces_nothing() -> Program:
     return replace(program_of([call("a", call("b"))], rules), frozen={("a", 0), ("a", 1)})
 
 
-PROGRAMS = plain, conditional, conditional_that_stays, reduces_nothing
+def beside_a_checkpoint() -> Program:
+    """Gradients that pass `c` and `d` over come to frozen units, of which one is recomputed when the other is over."""
+    rules: dict[str, UnitRules[str]] = {name: UnitRules("after") for name in "abcd"}
+    recomputed = call("a", checkpoint=Region(reentrant=True))
+    recomputed.beside = True
+    program = program_of([recomputed, call("b"), call("c"), call("d")], rules)
+    return replace(program, frozen={(name, index) for name in "ab" for index in range(2)})
+
+
+PROGRAMS = plain, conditional, conditional_that_stays, reduces_nothing, beside_a_checkpoint
 STEPS = "B", "BB", "AB", "BAB", "ABB"
 
 
@@ -229,6 +240,14 @@ class FreesWhatStays(BackwardSchedule[str]):
             super().ended()
 
 
+class ForgetsCheckpoints(BackwardSchedule[str]):
+    """No gradients are announced though a reentrant checkpoint follows, with which this rank takes part."""
+
+    def _pass(self, tick: float, **how: bool) -> None:
+        with patch.object(BackwardClock, "has_regions_to_come", False):
+            super()._pass(tick, **how)
+
+
 WRONG: Sequence[dict[str, type]] = (
     *({"rank_class": each} for each in (NotesAtTheEnd, ComparesAfterGathering, ReliesOnDevices)),
     *({"rank_class": each} for each in (WaitsForWhatOthersLack,)),
@@ -237,7 +256,7 @@ WRONG: Sequence[dict[str, type]] = (
 )
 RARELY: Sequence[dict[str, type]] = (
     {"agreement_class": ForeseesNothing},
-    *({"schedule_class": each} for each in (GathersBeforeNotes, FreesWhatStays)),
+    *({"schedule_class": each} for each in (GathersBeforeNotes, FreesWhatStays, ForgetsCheckpoints)),
 )
 
 
