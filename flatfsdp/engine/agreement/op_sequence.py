@@ -257,7 +257,7 @@ class OpSequence:
             self.meetings.announce(self.position, op)
 
     def meet_announced(self) -> None:
-        """Meet the other ranks at the announced op, if there is one. Not collective."""
+        """Wait for the notes of the other ranks at the announced op, if there is one. No collective."""
         if self.announced is not None:
             self.meetings.announce_end(self.position, self.issued)
             op, self.announced = self.announced, None

@@ -47,7 +47,7 @@ class HandleRef(NamedTuple):
         return handle.state is UNSHARDED
 
     def fetch(self) -> None:
-        """Gather its parameters, and keep them on their device. Collective over the shard axis.
+        """Gather its parameters, and keep them where they are to stay. Collective over the shard axis.
 
         Precondition: its leaves show the shard.
         """

@@ -14,7 +14,7 @@ clock, one for each communicator, and never back. Three rules couple them:
 
 A unit is unsharded during its lifetimes ([Note: lifetimes]). Both cursors rest while it is unknown which gradients this
 rank will compute: in a graph task inside of this one, where all units in use are unsharded, and if no gradient of a
-parameter arrives at all, which is known only at the end.
+parameter is known to come, unless a reentrant checkpoint follows.
 
 A unit that is called again, or whose parameters others use, is reduced once, when its first call is over: parts of it
 that are recomputed reentrantly produce gradients that are not known before, and on some ranks only.
@@ -380,6 +380,6 @@ class BackwardSchedule(Generic[U]):
             clock.to_come.remove(lifetime)
             self._limit()
             self._reduce_due()
-        # What is left from the forward is freed in its turn: no rank gathers it again.
+        # A unit that is left unsharded and has its turn to come is freed later: no rank may gather it again.
         if not (self.keeps_unsharded(lifetime.unit) or (not reads and self.gathers.has_turn(lifetime.unit))):
             self._driver.reshard(lifetime.unit)

@@ -52,18 +52,19 @@ class Name:
     is_thing: Callable[[Any], bool] = lambda value: True
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     schemes: tuple[str, ...] = ()
+    prefix: str = ""  # that names may have
 
     def __call__(self, value: Any) -> Any:
         things = ["'package.module:name'", f"or from Python {self.thing}"] if self.thing else []
         things = [*(f"'{scheme}:...'" for scheme in self.schemes), *things]
         accepted = f"Accepted: {'' if things else 'one of '}{', '.join([*self.names, *things])}."
-        text = as_text(value)
+        text = as_text(value) if not isinstance(value, Path) else value
         word = str(text).lower() if isinstance(text, str | int) else ""
-        found = word.removeprefix("torch.").replace("-", "_").strip("_")
+        found = word.removeprefix(self.prefix).replace("-", "_").strip("_")
         if found in self.names:
             return found
         if not isinstance(text, str):
-            if value is None or not self.thing or not self.is_thing(value):
+            if value is None or isinstance(value, Path) or not self.thing or not self.is_thing(value):
                 raise ConfigTypeError(accepted)
             return value
         scheme, _, rest = text.partition(":")
@@ -83,7 +84,7 @@ def options(value: Any) -> dict[str, Any]:
     """Names and values, also from a list of tables and texts (`key=value`, JSON objects), where later ones override."""
     found: dict[str, Any] = {}
     for each in value if isinstance(value, list) else [value]:
-        pair = re.fullmatch(r"([^={][^=]*)=(.*)", each, re.DOTALL) if isinstance(each, str) else None
+        pair = re.fullmatch(r"\s*([^={\s][^=]*)=(.*)", each, re.DOTALL) if isinstance(each, str) else None
         table = {pair[1]: _JSON.validate_python(pair[2])} if pair else _JSON.validate_python(each)
         if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table):
             raise ConfigTypeError("Accepted: a table of names and values; as text key=value, or a JSON object.")
@@ -152,8 +153,10 @@ Named = Annotated[
     BeforeValidator(lambda value: tuple(value) if isinstance(value, (list, tuple)) else (value,)),
 ]
 Steps = Annotated[Any, PlainValidator(_steps)]
-DType = Annotated[torch.dtype | str, PlainValidator(Name(DTYPES)), AfterValidator(DTYPES.get)]
-PackedDType = Annotated[torch.dtype | str, PlainValidator(Name(PACKED_DTYPES)), AfterValidator(PACKED_DTYPES.get)]
+DType = Annotated[torch.dtype | str, PlainValidator(Name(DTYPES, prefix="torch.")), AfterValidator(DTYPES.get)]
+PackedDType = Annotated[
+    torch.dtype | str, PlainValidator(Name(PACKED_DTYPES, prefix="torch.")), AfterValidator(PACKED_DTYPES.get)
+]
 Bits = Annotated[int, PlainValidator(Name(("8", "4"))), AfterValidator(int)]
 Units = Annotated[Any, PlainValidator(_units)]
 Front = Annotated[Literal["wrapper", "fully_shard"], PlainValidator(Name(("wrapper", "fully_shard")))]

@@ -205,6 +205,13 @@ def _frozen_beside(net: Any, x: Tensor, use: bool) -> Tensor:
     return recomputed + y + (z if use else z.detach())
 
 
+def _part_beside(net: Any, x: Tensor, use: bool) -> Tensor:
+    """Gradients pass a trained unit by on all ranks, and come in a part of another one when none were expected."""
+    recomputed: Tensor = net.d(x, parted=True)
+    y = net.b(x)
+    return recomputed + y + net.c(y).detach()
+
+
 def _nothing_but_parts(net: Net, x: Tensor, use: bool) -> Tensor:
     """All gradients of a rank come in parts of units, behind a unit that it passes over."""
     return net.b(net.a(net.first(x).detach().requires_grad_(), parted=True), use)
@@ -271,8 +278,11 @@ def test_a_unit_is_whole_until_its_parts_have_been_recomputed(
     assert pool2(_train, step, made=made) == [[], []]
 
 
-def test_a_rank_without_gradients_takes_part_where_a_checkpoint_follows(pool2: Run) -> None:
-    assert pool2(_train, _frozen_beside, made=Frozen) == [[], []]
+@pytest.mark.parametrize("step", [_frozen_beside, _part_beside])
+def test_a_rank_without_gradients_takes_part_where_a_checkpoint_follows(
+    step: Callable[[Net, Tensor, bool], Tensor], pool2: Run
+) -> None:
+    assert pool2(_train, step, made=Frozen) == [[], []]
 
 
 # Models 9207 and 9210: gradients had taken the places of parameters, as no step before had shown that they are read.

@@ -243,9 +243,9 @@ class FreesWhatStays(BackwardSchedule[str]):
 class ForgetsCheckpoints(BackwardSchedule[str]):
     """No gradients are announced though a reentrant checkpoint follows, with which this rank takes part."""
 
-    def _pass(self, tick: float, **how: bool) -> None:
+    def reached(self, unit: str) -> None:
         with patch.object(BackwardClock, "has_regions_to_come", False):
-            super()._pass(tick, **how)
+            super().reached(unit)
 
 
 WRONG: Sequence[dict[str, type]] = (

@@ -60,6 +60,8 @@ def test_values_have_one_normal_form() -> None:
     )
     given: Any = "here"
     training = TrainingArguments(output=given, lr=1, resume="best", optimizer="SGD")
+    read: Any = [' {"a": "b=c"}', "d=1"]
+    assert TrainingArguments(optimizer_options=read).optimizer_options == {"a": "b=c", "d": 1}
     assert (training.output, training.lr, training.resume, training.optimizer) == (Path("here"), 1.0, "best", "sgd")
     assert isinstance(training.lr, float)
     assert TrainingArguments(resume="runs/best").resume == Path("runs/best")
@@ -198,6 +200,11 @@ def test_values_have_one_normal_form() -> None:
             lambda: Task("my model", "a:b"),
             "Task.model: got 'my model'. Accepted: 'hf:...', 'package.module:name', or from Python",
         ),
+        (
+            lambda: FSDPArguments(strategy="torch.full_shard"),
+            "FSDPArguments.strategy: got 'torch.full_shard'. Accepted:",
+        ),
+        (lambda: Task("a:b", Path("a.b")), "Task.train_data: got "),
         (lambda: Task("a:b", "a:b", collate=[1]), "Task.collate: got [1] (list). Accepted: 'package.module:name', or"),
     ],
 )
