@@ -67,6 +67,7 @@ _MOVED = {
     "facade": "controls=schedule_api fsdp1_names=fsdp1_compat",
     "inspection": "summary plan=memory_plan rehearsal=dry_run",
 }
+_RENAMED = {"checkpoint.keeping": "checkpoint.retention"}  # outside the engine, with a class that users may pickle
 _FOLDERS = frozenset(f"{_ROOT}.{each}" for each in ("policy", "state_dicts", "optim_state"))  # of modules alone
 
 
@@ -74,6 +75,7 @@ def _table() -> Iterator[tuple[str, str]]:
     for package, words in _MOVED.items():
         for old, _, new in (each.partition("=") for each in words.split()):
             yield f"{_ROOT}.{old}", f"{_ROOT}.engine.{package}.{new or old}"
+    yield from ((f"{_ROOT}.{old}", f"{_ROOT}.{new}") for old, new in _RENAMED.items())
 
 
 ALIASES = dict(_table())  # old dotted name to new one
