@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.comm.pieces import Row, rows_of
-from flatfsdp.engine.comm.shared_memory import attendant
+from flatfsdp.engine.comm.shared_memory import attendant, peers
 from flatfsdp.engine.comm.shared_memory.attendant import Attendant
 from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
 from flatfsdp.engine.comm.shared_memory.collectives import SharedMemoryExchange
@@ -436,6 +436,50 @@ def test_a_rank_without_memory_for_its_outbox_ends_the_exchange_in_words(pool2: 
     assert "rank 1 of the group was interrupted in the middle of an exchange, and rank 0 waits for it" in peer
 
 
+def reused_at_once(rank: int, world: int, capacity: int) -> list[str]:
+    """All ranks but the last write over what they gave and received as soon as a wait has ended; the last reads late."""
+    way, size, found = exchange(capacity), 1001, []
+    doubles = [patch.object(kind, "take", slow(kind.take)) for kind in (Gather, Sum)] if rank == world - 1 else []
+    with ExitStack() as stack:
+        for each in doubles:
+            stack.enter_context(each)
+        for what in ("gather", "reduce-scatter", "all-reduce"):
+            own, expected = values(world * size, torch.float32, rank), total(world, world * size, torch.float32, 0)
+            if what == "gather":
+                given, received = own[:size].clone(), torch.zeros(world * size)
+                expected = torch.cat([values(world * size, torch.float32, each)[:size] for each in range(world)])
+                pending = way.gather(rows_of([received], world), [given])
+            elif what == "reduce-scatter":
+                given, received = own, torch.zeros(size)
+                expected = expected.chunk(world)[rank]
+                pending = way.reduce_scatter(Row([received]), rows_of([given], world))
+            else:
+                given = received = own
+                pending = way.all_reduce(received)
+            pending.wait()
+            if not torch.equal(received, expected):
+                found.append(what)
+            for each in (given, received):
+                each.fill_(torch.nan)
+    return found
+
+
+def slow(take: Callable[..., None]) -> Callable[..., None]:
+    def late(*args: Any) -> None:
+        time.sleep(0.02)
+        take(*args)
+
+    return late
+
+
+@pytest.mark.parametrize("capacity", [TINY, 4 * 1024 * 1024])
+@pytest.mark.parametrize("world", [2, 3])
+def test_tensors_may_be_written_when_a_wait_has_ended_although_a_peer_reads_late(
+    run: Run, world: int, capacity: int
+) -> None:
+    assert run(world, reused_at_once, capacity) == [[]] * world
+
+
 def waits_elsewhere(rank: int, world: int, mode: str) -> list[str]:
     """Rank 1 waits for rank 0 by other means before it waits for pending work, which its thread progresses."""
     way = exchange()
@@ -452,6 +496,38 @@ def waits_elsewhere(rank: int, world: int, mode: str) -> list[str]:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_waits_by_other_means_while_its_peer_waits_for_it_here(mode: str, pool2: Run) -> None:
     assert pool2(waits_elsewhere, mode, timeout=10) == [[]] * 2
+
+
+def on_two_hosts(rank: int, world: int) -> tuple[list[bool | None], bool]:
+    """Which axes of a hybrid share memory if ranks 0 and 1 are on one host, and 2 and 3 on another; and whether its
+    parameters are those of exchanges by messages."""
+    found = []
+    for elsewhere in (nullcontext(), by_messages()):
+        with elsewhere, patch.object(peers, "_host", lambda: bytes([rank // 2]) * 16):
+            mesh = dist.init_device_mesh("cpu", (2, 2))
+            torch.manual_seed(0)
+            model = FullyShardedDataParallel(
+                nn.Sequential(nn.Linear(9, 40), nn.ReLU(), nn.Linear(40, 3)),
+                sharding_strategy="HYBRID_SHARD",
+                device_mesh=mesh,
+                auto_wrap_policy={nn.Linear},
+                use_orig_params=True,
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                x = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank))
+                model(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            axes = [shares(mesh.get_group(axis)) for axis in (1, 0)]
+            with FullyShardedDataParallel.summon_full_params(model):
+                found.append((axes, [p.detach().clone() for p in model.parameters()]))
+    (axes, parameters), (_, plain) = found
+    return axes, all(map(torch.equal, parameters, plain))
+
+
+def test_the_shards_of_a_hybrid_share_memory_where_its_replicas_are_on_other_hosts(pool4: Run) -> None:
+    assert pool4(on_two_hosts) == [([True, False], True)] * 4
 
 
 def through(what: str) -> tuple[list[Tensor], set[bool]]:

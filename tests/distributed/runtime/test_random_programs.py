@@ -38,6 +38,7 @@ from flatfsdp.engine.comm.shared_memory import attendant
 from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.features import local_clipping
 from tests.conftest import Run
+from tests.distributed.comm.test_shared_memory import delayed as delayed_hand_shakes
 from tests.harness import inspect
 from tests.harness.error_feedback import owed_by_all
 from tests.harness.gradients import fill, names_of, together, unlike
@@ -940,8 +941,18 @@ def _play_by_messages(rank: int, world: int, seed: int) -> list[str]:
         return _play(rank, world, seed)
 
 
-# Shared memory is the default.
+def _play_late(rank: int, world: int, seed: int) -> list[str]:
+    with delayed_hand_shakes(random.Random(f"late {seed} {rank}"), share=0.05):
+        return _play(rank, world, seed)
+
+
 @pytest.mark.parametrize("seed", seeds(2, 100))
+def test_so_they_do_where_ranks_are_late_at_hand_shakes(run: Run, seed: int) -> None:
+    assert run(world_of(seed), _play_late, seed, timeout=60) == [[]] * world_of(seed)
+
+
+# Shared memory is the default.
+@pytest.mark.parametrize("seed", seeds(2, 200))
 def test_so_they_do_where_ranks_exchange_by_messages(run: Run, seed: int) -> None:
     assert run(world_of(seed), _play_by_messages, seed, timeout=60) == [[]] * world_of(seed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import logging
 import mmap
@@ -365,9 +366,23 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:flatfsdp")
 
 
+def shared_descriptors() -> tuple[int, int]:
+    """The numbers of open descriptors of segments, and of local sockets."""
+    of_segments, inodes = 0, set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+            of_segments += "memfd:flatfsdp" in target
+            inodes.add(target)
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return of_segments, sum(f"socket:[{line[6]}]" in inodes for line in lines)
+
+
 def rewrap(rank: int, world: int, how: str) -> list[tuple[int, int]]:
-    """Descriptors and segments held with one model, after many more, and once the process group is destroyed."""
+    """Descriptors and segments held with one model, after many more, and once the process group is destroyed; and the
+    descriptors of segments and local sockets before, with the model, and at the end."""
     dist.init_process_group("gloo")
+    ours = [shared_descriptors()]
     model = wrapped()
     step(model)
     found = [held()]
@@ -382,9 +397,10 @@ def rewrap(rank: int, world: int, how: str) -> list[tuple[int, int]]:
         dist.destroy_process_group(group)
         del other, group
     found.append(held())
+    ours.append(shared_descriptors())
     del model
     dist.destroy_process_group()
-    return [*found, held()]
+    return [*found, held(), *ours, shared_descriptors()]
 
 
 @pytest.mark.parametrize(
@@ -395,9 +411,11 @@ def rewrap(rank: int, world: int, how: str) -> list[tuple[int, int]]:
     ],
 )
 def test_nothing_is_left_of_what_is_let_go(how: str, outcomes: list[fresh.Outcome]) -> None:
-    """Of all but the process's own bell, which is one file, and one map."""
-    for first, then, last in well(outcomes):
+    """Of all but the process's own bell, which is one file, and one map, which has a descriptor, too."""
+    for first, then, last, before, during, after in well(outcomes):
         assert then[1] == first[1] > 1
+        assert before[0] == 0 and during[1] > before[1]
+        assert after == (2, before[1])
         if how == "again":
             assert then[0] <= first[0] + 2
         assert last[1] == 1
@@ -419,12 +437,20 @@ def refuse(*args: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
+def unsealed(descriptor: int, request: int, *args: Any) -> Any:
+    """`fcntl`, which adds no seals."""
+    return 0 if request == fcntl.F_ADD_SEALS else plain_fcntl(descriptor, request, *args)
+
+
+plain_fcntl = fcntl.fcntl
+
+
 def forbid(*args: Any) -> Any:
     raise PermissionError(1, "Operation not permitted")
 
 
 def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], list[float], tuple[int, int], float]:
-    """Rank 1 cannot; losses with and without, and for how long ranks looked for a way."""
+    """Rank 1 cannot, or rank 0 in one case; losses with and without, and for how long ranks looked for a way."""
     dist.init_process_group("gloo")
     log, reasons = logging.getLogger("flatfsdp"), Reasons()
     log.addHandler(reasons)
@@ -447,12 +473,15 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
         "another network": patch.object(Path, "stat", return_value=os.stat_result(range(10))),
         "no /proc": patch.object(Path, "read_text", side_effect=forbid),
         "switched off": patch.object(groups, "connect", groups.connect),
+        "not sealed": patch.object(fcntl, "fcntl", unsealed),
+        "accepted from another user": patch.object(os, "getuid", return_value=12345),
     }
+    odd = 0 if how == "accepted from another user" else 1
     if how == "switched off" and rank == 1:
         flatfsdp.share_host_memory(False)
     before = held()
     began = time.monotonic()
-    with patch.object(peers, "SECONDS", LONG), failures[how] if rank == 1 else PLAIN:
+    with patch.object(peers, "SECONDS", LONG if odd else 3.0), failures[how] if rank == odd else PLAIN:
         model = wrapped()
         found = [step(model, seed) for seed in range(3)]
     after, seconds = held(), time.monotonic() - began
@@ -478,11 +507,14 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
             "connections": "rank 1 of the group: .*No space left",
             "forbidden": "rank 1 of the group: this system gives no memory to share: .*not permitted",
             "another user": "rank 1 of the group: ValueError: a process of another user has taken the name of a socket",
-            "another network": "the ranks are on several hosts",
-            "no /proc": "the ranks are on several hosts",
+            "another network": "the ranks are on several hosts, or in containers that share no network namespace",
+            "no /proc": "the ranks are on several hosts, or .* or of which some give no right to read /proc",
             "switched off": r"rank 1 of the group: share_host_memory\(False\) was called",
+            "not sealed": "rank 0 of the group: ValueError: the memory that rank 1 of the group shares is not sealed",
+            # It closes the connection, which the other one notices when it sends its memory, or receives none.
+            "accepted from another user": "rank 1 of the group: (BrokenPipe|ConnectionReset|Value)Error",
         }.items()
-        if is_thorough() or how in ("maps", "connections", "another network")
+        if is_thorough() or how in ("maps", "connections", "another network", "accepted from another user")
     ],
 )
 def test_one_rank_that_cannot_takes_all_back_to_gloo(how: str, reason: str, outcomes: list[fresh.Outcome]) -> None:

@@ -33,6 +33,7 @@ NAME, SECRET, REASON = 16, 32, 160  # bytes
 SECONDS = 20.0  # limit of the wait for another rank's connection
 BACKLOG = 4096  # connections, also of foreign processes, that may wait to be accepted
 NOBODY = "nobody came of ranks"
+APART = ", or in containers that share no network namespace, or of which some give no right to read /proc"
 _HANDSHAKE = struct.Struct(f"=I{SECRET}s")
 
 
@@ -93,7 +94,7 @@ def connect_peers(
         if why := _first_reason(answers):
             return [], why
         if len({payload[NAME + SECRET :] for payload, _ in answers}) > 1:
-            return [], "the ranks are on several hosts"
+            return [], f"the ranks are on several hosts{APART}"
         assert listener is not None
         names = [payload[:NAME] for payload, _ in answers]
         keys = [payload[NAME : NAME + SECRET] for payload, _ in answers]
@@ -247,7 +248,7 @@ def _receive(other: int, connection: socket.socket, sizes: Sequence[int]) -> lis
     _, descriptors, _, _ = socket.recv_fds(connection, 1, len(sizes))
     try:
         if len(descriptors) != len(sizes) or not all(map(is_sealed, descriptors, sizes)):
-            raise ValueError(f"the memory that rank {other} of the group shares does not have the agreed sizes")
+            raise ValueError(f"the memory that rank {other} of the group shares is not sealed at the agreed sizes")
         return [MemorySegment(*each) for each in zip(descriptors, sizes, strict=True)]
     finally:
         for descriptor in descriptors:
