@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -304,6 +304,8 @@ def _flatten(
     for leaf, path in leaves:
         kind = leaf.dtype, leaf.requires_grad, id(leaf) in packed, leaf.is_meta, id(leaf) in hooks
         kinds.setdefault((mesh_of[id(leaf)], *kind), []).append((leaf, path))
+    mixed = config.mixed_precision
+    of_hooks = replace(mixed, gather_dtype=None)  # gather hooks return bytes, not numbers
     made = [
         (ExtendedHandle if is_extended else FlatParamHandle).flatten(
             [leaf for leaf, _ in members],
@@ -312,7 +314,7 @@ def _flatten(
             rank=mesh.groups.shard.rank,
             device=device,
             options=FlatParamOptions(
-                mixed_precision=MixedPrecision() if is_packed_kind else config.mixed_precision,
+                mixed_precision=MixedPrecision() if is_packed_kind else of_hooks if is_extended else mixed,
                 offload=config.cpu_offload.offload_params,
                 pin_memory=config.cpu_offload.pin_memory,
                 face=faces([leaf for leaf, _ in members], mesh.mesh),

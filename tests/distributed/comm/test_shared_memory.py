@@ -437,7 +437,7 @@ def test_a_rank_without_memory_for_its_outbox_ends_the_exchange_in_words(pool2: 
 
 
 def reused_at_once(rank: int, world: int, capacity: int) -> list[str]:
-    """All ranks but the last write over what they gave and received as soon as a wait has ended; the last reads late."""
+    """All ranks but the last overwrite tensors of an exchange when their wait has ended; the last reads late."""
     way, size, found = exchange(capacity), 1001, []
     doubles = [patch.object(kind, "take", slow(kind.take)) for kind in (Gather, Sum)] if rank == world - 1 else []
     with ExitStack() as stack:

@@ -120,6 +120,11 @@ def stored(rank: int, world: int, storage: torch.dtype) -> Iterator[str]:
         low = trained(wrapped(build(storage), setting, mixed_precision=BF16), [rank])
         if low != trained(wrapped(build(torch.uint8), setting, mixed_precision=BF16), [rank]):
             yield f"{setting}: other losses in bfloat16"
+        few = wrapped(build(storage), setting, mixed_precision=MixedPrecision(gather_dtype=torch.int8))
+        if trained(few, [rank]) != pytest.approx(expected, rel=0.05):
+            yield f"{setting}: other losses in few bits"
+        if not same_bits(few, plain):
+            yield f"{setting}: other weights in few bits"
 
 
 @pytest.mark.parametrize("storage", STORAGES)

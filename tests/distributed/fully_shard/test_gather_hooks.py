@@ -278,6 +278,33 @@ def test_only_what_hooks_return_is_allocated_and_gathered(pool2: Run) -> None:
     assert pool2(memory_of_bytes) == [(2 * 64 * 32, 0, 2 * 2 * 64 * 32)] * 2
 
 
+def in_few_bits(rank: int, world: int, kind: Any) -> list[str]:
+    """Gathers in int8 of a model whose first weight has hooks: what those return arrives as it is."""
+    found = []
+    values: list[list[torch.Tensor]] = []
+    for dtype in (None, torch.int8):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 8, bias=False))
+        model[0] = extend(model[:1], kind)[0]
+        flatfsdp.fully_shard(model, mp_policy=flatfsdp.MixedPrecision(gather_dtype=dtype))
+        seen: list[torch.Tensor] = []
+        model[0].register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.detach().clone()))
+        model(torch.randn(2, 64, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        values.append([*seen, model[1].weight.grad.full_tensor()])
+        quantized = "by int8" in flatfsdp.summary(model)
+        if quantized != (dtype is torch.int8):
+            found.append(f"{dtype}: {flatfsdp.summary(model)}")
+    for number, (plain, few) in enumerate(zip(*values, strict=True)):
+        if not torch.equal(plain, few):
+            found.append(f"value {number}: {plain} and {few}")
+    return found
+
+
+@pytest.mark.parametrize("kind", [AsBfloat16, AsInt8])
+def test_what_hooks_return_is_not_quantized_beside_parameters_that_are(kind: Any, pool2: Run) -> None:
+    assert pool2(in_few_bits, kind) == [[]] * 2
+
+
 # -- copies, state dicts, checkpoints ----------------------------------------------------------------------------------
 
 
