@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
@@ -12,7 +13,8 @@ import pytest
 
 import flatfsdp
 from flatfsdp import env
-from flatfsdp.engine.comm.shared_memory.groups import would_share
+from flatfsdp.engine.comm.shared_memory import groups
+from flatfsdp.engine.comm.shared_memory.groups import of_group, would_share
 from flatfsdp.errors import ConfigTypeError
 
 
@@ -32,6 +34,27 @@ def test_a_choice_stays_until_another_one() -> None:
     finally:
         flatfsdp.share_host_memory()
     assert would_share(Pair()) == able
+
+
+class Nine:
+    """A process group that is too large to share memory, and whose collectives are not there."""
+
+    group_name = "nine"
+
+    def size(self) -> int:
+        return 9
+
+
+def test_a_group_of_more_ranks_has_its_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "_reasons", {})
+    why, group = "it has 9 ranks, and at most 8 share memory", Nine()
+    with caplog.at_level(logging.DEBUG, logger="flatfsdp"):
+        assert [of_group(group) for _ in range(2)] == [None, None]
+    assert caplog.messages == [f"process group nine shares no memory: {why}"]
+    if would_share(Pair()):
+        assert f"\nshared memory: no: {why}\n" in env.describe()
 
 
 def test_a_choice_is_a_bool() -> None:

@@ -93,11 +93,14 @@ def capacity_of(process_group: Any) -> int:
 
 def of_group(process_group: Any) -> SharedMemory | None:
     """The shared memory of `process_group`, if it has some. Collective over the group at its first call."""
-    if process_group.size() > MOST_RANKS or _by_messages.value:
+    if _by_messages.value:
         return None  # without communication
 
     def make() -> SharedMemory | None:
-        shared, why = connect(process_group, capacity=capacity_of(process_group))
+        if (ranks := process_group.size()) > MOST_RANKS:  # without communication, too
+            shared, why = None, f"it has {ranks} ranks, and at most {MOST_RANKS} share memory"
+        else:
+            shared, why = connect(process_group, capacity=capacity_of(process_group))
         if shared is None:
             _reasons[why] = None
             logger.debug("process group %s shares no memory: %s", process_group.group_name, why)
