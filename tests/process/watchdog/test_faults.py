@@ -261,6 +261,14 @@ def lost(*, gloo: bool) -> list[Any]:
     ]
 
 
+def by_both_ways(case: Callable[[int, int], Any], world: int = 2) -> pytest.MarkDecorator:
+    """Through shared memory, and with --thorough by messages, too."""
+    ways = [pytest.param("shared memory", marks=job(case, world))]
+    if is_thorough():
+        ways.append(pytest.param("messages", marks=job(partial(by_messages, case), world)))
+    return pytest.mark.parametrize("way", ways)
+
+
 # By default gloo has its own in `test_exchange.py`.
 @pytest.mark.parametrize(("exit_code", "text"), [*lost(gloo=False), *(lost(gloo=True) if is_thorough() else [])])
 def test_a_rank_is_lost(outcomes: list[fresh.Outcome], exit_code: int, text: str) -> None:
@@ -270,8 +278,8 @@ def test_a_rank_is_lost(outcomes: list[fresh.Outcome], exit_code: int, text: str
         assert re.search(rf"(LostRankError|AgreementError): .*{text}", outcome.output), outcome.output
 
 
-@job(frozen_with_the_store, 3)
-def test_a_rank_is_stopped_that_serves_the_store(outcomes: list[fresh.Outcome]) -> None:
+@by_both_ways(frozen_with_the_store, 3)
+def test_a_rank_is_stopped_that_serves_the_store(way: str, outcomes: list[fresh.Outcome]) -> None:
     """Ranks that can query no other one keep their limits, too: in a collective, and in a request to the store."""
     *waiting, stopped = ended(outcomes)
     assert stopped.exit_code == -signal.SIGKILL
@@ -287,8 +295,8 @@ def test_a_rank_is_stopped_that_serves_the_store(outcomes: list[fresh.Outcome]) 
         assert re.search(text, outcome.output), outcome
 
 
-@job(asleep)
-def test_a_rank_sleeps(outcomes: list[fresh.Outcome]) -> None:
+@by_both_ways(asleep)
+def test_a_rank_sleeps(way: str, outcomes: list[fresh.Outcome]) -> None:
     """First there is only a report, and training goes on; then it is an error."""
     waiting, sleeping = ended(outcomes)
     assert (waiting.exit_code, sleeping.exit_code) == (1, 1)
@@ -306,8 +314,8 @@ def test_a_rank_sleeps(outcomes: list[fresh.Outcome]) -> None:
     assert "resumed after" not in sleeping.output
 
 
-@job(slower_than_the_group)
-def test_no_wait_is_longer_than_the_process_group_allows(outcomes: list[fresh.Outcome]) -> None:
+@by_both_ways(slower_than_the_group)
+def test_no_wait_is_longer_than_the_process_group_allows(way: str, outcomes: list[fresh.Outcome]) -> None:
     for outcome in ended(outcomes):
         assert outcome.exit_code == 1, outcome
         assert re.search(
