@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -190,7 +191,7 @@ class Rank:
     def _beside(self, shared: Any, replay: Replay) -> Iterator[None]:
         own = self._equipped(OwnBell, self._rank, replay)
         with ExitStack() as stack:
-            stack.enter_context(patch.object(exchange, "own_bell", lambda: own))
+            shared.bell = own
             stack.enter_context(patch.object(exchange, "_progress_all", shared.progress))
             barrier = (lambda: replay.ask(BARRIER)) if self._scope.barriers else (lambda: None)
             stack.enter_context(patch.object(bells, "_barrier", barrier))
@@ -218,9 +219,10 @@ class Rank:
         sleepers = [] if not scope.with_bells else peers if not scope.others_go_on else [0] if rank else []
         bell_of = [self._equipped(Bell, each, replay) for each in sleepers]
         vars(shared).update(_name="of the model", rank=rank, _global_rank=rank, _stream=stream, _lock=threading.RLock())
-        vars(shared).update(_words=words[rank], _their_words=[words[each] for each in peers], _bells=bell_of)
+        mine = SimpleNamespace(words=words[rank], bytes=outboxes[rank])
+        vars(shared).update(_mine=mine, _their_words=[words[each] for each in peers], _bells=bell_of)
         theirs = [outboxes[each] if each != rank else None for each in range(scope.world)]
-        vars(shared).update(_outbox=outboxes[rank], _outboxes=theirs, _segment=Pages(outboxes[rank], scope.room))
+        vars(shared).update(_outboxes=theirs, _segment=Pages(outboxes[rank], scope.room))
         vars(shared).update(
             worked_at=0.0, _end=lambda error: None
         )  # a process that pauses raises, and restarts with another

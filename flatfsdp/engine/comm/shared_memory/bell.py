@@ -1,6 +1,6 @@
 """Sleeping until a peer makes progress, and waking sleeping peers.
 
-[Note: bell] Every process has one word that its peers change, and on which it sleeps (`futex(2)`) in all of its waits.
+[Note: bell] Every rank has one word that its peers change, and on which it sleeps (`futex(2)`) in all of its waits.
 The word never has the same value twice, so the kernel detects a change between a check of the counters and the sleep. A
 peer that changes the word makes the system call only if a thread sleeps.
 
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
+import weakref
 from functools import cache
 
 from .segments import MemorySegment, create
@@ -58,11 +60,12 @@ class OwnBell(Bell):
     """The bell of this process.
 
     Attributes:
-        descriptor: the file descriptor of its segment, for peers.
+        descriptor: the file descriptor of its segment, for peers. close: closes it; called when the bell is freed.
     """
 
     def __init__(self) -> None:
         self.descriptor = create(SIZE)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
         self._sleepers = 0  # threads
         super().__init__(MemorySegment(self.descriptor, SIZE))
 
@@ -86,10 +89,21 @@ class OwnBell(Bell):
             self._words[_SLEEPS] = self._sleepers
 
 
-@cache
+_own: weakref.WeakSet[OwnBell] = weakref.WeakSet()
+
+
 def own_bell() -> OwnBell:
-    """The bell of this process."""
-    return OwnBell()
+    """The bell of this process: the same one as long as an exchange holds it."""
+    with _lock:
+        _own.add(bell := next(iter(_own), None) or OwnBell())
+    return bell
+
+
+def forget_in_child() -> None:
+    """Drop the bell in a forked child, which does not have its memory; the descriptor stays open."""
+    for bell in list(_own):
+        bell.close.detach()
+    _own.clear()
 
 
 @cache

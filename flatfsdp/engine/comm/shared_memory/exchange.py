@@ -31,7 +31,7 @@ from ...base import _torch
 from ...device.malloc import retains_host_memory
 from ..pieces import Row
 from .attendant import LONG_AGO, Attendant
-from .bell import Bell, own_bell, ring_value
+from .bell import Bell, OwnBell, forget_in_child, ring_value
 from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream
 from .operations import AllToAll, Gather, Operation, Sum
 from .peers import Peer
@@ -61,8 +61,9 @@ class SharedMemory:
     _broken = ""  # the error that interrupted a chunk
     _lost = ""  # the message about a lost peer
 
-    def __init__(self, process_group: Any, peers: Sequence[Peer], own: MemorySegment) -> None:
+    def __init__(self, process_group: Any, peers: Sequence[Peer], own: MemorySegment, bell: OwnBell) -> None:
         """`own`: this rank's outbox; the two segments of each peer are its outbox and its bell."""
+        self.bell = bell
         self.rank, self.world = process_group.rank(), process_group.size()
         self._name = f"process group {process_group.group_name}"
         self._limit = _torch.time_limit(process_group)
@@ -70,9 +71,8 @@ class SharedMemory:
         if dist.get_world_size() <= len(os.sched_getaffinity(0)):
             self.looks = _LOOKS_ALONE
         self._peers = peers
-        mine, self._segment = _Outbox(own), own
+        self._mine, self._segment = _Outbox(own), own
         own.give_pages_back(CONTROL)
-        self._words, self._outbox = mine.words, mine.bytes
         theirs = {peer.rank: _Outbox(peer.segments[0]) for peer in peers}
         self._bells = [Bell(peer.segments[1]) for peer in peers]
         self._outboxes = [theirs[rank].bytes if rank in theirs else None for rank in range(self.world)]
@@ -86,7 +86,7 @@ class SharedMemory:
     @property
     def capacity(self) -> int:
         """Bytes of an outbox."""
-        return self._outbox.numel()
+        return self._mine.bytes.numel()
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -165,16 +165,16 @@ class SharedMemory:
             self._in_a_chunk = True
             if (end := CONTROL + chunk.place + chunk.size) > self._segment.held:
                 self._take_pages(end)
-            chunk.operation.post(chunk, self._outbox)
-            self._words[_FIRST_TAG + chunk.number % TAGS] = chunk.operation.tag
+            chunk.operation.post(chunk, self._mine.bytes)
+            self._mine.words[_FIRST_TAG + chunk.number % TAGS] = chunk.operation.tag
             stream.was_posted()
-            self._words[_POSTED] = stream.posted
+            self._mine.words[_POSTED] = stream.posted
         elif (chunk := stream.to_take([each[_POSTED] for each in words])) is not None:
             self._check(chunk)
             self._in_a_chunk = True
             chunk.operation.take(chunk, self._outboxes)
             stream.was_taken()
-            self._words[_TAKEN] = stream.taken
+            self._mine.words[_TAKEN] = stream.taken
             chunk.operation.done = chunk.is_last
         else:
             return False
@@ -215,7 +215,7 @@ class SharedMemory:
         """Handle an `error` in `progress`: if it interrupted a chunk, all exchanges of the group are broken."""
         if self._in_a_chunk:
             self._broken = f"{type(error).__name__}: {error}"
-            self._words[_BROKEN] = 1
+            self._mine.words[_BROKEN] = 1
 
     def _check(self, chunk: Chunk[Operation]) -> None:
         slot = _FIRST_TAG + chunk.number % TAGS
@@ -299,7 +299,7 @@ class SharedWork:
             RuntimeError: a peer has ended, issued another collective, or exceeded the group's time limit.
         """
         operation, shared = self._operation, self._shared
-        since, looks, bell = time.monotonic(), 0, own_bell()
+        since, looks, bell = time.monotonic(), 0, shared.bell
         shared.progress()
         while not operation.done:
             shared.check_lost()
@@ -347,7 +347,7 @@ def _forget_in_child() -> None:
         each._stream, each._lock = _ForkedStream(0), threading.RLock()
     _exchanges = ()
     _attendant.forget()
-    own_bell.cache_clear()
+    forget_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -145,7 +145,7 @@ def connect(process_group: Any, *, capacity: int = CAPACITY) -> tuple[SharedMemo
         if not why:
             own = create(CONTROL + capacity)
             outbox = MemorySegment(own, CONTROL + capacity)
-            descriptors = [own, own_bell().descriptor]
+            descriptors = [own, (bell := own_bell()).descriptor]
     except OSError as error:
         why = f"no memory to share: {error}"
     try:
@@ -155,4 +155,4 @@ def connect(process_group: Any, *, capacity: int = CAPACITY) -> tuple[SharedMemo
             os.close(own)
     if not peers or outbox is None:
         return None, why
-    return SharedMemory(process_group, peers, outbox), ""
+    return SharedMemory(process_group, peers, outbox, bell), ""
