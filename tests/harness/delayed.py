@@ -1,11 +1,16 @@
-"""A double of transports, for tests: results arrive as late as possible."""
+"""Doubles for tests: of transports, whose results arrive as late as possible, and of autograd, which releases failed
+backwards late."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from flatfsdp.engine.base import autograd
 from flatfsdp.engine.comm.transport import ProcessGroupTransport, Transport
 from flatfsdp.engine.device.streams import PendingWork, Stream
 from tests.harness import inspect
@@ -67,3 +72,18 @@ class DelayedTransport(ProcessGroupTransport):
         if output.is_floating_point():
             output.fill_(float("nan"))
         return PendingWork(work=inner, keep=(output, hidden, *keep), finish=arrive)
+
+
+@contextmanager
+def backwards_released_late(held: list[object] | None = None) -> Iterator[None]:
+    """A context whose backwards autograd holds until it ends, or until `held` is cleared: as it may do on an
+    accelerator, where another thread releases a failed one while the program goes on."""
+    kept: list[object] = [] if held is None else held
+
+    class Late(autograd.BackwardCompletion):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            kept.append(self)
+
+    with patch.object(autograd, "BackwardCompletion", Late):
+        yield

@@ -563,6 +563,12 @@ def doing() -> str:
     return current_watch()._local.status().doing
 
 
+def is_busy(model: Any) -> bool:
+    """Whether this rank is known to be inside of an iteration, where it may wait for others."""
+    busy: bool = _model(model).agreement.sequence.busy
+    return busy
+
+
 def meetings(model: Any) -> int:
     """The number of places where this rank left a note about an unexpected event."""
     return len(_model(model).agreement.sequence.meetings.places)

@@ -322,6 +322,10 @@ class Agreement:
         self._opening = None
         self.sequence.publish_abandoned(error)
 
+    def meet_abandoned(self) -> None:
+        """If the last iteration was abandoned, wait until all ranks have abandoned it. Not collective."""
+        self.sequence.meet_abandoned()
+
     def _conditions(self) -> StepConditions:
         """The conditions with which a step begins; resets them for the next one."""
         found = StepConditions(self.stepped, self.loaded, self._autocast)

@@ -54,7 +54,7 @@ class Meetings:
         self.waits_at: int | None = None
         self._peers = peers
         self._noted = ""  # the description of this rank's op in its last note
-        self._settled: int | None = None  # the last place that all ranks have left
+        self._settled: list[int] = []  # the last places where all ranks have met, which some may not have left
 
     def require_same(self, codes: dict[int, int], op: Op, step: int) -> None:
         """Fail unless the `codes` of all ranks, which were exchanged, are equal."""
@@ -88,8 +88,11 @@ class Meetings:
         if here == 1 and alarm is not None:
             notes.raise_alarm(alarm)
 
-    def meet(self, at: int, step: int) -> None:
-        """Wait for the notes of all ranks at `at`; raises unless all are the same."""
+    def meet(self, at: int, step: int, *, noted_early: bool = False) -> None:
+        """Wait for the notes of all ranks at `at`; raises unless all are the same.
+
+        `noted_early`: ranks may have left theirs before they have met at the place before.
+        """
         peers, place = self._peers, self._place(at)
         notes = peers.store
         self.waits_at = at
@@ -107,9 +110,9 @@ class Meetings:
         self.waits_at = None
         if peers.rank == peers.ranks[0]:
             # All ranks have a note here, so all have left earlier places: the notes there can be erased.
-            if self._settled is not None:
-                erase(notes, self._place(self._settled), peers.ranks)
-            self._settled = at
+            while self._settled and not noted_early:
+                erase(notes, self._place(self._settled.pop()), peers.ranks)
+            self._settled.append(at)
 
     def judge(self, at: int, step: int) -> AgreementError:
         """The error with the ops of all ranks at `at`, from their notes, or with the ranks that have ended."""
@@ -283,10 +286,11 @@ class OpSequence:
         """If the last iteration was abandoned here, wait until all ranks have abandoned it at the same place."""
         if self.abandoned is not None:
             at, op = self.abandoned.at, self.abandoned.op
-            if self._unmet is not None:
-                self.meetings.meet(self._unmet, self._step)
+            unmet = self._unmet
+            if unmet is not None:
+                self.meetings.meet(unmet, self._step)
                 self._unmet = None
-            self.meetings.meet(at, self._step)
+            self.meetings.meet(at, self._step, noted_early=unmet is not None)
             self.abandoned = None
             self._predictor.forget_present()
             self.unused.forget()
@@ -299,6 +303,8 @@ class OpSequence:
         """
         part, peers = self.part, self._peers
         if part is None or peers.watch is None or peers.verdict is not None:
+            return
+        if self.abandoned is not None:  # before, for example by a failed backward inside of a forward
             return
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return

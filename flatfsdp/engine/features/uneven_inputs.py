@@ -140,6 +140,7 @@ class Joined:
             if self.has_data and stand_in is _NO_BATCH:
                 kept = batch
             nothing = not self.has_data and kept is _NO_BATCH
+            model.iteration.leave_backward()
             found = model.agreement.numbers_of_ranks(
                 f"the next batch in {_LOOP}", _NOTHING if nothing else _DATA if self.has_data else _STAND_IN
             )

@@ -18,7 +18,6 @@ from ..base import _functorch, _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
 from ..base.nested_tensors import cast_floating, map_tensors, move, tensors_in
-from ..config.arguments import has_forward
 from ..flat.buffer_casting import cast_buffers
 from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_UNSHARDED, check_unwritten, keep_packed
@@ -27,7 +26,7 @@ from .backward_hooks import BackwardHooks, UnitHooks
 from .forward_gathers import ForwardGathers
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
-from .iteration import LEFT_BEHIND, Iteration, Outcome
+from .iteration import ENDED_BADLY, FAILED, LEFT_BEHIND, Iteration, Outcome
 from .late_gradients import follow_customs
 from .model_facts import trained_parameters
 from .resources import Resources
@@ -66,24 +65,20 @@ class ForwardDriver:
         setup, iteration, agreement = self.setup, self.iteration, self.agreement
         training = torch.is_grad_enabled()
         if not setup.ready:
-            outermost = setup.outermost
-            if unit is not outermost and not unit.entries.in_place and has_forward(outermost.entries.first):
-                raise UsageError(
-                    f"the forward of a nested unit ({unit.entries.class_name}) ran before the first forward of the "
-                    f"root ({outermost.entries.class_name}) that it belongs to; call the outermost "
-                    "FullyShardedDataParallel module first"
-                )
+            setup.check_runs_first(unit)
             setup.lazy_init(training=training)
         elif not setup.placed:
             setup.check_placed()
         if _torch.in_backward():
             return
+        if iteration.stage in LEFT_BEHIND:
+            iteration.leave_backward()
         agreement.begin_forward(
             functools.partial(trained_parameters, setup.units),
             training=training,
             device_type=self.resources.device.device.type,
         )
-        if iteration.stage in LEFT_BEHIND:
+        if iteration.stage is FAILED:
             iteration.finish_interrupted()
         try:
             if iteration.is_at_rest and iteration.ahead:
@@ -138,6 +133,13 @@ class ForwardDriver:
                 if not each.backward.keep_unsharded:
                     each.reset_to_idle(keep_unsharded=each.options.schedule.reshard_after_forward is False)
             self.resources.limiter.free_all()
+
+    def _end_inner_failure(self) -> None:
+        """A backward inside of the forward failed, and the forward goes on: bring units to rest, except those whose
+        forwards run, after all ranks have abandoned that backward."""
+        self.iteration.leave_backward()
+        self.agreement.meet_abandoned()
+        self.iteration.finish_interrupted()
 
     # -- a forward of a unit -----------------------------------------------------------------------------------------
 
@@ -229,6 +231,8 @@ class ForwardDriver:
     ) -> tuple[ForwardCall | None, tuple[Any, ...], dict[str, Any], torch.dtype | None]:
         """Gather `unit`, and cast its inputs; the last item is the dtype to which outputs are cast back."""
         outer_dtype = unit.built.output_dtype
+        if self.iteration.stage in ENDED_BADLY and not recomputing:
+            self._end_inner_failure()
         if recomputing and any(grads.arrived for grads in unit.grads):
             unit.leaves.single_use = False  # parameters are read after their gradients have arrived
         unit.enter_phase(FORWARD)
@@ -305,6 +309,8 @@ class ForwardDriver:
     ) -> None:
         """`stays`: whether the unit stays unsharded if it is trained and no output requires a gradient; `again`: it
         does, for the forward around this one."""
+        if self.iteration.stage in ENDED_BADLY and not recomputing:
+            self._end_inner_failure()
         training, turns = torch.is_grad_enabled(), self.iteration.turns
         if not training:
             self._forget_autocast()

@@ -55,6 +55,7 @@ class Stage(enum.Enum):
 IDLE, FORWARD, AWAITING_BACKWARD, BACKWARD, RETAINED, FAILED = Stage
 INTERRUPTED = frozenset({AWAITING_BACKWARD, BACKWARD, RETAINED, FAILED})
 LEFT_BEHIND = frozenset({BACKWARD, RETAINED, FAILED})  # that the next call may find, and ends
+ENDED_BADLY = frozenset({BACKWARD, FAILED})  # that a forward may find around a backward, and ends
 
 STAGE_STEPS: Mapping[Stage, frozenset[Stage]] = {
     # A backward may be of a graph that is older than the last rest.
@@ -250,7 +251,7 @@ class Iteration:
         self._stop_sharing()
         backward.finisher.backward_failed(self._units)
         self._agreement.publish_abandoned(None)
-        self._agreement.rest()
+        self._agreement.resume_forward() if self.depth else self._agreement.rest()
         lost = [unit.label for unit in self._units if _rollback(unit)]
         if lost:
             warn_once_per_job(
@@ -313,7 +314,6 @@ class Iteration:
         for unit in self._units if self.depth else ():
             if unit not in units:
                 _rollback(unit)  # restores its `.grad`
-                unit.wait_unshard()
         rest = self._agreement.resume_forward if self.depth else self._agreement.rest
         if outcome is Outcome.RETAINED:
             for unit in units:
@@ -324,7 +324,7 @@ class Iteration:
         if outcome is not Outcome.ENDED:
             failed = outcome is Outcome.FAILED
             self._drop_gradients() if failed else self._forget_forward()
-            for unit in self._units:
+            for unit in units if failed else self._units:
                 unit.reset_to_idle()
             self._resources.limiter.free_all()
             if not failed:
@@ -352,19 +352,21 @@ class Iteration:
             for observe in self._observers.backward_ended:
                 observe(backward)
 
-    def finish_interrupted(self) -> None:
-        """Bring units to rest after a failed backward, or one that was to be differentiated again."""
-        if self.stage in LEFT_BEHIND and not self.clear_failure() and self.stage is RETAINED:
+    def leave_backward(self) -> None:
+        """End what the last backward did together with other ranks, before this rank does anything else with them: it
+        failed, and autograd has not released it yet, or it was to be differentiated again."""
+        if self.stage is RETAINED:
             self.close(Outcome.ENDED)
+        elif self.backward is not None and not _torch.in_backward():
+            self.fail_backward(self.backward)
 
-    def clear_failure(self) -> bool:
-        """If a backward failed, bring units to rest after it, and wait for its collectives; returns whether one did."""
-        if self.backward is not None and not _torch.in_backward():
-            self.fail_backward(self.backward)  # autograd has not released it yet
-        if self.stage is not FAILED:
-            return False
-        self.close(Outcome.FAILED)
-        return True
+    def finish_interrupted(self) -> None:
+        """Bring units to rest after a failed backward, or one that was to be differentiated again, and wait for the
+        collectives that it issued."""
+        if self.stage in LEFT_BEHIND:
+            self.leave_backward()
+        if self.stage is FAILED:
+            self.close(Outcome.FAILED)
 
     def wait_for_gradients(self) -> None:
         """Wait for the deferred reductions of the last backward, if any."""
@@ -433,10 +435,8 @@ def _retain(unit: Unit) -> None:
 
 
 def _rollback(unit: Unit) -> bool:
-    """Immediately after a failed backward: let leaves show the shard, restore `.grad`. True if a window was lost.
-
-    Called during exception handling: must not block or communicate.
-    """
+    """Immediately after a failed backward, during exception handling: let leaves show the shard, restore `.grad`. True
+    if a window was lost. Must not block or communicate."""
     unit.backward.forget_graph()
     unit.leaves.listing.show(False)
     if unit.phase is not SUMMONED:  # else a user may write to the parameters, and the backward did not reach them
@@ -444,4 +444,6 @@ def _rollback(unit: Unit) -> bool:
             views.show(SHOWS_SHARD)
         for grads in unit.grads:
             grads.unstash_grads()
+    if unit.phase is UNIT_FORWARD and unit.is_unsharded:  # the backward was inside of its forward, which may go on
+        unit.wait_unshard()
     return any(grads.accumulation.window_open for grads in unit.grads)

@@ -23,7 +23,7 @@ from ..flat.states import IDLE, SUMMONED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from . import param_registry as registry
 from .forward_driver import unshard_at_first_gradient
-from .iteration import RETAINED
+from .iteration import LEFT_BEHIND, RETAINED
 from .model import Model, model_of
 from .unit import Unit, evict
 from .user_writes import begin_request, check_left_unsharded, follow_before_request, retire_request
@@ -172,6 +172,8 @@ def collective_call(units: Collection[Unit], call: str, *, always: bool = False,
     with ExitStack() as calls:
         for model in models_of(units) if when else ():
             model.setup.lazy_init()
+            if model.iteration.stage in LEFT_BEHIND:  # inside of a context that began at rest
+                model.iteration.leave_backward()
             indices = [unit.place.index for unit in units if model_of(unit) is model]
             calls.enter_context(model.agreement.collective_call(call, indices, always=always))
         yield

@@ -15,6 +15,7 @@ from flatfsdp import FullyShardedDataParallel, comm_hooks
 from flatfsdp.errors import AgreementError, ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
 from tests.conftest import Run
 from tests.harness import inspect
+from tests.harness.delayed import backwards_released_late
 from tests.harness.meshes import shared_mesh
 
 WIDTH = 6
@@ -280,6 +281,29 @@ def test_all_ranks_may_leave_in_the_same_step(pool2: Run, raising: bool) -> None
     total = sum(float(p.grad.sum()) for p in net.parameters() if p.grad is not None)
     found = sum(map(sum, pool2(together, raising)))
     assert found == pytest.approx(total, rel=1e-4)
+
+
+def _fail(grad: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def goes_on(rank: int, world: int) -> list[int]:
+    """The steps of a loop that fail, on one rank in a backward that autograd releases late."""
+    model, failed = wrap(build()), []
+    with backwards_released_late() if rank == 0 else nullcontext(), flatfsdp.join(model) as joined:
+        for step, batch in enumerate(joined(batches(rank, 5))):
+            output = model(batch)
+            if step in (2, 3):
+                output.register_hook(_fail)
+            try:
+                output.square().mean().backward()
+            except ZeroDivisionError:
+                failed.append(step)
+    return failed
+
+
+def test_a_loop_goes_on_after_a_backward_that_failed_on_all_ranks(pool2: Run) -> None:
+    assert pool2(goes_on) == [[2, 3]] * 2
 
 
 def wrong() -> list[str]:

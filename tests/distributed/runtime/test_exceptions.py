@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.harness.corners import (
     seeded,
     unsynced,
 )
+from tests.harness.delayed import backwards_released_late
 from tests.harness.models import WIDTH
 from tests.harness.thorough import is_thorough
 
@@ -159,6 +161,18 @@ def test_a_failed_step_leaves_no_trace(place: str, pool2: Run) -> None:
     assert not joined(pool2(caught, place))
 
 
+def caught_before_release(rank: int, world: int, late: int, place: str) -> list[str]:
+    once = partial(program, place=place, earlier=False)
+    with backwards_released_late() if rank < late else nullcontext():
+        return differences(rank, world, build, once, units=(Trapped,), under=HALVES[1][:2])
+
+
+@pytest.mark.parametrize(("late", "place"), [(1, "backward between units"), (1, "hook of a parameter")])
+def test_so_it_is_before_autograd_has_released_the_backward(late: int, place: str, pool2: Run) -> None:
+    """As on accelerators: a rank began its next forward, and reported only then that it had failed."""
+    assert not joined(pool2(caught_before_release, late, place))
+
+
 def recomputed(rank: int, world: int, reentrant: bool) -> list[str]:
     how = partial(checkpoint, use_reentrant=reentrant)
     step = partial(program, place="second forward of a unit", earlier=True, how=how)
@@ -193,6 +207,44 @@ def caught_inside(rank: int, world: int) -> list[str]:
 
 def test_an_exception_caught_inside_the_model(pool2: Run) -> None:
     assert not joined(pool2(caught_inside))
+
+
+def _through_a_failure(net: Net, x: Tensor, *, where: str = "", late: bool = False) -> Tensor:
+    """A backward inside of the forward fails at its beginning, or its end, and is caught there."""
+    global armed
+    first, *others = net.blocks
+    for block, at in ((first, "begin"), *zip(others, ("", "end"), strict=True)):
+        if where and where == at:
+            armed = "backward inside a unit"
+            with backwards_released_late(_held) if late else nullcontext(), pytest.raises(Bang):
+                first(x.detach().requires_grad_()).sum().backward()
+            armed = None
+        x = block(x)
+    return net.head(x)
+
+
+_held: list[object] = []
+
+
+def caught_inside_a_forward(rank: int, world: int, where: str, late: int) -> list[str]:
+    def step(model: Any, rank: int, step: int) -> Tensor:
+        more: dict[str, Any] = {"where": where, "late": rank < late} if hasattr(model, "no_sync") else {}
+        loss = loss_of(model(data(rank, step), **more))
+        loss.backward()
+        return loss
+
+    try:
+        return differences(
+            rank, world, lambda: Net(_through_a_failure, block=Trapped), step, units=(Trapped,), under=HALVES[0][:2]
+        )
+    finally:
+        _held.clear()
+
+
+@pytest.mark.parametrize(("where", "late"), [("begin", 0), ("begin", 1), ("end", 0), ("end", 1)])
+def test_a_backward_that_fails_inside_a_forward_that_goes_on(where: str, late: int, pool2: Run) -> None:
+    """All ranks abandoned it, and none met the others there: they waited for each other in different places."""
+    assert not joined(pool2(caught_inside_a_forward, where, late))
 
 
 def failed_forward_in_window(rank: int, world: int) -> list[str]:

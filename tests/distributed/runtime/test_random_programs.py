@@ -40,6 +40,7 @@ from flatfsdp.engine.features import local_clipping
 from tests.conftest import Run
 from tests.distributed.comm.test_shared_memory import delayed as delayed_hand_shakes
 from tests.harness import inspect
+from tests.harness.delayed import backwards_released_late
 from tests.harness.error_feedback import owed_by_all
 from tests.harness.gradients import fill, names_of, together, unlike
 from tests.harness.played_fronts import InPlace, Wrapper
@@ -205,6 +206,7 @@ class Player:
         if self.flat_steps:
             fuse_optimizer_steps(self.optimizer)
         self.number = self.turn = 0
+        self.held: list[object] = []  # failed backwards that autograd releases late
         self.inside = random.Random(f"inside {seed}")
         self.reduced = True  # no gradient is this rank's own
         self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
@@ -606,7 +608,12 @@ def fail(player: Player) -> None:
     block = [each for each in player.model.modules() if isinstance(each, Block)][index]
     player.number += 1
     block.fails = player.drawn.choice(("forward", "backward"))
-    with nullcontext() if player.drawn.random() < 0.5 else player.front.no_sync(player.model):
+    late = random.Random(f"late {player.number} {player.rank}").random() < 0.3
+    player.held.clear()
+    with (
+        nullcontext() if player.drawn.random() < 0.5 else player.front.no_sync(player.model),
+        backwards_released_late(player.held) if late else nullcontext(),
+    ):
         try:
             loss = _loss(player.model(player.data(player.rank)))
             if block.fails == "forward":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel, ensure_unit_participation
 from flatfsdp.errors import UsageError
 from tests.harness.fake import fake_world
-from tests.harness.inspect import held_by_units, memory
+from tests.harness.inspect import held_by_units, is_busy, memory
 
 
 class Refuse(torch.autograd.Function):
@@ -151,3 +152,15 @@ def test_graphs_of_units_that_return_what_they_were_given_are_let_go(alone: bool
         with torch.no_grad():
             model(torch.ones(2, 4))
         assert not Marked.nodes
+
+
+def test_a_rank_is_known_to_be_busy_in_a_forward_after_a_backward_to_be_differentiated_again() -> None:
+    """Otherwise its watchdog does not end its wait for others that have parted."""
+    with fake_world(2):
+        model, found = FullyShardedDataParallel(nn.Linear(4, 4)), []
+        model.module.register_forward_hook(lambda *_: found.append(is_busy(model)))
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+                model(torch.ones(2, 4)).sum().backward(create_graph=True)
+        assert found == [True, True] and not is_busy(model)

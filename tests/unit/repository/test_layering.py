@@ -370,7 +370,7 @@ def test_one_file_registers_with_autograd() -> None:
 
 # Functions that finish an iteration. The door and the drivers call them; all others use the door. [Note: rest]
 PIECES_OF_REST = re.compile(
-    r"\b(\w+\.(lazy_init|finish_interrupted|clear_failure|wait_for_gradients|show_shards|shows_shards|reset_to_idle"
+    r"\b(\w+\.(lazy_init|finish_interrupted|wait_for_gradients|show_shards|shows_shards|reset_to_idle"
     r"|retire_requests|left_unreduced)|setup\.write_back|iteration\.close|limiter\.free_all)$"
 )
 DOOR = frozenset(f"engine/runtime/{file}" for file in ("rest", "iteration", "forward_driver", "backward_hooks"))
