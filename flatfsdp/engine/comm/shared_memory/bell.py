@@ -5,10 +5,11 @@ The word never has the same value twice, so the kernel detects a change between 
 peer that changes the word makes the system call only if a thread sleeps.
 
 [Note: barriers] Data are written before the counter that publishes them, and on x86 stores become visible in program
-order to readers that load in that order. However, x86 may reorder a store and a later load: "I have posted" and "does
-my peer sleep?" on one side, "I sleep" and "what has my peer posted?" on the other. `_barrier` separates the two: it
-acquires and releases a lock, which takes a locked instruction. Other processors need more barriers, and use gloo
-instead.
+order to readers that load in that order; the C library ends copies by non-temporal stores, which would not, with an
+`sfence`. A counter is aligned, and is read and written by one instruction. However, x86 may reorder a store and a later
+load: "I have posted" and "does my peer sleep?" on one side, "I sleep" and "what has my peer posted?" on the other.
+`_barrier` separates the two: it acquires and releases a lock, which takes a locked instruction. Other processors need
+more barriers, and use gloo instead.
 """
 
 from __future__ import annotations
