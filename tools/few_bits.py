@@ -35,6 +35,7 @@ INT8 = torch.int8
 WAYS = {
     "full precision": MixedPrecision(),
     "gather_dtype=int8, reduce_bits=8": MixedPrecision(gather_dtype=INT8, reduce_bits=8),
+    "gather_dtype=float8_e4m3fn, reduce_bits=8": MixedPrecision(gather_dtype=torch.float8_e4m3fn, reduce_bits=8),
     "gather_dtype=int8, reduce_bits=4": MixedPrecision(gather_dtype=INT8, reduce_bits=4),
     "the same, reduce_error_feedback": MixedPrecision(gather_dtype=INT8, reduce_bits=4, reduce_error_feedback=True),
 }
