@@ -1297,3 +1297,9 @@ def problem_of_program(program: Program, seed: int, *, world: int = 0, job: Job 
         if not differ and (wrong := played.wrong_absence()):
             return wrong
     return ""
+
+
+def shows(first: int, many: int, **wrong: Any) -> bool:
+    """Whether a program, of `first` and then seeds below `many`, has a problem with what is `wrong`: arguments of
+    `problem_of_program`. `first` is one that had when this was written, and the others are for when it has none."""
+    return any(problem_of(seed, **wrong) for seed in chain([first], range(many)))
