@@ -31,7 +31,9 @@ def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dt
         if not grad.numel():  # a rank without rows of the parameter: torch raises for the maximum of an empty tensor
             continue
         norm: Any = torch.linalg.vector_norm(
-            grad.detach().to_dense() if grad.is_sparse else grad.detach(), p, dtype=dtype
+            grad.detach().to_dense() if grad.is_sparse else grad.detach(),
+            p,
+            dtype=dtype.to_complex() if grad.dtype.is_complex else dtype,
         )
         if type(norm) is not torch.Tensor and is_dtensor(norm):
             norm = norm.full_tensor()
@@ -95,7 +97,7 @@ class _Gradients(NamedTuple):
 
     def norm(self, p: float, device: torch.device) -> torch.Tensor:
         """The norm of all these gradients, in float32 or float64. Collective over the groups of `sharded`."""
-        wide = torch.float64 if torch.float64 in self.dtypes else torch.float32
+        wide = torch.float32 if self.dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
         total = _power_sum(self.whole, p, device, wide)
         for axes, grads in self.sharded.values():
             part = _power_sum(grads, p, device, wide)
@@ -156,7 +158,7 @@ def clip_grad_norm(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in every:
         grad.mul_(scale.to(grad.device))  # 0-dim: multiplied in its precision, stored in the gradient's dtype
-    return norm.to(max(found.dtypes, key=attrgetter("itemsize"))) if found.dtypes else norm
+    return norm.to(max(map(torch.dtype.to_real, found.dtypes), key=attrgetter("itemsize"))) if found.dtypes else norm
 
 
 def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -37,6 +37,8 @@ from tests.harness.thorough import is_thorough
 
 summon = FullyShardedDataParallel.summon_full_params
 
+WIDEST = torch.complex128
+
 
 def train(model: Any, rank: int, step: int = 0) -> Tensor:
     loss = loss_of(model(data(rank, step)))
@@ -59,7 +61,7 @@ def unlike(found: dict[str, Tensor], expected: dict[str, Tensor], *, bound: floa
     return [
         name
         for name, tensor in expected.items()
-        if not (found[name].double() - tensor.double()).norm() <= bound * tensor.double().norm()
+        if not (found[name].to(WIDEST) - tensor.to(WIDEST)).norm() <= bound * tensor.to(WIDEST).norm()
     ]
 
 
@@ -74,11 +76,12 @@ class Patchwork(nn.Module):
         self.sharded, self.whole, self.ignored = Feedforward(WIDTH, 19), Feedforward(WIDTH, 17), nn.Linear(WIDTH, WIDTH)
         self.low = nn.Parameter(torch.randn(WIDTH).bfloat16())
         self.wide = nn.Parameter(torch.tensor([0.3], dtype=torch.float64))
+        self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.ignored(self.whole(self.sharded(x)))) * self.low.to(x.dtype)
-        return x * self.wide.to(x.dtype) + self.frozen.sum()
+        return (x * self.turn).imag * self.wide.to(x.dtype) + self.frozen.sum()
 
 
 def patchwork(orig: bool) -> Any:
@@ -102,12 +105,12 @@ def clipped(rank: int, world: int, p: float) -> list[str]:
             parameter.grad = before[name].clone()
         norm = model.clip_grad_norm_(bound, p)
         # torch stacks norms of one dtype only.
-        expected = torch.linalg.vector_norm(torch.cat([q.grad.double().flatten() for _, q in trained]), p)
+        expected = torch.linalg.vector_norm(torch.cat([q.grad.to(WIDEST).flatten() for _, q in trained]), p)
         if not torch.isclose(norm.double(), expected, rtol=1e-6):
             lines.append(f"orig {orig}: norm {norm.item()}, expected {expected.item()}")
         scale = min(1.0, bound / (expected.item() + 1e-6))
         after = full_gradients(model)
-        scaled = {name: (grad.double() * scale).to(grad.dtype) for name, grad in before.items()}
+        scaled = {name: grad * scale for name, grad in before.items()}
         lines += [f"orig {orig}, bound {bound}: {name}" for name in unlike(after, scaled, bound=3e-3)]
     return lines
 
