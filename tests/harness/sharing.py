@@ -3,7 +3,8 @@
 The process that was started starts the others and shows the results of all, as if it had run everything itself. Each
 takes files, one by one, that no other has taken: many tests wait, and meanwhile leave the cores to tests of another
 process. Processes that collect the same tests in the same order need only a common folder to agree: the first one to
-create a file's mark there runs that file.
+create a file's mark there runs that file. Those that take longest begin first, and files whose tests wait come
+between files whose tests compute.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +23,23 @@ from typing import IO
 import pytest
 
 WAIT = 0.2  # seconds between polls of the other processes, when this one has nothing left to do
+SPREAD = "process", "distributed"  # folders
+LONGEST = "test_train.py", "test_notes.py"  # what begins last should be short
 QUIET = ("-p", "no:cacheprovider", "--processes", "1")
+
+
+def in_turn(items: Sequence[pytest.Item]) -> list[list[pytest.Item]]:
+    """The tests of each file, in the order in which files begin: the longest, then `tests/process` spread evenly over
+    `tests/distributed`, then the others."""
+    files = [list(of_file) for _, of_file in groupby(items, key=lambda item: item.path)]
+    folders = [next((each for each in SPREAD if each in of_file[0].path.parts), "") for of_file in files]
+    place: dict[int, float] = {}
+    for number, (of_file, folder) in enumerate(zip(files, folders, strict=True)):
+        among = [each for each, other in enumerate(folders) if other == folder]
+        place[number] = among.index(number) / len(among) if folder else 1
+        if of_file[0].path.name in LONGEST:
+            place[number] = -1
+    return [files[number] for number in sorted(place, key=lambda number: place[number])]
 
 
 class Share:
@@ -50,7 +67,7 @@ class Share:
         return True
 
     def _taken(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
-        for number, (_, of_file) in enumerate(groupby(items, key=lambda item: item.path)):
+        for number, of_file in enumerate(in_turn(items)):
             with suppress(FileExistsError):
                 (self.folder / f"{number}.taken").touch(exist_ok=False)
                 yield from of_file
