@@ -35,16 +35,17 @@ class Precision:
 def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
     """The dtypes for parameters stored as `master`.
 
-    Parameters that are not floating point (packed bytes, integers, booleans) are never cast.
+    Parameters that are not floating point (packed bytes, integers, booleans) are never cast, nor are complex ones,
+    whose imaginary parts a cast would drop.
     """
-    if not (master.is_floating_point or master.is_complex):
-        return Precision(master, master, master, master, master)
+    few_bits = mixed.gather_dtype, mixed.reduce_bits, mixed.reduce_error_feedback
+    if not master.is_floating_point:
+        return Precision(master, master, master, master, master, *(few_bits if master.is_complex else ()))
     compute = mixed.param_dtype or master
     # FSDP1's rule: the reduce dtype is by default the compute dtype.
     reduce = mixed.reduce_dtype or compute
     accumulate = mixed.accumulate_dtype or reduce
     grad = reduce if mixed.keep_low_precision_grads else master
-    few_bits = mixed.gather_dtype, mixed.reduce_bits, mixed.reduce_error_feedback
     return Precision(master, compute, reduce, accumulate, grad, *few_bits)
 
 

@@ -364,3 +364,33 @@ def half_gradients(rank: int, world: int) -> list[str]:
 
 def test_kept_half_gradients_are_unscaled(pool2: Run) -> None:
     assert not joined(pool2(half_gradients))
+
+
+class Turning(nn.Module):
+    """A weight of complex numbers, beside one of real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.turn).imag
+
+
+def turned(rank: int, world: int, orig: bool) -> list[str]:
+    """Gradients of complex parameters keep their imaginary parts in reductions and accumulations in fp32."""
+    found = []
+    for precision in (None, MixedPrecision(reduce_dtype=FULL, accumulate_dtype=FULL)):
+        model = wrap(_seeded(Turning), precision, orig)
+        with model.no_sync():
+            model(ROWS + rank).square().sum().backward()
+        model(ROWS - rank).square().sum().backward()
+        found.append(full_gradients(model))
+    expected, reduced = found
+    return [name for name, grad in expected.items() if grad is None or not torch.equal(grad, reduced[name])]
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_complex_gradients_are_reduced_whole(orig: bool, pool2: Run) -> None:
+    assert not joined(pool2(turned, orig))
