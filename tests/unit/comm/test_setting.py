@@ -54,7 +54,7 @@ def test_a_group_of_more_ranks_has_its_reason(
         assert [of_group(group) for _ in range(2)] == [None, None]
     assert caplog.messages == [f"process group nine shares no memory: {why}"]
     if would_share(Pair()):
-        assert f"\nshared memory: no: {why}\n" in env.describe()
+        assert f"\nshared memory: no: in process group nine: {why}\n" in env.describe()
 
 
 def test_a_choice_is_a_bool() -> None:

@@ -27,7 +27,7 @@ MOST_RANKS = 8  # the most that was measured
 _KEY, _OUTBOX = "shared memory", "outbox"  # keys of state per process group
 
 _wanted = True
-_reasons: dict[str, None] = {}  # reasons why process groups of this process share no memory, in order of occurrence
+_reasons: dict[str, str] = {}  # reasons why process groups of this process share no memory, and the first such group
 
 _by_messages = Override(False)
 # A context in which transports use gloo even if groups could share memory: for tests of gloo.
@@ -77,7 +77,8 @@ def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None =
         _wanted = enabled
     if early_waits is not None:
         choose_early_waits(early_waits)
-    return obstacle() or ("; ".join(_reasons) if enabled is None else "")
+    groups = "; ".join(f"in process group {group}: {why}" for why, group in _reasons.items())
+    return obstacle() or (groups if enabled is None else "")
 
 
 def only_reduces(process_group: Any) -> None:
@@ -102,7 +103,7 @@ def of_group(process_group: Any) -> SharedMemory | None:
         else:
             shared, why = connect(process_group, capacity=capacity_of(process_group))
         if shared is None:
-            _reasons[why] = None
+            _reasons.setdefault(why, process_group.group_name)
             logger.debug("process group %s shares no memory: %s", process_group.group_name, why)
         return shared
 
