@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -25,8 +26,9 @@ from ..base.wait_limits import blocked_since
 from ..comm.comm_stats import CommStats
 from ..watchdog.process_exit import end_process_unless, print_immediately
 from ..watchdog.status_report import ExitRecord, in_one_sentence
+from ..watchdog.store import PERIOD
 from ..watchdog.watchdog import PATIENCE, is_lost_connection
-from . import ops
+from . import deleted_models, ops
 from .collective_calls import DIFFERENT, READING, SAME, come, erase, texts_at
 from .divergence import ModelNames, divergence
 from .ops import LoggedOp, Op
@@ -97,7 +99,11 @@ class Meetings:
         notes = peers.store
         self.waits_at = at
 
+        began = time.monotonic()
+
         def decided() -> object:
+            if time.monotonic() - began > PERIOD:
+                deleted_models.leave_notes(at, rank=peers.rank, ranks=peers.ranks, scope=peers.scope, store=notes)
             return peers.verdict or notes.read(f"{place}/verdict")
 
         assert peers.watch is not None
@@ -184,7 +190,16 @@ class OpSequence:
         peers = self._peers
         assert peers.watch is not None
         self.unused.answers.connect(peers.rank, peers.scope, peers.store)
-        peers.watch.add(self, self.unused.answers.publish_what_is_left)
+        # Neither may reference the sequence.
+        publish, logged, known = self.unused.answers.publish_what_is_left, self._logged, weakref.ref(self)
+        rank, scope, store = peers.rank, peers.scope, peers.store
+
+        def publish_last() -> None:
+            publish()
+            if known() is None:
+                deleted_models.record(logged, rank=rank, scope=scope, store=store)
+
+        peers.watch.add(self, publish_last)
 
     # -- the parts of an iteration -----------------------------------------------------------------------------------
 

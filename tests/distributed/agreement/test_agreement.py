@@ -654,3 +654,32 @@ def differentiate(rank: int, world: int) -> list[float]:
 def test_ranks_may_pass_over_other_units_where_no_gradient_comes_to_any(pool2: Run) -> None:
     for found in pool2(differentiate):
         assert len(set(found)) == 1 and found[0]
+
+
+class Aside(Net):
+    """Returns its input, too: a gradient of that reaches no parameter."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x), 2 * x
+
+
+def reach_nothing_last(rank: int, world: int) -> str:
+    """The last backward reaches no parameter on rank 0, as was usual, whose model is deleted then."""
+    torch.manual_seed(0)
+    model = wrap(Aside(), sharding_strategy="NO_SHARD")
+    for i in range(4):
+        output, aside = model(torch.ones(2, 4, requires_grad=True))
+        loss = (output if rank == 1 and i == 3 else aside).sum()
+        if rank == 0 or i < 3:
+            loss.backward()
+    return message_of(loss.backward) if rank == 1 else ""
+
+
+def test_a_rank_is_not_waited_for_once_its_model_is_deleted(pool2: Run) -> None:
+    """Model 41013 of the random ones. The other rank still exists, and would say nothing more."""
+    began = time.monotonic()
+    message = (
+        "rank 0 ended a backward that computed no gradient of a parameter; rank 1 computed gradients of parameters"
+    )
+    assert message in pool2(reach_nothing_last)[1]
+    assert time.monotonic() - began < 30
