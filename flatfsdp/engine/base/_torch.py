@@ -54,7 +54,6 @@ REASONS = {
     "torch.distributed.distributed_c10d._world.pg_map": "torch drops its entry when a process group is destroyed, "
     "without any notification, and threads that serve the group would outlive it",
     "torch._C.DisableTorchFunctionSubclass": "every backward reads the gradients of hidden parameters",
-    "torch._C._len_torch_dispatch_stack": "whether a mode would intercept operations that only inspect tensors",
     "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
     "runs, in any thread; nothing public shows it",
     "torch.distributed.ProcessGroup._allgather_base": "torch.distributed's own functions repeat known checks at "
@@ -167,9 +166,8 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = geta
 
 
 # A context in which the slow `__torch_function__` of tensor subclasses is not called; torch's class itself, because
-# every unit calls it. Below, the number of active dispatch modes, which intercept every operation.
+# every unit calls it.
 as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _lacking("_len_torch_dispatch_stack"))
 
 
 def is_tracing() -> bool:

@@ -20,7 +20,8 @@ from torch import nn
 
 from ...errors import UsageError, fail
 from ..base import autograd as hooks
-from ..base._torch import as_plain_tensors, modes_active
+from ..base._functorch import modes_active
+from ..base._torch import as_plain_tensors
 from .deferred_grad import ARRIVALS, show_deferred
 from .extensions import TransformedParam
 from .faces import adoptions

@@ -159,7 +159,7 @@ class ForwardDriver:
         `entry`: the one of several that runs. `stays`: whether the unit stays unsharded if it is trained and no output
         requires a gradient.
         """
-        if _functorch.in_transform():
+        if _functorch.in_transform() or (_functorch.modes_active() and _functorch.in_checkpoint()):
             return self._run_outside(unit, args, kwargs, call, entry=entry, stays=stays)
         if self.iteration.depth == 0 and self.observers.begin_step(unit):
             return self.run(unit, args, kwargs, call=call, entry=entry, stays=stays)
@@ -203,7 +203,7 @@ class ForwardDriver:
     def _run_outside(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any] | None, **how: Any
     ) -> Any:
-        """`run`, called inside of transforms. [Note: transforms]"""
+        """`run`, called inside of transforms or selective checkpoints. [Note: transforms]"""
         called = functools.partial(_functorch.inside, call if call is not None else unit.entries.wrapped)
         with _functorch.outside():
             return self.run(unit, args, kwargs, call=called, **how)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import UsageError
@@ -167,6 +167,45 @@ def averaged(rank: int, world: int) -> list[str]:
 
 def test_averages_of_models(pool2: Run) -> None:
     assert not joined(pool2(averaged))
+
+
+def products(_context: object, operation: object, *_: Any, **__: Any) -> CheckpointPolicy:
+    saved = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(nn.Module):
+    """Pairs of units, each pair in a checkpoint that saves products of matrices alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(nn.Sequential(*(Feedforward(WIDTH, 20 + i) for i in range(2))) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, products)
+        for pair in self.pairs:
+            x = checkpoint(pair, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+def whole(model: Any, rank: int, step: int) -> Tensor:
+    """Everything in one selective checkpoint."""
+    contexts = partial(create_selective_checkpoint_contexts, products)
+    loss = loss_of(checkpoint(model, data(rank, step), use_reentrant=False, context_fn=contexts))
+    loss.backward()
+    return loss.detach()
+
+
+def selected(rank: int, world: int, all_in_one: bool) -> list[str]:
+    make, step = (Net, whole) if all_in_one else (Selective, program)
+    under = (*UNDER, Setting(large=True), Setting(rows=True))
+    return differences(rank, world, make, step, units=(Feedforward,), under=under, steps=4)
+
+
+@pytest.mark.parametrize("all_in_one", [False, True])
+def test_selective_checkpoints_see_the_model_alone(all_in_one: bool, pool2: Run) -> None:
+    """What the engine gathers and sums meanwhile differs between a forward and its recomputation."""
+    assert not joined(pool2(selected, all_in_one))
 
 
 class Body(nn.Module):
