@@ -700,7 +700,9 @@ class SimulatedRank:
         self.schedule.expect_recomputed()
         if unused.expects and self._hosts_wait:
             unused.rely()
-        self._no_gradients_came = self.agreement.foresees_none(self.brings_gradients)
+        self._no_gradients_came = self.agreement.foresees_none(
+            lambda: self.brings_gradients() or self._may_come_from_checkpoints()
+        )
 
     def _lacking_in(self, unit: str) -> int:
         """The parameters of `unit` that this rank brought no gradients to, a bit each."""

@@ -397,7 +397,8 @@ class OpSequence:
         elif passed:
             quoted = self._logged_at(at)
             meetings.leave_note(at, quoted.op if quoted is not None else Op(-1, "went on long ago"))
-        elif issued is not None and self.position == at and self.issued > issued:
+        # An announced op is behind this rank, for its next one: others have met there, or the notes there differ.
+        elif issued is not None and at == self.position + (self.announced is not None) and self.issued > issued:
             meetings.leave_note(at, Op(-1, f"went on in {self.part}"))
         elif self.came and self.position == at and meetings.is_noted(at, ops.NONE_CAME):
             meetings.leave_note(at, ops.CAME)

@@ -29,6 +29,7 @@ from ..flat.views import SHOWS_NOTHING, SHOWS_SHAPE
 from ..schedule.backward_driver import UnitFacts, UnitRules
 from ..schedule.backward_schedule import BackwardSchedule
 from ..schedule.forward_record import ForwardRecord
+from . import late_gradients
 from .coalesced_collectives import Coalescer
 from .finish import Finisher
 from .model_facts import lacking_in, leave_out, parameters_of, steppable_of
@@ -255,7 +256,9 @@ class Backward:
             self._reduced_last = self._reductions.at_the_end()
         elif unused.expects and all(map(self._waits_for_all, self._reductions.outstanding())):
             unused.rely()
-        self._no_gradients_came = self.agreement.foresees_none(self.brings_gradients)
+        self._no_gradients_came = self.agreement.foresees_none(
+            lambda: self.brings_gradients() or late_gradients.are_likely(self._rules)
+        )
 
     def _waits_for_all(self, unit: Unit) -> bool:
         """Whether the host of each rank waits for the reduction of `unit`, in which every rank takes part."""
@@ -344,14 +347,14 @@ class Backward:
     def report_no_gradients(self, *, ended: bool = False) -> None:
         """This backward passes over units without a gradient of any, or has `ended`: other ranks reduce these units,
         unless they have no gradients, either, before they gather the unit that is reached now. Ranks compare this here,
-        and not only at the end, which a rank that waits for the gather of others would not reach."""
+        and not only at the end, which a rank that waits for the gather of others would not reach. If custom Functions
+        may bring some it is only at the end: that delays the error of ranks that differ, and no others."""
         if self._no_gradients_came:
             return
         if ended:
             if not (self._reductions.due(rest=True) or (self.schedule.windows and self._gathers())):
                 return
-        # The gradient that is computed now may flow on to reentrant checkpoints in which no unit ran, and these compute
-        # gradients of parameters.
+        # They may be reentrant checkpoints in which no unit ran, which compute gradients that nothing foresees.
         elif not self.sync or hooks.customs_before([_torch.node_now()]):
             return
         self._no_gradients_came = True

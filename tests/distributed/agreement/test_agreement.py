@@ -683,3 +683,45 @@ def test_a_rank_is_not_waited_for_once_its_model_is_deleted(pool2: Run) -> None:
     )
     assert message in pool2(reach_nothing_last)[1]
     assert time.monotonic() - began < 30
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Beside(Net):
+    """Returns what a frozen block made of its input, too, which a rank may pass through a custom Function before."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, custom: bool) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x = self.blocks[0](Identity.apply(x) if custom else x)
+        return super().forward(x, order=(1, 2, 3)), 2 * x
+
+
+def through_customs(rank: int, world: int, ranks: int) -> list[torch.Tensor | None]:
+    """Gradients after backwards that bring some to all ranks, or none; on the first `ranks`, all flow on to a custom
+    Function, which might bring some."""
+    torch.manual_seed(0)
+    model = wrap(Beside(), join_units_below=0, backward_prefetch=None)
+    for kind in "nnttntntt":
+        output, aside = model(torch.ones(2, 4, requires_grad=True), rank < ranks)
+        (output if kind == "t" else aside).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_ranks_may_learn_at_different_times_that_no_gradients_come(pool2: Run) -> None:
+    expected = pool2(through_customs, 0)
+    assert any(grad is not None for grad in expected[0])
+    for ranks in (1, 2):
+        for found, of_rank in zip(pool2(through_customs, ranks), expected, strict=True):
+            for one, other in zip(found, of_rank, strict=True):
+                assert one is other is None or torch.equal(one, other)

@@ -225,9 +225,11 @@ def _train(
     listed: str = "",
     made: type[Net] = Net,
     begins: int = 0,
+    first_none: bool = False,
 ) -> list[str]:
     """Parameters that differ from those of one process. `listed`: a unit, and those that it lists to be gathered
-    ahead; `made`: the model; `begins`: from which step on ranks differ."""
+    ahead; `made`: the model; `begins`: from which step on ranks differ; `first_none`: after a backward that computes
+    gradients of no parameter."""
     model: Any = FullyShardedDataParallel(
         made(step), auto_wrap_policy={Block}, backward_prefetch=prefetch, join_units_below=0, use_orig_params=True
     )
@@ -236,6 +238,10 @@ def _train(
         first, *others = [getattr(model.module, name) for name in listed]
         first.set_modules_to_backward_prefetch(others)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, alone)]
+    if first_none:
+        model.module.step = lambda net, x, use: x + step(net, x, use).detach()
+        model(torch.ones(3, WIDTH), rank == 0).sum().backward()
+        model.module.step = step
     for seed in range(2):
         of_ranks = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * seed + r)) for r in range(world)]
         model(of_ranks[rank], rank == 0 and seed >= begins).square().sum().backward()
@@ -283,6 +289,11 @@ def test_a_rank_without_gradients_takes_part_where_a_checkpoint_follows(
     step: Callable[[Net, Tensor, bool], Tensor], pool2: Run
 ) -> None:
     assert pool2(_train, step, made=Frozen) == [[], []]
+
+
+def test_gradients_that_only_a_part_brings_are_foreseen_after_a_backward_without_any(pool2: Run) -> None:
+    """A rank reported before that none would come to it, and all were refused."""
+    assert pool2(_train, _nothing_but_parts, first_none=True) == [[], []]
 
 
 # Models 9207 and 9210: gradients had taken the places of parameters, as no step before had shown that they are read.

@@ -14,22 +14,42 @@ from flatfsdp.engine.agreement import op_sequence
 from flatfsdp.engine.agreement.op_sequence import OpSequence
 from flatfsdp.engine.agreement.ops import NONE_CAME, Op
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
+from flatfsdp.engine.base.events import EventLog
+from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.watchdog.store import StoreClient
 from flatfsdp.errors import AgreementError
 
 RANKS = (0, 1)
 
 
+class Rank(OpSequence):
+    """The sequence of one rank, and the collectives that it counts."""
+
+    def __init__(self, peers: RankExchange) -> None:
+        super().__init__(peers)
+        self.counted = CommStats()
+        self.follow(self.counted, EventLog())
+
+
 @pytest.fixture
 def ranks() -> Any:
-    """The sequences of two ranks, which have both begun a backward."""
-    store, found = StoreClient(dist.HashStore()), []
+    """The sequences of two ranks, which have both begun a backward. When one waits, the watchdog of the other reads its
+    alarms."""
+    store, alarms = StoreClient(dist.HashStore()), list[str]()
+    found: list[Rank] = []
+    store.raise_alarm = alarms.append  # type: ignore[assignment, method-assign]
+
+    def waiting(rank: int) -> Any:
+        for alarm in alarms:
+            found[1 - rank].consider(alarm)
+        return nullcontext()
+
     for rank in RANKS:
         peers = RankExchange()
-        watch: Any = SimpleNamespace(store=store, waiting=lambda *args, **how: nullcontext())
+        watch: Any = SimpleNamespace(store=store, waiting=lambda *args, rank=rank, **how: waiting(rank))
         peers.rank, peers.ranks, peers.scope, peers.watch = rank, RANKS, "model", watch
         peers.exchange = lambda code, *more: {rank: [code, 0] for rank in RANKS}  # type: ignore[method-assign]
-        sequence = OpSequence(peers)
+        sequence = Rank(peers)
         sequence.start("a backward")
         sequence.next(Op(1, "began a backward"))
         found.append(sequence)
@@ -37,7 +57,7 @@ def ranks() -> Any:
         yield found
 
 
-def test_a_rank_may_meet_the_others_after_they_have_met_and_gone_on(ranks: list[OpSequence]) -> None:
+def test_a_rank_may_meet_the_others_after_they_have_met_and_gone_on(ranks: list[Rank]) -> None:
     """Where both announced that no gradients come, and failed: the first erased what the second had not read."""
     for each in ranks:
         each.announce(NONE_CAME)
@@ -48,9 +68,19 @@ def test_a_rank_may_meet_the_others_after_they_have_met_and_gone_on(ranks: list[
     assert [each.position for each in ranks] == [3, 3]
 
 
-def test_what_was_abandoned_is_noted_once(ranks: list[OpSequence]) -> None:
+def test_what_was_abandoned_is_noted_once(ranks: list[Rank]) -> None:
     """A failed backward inside of a forward fails that, too: two notes of one rank were taken for those of two."""
     for _ in RANKS:
         ranks[0].publish_abandoned(ZeroDivisionError())
     with pytest.raises(AgreementError, match=r"rank 0 abandoned .*; rank 1 has not come that far"):
         ranks[0].meet_abandoned()
+
+
+def test_a_rank_that_waits_for_gathers_of_one_that_has_ended_its_backward_reports_that(ranks: list[Rank]) -> None:
+    """It had announced that no gradients come, as the other did, which reached fewer units: both waited long."""
+    for each in ranks:
+        each.announce(NONE_CAME)
+    ranks[1].counted.issued += 1
+    ranks[0].meet_announced()
+    with pytest.raises(AgreementError, match=r"rank 0 gathered less; rank 1 went on in a backward"):
+        ranks[0].show(Op(2, "gathered less"), issued=ranks[0].issued)
