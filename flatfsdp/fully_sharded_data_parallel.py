@@ -145,7 +145,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             self._wrap(module, resolve_groups(config))
 
     def _wrap(self, module: nn.Module, config: Config, *, island: bool = False) -> None:
-        with auto_wrapped(module, config, type(self)._of) as undo:
+        with auto_wrapped(module, config, FullyShardedDataParallel._of) as undo:
             model = build_unit(module, config, island=island)
             undo.pop_all()
         self._fsdp_wrapped_module = module

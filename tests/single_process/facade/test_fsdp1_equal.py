@@ -170,6 +170,28 @@ def test_a_root_without_a_forward(manually: bool) -> None:
         assert not empty._has_params
 
 
+@pytest.mark.parametrize("cls", [Ours, Theirs])
+def test_modules_of_a_policy_are_not_of_a_subclass(cls: Any) -> None:
+    """A user's subclass changes the outermost forward alone: its constructor has not made the wrappers inside."""
+
+    class Doubled(cls):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **options)
+            self.factor = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.factor * super().forward(x)
+
+    with fake_world(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        expected = 2.0 * net(torch.ones(1, 2))
+        policy = torch_fsdp.wrap.ModuleWrapPolicy({nn.Linear})
+        model = Doubled(net, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+        assert [type(each) for each in model.module] == [cls, cls]
+        assert torch.equal(model(torch.ones(1, 2)), expected)
+
+
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
