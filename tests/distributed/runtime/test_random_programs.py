@@ -206,7 +206,6 @@ class Player:
         if self.flat_steps:
             fuse_optimizer_steps(self.optimizer)
         self.number = self.turn = 0
-        self.held: list[object] = []  # failed backwards that autograd releases late
         self.inside = random.Random(f"inside {seed}")
         self.reduced = True  # no gradient is this rank's own
         self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
@@ -608,11 +607,11 @@ def fail(player: Player) -> None:
     block = [each for each in player.model.modules() if isinstance(each, Block)][index]
     player.number += 1
     block.fails = player.drawn.choice(("forward", "backward"))
-    late = random.Random(f"late {player.number} {player.rank}").random() < 0.3
-    player.held.clear()
+    late = [random.Random(f"late {player.number} {rank}").random() < 0.2 for rank in range(player.world)]
+    held: list[object] = []
     with (
         nullcontext() if player.drawn.random() < 0.5 else player.front.no_sync(player.model),
-        backwards_released_late(player.held) if late else nullcontext(),
+        backwards_released_late(held) if late[player.rank] else nullcontext(),
     ):
         try:
             loss = _loss(player.model(player.data(player.rank)))
@@ -627,6 +626,8 @@ def fail(player: Player) -> None:
             parameter.grad = grad
         player.reduced = True
     block.fails = ""
+    if any(late):
+        peek(player)  # the first operation after it that ranks do together
 
 
 def look(player: Player) -> None:
