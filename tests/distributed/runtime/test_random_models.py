@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flatfsdp import (
     FullyShardedDataParallel,
@@ -168,6 +168,10 @@ class Nest(nn.Module):
         return (x, {"of the inner": beside, "before": before}) if self.inner.returns else x
 
 
+# Checkpoints that save products of matrices, and see every operation: those of the engine have no place in them.
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
 def _run(module: Callable[[Tensor, str], Any], x: Tensor, use: str, recompute: bool | None) -> tuple[Tensor, Any]:
     """The output, and the tensors returned with it. `recompute`: in the backward, reentrantly or not; None for not at
     all."""
@@ -257,7 +261,8 @@ class Net(nn.Module):
                 if recompute is None or not steps:
                     x = _one_after_the_other(steps, x)
                 else:
-                    x = checkpoint(partial(_one_after_the_other, steps), x, use_reentrant=recompute)
+                    selects = {} if recompute else {"context_fn": SELECTIVE}
+                    x = checkpoint(partial(_one_after_the_other, steps), x, use_reentrant=recompute, **selects)
         if not self.outputs:
             return x
         beside, self.beside = self.beside, []
