@@ -356,15 +356,22 @@ def on_three_dimensions(rank: int, world: int, shape: tuple[int, ...]) -> list[s
         flatfsdp.fully_shard(layer, mesh=mesh["dp"])
     flatfsdp.fully_shard(net, mesh=mesh["dp"])
     found = [f"{name}: {p.placements}" for name, p in net.named_parameters() if len(p.placements) != 4]
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (one, net)]
+    # Of local shards: torch takes seconds to find where an operation on DTensors of four dimensions may be computed.
+    shards = [nn.Parameter(p.detach().to_local()) for p in net.parameters()]
+    optimizers = [torch.optim.AdamW(each, lr=1e-2, foreach=False) for each in (one.parameters(), shards)]
     for step in range(3):
         x = torch.randn(count, 4, 6, generator=torch.Generator().manual_seed(step))
         expected = one(x).square().sum() / count
         loss = net(distribute_tensor(x[place], beside, [Replicate()] * 3)).square().sum()
-        for each, optimizer in zip((expected, loss), optimizers, strict=True):
-            each.backward()
+        expected.backward()
+        loss.backward()
+        for shard, (name, p) in zip(shards, net.named_parameters(), strict=True):
+            shard.grad = p.grad.to_local()  # type: ignore[union-attr]
+            if p.grad.placements != p.placements:  # type: ignore[union-attr]
+                found.append(f"step {step}: {name}.grad: {p.grad.placements}, expected {p.placements}")  # type: ignore[union-attr]
+        for each, optimizer in zip((one, net), optimizers, strict=True):
             optimizer.step()
-            optimizer.zero_grad()
+            each.zero_grad()
         mean = loss.full_tensor().detach() / count
         dist.all_reduce(mean, group=mesh["dp"].get_group())
         if not torch.allclose(mean, expected, rtol=1e-5):
