@@ -9,7 +9,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ from tests.harness.thorough import seeds
 
 WIDTH = 6
 LENGTH = 14  # of a program
+FAILS = -1.0  # the weight of a backward inside of a forward, which fails
 
 
 # The second moments of AdamW would make a lot of tiny differences.
@@ -131,7 +132,10 @@ class Net(nn.Module):
             index, weight = self.inside
             loss = self.parts[index](x.detach()).sin().mean() * weight
             if loss.requires_grad:
-                loss.backward()
+                if weight == FAILS:
+                    loss.register_hook(_fail)
+                with suppress(Planned):
+                    loss.backward()
         for index in self.order[:most]:
             part, recompute = self.parts[index], self.recompute[index]
             x = part(x) if recompute is None else checkpoint(part, x, use_reentrant=recompute)
@@ -287,6 +291,8 @@ class Player:
         wrapped = self.parts_in_units()
         if how in WITH_MORE_INSIDE and wrapped and self.inside.random() < 0.3:
             how = partial(with_a_backward_inside, self.inside.choice(wrapped), how)
+        elif how is once and wrapped and sync and self.reduced and self.inside.random() < 0.7:
+            how = partial(with_a_failure_inside, self, self.inside.choice(wrapped))
         manual = self.drawn.random() < 0.5
         context: AbstractContextManager[Any] = nullcontext()
         if not sync and manual:
@@ -430,6 +436,17 @@ def with_a_backward_inside(
     inner.inside = index, weight
     try:
         return how(net, x, weight)
+    finally:
+        inner.inside = None
+
+
+def with_a_failure_inside(player: Player, index: int, net: Any, x: Tensor, weight: float) -> Tensor:
+    """A backward through a unit inside of the forward fails, and is caught there; in one process there is none."""
+    inner = getattr(net, "module", net)
+    if net is player.model:
+        inner.inside = index, FAILS
+    try:
+        return once(net, x, weight)
     finally:
         inner.inside = None
 
