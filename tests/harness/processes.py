@@ -1,6 +1,7 @@
 """Starting ranks: processes that find each other like under torchrun.
 
-They are forked from a process that has only imported torch and flatfsdp, which saves the seconds of an import in each.
+They are forked from a process that has only imported torch and flatfsdp with its trainer, which saves the seconds of an
+import in each.
 Otherwise they are like newly started processes: they have the current environment of this one,
 and end like the interpreter.
 
@@ -45,6 +46,8 @@ _FORKSERVER.set_forkserver_preload(
         "torch.distributed",
         "torch._dynamo",  # optimizers import it at their first step
         "flatfsdp.checkpoint",
+        "flatfsdp.trainer.demo.options",  # with all that the trainer's command imports, but not as that command
+        "flatfsdp.trainer.memory_estimate",
         "tests.harness.parity",
         "pytest",  # imported by test modules
     ]
