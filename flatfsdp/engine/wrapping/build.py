@@ -305,7 +305,7 @@ def _flatten(
         kind = leaf.dtype, leaf.requires_grad, id(leaf) in packed, leaf.is_meta, id(leaf) in hooks
         kinds.setdefault((mesh_of[id(leaf)], *kind), []).append((leaf, path))
     mixed = config.mixed_precision
-    of_hooks = replace(mixed, gather_dtype=None)  # gather hooks return bytes, not numbers
+    of_hooks = replace(mixed, gather_dtype=None) if hooks else mixed  # gather hooks return bytes, not numbers
     made = [
         (ExtendedHandle if is_extended else FlatParamHandle).flatten(
             [leaf for leaf, _ in members],
