@@ -191,7 +191,7 @@ class RowFace(Face):
         self._places = ModulePlaces(leaves, self.holders)
         self.displaced = self._places.displaced
         self._computes = self._reached = False  # modules hold the leaves; also since flags were last followed
-        self._followed = list(map(_REQUIRES_GRAD, leaves))
+        self.flags = self._followed = tuple(map(_REQUIRES_GRAD, leaves))
         self._specs: dict[torch.dtype, list[Any]] = {}
         self.kept: KeptGradients | None = None
         self.counters: list[torch.Tensor] = []
@@ -265,32 +265,37 @@ class RowFace(Face):
         self._places.remove(param_ref)
 
     def compute(self) -> None:
-        self._computes = True
+        self._computes, self.flags = True, None
         self._places.show(computing=True)
 
     def rest(self) -> None:
         if self._computes:
             with _torch.as_plain_tensors():  # leaves may be hidden
-                if list(map(_REQUIRES_GRAD, self._leaves)) != self._followed:
+                if tuple(map(_REQUIRES_GRAD, self._leaves)) != self._followed:
                     self._reached = True
                     self.follow_requires_grad()
         self._computes = self._reached = False
+        self.flags = self._followed
         self._places.show(computing=False)
 
     def follow_requires_grad(self) -> None:
         with _torch.as_plain_tensors():
-            asked = list(map(_REQUIRES_GRAD, self.holders))
-            found = list(map(_REQUIRES_GRAD, self._leaves)) if self._reached else self._followed
+            asked = tuple(map(_REQUIRES_GRAD, self.holders))
+            found = tuple(map(_REQUIRES_GRAD, self._leaves)) if self._reached else self._followed
         self._reached = self._computes
         if asked != found:
             # Users set it on the parameters that modules hold: the leaves between a forward and its backward, else the
             # holders. The flag that differs from their common value is the one that was set.
+            flags = list(asked)
             for i, (one, other) in enumerate(zip(asked, found, strict=True)):
                 if one is not other:
-                    asked[i] = not self._followed[i]
-                    self.holders[i].requires_grad_(asked[i])
-                    self._leaves[i].requires_grad_(asked[i])
+                    flags[i] = not self._followed[i]
+                    self.holders[i].requires_grad_(flags[i])
+                    self._leaves[i].requires_grad_(flags[i])
+            asked = tuple(flags)
         self._followed = asked
+        if not self._computes:
+            self.flags = asked
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

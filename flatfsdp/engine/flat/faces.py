@@ -90,6 +90,7 @@ class Face(Protocol):
         displaced: of distributed holders, returns the leaves whose places in modules hold other objects, between
             `compute` and `rest`. Of others, whose modules hold the same at any time, changes are found at rest.
         kept: memory to release when a forward or a backward begins, if any.
+        flags: whether each leaf requires a gradient, if that is known without reading it from the leaves.
     """
 
     holders: list[nn.Parameter]
@@ -101,6 +102,7 @@ class Face(Protocol):
     counters: list[torch.Tensor]
     displaced: Callable[[], set[int]]
     kept: Keeps | None = None
+    flags: tuple[bool, ...] | None = None
     _at_rest: ShardViews
 
     def holder_of(self, index: int) -> nn.Parameter:

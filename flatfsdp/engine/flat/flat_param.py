@@ -433,7 +433,7 @@ class FlatParamHandle:
 
     def trainable_indices(self) -> frozenset[int]:
         """Which of the leaves require a gradient now."""
-        return _indices_of(tuple(map(REQUIRES_GRAD, self.leaves)))
+        return _indices_of(self.face.flags or tuple(map(REQUIRES_GRAD, self.leaves)))
 
 
 @lru_cache(maxsize=4096)  # a set is slow to make, and flags seldom change

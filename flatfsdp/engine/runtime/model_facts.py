@@ -136,18 +136,20 @@ def trained(unit: Unit) -> Flags:
     """By handle, which leaves of `unit` require a gradient."""
     flags: Flags = ()
     for handle in unit.handles:
-        flags += (tuple(map(_requires_grad, handle.leaves)),)
+        known = handle.face.flags
+        flags += (tuple(map(_requires_grad, handle.leaves)) if known is None else known,)
     return flags
 
 
 def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
     """Which parameters of `units` require a gradient."""
-    leaves: list[Tensor] = []
-    for unit in units:
-        for handle in unit.handles:
-            leaves += handle.leaves
+    flags: list[bool] = []
     with _torch.as_plain_tensors():  # leaves may be hidden
-        return tuple(map(_requires_grad, leaves))
+        for unit in units:
+            for handle in unit.handles:
+                known = handle.face.flags
+                flags += map(_requires_grad, handle.leaves) if known is None else known
+    return tuple(flags)
 
 
 def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:

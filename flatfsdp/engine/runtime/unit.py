@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from operator import attrgetter
 from types import MappingProxyType
 from typing import NoReturn
@@ -140,7 +141,11 @@ class Unit:
 
     def trainable_leaves(self) -> list[nn.Parameter]:
         """The parameters that require a gradient."""
-        return [leaf for handle in self.handles for leaf in handle.leaves if leaf.requires_grad]
+        found: list[nn.Parameter] = []
+        for handle in self.handles:
+            flags = handle.face.flags
+            found += compress(handle.leaves, map(_requires_grad, handle.leaves) if flags is None else flags)
+        return found
 
     @property
     def has_frozen(self) -> bool:
