@@ -1,9 +1,8 @@
 """Starting ranks: processes that find each other like under torchrun.
 
 They are forked from a process that has only imported torch and flatfsdp with its trainer, which saves the seconds of an
-import in each.
-Otherwise they are like newly started processes: they have the current environment of this one,
-and end like the interpreter.
+import in each. Otherwise they are like newly started processes: they have the current environment of this one, and end
+like the interpreter.
 
 The parent hosts the store, and every rank gets the environment variables that torchrun would set, so that
 ``init_process_group("gloo")`` works in it without arguments. The output of a rank, including crash reports, goes to a

@@ -3,7 +3,8 @@
 [Note: deleted models] A rank continues without a note if its op was expected; if another rank's op was not, its
 watchdog leaves the note later ([Note: agreement]), for as long as the model exists. So a rank whose model is deleted
 records its last ops in the store, and ranks that wait for its note look for such a record after a while. One of them
-leaves the notes. A deletion takes three requests, and a long wait one more for each check.
+leaves the notes: it reads the records of all ranks, once for each number of deleted models. A deletion takes three
+requests, and a long wait one more for each check.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ def record(logged: Iterable[tuple[int, Op, int]], *, rank: int, scope: str, stor
     store.count(f"{scope}/deleted")
 
 
-def leave_notes(at: int, *, rank: int, ranks: Sequence[int], scope: str, store: StoreClient) -> None:
-    """Leave the notes at place `at` of those `ranks` whose models were deleted. Only the first `rank` that calls it for
-    a place leaves any."""
-    place = f"{scope}/{at}"
-    if not store.count(f"{scope}/deleted", 0) or store.set_if_absent(f"{place}/by", str(rank)) != str(rank):
-        return
-    for each in ranks:
-        text = store.read(f"{scope}/deleted/{each}")
-        if text is not None and store.read(f"{place}/note/{each}") is None:
-            op = _op_at(at, parse(text))
-            store.post(f"{place}/note/{each}", op.to_text())
-            come(store, place, str(op.code), len(ranks))
+def leave_notes(at: int, known: int, *, rank: int, ranks: Sequence[int], scope: str, store: StoreClient) -> int:
+    """Leave the notes at place `at` of those `ranks` whose models were deleted, if these are more than `known`; returns
+    how many they are. Only the first `rank` that calls it for a place and a number leaves any."""
+    place, deleted = f"{scope}/{at}", store.count(f"{scope}/deleted", 0)
+    if deleted > known and store.set_if_absent(f"{place}/by/{deleted}", str(rank)) == str(rank):
+        for each in ranks:
+            text = store.read(f"{scope}/deleted/{each}")
+            if text is not None and store.read(f"{place}/note/{each}") is None:
+                op = _op_at(at, parse(text))
+                store.post(f"{place}/note/{each}", op.to_text())
+                come(store, place, str(op.code), len(ranks))
+    return deleted
 
 
 def _op_at(at: int, recorded: object) -> Op:

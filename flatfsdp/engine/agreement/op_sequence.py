@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ...errors import AgreementError, FlatFSDPError, LostRankError, logger, ranks_by_value
 from ..base.events import EventLog
@@ -99,11 +100,13 @@ class Meetings:
         notes = peers.store
         self.waits_at = at
 
-        began = time.monotonic()
+        leave = partial(deleted_models.leave_notes, rank=peers.rank, ranks=peers.ranks, scope=peers.scope, store=notes)
+        began, deleted = time.monotonic(), 0
 
         def decided() -> object:
+            nonlocal deleted
             if time.monotonic() - began > PERIOD:
-                deleted_models.leave_notes(at, rank=peers.rank, ranks=peers.ranks, scope=peers.scope, store=notes)
+                deleted = leave(at, deleted)
             return peers.verdict or notes.read(f"{place}/verdict")
 
         assert peers.watch is not None

@@ -153,7 +153,7 @@ def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
 
 
 def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
-    """The path of every parameter of `units` in their model, by its id."""
+    """The path of every parameter of `units` in their model, by the ids of its leaf and its distributed holder."""
     return {
         id(parameter): unit.entries.fqn(spec.name)
         for unit in units
@@ -164,11 +164,14 @@ def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
 
 
 def names_in(units: Iterable[Unit]) -> Callable[[], Iterable[str]]:
-    """A function for the paths of the parameters of `units`, which it holds weakly."""
+    """A function for the paths of the parameters of `units`, in order. It holds the units weakly."""
     alive = [weakref.ref(unit) for unit in units]
 
     def names() -> Iterable[str]:
-        return names_of_leaves(unit for ref in alive if (unit := ref()) is not None).values()
+        for ref in alive:
+            if (unit := ref()) is not None:
+                for handle in unit.handles:
+                    yield from (unit.entries.fqn(spec.name) for spec in handle.layout.params)
 
     return names
 

@@ -14,6 +14,7 @@ The cost in a world of W ranks, in requests to the store:
 - per alarm, one count and one note by the rank that raises it, and two reads by every rank;
 - per meeting of notes ([Note: agreement]), four requests by every rank, and its checks for the outcome at growing
   intervals; one rank removes the W notes of the previous meeting, and only a rank that composes an error reads all W;
+- per deleted model ([Note: deleted models]), three requests by its rank, and 2 W by one of those that wait for it;
 - per status poll ([Note: status poll]), four requests by every rank and its checks for the result, and 3 W by one rank;
 - three or four requests by every process at its beginning, and two or three at its end.
 

@@ -15,6 +15,7 @@ import flatfsdp
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import inspect
+from tests.harness.pool import JobFailed
 from tests.harness.thorough import is_thorough
 
 Write = Callable[[list[Any]], object]
@@ -286,6 +287,22 @@ def between(rank: int, world: int) -> list[str]:
 
 def test_what_is_done_between_a_forward_and_its_backward_is_kept(pool2: Run) -> None:
     assert pool2(between, timeout=60) == [[], []]
+
+
+def frozen_on_one_rank(rank: int, world: int) -> None:
+    """Between a forward that has freed its units and the backward, after steps in which ranks did the same."""
+    model, x = model_of(reshard_after_forward=True), torch.ones(2, 4)
+    for _ in range(2):
+        model(x).sum().backward()
+    out = model(x)
+    model[2].requires_grad_(rank == 0)
+    out.sum().backward()
+
+
+def test_what_one_rank_freezes_between_a_forward_and_its_backward_is_reported(pool2: Run) -> None:
+    named = "Parameter '2.weight' requires a gradient on rank 0, and none on rank 1; ranks differ in 2.bias, too"
+    with pytest.raises(JobFailed, match=named):
+        pool2(frozen_on_one_rank, timeout=60)
 
 
 def requested_again(rank: int, world: int) -> list[str]:
