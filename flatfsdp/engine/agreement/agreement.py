@@ -29,7 +29,7 @@ class Agreement:
 
     Attributes:
         peers: the other ranks; sequence: the order of operations agreed with them; unused: the agreement on parameters
-            without gradients on any rank; rest, refuse, explain, meet_abandoned: methods of the sequence.
+            without gradients on any rank; rest, refuse, explain: methods of the sequence.
         initial_values: the comparison of initial values.
         stepped, loaded: whether an optimizer stepped, or a state dict was loaded, since the last step began; set by the
             code that does so.
@@ -41,7 +41,6 @@ class Agreement:
         self.sequence = OpSequence(self.peers)
         self.unused = self.sequence.unused
         self.rest, self.refuse, self.explain = self.sequence.rest, self.sequence.refuse, self.sequence.explain
-        self.meet_abandoned = self.sequence.meet_abandoned
         self.initial_values = InitialValues(check_values)
         self.stepped = self.loaded = False
         self.forwards_are_local = False
@@ -322,6 +321,10 @@ class Agreement:
         """Notify the others that an exception ended the iteration here, without waiting for them or raising."""
         self._opening = None
         self.sequence.publish_abandoned(error)
+
+    def meet_abandoned(self) -> None:
+        """If the last iteration was abandoned, wait until all ranks have abandoned it. Not collective."""
+        self.sequence.meet_abandoned()
 
     def _conditions(self) -> StepConditions:
         """The conditions with which a step begins; resets them for the next one."""

@@ -35,11 +35,11 @@ FUNCTIONS = {}
 # three. So it gets there by what it can do, or by what it tells; designs that need less were found for some 500 lines
 # (docs/internals/contributing.md).
 LINES = {
-    "engine": (23_715, 4_145, 1_011, 2_111, 9_201),
+    "engine": (23_715, 4_145, 1_011, 2_111, 9_204),
     "core": (11_350, 1_202, 322, 2_060, 4_186),
     "checkpoint": (4_103, 886, -7, 106, 53),
     "trainer": (7_300, 324, -818, 35, 5, 1_891),
-    "all": (36_122, 5_661, -509, 2_252, 6_666, 4_515),
+    "all": (36_122, 5_661, -509, 2_252, 6_669, 4_515),
 }
 # Lines of the code that turns files, flags and Python values into settings, and these into objects. The goal is 350. Of
 # its 579 lines 334 are statements, 56 imports, 84 docstrings, 5 comments and 100 blank: messages that name the setting
