@@ -26,8 +26,9 @@ from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 
-OLDEST = 300  # programs of which no forward has a backward inside
-COUNT = 320
+OLDEST = 300  # programs up to here have no forward with a backward inside
+PARTIAL = 320  # from here on, programs add up partial sums on the double of a device
+COUNT = 340
 WIDTH, ROWS = 4, 2
 T = TypeVar("T")
 
@@ -243,6 +244,7 @@ class Net(nn.Module):
 
 STRATEGIES = ["FULL_SHARD"] * 4 + ["SHARD_GRAD_OP"] * 2 + ["NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD"]
 STRATEGIES.append("_HYBRID_SHARD_ZERO2")
+OF_REPLICAS = ["NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 PRECISIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bf16", {"param_dtype": torch.bfloat16}),
     ("bf16, fp32 reduce", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
@@ -254,13 +256,14 @@ PRECISIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 class Settings:
     """The settings by which a program wraps its model; `words` describe them."""
 
-    def __init__(self, drawn: Drawn) -> None:
-        self.strategy = drawn.one(STRATEGIES)
+    def __init__(self, drawn: Drawn, *, partial_sums: bool = False) -> None:
+        self.partial_sums = partial_sums
+        self.strategy = drawn.one(OF_REPLICAS if partial_sums else STRATEGIES)
         hybrid = "HYBRID" in self.strategy
         self.world = drawn.one((4, 8) if hybrid else (2, 2, 3, 4, 4, 1))
         self.rank = drawn.below(self.world)
         self.original = drawn.chance(0.6)
-        self.device = drawn.chance(0.15)
+        self.device = drawn.chance(0.15) or partial_sums
         self.large = drawn.chance(0.3)
         self.options: dict[str, Any] = {
             "sharding_strategy": self.strategy,
@@ -318,7 +321,7 @@ class Player:
         self.begin: Callable[[str], None] = lambda words: None
         self.beside: Callable[[], AbstractContextManager[Any]] = nullcontext
         torch.manual_seed(number)
-        self.net = Net(drawn, KINDS if number < OLDEST else MORE_KINDS)
+        self.net = Net(drawn, KINDS if number < OLDEST or settings.partial_sums else MORE_KINDS)
         self.model: Any = settings.wrap(self.net)
         flatfsdp.register_fsdp_forward_method(self.model, "encode")
         mixtures = [module for module in self.net.modules() if isinstance(module, Mixture)]
@@ -359,7 +362,7 @@ class Player:
     def play(self) -> None:
         train(self)
         for _ in range(3 + self.drawn.below(3)):
-            kinds = ANYTIME
+            kinds = ANYTIME + (add_up_within_replicas,) * 20 * self.settings.partial_sums
             if self.reduced and self.within is None:
                 kinds = ANYTIME + WHEN_REDUCED
             operation = self.drawn.one(kinds)
@@ -534,6 +537,23 @@ def train(player: Player) -> None:
 
 def accumulate(player: Player) -> None:
     _train(player, sync=False)
+
+
+def add_up_within_replicas(player: Player) -> None:
+    """Backwards whose sums are reduced over shards alone, with a failed one between, and one that completes them."""
+    drawn = player.drawn
+    count, fails, deferred = 1 + drawn.below(3), drawn.chance(0.4), player.within is None and drawn.chance(0.3)
+    player.begin(f"{count} sums within replicas{', deferred' if deferred else ''}")
+    player.model.set_requires_all_reduce(False)
+    player.model.set_is_last_backward(not deferred)
+    for _ in range(count):
+        drawn.one((once, once, two_forwards, some_parts))(player)
+        if fails:
+            fail(player)
+    player.model.set_requires_all_reduce(True)
+    player.model.set_is_last_backward(True)
+    once(player)
+    player.reduced = True
 
 
 def evaluate(player: Player) -> None:
@@ -810,7 +830,7 @@ WHEN_REDUCED: tuple[Callable[[Player], None], ...] = (
 def world_of(number: int) -> Iterator[tuple[Drawn, Settings, FakeDevice | None]]:
     """The settings of a program, and inside their process group, and device."""
     drawn = Drawn(number)
-    settings = Settings(drawn)
+    settings = Settings(drawn, partial_sums=number >= PARTIAL)
     with ExitStack() as stack:
         stack.enter_context(fake_world(settings.world, settings.rank, joined=True))
         if settings.large:

@@ -202,6 +202,8 @@ def trace_of(number: int) -> list[str]:
             except errors.FlatFSDPError as error:
                 recorder.tokens.append(type(error).__name__)
         lines = recorder.close()
+        if device is not None:
+            assert not device.races, f"program {number}: {'; '.join(device.races)}"
         del player, recorder
     return [f"program {number}: {', '.join(settings.words)}", *lines]
 

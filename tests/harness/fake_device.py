@@ -143,7 +143,8 @@ _WRITTEN = {"_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcas
 _WRITTEN |= {"allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"}  # these write a whole list
 _NOT_WRITTEN = {"send"}
 _ALLOCATING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
-_NOT_TOUCHING = _ALLOCATING | {"set_", "resize_", "unsafe_split_with_sizes"}  # the last returns undeclared views
+# Views that are not declared as such, metadata.
+_NOT_TOUCHING = _ALLOCATING | {"set_", "resize_", "unsafe_split_with_sizes", "_has_compatible_shallow_copy_type"}
 
 
 class FakeDevice(TorchDispatchMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -46,6 +47,10 @@ def _strategies() -> Iterator[Scenario]:
     yield Scenario("layout in rows", wrapper(layout="rows", use_orig_params=True))
     yield Scenario("small units joined", wrapper(join_units_below=2**20))
     yield Scenario("small units joined, bf16", wrapper(join_units_below=2**20, mixed_precision=_bf16()), **_low())
+
+
+def _joined() -> dict[str, Any]:
+    return {"join_units_below": 2**20}
 
 
 def _bf16() -> MixedPrecision:
@@ -126,6 +131,14 @@ def _features() -> Iterator[Scenario]:
         yield Scenario(f"keep_frozen_unsharded on the {on}", frozen, partial(plays.kept, on=on), **_low(frozen=True))
     for how in ("no_sync", "without synchronization", "deferred reductions"):
         yield Scenario(f"two microbatches, {how}", wrapper(), partial(plays.accumulated, how=how), Course(micro=2))
+    replicas, partial_sums = {"sharding_strategy": "HYBRID_SHARD", "across": (0, 1)}, plays.added_up_within_replicas
+    for words, options in (
+        ("replicas", replicas),
+        ("replicas, original parameters, small units joined", replicas | {"use_orig_params": True, **_joined()}),
+        ("NO_SHARD", {"sharding_strategy": "NO_SHARD"}),
+        ("NO_SHARD, small units joined", {"sharding_strategy": "NO_SHARD", **_joined()}),
+    ):
+        yield Scenario(f"partial sums, {words}", wrapper(**options), partial_sums, Course(micro=3))
     yield Scenario("clip_grad_norm_", wrapper(), course=Course(clip=0.1))
     yield Scenario("fuse_optimizer_steps", wrapper(use_orig_params=True), plays.fused)
     yield Scenario("detect_nonfinite", wrapper(use_orig_params=True), plays.watched)
@@ -139,6 +152,9 @@ def _fully_shard() -> Iterator[Scenario]:
     yield Scenario("fully_shard, bf16", front(mp_policy=mixed), **_low())
     yield Scenario("fully_shard, small units joined, bf16", front(joined=True, mp_policy=mixed), **_low())
     yield Scenario("fully_shard, replicas", front(across=(0, 1)))
+    yield Scenario(
+        "fully_shard, replicas, partial sums", front(across=(0, 1)), plays.added_up_within_replicas, Course(micro=3)
+    )
     yield Scenario(
         "fully_shard, offload", front(offload_policy=CPUOffloadPolicy()), partial(plays.offloaded, pinned=True)
     )

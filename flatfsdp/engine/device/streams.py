@@ -136,6 +136,10 @@ class Stream:
         elif event is not None:
             self._stream.wait_event(event)
 
+    def pending(self, *keep: torch.Tensor) -> PendingWork:
+        """The work that was issued on this stream so far, which uses the tensors `keep`."""
+        return PendingWork(device=self._device, event=self.mark(), keep=keep)
+
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, PendingWork]:
         """Start to copy `tensor` into page-locked host memory on this stream, on an accelerator.
 
@@ -151,7 +155,7 @@ class Stream:
         """Start to fill `target` with `source`, host memory, on this stream."""
         with self.running():
             target.copy_(source, non_blocking=True)
-        return PendingWork(device=self._device, event=self.mark(), keep=(target, source))
+        return self.pending(target, source)
 
     def await_downloads(self) -> None:
         """Block the host until all downloads are complete."""

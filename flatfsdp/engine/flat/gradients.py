@@ -271,8 +271,8 @@ class Gradients:
 
     @property
     def reduced(self) -> list[torch.Tensor]:
-        """The results of finished reductions, not scaled and not settled: each of shape (shard_numel,)."""
-        return [part.result for part in self.reducing]
+        """The results of finished reductions, scaled or not, and not settled: each of shape (shard_numel,)."""
+        return [part.in_order() for part in self.reducing]
 
     # -- a backward ends ---------------------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class Gradients:
     def can_finish_later(self) -> bool:
         """Whether the pending reduction can become `.grad` before it is finished. [Note: deferred gradients]"""
         handle = self.handle
-        if len(self.reducing) != 1 or self.accumulation.partial is not None:
+        if len(self.reducing) != 1 or self.accumulation.partial is not None or not self._completes:
             return False
         (part,) = self.reducing
         arrives_on_shard_device = handle.precision.reduce == handle.precision.grad and not handle.options.offload

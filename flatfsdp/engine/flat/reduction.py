@@ -2,7 +2,8 @@
 
 [Note: reduction stages] The second stage is launched when the first has been waited for, which every rank does at the
 same point of the order. On an axis of one rank, the all-reduce is the first and only one. The input of a reduction is
-held until its first stage has finished, its result until the result is requested.
+held until its first stage has finished, its result until the result is requested. Between the stages an earlier partial
+sum is added, on the stream of the first; whoever requests the result waits for that, too, also if there is no second.
 
 [Note: downloads] The reduced gradients of an offloaded handle are copied to page-locked host memory on the same stream,
 concurrently with the rest of the backward; the host waits once, for all of them, when the backward ends. A copy to
@@ -103,13 +104,19 @@ class ReductionInput:
                 result = self.result.to(self.handle.precision.grad)
             self.downloaded, self._downloading = stream.download(result)
 
+    def in_order(self) -> torch.Tensor:
+        """The result of a finished reduction; the caller is ordered after its scaling, if that belongs to a download.
+        """
+        if not self._downloading.done:
+            self._downloading.wait()
+        return self.result
+
     def wait(self) -> torch.Tensor:
         """The summed and scaled gradient of the shard. Collective over the replicate axis."""
         assert self.reduction is not None
         if self.reduction.parts:
             self.reduction.finish()
-        if not self._downloading.done:
-            self._downloading.wait()
+        self.in_order()
         if self.buffer is not None:  # whose memory is the result
             self.buffer.disown()
             self.buffer = None
@@ -159,7 +166,7 @@ class Reduction:
         self.replicate = replicate
         self._stream = stream  # of the stage that was issued last
         self._across = across
-        self._first = self._second = DONE
+        self._first = self._added = self._second = DONE
         self.input_is_released = False
         assert first.buffer is not None
         full = first.buffer.tensor
@@ -199,7 +206,7 @@ class Reduction:
     @property
     def is_under_way(self) -> bool:
         """Whether a second stage must still be waited for."""
-        return self.replicate is not None or not self._second.done
+        return self.replicate is not None or not (self._added.done and self._second.done)
 
     def release_input(self) -> None:
         """Wait for the first stage, free its input and issue the second. Collective over the replicate axis."""
@@ -214,11 +221,15 @@ class Reduction:
 
     def _all_reduce(self) -> PendingWork:
         """Sum the result and the earlier partial sum over replicas, once."""
+        added: list[torch.Tensor] = []
         for part in self.parts:
             if part.earlier is not None:
                 with self._stream.running():
                     part.result.add_(part.earlier)
+                added.append(part.earlier)
                 part.earlier = None
+        if added:
+            self._added = self._stream.pending(self._result, *added)
         replicate, self.replicate = self.replicate, None
         if replicate is None:
             return DONE
@@ -232,12 +243,14 @@ class Reduction:
             return
         if not self.input_is_released:
             self.release_input()
+        if not self._added.done:
+            self._added.wait()
         second, self._second = self._second, DONE
         if not second.done:
             second.wait()
         if len(self.parts) > 1 and not any(part.downloads for part in self.parts):
             scales = {part.scale for part in self.parts}
-            if len(scales) == 1:
+            if len(scales) == 1 and scales != {1.0}:
                 self._result.mul_(scales.pop())
                 for part in self.parts:
                     part.scale = 1.0

@@ -65,6 +65,25 @@ def test_accumulation_under_hybrids(pool4: Run) -> None:
     assert not joined(pool4(accumulated, "sss", chosen(accumulated, HYBRID_HALVES)))
 
 
+def add_up_within_replicas(model: Any, rank: int, step: int) -> list[Tensor]:
+    losses = []
+    for micro in range(3):
+        call_ours(model, "set_is_last_backward", micro == 2)
+        call_ours(model, "set_requires_all_reduce", micro == 2)
+        losses.append(microbatch(model, rank, step, micro))
+        if micro < 2 and isinstance(model, FullyShardedDataParallel):
+            assert all(parameter.grad is None for parameter in model.parameters()), "a partial sum is no gradient"
+    return losses
+
+
+def added_up_within_replicas(rank: int, world: int) -> list[str]:
+    return differences(rank, world, Net, add_up_within_replicas, under=HYBRID_HALVES[0], steps=2, bound=2e-6)
+
+
+def test_partial_sums_of_hybrids(pool4: Run) -> None:
+    assert not joined(pool4(added_up_within_replicas))
+
+
 # --- between two microbatches -----------------------------------------------------------------------------------------
 
 

@@ -579,6 +579,28 @@ def accumulate(player: Player) -> None:
     player.train(sync=False)
 
 
+def add_up_within_replicas(player: Player) -> None:
+    """Microbatches whose sums are reduced over shards alone, and a last one that completes them; with a failure
+    between, or not. Their gradients are deferred, or not."""
+    drawn = random.Random(f"within replicas {player.number}")
+    owed = owed_by_all(player.model) if player.owes else {}
+    player.model.set_requires_all_reduce(False)
+    deferred = drawn.random() < 0.5
+    if deferred:
+        player.model.set_is_last_backward(False)
+    for index in range(drawn.choice((1, 2, 2, 3))):
+        player.both(drawn.choice((once, two_losses, two_forwards, some_parts)))
+        if index == 0 and not player.owes and player.strategy == "HYBRID_SHARD" and drawn.random() < 0.3:
+            player.reduced = True  # a failure drops no gradient: none is accumulated without a reduction
+            fail(player)
+    player.model.set_requires_all_reduce(True)
+    if deferred:
+        player.model.set_is_last_backward(True)
+    player.both(once)
+    player.reduced = True
+    player.compare_reduced(owed)
+
+
 def reduce_accumulated(player: Player) -> None:
     owed = owed_by_all(player.model) if player.owes else {}
     player.model.reduce_accumulated_gradients()
@@ -886,6 +908,7 @@ ANYTIME = [
     train,
     accumulate,
     accumulate,
+    add_up_within_replicas,
     reduce_accumulated,
     evaluate,
     drop,

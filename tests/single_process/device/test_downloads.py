@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, detect_nonfinite
 from flatfsdp.engine.device import streams as device
 from flatfsdp.engine.device.streams import Device, PendingWork, Stream
 from tests.harness import inspect
@@ -106,6 +106,13 @@ def test_what_a_hook_makes_of_a_sum_is_downloaded() -> None:
     with offloaded() as (model, fake):
         model.set_all_reduce_hook(lambda total: total.mul_(3))
         assert story(model).count("download") == UNITS
+    assert fake.races == []
+
+
+def test_detect_nonfinite_reads_gradients_that_are_on_their_way_to_the_host() -> None:
+    """They are scaled on the stream of their reduction."""
+    with offloaded() as (model, fake), detect_nonfinite(model):
+        forward(model).backward()
     assert fake.races == []
 
 

@@ -1,4 +1,4 @@
-"""The engine's behavior in 320 random programs, event by event and byte by byte, is the recorded one.
+"""The engine's behavior in 340 random programs, event by event and byte by byte, is the recorded one.
 
 Record an intended change by `python -m tests.golden.traces --changed`, which names the programs; state in the commit
 which they are, and why.
