@@ -6,6 +6,7 @@ that an upgrade fails with a clear message.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import sys
@@ -321,6 +322,36 @@ def name_of_group(name: str) -> Iterator[None]:
         yield
     finally:
         c10d._process_group_name = by_count
+
+
+@contextmanager
+def without_split() -> Iterator[None]:
+    """A context in which `torch.distributed.new_group` connects the members of an NCCL group anew.
+
+    Otherwise it splits the default group's communicator if that is bound to a device (`init_process_group(device_id=)`)
+    and so has one already. NCCL's split is collective over all ranks of the group that is split, and waits for those
+    that do not take part in `new_group(use_local_synchronization=True)`.
+    """
+    world: Any = torch.distributed.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+def nccl_options(process_group: Any) -> Any:
+    """The options of the NCCL backend of `process_group` (as the priority of its stream, and NCCL's own), for a group
+    of its own; None if it has no such backend. No public function returns them."""
+    for device in process_group._device_types:
+        backend = process_group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        options = getattr(backend, "options", None)
+        if hasattr(options, "is_high_priority_stream"):
+            own: Any = copy.deepcopy(options)  # the new group writes its name and its ranks into it
+            own.split_from = None  # whatever `process_group` was split from
+            return own
+    return None
 
 
 def time_limit(process_group: Any) -> float:

@@ -16,6 +16,12 @@ _backend: Override[str | None] = Override(None)
 served_as = _backend.being  # a context in which this backend is assumed for all groups: for dry runs
 
 
+def backend_for(process_group: Any, device: torch.device) -> str | None:
+    """The name of the backend of `process_group` that serves tensors on `device`; None if none is known to."""
+    backends = str(dist.get_backend_config(process_group))  # "cpu:gloo,cuda:nccl" or "gloo"
+    return dict(part.split(":") for part in backends.split(",") if ":" in part).get(device.type)
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of ranks: a process group, or this rank alone.
@@ -40,10 +46,7 @@ class Axis:
     @staticmethod
     def of(process_group: Any, device: torch.device) -> Axis:
         """The axis over `process_group`, for tensors on `device`."""
-        backends = dist.get_backend_config(process_group)
-        # "cpu:gloo,cuda:nccl" or "gloo"
-        by_type = dict(part.split(":") for part in str(backends).split(",") if ":" in part)
-        backend = by_type.get(device.type, str(backends))
+        backend = backend_for(process_group, device) or str(dist.get_backend_config(process_group))
         ranks = tuple(dist.get_process_group_ranks(process_group))
         return Axis(process_group, ranks, dist.get_rank(process_group), backend)
 

@@ -1,7 +1,9 @@
 """Process groups and their axes: groups that a user passed, groups of a node's ranks, and groups of pickled models.
 
 [Note: groups] Each group is created once and kept for as long as the group that it was created for. The creation is
-collective over its members; while it waits, the watchdog's reports name the missing ones.
+collective over its members; while it waits, the watchdog's reports name the missing ones. A group of less than the
+world is never split from the world's communicator, which would be collective over the world: ranks outside do not know
+of it. It has the backends and the options of the group that it is like, or of these the backend that serves one device.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import math
 import os
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +27,7 @@ from ..base.hashing import hash63
 from ..base.per_group import for_group, forget_after
 from ..device.streams import accelerator, accelerator_count
 from ..watchdog.regions import expecting
-from .axes import Axis, ProcessGroups
+from .axes import Axis, ProcessGroups, backend_for
 from .shared_memory.groups import only_reduces
 
 # The plans in use: units over the same groups share one, so that the ranks of a large group are queried only once.
@@ -114,11 +117,11 @@ def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> P
         shard_group, replicate_group = given
         across = _axis(replicate_group, device)
         only_reduces(replicate_group)
-        axes = _axis(shard_group, device), _axis(_for_reductions(shard_group), device), across
+        axes = _axis(shard_group, device), _axis(_for_reductions(shard_group, device), device), across
     elif strategy is ShardingStrategy.NO_SHARD:
-        axes = alone, alone, _axis(_for_reductions(given), device)
+        axes = alone, alone, _axis(_for_reductions(given, device), device)
     else:
-        axes = _axis(given, device), _axis(_for_reductions(given), device), alone
+        axes = _axis(given, device), _axis(_for_reductions(given, device), device), alone
     shard, scatter, replicate = axes
     plan = ProcessGroups(shard, scatter, replicate if replicate.size > 1 else None, strategy, given, device)
     if strategy in HYBRIDS and shard.size == 1 and plan.replicate is not None:
@@ -137,18 +140,19 @@ def _axis(process_group: Any, device: torch.device) -> Axis:
     return Axis.alone() if dist.get_world_size(process_group) == 1 else Axis.of(process_group, device)
 
 
-def _for_reductions(process_group: Any) -> Any:
+def _for_reductions(process_group: Any, device: torch.device) -> Any:
     if dist.get_world_size(process_group) == 1:
         return process_group
     ranks = tuple(dist.get_process_group_ranks(process_group))
+    backend = backend_for(process_group, device)
 
     def make() -> Any:
-        made = new_group(ranks, "wraps a module", like=process_group)
+        made = new_group(ranks, "wraps a module", like=process_group, backend=backend)
         forget_after(process_group, made)  # for example shared memory
         only_reduces(made)
         return made
 
-    return for_group(process_group, "reductions", make, usable=_exists)
+    return for_group(process_group, ("reductions", backend), make, usable=_exists)
 
 
 def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
@@ -158,26 +162,39 @@ def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
     """
     first, like = axis.rank - axis.rank % count, axis.process_group
     row = axis.ranks[first : first + count]
-    made = for_group(
-        like, ("row", count), lambda: new_group(row, "keeps parameters after forward", like=like), usable=_exists
-    )
-    return Axis.of(made, device)
+    backend = backend_for(like, device)
+
+    def make() -> Any:
+        return new_group(row, "keeps parameters after forward", like=like, backend=backend)
+
+    return Axis.of(for_group(like, ("row", count, backend), make, usable=_exists), device)
 
 
 def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: str | None = None) -> Any:
     """One more group over `ranks`, created only by them: models on different halves of the world are independent.
 
-    Collective over `ranks`; `doing` completes "rank 0 ..." in reports of ranks that wait. The time limit is that of
-    `like`, or of the default group.
+    Collective over `ranks`; `doing` completes "rank 0 ..." in reports of ranks that wait. Backends, time limit and
+    options are those of `like`, or of the default group; `backend`: another one, or one of its. [Note: groups]
     """
-    limit = _torch.time_limit(dist.group.WORLD if like is None else like)
+    like = dist.group.WORLD if like is None else like
+    limit = _torch.time_limit(like)
     timeout = None if math.isinf(limit) else timedelta(seconds=limit)
     counts = for_group(dist.group.WORLD, "counts", Counter[tuple[int, ...]])  # of groups over the same ranks
     counts[ranks] += 1
     name = f"flatfsdp {hash63(str(ranks)):x} {counts[ranks]}"
-    with expecting(ranks, f"{doing} over ranks {', '.join(map(str, ranks))}"), _torch.name_of_group(name):
+    is_world = len(ranks) == dist.get_world_size()
+    with (
+        expecting(ranks, f"{doing} over ranks {', '.join(map(str, ranks))}"),
+        _torch.name_of_group(name),
+        nullcontext() if is_world else _torch.without_split(),
+    ):
         return dist.new_group(
-            list(ranks), timeout, backend=backend, use_local_synchronization=True, group_desc="flatfsdp"
+            list(ranks),
+            timeout,
+            backend=backend or dist.get_backend(like),
+            pg_options=_torch.nccl_options(like),
+            use_local_synchronization=True,
+            group_desc="flatfsdp",
         )
 
 

@@ -3,7 +3,7 @@
 [Note: reduction stages] The second stage is launched when the first has been waited for, which every rank does at the
 same point of the order. On an axis of one rank, the all-reduce is the first and only one. The input of a reduction is
 held until its first stage has finished, its result until the result is requested. Between the stages an earlier partial
-sum is added, on the stream of the first; whoever requests the result waits for that, too, also if there is no second.
+sum is added, on the stream of the first; a request of the result waits for that addition, even if no stage follows it.
 
 [Note: downloads] The reduced gradients of an offloaded handle are copied to page-locked host memory on the same stream,
 concurrently with the rest of the backward; the host waits once, for all of them, when the backward ends. A copy to
@@ -105,8 +105,7 @@ class ReductionInput:
             self.downloaded, self._downloading = stream.download(result)
 
     def in_order(self) -> torch.Tensor:
-        """The result of a finished reduction; the caller is ordered after its scaling, if that belongs to a download.
-        """
+        """The result of a finished reduction; orders the caller after its scaling, if that belongs to a download."""
         if not self._downloading.done:
             self._downloading.wait()
         return self.result

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.engine.device.streams import PendingWork
-from flatfsdp.engine.flat.reduction import Reduction
+from flatfsdp.engine.comm.process_group_transport import ProcessGroupTransport
+from flatfsdp.engine.device.streams import PendingWork, Stream
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 from tests.single_process.comm.test_communication import WIDTH, forward, wrapped
@@ -108,7 +108,7 @@ def test_gradients_that_come_late_are_added_to_them() -> None:
 def test_the_wait_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     done = PendingWork()
     done.wait()
-    monkeypatch.setattr("flatfsdp.engine.device.streams.Stream.pending", lambda stream, *keep: done)
+    monkeypatch.setattr(Stream, "pending", lambda stream, *keep: done)
     found = races("HYBRID_SHARD", backwards=2, joined=True)
     assert any("before add_ on reduce is over" in race for race in found), found
 
@@ -121,18 +121,11 @@ def test_an_all_reduce_that_fails_leaves_the_sum_to_be_waited_for(monkeypatch: p
         forward(model).backward()
         model.set_requires_all_reduce(True)
 
-        class Broken:
-            def all_reduce(self, *args: Any) -> PendingWork:
-                raise Fails
-
-        add_up = Reduction._all_reduce
-
-        def breaking(reduction: Reduction) -> PendingWork:
-            reduction.replicate = Broken() if reduction.replicate is not None else None  # type: ignore[assignment]
-            return add_up(reduction)
+        def breaking(*args: Any) -> PendingWork:
+            raise Fails
 
         with monkeypatch.context() as patched, pytest.raises(Fails):
-            patched.setattr(Reduction, "_all_reduce", breaking)
+            patched.setattr(ProcessGroupTransport, "all_reduce", breaking)
             forward(model).backward()
         forward(model).backward()
     assert device.races == []
