@@ -1,7 +1,8 @@
 """Packaging of flatfsdp: everything pip needs to know, and nothing else.
 
-The version is read from the package's source, so that building never imports torch. torch itself has a lower bound
-only: `pip install .` into an environment that has torch leaves that torch as it is.
+The version is read from the package's source, so that building never imports torch. `pip install .` into an
+environment that has one of the declared versions of torch leaves it as it is; `tools/test --torch VERSION` runs tests
+with another one than the pinned one.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ setup(
     packages=find_packages(include=["flatfsdp", "flatfsdp.*"]),
     package_data={"flatfsdp": ["py.typed", "examples/*.txt"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.11"],
+    install_requires=["torch>=2.11,<2.15"],
     extras_require={
         "train": ["pydantic>=2.11", "tomli; python_version < '3.11'", "tqdm", "safetensors", "matplotlib"],
         "hf": ["transformers", "peft", "datasets", "safetensors"],

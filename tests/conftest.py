@@ -1,9 +1,14 @@
-"""Fixtures and settings of every test: the repository on the path, pools of ranks, torch's deprecations as errors."""
+"""Fixtures and settings of every test: the repository on the path, a folder of its own, pools of ranks, torch's
+deprecations as errors."""
 
 from __future__ import annotations
 
 import gc
+import multiprocessing.process
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,10 +16,12 @@ from typing import Any
 
 import pytest
 
-# Spawned ranks inherit this path: they import the test modules that hold their functions.
+# Spawned ranks inherit this path: they import the test modules that hold their functions. So do started commands.
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
+if ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 from tests.harness import sharing, thorough  # noqa: E402
 
@@ -41,6 +48,24 @@ def pytest_collection_finish() -> None:
     in this process."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test, with its fixtures, runs in an empty folder of its own, and so do the ranks and commands that it starts:
+    what lies where pytest was started does not change what it finds, and it leaves nothing there."""
+    folder, before = tempfile.mkdtemp(prefix="flatfsdp-test-"), os.getcwd()
+    _enter(folder)
+    try:
+        return (yield)
+    finally:
+        _enter(before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _enter(folder: str) -> None:
+    os.chdir(folder)
+    multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]  # where processes that it spawns start
 
 
 def pytest_report_header() -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.forkserver
+import multiprocessing.process
 import os
 import runpy
 import signal
@@ -107,6 +108,7 @@ def run(
 
 def _main(arguments: list[str], folder: str) -> None:
     os.chdir(folder)
+    multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]  # where the ranks that it spawns start
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))

@@ -9,8 +9,8 @@ finds the job's outcome in the fixture `outcomes`:
     @pytest.mark.parametrize("case", ["another order", "forwards"])
     def test_ranks_part(outcomes, case): ...
 
-The first such test of a file starts the jobs of all selected tests. With ``in_folder=True``, the job's next argument is
-the path of an empty folder, which the test finds in the fixture `folder`.
+The first such test of a file starts the jobs of all selected tests. Each runs in an empty folder of its own, which the
+test finds in the fixture `folder`. With ``in_folder=True``, the job's next argument is its path.
 """
 
 from __future__ import annotations
@@ -61,14 +61,22 @@ class Started:
     folder: Path
 
 
-def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Outcome]:
+def run(
+    world: int,
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    timeout: float = 120.0,
+    folder: Path | None = None,
+    **kwargs: Any,
+) -> list[Outcome]:
     """``fn(rank, world, *args, **kwargs)`` in ``world`` new processes; their outcomes, in rank order.
 
     ``fn`` is a function at the top of a module. It runs in the environment of torchrun, without a process group: the
-    first line of most is ``dist.init_process_group("gloo")``. Raises nothing for failures of ranks. ``timeout``
-    in seconds counts from when all ranks have started.
+    first line of most is ``dist.init_process_group("gloo")``. It runs in `folder` (default: this process's). Raises
+    nothing for failures of ranks. ``timeout`` in seconds counts from when all ranks have started.
     """
-    ranks = Ranks(world, _serve)
+    ranks = Ranks(world, _serve, folder)
     try:
         started = [pipe.poll(STARTUP_TIMEOUT) and pipe.recv() for pipe in ranks.pipes]
         assert all(started), f"ranks did not start: {[ranks.output(rank) for rank in range(world)]}"
@@ -116,10 +124,10 @@ def _job_of(item: pytest.Item, folder: Path) -> list[Outcome]:
     assert mark is not None
     kwargs = dict(mark.kwargs)
     arguments = [item.callspec.params[name] for name in kwargs.pop("of", ())]  # type: ignore[attr-defined]
+    folder.mkdir()
     if kwargs.pop("in_folder", False):
-        folder.mkdir()
         arguments.insert(0, str(folder))
-    return run(*mark.args, *arguments, **kwargs)
+    return run(*mark.args, *arguments, folder=folder, **kwargs)
 
 
 def _read(pipe: Connection, deadline: float) -> tuple[Any, str | None] | None:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common as torchs_common
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -149,7 +150,7 @@ def _over_others(api: Any, shape: tuple[int, ...] | None) -> Callable[[nn.Parame
     if api.__name__ == TORCHS:
         two = other.ndim == 2
         info = HSDPMeshInfo(other, 1, 0) if two else FSDPMeshInfo(other, 0)
-        result: Any = ShardPlacementResult(None, info)
+        result: Any = torchs_common.ShardPlacementResult(None, info)
     else:
         result = api.ShardPlacementResult(None, other)
     return lambda parameter: result if parameter.dim() == 2 else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import pickle
 import random
 import time
@@ -53,8 +54,9 @@ class _Answer:
 def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
     """``fn(rank, world, *args, **kwargs)`` on every rank of a pool; the results, in rank order.
 
-    ``fn`` is a function at the top of a module. The default process group is a gloo group of ``world`` ranks,
-    torch uses one thread and is seeded alike on all ranks, and torch's deprecation warnings are errors.
+    ``fn`` is a function at the top of a module. It runs in the folder in which this process is. The default process
+    group is a gloo group of ``world`` ranks, torch uses one thread and is seeded alike on all ranks, and torch's
+    deprecation warnings are errors.
 
     Raises:
         JobFailed: a rank raised, died, or did not answer within ``timeout`` seconds.
@@ -96,7 +98,7 @@ class _Pool:
             raise
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
-        job = dumps((fn, args, kwargs))
+        job = dumps((os.getcwd(), fn, args, kwargs))
         for pipe in self.ranks.pipes:
             # A worker that died since its last job breaks the pipe; waiting for its answer reports that.
             with contextlib.suppress(BrokenPipeError):
@@ -170,7 +172,8 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
 def _answer(rank: int, world: int, job: bytes) -> bytes:
     try:
         with _job_settings():
-            fn, args, kwargs = pickle.loads(job)
+            folder, fn, args, kwargs = pickle.loads(job)
+            os.chdir(folder)
             return dumps(_Answer(fn(rank, world, *args, **kwargs), None, _count_groups()))
     except Exception:
         return dumps(_Answer(None, traceback.format_exc(), _count_groups()))

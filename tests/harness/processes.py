@@ -79,17 +79,21 @@ class _Rank(ForkServerProcess):
 
 
 class Ranks:
-    """``world`` running processes, each with a pipe to this one. They run ``body(rank, world, pipe)``."""
+    """``world`` running processes, each with a pipe to this one. They run ``body(rank, world, pipe)`` in `folder`
+    (default: that in which this process is now)."""
 
-    def __init__(self, world: int, body: Callable[[int, int, Connection], None]) -> None:
+    def __init__(
+        self, world: int, body: Callable[[int, int, Connection], None], folder: str | os.PathLike[str] | None = None
+    ) -> None:
         self.world = world
         self._folder = tempfile.TemporaryDirectory(prefix="flatfsdp-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place = os.path.abspath(folder or ".")
         self.pipes: list[Connection] = []
         self.processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(world):
             ours, theirs = _FORKSERVER.Pipe()
-            arguments = (rank, world, self._store.port, str(self._file(rank)), dict(os.environ), theirs, body)
+            arguments = (rank, world, self._store.port, str(self._file(rank)), dict(os.environ), place, theirs, body)
             process = _Rank(target=_rank_main, args=arguments, daemon=True, name=f"rank {rank} of {world}")
             process.start()
             theirs.close()  # so that a dead rank shows as the end of its pipe
@@ -153,9 +157,11 @@ def _rank_main(
     port: int,
     output: str,
     environment: dict[str, str],
+    folder: str,
     pipe: Connection,
     body: Callable[[int, int, Connection], None],
 ) -> None:
+    os.chdir(folder)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

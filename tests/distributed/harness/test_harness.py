@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import Run
-from tests.harness import fresh, pool
+from tests.harness import commands, fresh, pool
 from tests.harness.fake import fake_world
 from tests.harness.memory import Recording, Usage, peak_bytes
 from tests.harness.pool import MANY_GROUPS, JobFailed
@@ -244,3 +248,54 @@ def test_memory_is_exact() -> None:
 def test_peak_bytes_counts_temporaries_and_keeps_the_result() -> None:
     base = torch.ones(1000)
     assert peak_bytes(lambda: base.neg().exp()) == (8000, 4000)
+
+
+def where(*ranks: int) -> tuple[str, list[str]]:
+    return os.getcwd(), sorted(os.listdir())
+
+
+def put_where(file: str, rank: int) -> None:
+    (Path(file) / "spawned").write_text(os.getcwd())
+
+
+SPAWNS = """
+import multiprocessing, os
+def where():
+    print(os.getcwd())
+if __name__ == "__main__":
+    where()
+    process = multiprocessing.get_context("spawn").Process(target=where)
+    process.start()
+    process.join()
+"""
+
+
+def test_a_test_runs_in_an_empty_folder_and_so_does_all_that_it_starts(
+    pool2: Run, pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    here = os.getcwd()
+    assert Path(here).parent == Path(tempfile.gettempdir()).resolve()
+    assert where() == (here, [])
+    assert pool2(where) == [(here, [])] * 2
+    assert [rank.result for rank in fresh.run(2, where)] == [(here, [])] * 2
+    assert [rank.result for rank in fresh.run(2, where, folder=tmp_path)] == [(str(tmp_path), [])] * 2
+    process = multiprocessing.get_context("spawn").Process(target=put_where, args=(str(tmp_path), 0))
+    process.start()
+    process.join(120)
+    assert (tmp_path / "spawned").read_text() == here
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    ran = commands.run(tmp_path / "spawns.py", folder=Path(here), environment=os.environ)
+    assert (ran.stdout, ran.stderr) == (f"{here}\n" * 2, "")
+    ran = subprocess.run([sys.executable, "-c", "import os; print(os.getcwd())"], capture_output=True, text=True)
+    assert ran.stdout == f"{here}\n"
+
+
+@pytest.mark.parametrize("again", range(2))
+def test_what_a_test_writes_there_is_gone_for_the_next_one(pool2: Run, again: int) -> None:
+    assert pool2(where) == [(os.getcwd(), [])] * 2
+    Path("train-out").mkdir()
+
+
+@pytest.mark.ranks(2, where)
+def test_jobs_of_marks_have_a_folder_each(outcomes: list[fresh.Outcome], folder: Path) -> None:
+    assert [rank.result for rank in outcomes] == [(str(folder), [])] * 2

@@ -23,7 +23,7 @@ def start(*arguments: str) -> str:
     """Run this python with `arguments`, outside of the test's own world; its output."""
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
-    done = commands.run(*arguments, folder=ROOT, environment=clean, limit=TIMEOUT)
+    done = commands.run(*arguments, folder=Path.cwd(), environment=clean, limit=TIMEOUT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

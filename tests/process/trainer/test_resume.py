@@ -24,7 +24,7 @@ def start(output: Path, ranks: int, *options: float | str) -> subprocess.Complet
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
     module = "tests.process.programs.resumable"
-    return commands.run("-m", module, output, ranks, *options, folder=ROOT, environment=clean, limit=240)
+    return commands.run("-m", module, output, ranks, *options, folder=Path.cwd(), environment=clean, limit=240)
 
 
 def rows(path: Path) -> list[dict]:

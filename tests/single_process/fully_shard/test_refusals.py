@@ -55,7 +55,7 @@ def partial_sum() -> None:
 def on_another_device() -> None:
     elsewhere = dist.init_device_mesh("meta", (1, 1), mesh_dim_names=("dp", "tp"))
     linear = nn.Linear(2, 2)
-    linear.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), elsewhere["tp"], [Shard(0)], run_check=False))
+    linear.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), elsewhere["tp"], [Replicate()], run_check=False))
     fully_shard(linear, mesh=mesh()["dp"])
 
 

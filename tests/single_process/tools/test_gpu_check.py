@@ -167,7 +167,7 @@ def test_what_ranks_import_first_asks_for_no_device() -> None:
     replaced = "torch.cuda.is_available = torch.cuda.device_count = torch.accelerator.is_available = asks"
     names = ", ".join(gpu_main.PRELOADED)
     program = f"import torch, torch.distributed.fsdp\n{asks}\n{replaced}\nimport {names}"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
 
 
 def test_every_part_has_a_module_and_all_fit_roughly_into_the_budget() -> None:
@@ -190,7 +190,7 @@ def test_without_a_card_it_reports_it() -> None:
 @pytest.mark.skipif(not is_thorough(), reason="minutes; with --thorough")
 def test_all_parts_from_end_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "tools/gpu_check.py", "--device", "cpu", "--brief", "--out", str(tmp_path)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900)
     found = json.loads((tmp_path / "results.json").read_text())
     assert [part["part"] for part in found["parts"]] == ["needs", *PARTS]
     unmet = [row for part in found["parts"] for row in part["rows"] if row["met"] is False and row["what"] != "torch"]

@@ -86,7 +86,7 @@ def test_the_metadata(wheel: Path) -> None:
     assert (found["Name"], found["Version"]) == ("flatfsdp", flatfsdp.__version__)
     assert found["Requires-Python"] == ">=3.10"
     assert found.get_all("Requires-Dist") == [
-        "torch>=2.11",
+        "torch<2.15,>=2.11",
         'pydantic>=2.11; extra == "train"',
         'tomli; python_version < "3.11" and extra == "train"',
         'tqdm; extra == "train"',
