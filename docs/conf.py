@@ -15,7 +15,7 @@ project_copyright = author
 _source = (HERE.parent / "flatfsdp" / "__init__.py").read_text(encoding="utf-8")
 version = release = re.findall(r'^__version__ = "([^"]+)"', _source, flags=re.MULTILINE)[0]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "code_links"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "code_links", "settings_types"]
 exclude_patterns = ["_build", "README.md"]
 nitpicky = False
 default_role = "code"  # `name` in a docstring, as in Markdown

@@ -12,14 +12,17 @@ import dataclasses
 import os
 import re
 import shlex
+import site
 import sys
+import sysconfig
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.multiprocessing as mp
 from torch import nn
 
-from flatfsdp.errors import ConfigValueError
+from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError
 
 try:
     from flatfsdp.trainer.settings import Settings, dataclass, fields_of, setting
@@ -29,7 +32,7 @@ except ModuleNotFoundError as error:
     print(f"flatfsdp.train: {error}", file=sys.stderr)
     sys.exit(2)
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
-from flatfsdp.trainer.callbacks import METRICS, Callback, LossPlot, MetricsLog, Summary
+from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, Summary
 from flatfsdp.trainer.demo.options import DEFAULTS, DemoOptions
 from flatfsdp.trainer.hub.by_name import changed_flag, with_options
 from flatfsdp.trainer.hub.pretrained import ModelOptions
@@ -38,9 +41,9 @@ from flatfsdp.trainer.instantiate import check_options, make
 from flatfsdp.trainer.launch import Placement, RankContext, run, under_launcher
 from flatfsdp.trainer.memory_estimate import forecast, on_meta
 from flatfsdp.trainer.preemption import in_words
-from flatfsdp.trainer.process_group import TrainerRanks
-from flatfsdp.trainer.settings.command_line import Parser
+from flatfsdp.trainer.settings.command_line import Parser, in_flags
 from flatfsdp.trainer.settings.types import Count, Data, FilePath, Module, Name
+from flatfsdp.trainer.state.run_folder import DEFAULT, refuse_run_in, run_in, unused
 from flatfsdp.trainer.terminal import print_line, sizes_in_words
 from flatfsdp.trainer.trainer import Trainer
 from flatfsdp.trainer.watching.configuration import Configuration
@@ -52,6 +55,10 @@ DESCRIPTION = (
     "transformer that shows what it learned. Started plainly it spawns its own ranks on this machine; under torchrun "
     "it joins that world."
 )
+ONE_LINE = (ConfigValueError, ConfigTypeError, CheckpointError)
+"""Errors that say all there is to know, unless the user's code is on the way to them."""
+
+LIBRARIES = (__file__, mp.__file__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +119,7 @@ class Job:
 
     def __call__(self, world: RankContext) -> int:
         """Run; returns the exit code."""
-        # Nodes with disks of their own may have found other folders in use.
-        output = Path(TrainerRanks().values(str(self.training.output))[0])
-        training = dataclasses.replace(self.training, output=output)
-        trainer = Trainer(self.task, training, self.fsdp, callbacks=self.callbacks())
+        trainer = Trainer(self.task, self.training, self.fsdp, callbacks=self.callbacks())
         if self.command.measure:
             kept = trainer.measure()
             if world.leads:
@@ -134,7 +138,7 @@ class Job:
             return 0
         result = trainer.train()
         if world.leads:
-            goes_on = {"--resume": "latest", "--output": str(self.training.output)}
+            goes_on = {"--resume": "latest", "--output": str(trainer.output)}
             if result.stopped_by:
                 print_line(f"stopped by {in_words(result.stopped_by)} after step {result.steps}; to resume it:")
                 print_line(f"  {self.program} {shlex.join(changed(self.given, goes_on))}")
@@ -208,6 +212,11 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
         print_line(job.announcement())
     try:
         return run(job, job.placement)
+    except ONE_LINE:  # of this rank, under a launcher
+        if not (complaint := complaint_in(traceback.format_exc())):
+            raise
+        print(f"flatfsdp.train: {complaint}", file=sys.stderr, flush=True)
+        return 2
     except mp.ProcessRaisedException as error:
         if complaint := complaint_in(str(error)):
             print(f"flatfsdp.train: {complaint}", file=sys.stderr)
@@ -222,22 +231,23 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
         return 130
 
 
-def complaint_in(traceback: str) -> str:
-    """The message about a setting that only the model shows to be wrong; "" if code outside this package is part of the
-    traceback, which is useful then."""
-    where, found, reason = traceback.rpartition("\nflatfsdp.errors.ConfigValueError: ")
-    ours = tuple(str(Path(file).parent) + os.sep for file in (__file__, mp.__file__))
-    files = re.findall(r'^  File "(.*?)", line', where, re.MULTILINE)
-    return reason.strip() if found and all(file.startswith(ours) for file in files) else ""
+def complaint_in(report: str) -> str:
+    """The message, with flags, about a setting or a checkpoint that only the ranks show to be wrong; "" if the user's
+    code is part of the traceback `report`, which is useful then."""
+    names = "|".join(each.__name__ for each in ONE_LINE)
+    found = re.search(rf"^(.*)\nflatfsdp\.errors\.(?:{names}): (.*)$", report, re.DOTALL)
+    if found is None:
+        return ""
+    libraries = (sysconfig.get_path("stdlib"), *site.getsitepackages(), *(str(Path(f).parent) for f in LIBRARIES))
+    files = re.findall(r'^  File "(.*?)", line', found[1], re.MULTILINE)
+    if not all(file.startswith(("<frozen", *(f"{folder}{os.sep}" for folder in libraries))) for file in files):
+        return ""
+    return in_flags(found[2].strip(), map(type, groups().values()))
 
 
-def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
-    """Read the command line, and check devices, data and the output folder before any process starts.
-
-    Raises:
-        SystemExit: an option is wrong, or this machine does not support it.
-    """
-    groups: dict[str, Settings] = {
+def groups() -> dict[str, Settings]:
+    """The tables of settings with their defaults, by name."""
+    return {
         "command": Command(),
         "task": OwnTask(),
         "model": ModelOptions(),
@@ -246,13 +256,21 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
         "fsdp": FSDPArguments(),
         "demo": DemoOptions(),
     }
-    parser = Parser(program, description=DESCRIPTION, groups=groups)
+
+
+def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
+    """Read the command line, and check devices, data and the output folder before any process starts.
+
+    Raises:
+        SystemExit: an option is wrong, or this machine does not support it.
+    """
+    parser = Parser(program, description=DESCRIPTION, groups=groups())
     given = parser.read(arguments)
     shows = given["task"].model is None
     if shows:  # the demonstration, which has other defaults
-        parser = Parser(program, description=DESCRIPTION, groups={**groups, "training": DEFAULTS})
+        parser = Parser(program, description=DESCRIPTION, groups={**groups(), "training": DEFAULTS})
         given = parser.read(arguments)
-    command, task, model, data, training, fsdp, demo = (given[name] for name in groups)
+    command, task, model, data, training, fsdp, demo = given.values()
     try:
         task = with_options(task, model, data)
         if not shows and (flag := changed_flag(demo)):
@@ -275,13 +293,14 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
         check_options(own)
         if not command.dry_run or command.measure:  # a plan makes no callbacks
             check_callbacks(training)
-        if training.resume is None and command.export is None and not command.dry_run:
-            training = dataclasses.replace(training, output=unused(training.output))
         if not command.dry_run:
-            make_folder(training.output)  # before time is spent on training
+            numbered = training.resume is None and training.output == DEFAULT
+            if command.export is None and not numbered:
+                refuse_run_in(training, run_in(training.output))
+            make_folder(unused(training.output) if numbered else training.output)  # before time is spent on training
     except ConfigValueError as error:
         parser.error(str(error))
-    anew = dataclasses.replace(training, resume=None, output=given["training"].output, ranks=placement.ranks)
+    anew = dataclasses.replace(training, resume=None, ranks=placement.ranks)
     settings = {**given, "command": Command(), "training": anew}
     return Job(command, own, training, fsdp, demo if shows else None, placement, program, tuple(arguments), settings)
 
@@ -300,12 +319,6 @@ def code_named_by(task: Task, training: TrainingArguments, fsdp: FSDPArguments, 
         if isinstance(value := getattr(table, name), str)
         if any(isinstance(part, Name) and part.thing and value not in part.names for part in parts)
     ]
-
-
-def unused(path: Path) -> Path:
-    """`path`, or if a run has used it, the first unused of `path-2`, `path-3`, ...."""
-    candidates = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 10_000)))
-    return next(each for each in candidates if not (each / METRICS).exists() and not any(each.glob("step-*")))
 
 
 def refuse_missing(checkpoint: Path) -> None:

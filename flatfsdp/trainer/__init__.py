@@ -10,27 +10,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .arguments import FSDPArguments, Task, TrainingArguments
+    from .callbacks import Callback
     from .hub.pretrained import Pretrained
     from .hub.text_data import TextData
     from .objectives import CausalLM, Classification, FromOutput, Objective
+    from .run import Run, StepReport, TrainingResult
     from .trainer import Trainer
 
 __all__ = [
+    "Callback",
     "CausalLM",
     "Classification",
     "FSDPArguments",
     "FromOutput",
     "Objective",
     "Pretrained",
+    "Run",
+    "StepReport",
     "Task",
     "TextData",
     "Trainer",
     "TrainingArguments",
+    "TrainingResult",
 ]
 
 _MODULES = {
     **dict.fromkeys(("CausalLM", "Classification", "FromOutput", "Objective"), ".objectives"),
     **dict.fromkeys(("FSDPArguments", "Task", "TrainingArguments"), ".arguments"),
+    **dict.fromkeys(("Run", "StepReport", "TrainingResult"), ".run"),
+    "Callback": ".callbacks",
     "Pretrained": ".hub.pretrained",
     "TextData": ".hub.text_data",
     "Trainer": ".trainer",

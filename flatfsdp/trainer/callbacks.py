@@ -19,19 +19,30 @@ import torch
 from torch import nn
 
 import flatfsdp
-from flatfsdp.errors import ConfigValueError
+from flatfsdp.errors import ConfigValueError, did_you_mean
 from flatfsdp.trainer.objectives import evaluating, logits_of
 from flatfsdp.trainer.run import MemoryFootprint, Progress, Run, StepReport, TrainingResult
 from flatfsdp.trainer.state.checkpoints import ASIDE
+from flatfsdp.trainer.state.run_folder import METRICS
 from flatfsdp.trainer.terminal import columns, print_line, shown, sizes_in_words
 
 __all__ = ["Callback", "EarlyStop", "LossPlot", "MetricsLog", "ProgressBar", "SampleText", "Summary", "read_metrics"]
 
-METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
 PLAIN_LINES = 20  # progress lines of a run where the output is not a terminal
 BAR = 23  # columns: percentage, bar, remaining time, separators, and one to spare
 TEMPERATURE = 0.8  # at lower ones, small models repeat themselves, mostly spaces
+
+
+# Hooks of other trainers, and ours for the same moment.
+ELSEWHERE = {
+    **dict.fromkeys(("on_train_begin", "on_train_start", "on_fit_start"), "on_begin"),
+    **dict.fromkeys(("on_train_batch_start", "on_batch_start", "on_batch_begin"), "on_step_begin"),
+    **dict.fromkeys(("on_step_end", "on_train_batch_end", "on_batch_end", "on_log", "on_after_backward"), "on_step"),
+    **dict.fromkeys(("on_evaluate", "on_validation_end", "on_validation_epoch_end"), "on_evaluation"),
+    **dict.fromkeys(("on_save_checkpoint", "on_checkpoint"), "on_save"),
+    **dict.fromkeys(("on_train_end", "on_fit_end"), "on_end"),
+}
 
 
 class Callback:
@@ -40,7 +51,22 @@ class Callback:
     All methods are called on every rank, at the same points and with the same values (except for a report's `ids`). So
     they may make collective calls, and call `trainer.ask_to_stop()`; to print or write, check `trainer.world.leads`.
     An exception on one rank ends the run on all: the others raise an `AgreementError` that names it.
+
+    Raises:
+        ConfigValueError: where a class is derived, for a method whose name begins with `on_` and is no hook.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in dir(cls):
+            if name.startswith("on_") and name not in hooks and callable(getattr(cls, name)):
+                meant = ELSEWHERE.get(name)
+                hint = f"Did you mean {meant!r}?" if meant else did_you_mean(name, hooks)
+                raise ConfigValueError(
+                    f"{cls.__name__}.{name}: callbacks have no such hook, so it would never be called. "
+                    f"{hint}{' ' * bool(hint)}Hooks: {', '.join(hooks)}"
+                )
 
     def on_begin(self, trainer: Run) -> None:
         """Called before the first step, after a checkpoint was loaded."""
@@ -265,8 +291,8 @@ class LossPlot(Callback):
                 plot_loss(read_metrics(trainer.output / METRICS), trainer.output / PICTURE)
                 trainer.written["plot"] = trainer.output / PICTURE
             except ImportError:
-                without = "no plot of the loss: it needs matplotlib, which comes with pip install 'flatfsdp[train]'"
-                logging.getLogger("flatfsdp").warning(without)
+                install = "pip install '.[train]' in a clone of flatfsdp"
+                logging.getLogger("flatfsdp").warning(f"no plot of the loss, which needs matplotlib: {install}")
 
 
 def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

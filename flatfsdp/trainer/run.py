@@ -132,7 +132,8 @@ class TrainingResult:
 
     Attributes:
         steps: the total number of steps taken, including those before the run was resumed.
-        tokens, seconds: likewise.
+        tokens: trained on, likewise.
+        seconds: of training, likewise.
         taken: the steps that this run took.
         tokens_per_second: in these steps.
         losses: of the first and the last of them; empty where there were none.
@@ -207,17 +208,23 @@ class Run:
     """A run. Its methods are collective, except `ask_to_stop`, `attempt` and `attempt_callbacks`.
 
     Attributes:
-        task, training, fsdp: the settings of the task, of its training, and of sharding.
+        task: the model and its data.
+        training: the settings of training.
+        fsdp: the settings of sharding.
         callbacks: in the order in which they are called.
         world: the position of this rank.
         size: the size of the model.
-        model: sharded: the wrapper, or the model itself after `fully_shard`; optimizer: over its parameters; scheduler:
-            of its learning rates.
-        scaler: of losses, if gradients are fp16; objective: its loss is trained on; loader: of the samples.
-        evaluation: the data of evaluations; checkpoints: their contents, and the last one.
+        model: the sharded model: the wrapper, or the model itself after `fully_shard`.
+        objective: the loss to train on.
+        optimizer: over the parameters of the sharded model.
+        scaler: scales losses if gradients are fp16.
+        scheduler: sets the learning rates.
+        loader: reads the samples.
+        evaluation: the evaluation data and the last metrics.
+        checkpoints: the contents of checkpoints, and the last one.
         progress: the progress of the run.
-        aside: the folder of files that this run has set aside: in a branch, later checkpoints; in any run, the logs of
-            others (known to the rank that leads).
+        aside: the folder of files that this run has set aside: later checkpoints when it branches off, and the logs of
+            earlier runs (known to the rank that leads).
         written: other files written by callbacks, by a name for people; on the rank that leads.
         stop: whether this rank has to stop.
         report: reports an exception of this rank to the others, inside `flatfsdp.fail_together`.

@@ -40,6 +40,7 @@ from flatfsdp.trainer.run import Evaluation, ModelSize, Progress, Run, TrainingR
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component, rng_component, stateful_component
 from flatfsdp.trainer.state.run_checkpoints import RunCheckpoints
+from flatfsdp.trainer.state.run_folder import begins, refuse_run_in, run_in, with_folder
 from flatfsdp.trainer.terminal import print_line
 from flatfsdp.trainer.utilization import flops_per_token
 from flatfsdp.trainer.watching.named import callbacks_of
@@ -78,6 +79,8 @@ class Trainer(Run):
         shows = training.progress and not any(isinstance(each, ProgressBar) for each in callbacks)
         callbacks = (ProgressBar(), *callbacks) if shows else tuple(callbacks)
         world = RankContext.join(training.device)
+        self._asked_output = training.output
+        training = with_folder(training)
         with flatfsdp.fail_together("making the trainer"):
             check_run(training, task, fsdp)
             check_options(task)
@@ -130,6 +133,7 @@ class Trainer(Run):
         with flatfsdp.fail_together("training") as self.report:
             with self.stop.handling_signals(), looking:
                 self._check_folder()
+                self._print_folder("this run writes to")
                 self.resume()
                 self._print_from_where()
                 if self.checkpoint is not None and self.training.resume != "latest":
@@ -146,6 +150,7 @@ class Trainer(Run):
             self.loader.close()
             result = loop.result()
             self.call("on_end", result)
+            self._print_folder("this run is in")
         return result
 
     def resume(self) -> None:
@@ -218,18 +223,14 @@ class Trainer(Run):
         checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite, files=files)
 
     def _check_folder(self) -> None:
-        """Refuse to begin a run among the checkpoints of another. Resuming from a path elsewhere counts as a beginning,
-        too: a job that its scheduler restarts would go back to that path each time."""
-        given, manager = self.training.resume, self.checkpoints.manager
-        if given in ("latest", "best") or (given is not None and Path(given).absolute().parent == manager.folder):
-            return
-        there = manager.find("latest")
-        if there is not None:
-            begin = "start over" if given is None else f"begin with {given}"
-            raise ConfigValueError(
-                f"output: {self.output} has checkpoints of a run, {there.name} the last of them, and this one would "
-                f"{begin}. To resume: resume='latest'. Otherwise choose another folder, or remove them"
-            )
+        """Refuse to begin a run in the folder of another, which any of the ranks may see."""
+        if begins(self.training):
+            refuse_run_in(self.training, max(self.ranks.values(run_in(self.output))))
+
+    def _print_folder(self, what: str) -> None:
+        """The folder of this run, where it is not the one in the settings."""
+        if self.world.leads and self.output != self._asked_output:
+            print_line(f"{what} {self.output}, because {self._asked_output} holds an earlier run")
 
     def _check_schedule(self) -> None:
         training, planned = self.training, self.planned_steps()

@@ -23,7 +23,7 @@ def library(name: str, *, wanted_by: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(name)
-        install = f"pip install 'flatfsdp[{extra}]'" if extra else f"pip install {name}"
+        install = f"pip install '.[{extra}]' in a clone of flatfsdp" if extra else f"pip install {name}"
         raise ConfigValueError(f"{wanted_by}: needs {error.name}, which is not installed: {install}") from error
 
 

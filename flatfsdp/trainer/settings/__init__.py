@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, did_you_mean, shown
@@ -20,7 +21,8 @@ try:
     toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"the trainer needs {error.name}, which its extra installs: pip install 'flatfsdp[train]'", name=error.name
+        f"the trainer needs {error.name}, which its extra installs: pip install '.[train]' in a clone of flatfsdp",
+        name=error.name,
     ) from error
 
 # The prefix of a field's name in messages, and the name: `FSDPArguments.` `replicas` in a program,
@@ -74,7 +76,9 @@ class Settings(metaclass=_OneLineErrors):
     def refuse(self, name: str, because: str) -> NoReturn:
         """Raise `ConfigValueError` on the field `name`, with its value and the reason."""
         place = "".join(spelling.get()(type(self), name))
-        raise ConfigValueError(f"{place}: got {getattr(self, name)!r}, but {because}")
+        value = getattr(self, name)
+        given = str(value) if isinstance(value, Path) else value
+        raise ConfigValueError(f"{place}: got {given!r}, but {because}")
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +41,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print `message` as one line on stderr and exit with code 2."""
         name, line = self.prog.removeprefix("python -m "), " ".join(message.split())
+        line = in_flags(line, map(type, self.groups.values()))
         self.exit(2, f"{name}: {line} (--help lists the options)\n")
 
     def read(self, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -92,6 +93,20 @@ class Parser(argparse.ArgumentParser):
 def flag_of(name: str) -> str:
     """The command-line option of a field."""
     return "--" + name.replace("_", "-")
+
+
+def in_flags(message: str, groups: Iterable[type[Settings]]) -> str:
+    """`message` with flags where it names settings as in a program: "--resume latest" for "resume='latest'"."""
+    names = "|".join(dict.fromkeys(name for group in groups for name in fields_of(group)))
+    several = "|".join(name for name in names.split("|") if "_" in name)  # others may also be plain words
+    message = re.sub(rf"^(?:\w+\.)?({names}): ", lambda found: f"argument {flag_of(found[1])}: ", message)
+    message = re.sub(rf"(?<![\w'\".-])({names})=('[^']*'|[\w.]+)", _as_flag, message)
+    return re.sub(rf"(?<![\w'\"./-])({several})(?![\w'\"./=-])", lambda found: flag_of(found[1]), message)
+
+
+def _as_flag(found: re.Match[str]) -> str:
+    switches = {"True": flag_of(found[1]), "False": flag_of(f"no_{found[1]}")}
+    return switches.get(found[2], f"{flag_of(found[1])} {found[2].strip(chr(39))}")
 
 
 def read_file(path: str) -> dict[str, Any]:

@@ -71,4 +71,5 @@ def check_all_taken(options: Mapping[str, Any], functions: Mapping[str, Callable
         if not any(takes(function, option) for function in functions.values()):
             known = {name: None for function in functions.values() for name in inspect.signature(function).parameters}
             who = " and ".join(functions) or "nothing"
-            raise ConfigValueError(f"{argument}: {who} takes no {option!r}. {nearest(option, known)}")
+            who += " take" if len(functions) > 1 else " takes"
+            raise ConfigValueError(f"{argument}: {who} no {option!r}. {nearest(option, known)}")

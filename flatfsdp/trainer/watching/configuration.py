@@ -15,8 +15,8 @@ CONFIGURATION = "config.json"
 
 
 class Configuration(Callback):
-    """Writes `config.json` into the run's folder when it begins, on rank 0: `--config OUTPUT/config.json` starts an
-    equal run.
+    """Writes `config.json` into the run's folder when it begins, on rank 0: `--config OUTPUT/config.json` has the
+    settings of this run, also its folder.
 
     Args:
         groups: the settings, by the name of their table; fields with their defaults are left out.
@@ -29,12 +29,13 @@ class Configuration(Callback):
         if trainer.world.leads:
             keep_earlier(trainer, CONFIGURATION)
             path = trainer.output / CONFIGURATION
-            tables = {**self._tables, "training": self._tables.get("training", {}) | _samples_of_a_step(trainer)}
+            own = {"output": str(trainer.output)} | _samples_of_a_step(trainer)
+            tables = {**self._tables, "training": self._tables.get("training", {}) | own}
             path.write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
             trainer.written["settings"] = path
 
 
-def _samples_of_a_step(trainer: Run) -> dict[str, int]:
+def _samples_of_a_step(trainer: Run) -> dict[str, Any]:
     """The global batch, if the settings imply another: a resumed run keeps it, on any number of ranks."""
     kept, training = trainer.loader.global_batch, trainer.training
     made = training.global_batch or trainer.world.size * training.batch * training.accumulate

@@ -139,7 +139,7 @@ def test_a_folder_of_checkpoints_takes_no_run_from_elsewhere(run: Run, tmp_path:
     found, _ = run(2, train, tmp_path / "after", elsewhere)
     assert len(found) == 18
     for text in run(2, train, tmp_path / "after", elsewhere):
-        assert "step-00000018 the last of them" in text
+        assert "a run, whose last checkpoint is step-00000018" in text
         assert "resume='latest'" in text
     found, _ = run(2, train, tmp_path / "after", {"resume": tmp_path / "after" / "step-00000018", "epochs": 4})
     assert len(found) == 24

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from flatfsdp.trainer.callbacks import Callback, EarlyStop, MetricsLog, Summary,
 from flatfsdp.trainer.demo.model import ByteTransformer
 from flatfsdp.trainer.preemption import REQUESTED
 from flatfsdp.trainer.run import StepReport
+from flatfsdp.trainer.state import run_folder
 from tests.conftest import Run
 from tests.harness.thorough import is_thorough
 
@@ -309,10 +311,28 @@ def test_a_run_reports_where_it_begins_and_that_the_clock_ended_it(run: Run, tmp
 def test_a_folder_with_checkpoints_is_not_written_over(run: Run, tmp_path: Path) -> None:
     run(2, run_with, tmp_path, {"save_at_end": True})
     for text in run(2, started_anew, tmp_path, None):
-        assert "step-00000006 the last of them" in text
-        assert "resume='latest'" in text
+        remedies = "Pass resume='latest' to continue that run, or choose another folder"
+        assert text == f"output: {tmp_path} holds a run, whose last checkpoint is step-00000006. {remedies}"
     for text in run(2, started_anew, tmp_path / "none", "best"):
         assert "has no checkpoint yet" in text
+
+
+def trained_in_the_default_folder(rank: int, world: int, folder: Path) -> tuple[str, list[str]]:
+    """The output folder of a run that names none, and its lines."""
+    task = Task(model=make_model, train_data=sentences, objective=CausalLM())
+    with patch.object(run_folder, "DEFAULT", folder), contextlib.redirect_stderr(io.StringIO()) as texts:
+        trainer = Trainer(task, training(output=folder, progress=False, save_at_end=True, steps=1))
+        trainer.train()
+    return str(trainer.output), texts.getvalue().splitlines()
+
+
+def test_a_run_in_the_default_folder_says_which_number_it_has(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "train-out"
+    assert run(2, trained_in_the_default_folder, folder) == [(str(folder), [])] * 2
+    because = f"{folder}-2, because {folder} holds an earlier run"
+    for rank, (output, lines) in enumerate(run(2, trained_in_the_default_folder, folder)):
+        assert output == f"{folder}-2"
+        assert lines == [f"this run writes to {because}", f"this run is in {because}"] * (rank == 0)
 
 
 def exported(rank: int, world: int, output: Path, folder: Path) -> None:

@@ -113,14 +113,18 @@ def test_with_torch_alone_it_names_the_extra_and_parts_of_the_trainer_work(tmp_p
         runpy.run_module("flatfsdp.train", run_name="__main__")
     """
     done = start("-c", program, folder=tmp_path)
-    needs = "the trainer needs pydantic, which its extra installs: pip install 'flatfsdp[train]'\n"
+    needs = "the trainer needs pydantic, which its extra installs: pip install '.[train]' in a clone of flatfsdp\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, needs, f"flatfsdp.train: {needs}")
+
+
+LANGUAGES = ("toml", "sh", "console", "python")
 
 
 def test_the_commands_of_the_manual_run_as_written(tmp_path: Path) -> None:
     pytest.importorskip("tomllib")
-    page = {each.language: each.text for each in manual.blocks(ROOT / "docs/how_to/train.md")}
-    config, lines, promised, program = (page[language] for language in ("toml", "sh", "console", "python"))
+    blocks = manual.blocks(ROOT / "docs/how_to/train.md")
+    page = {kind: "\n".join(each.text for each in blocks if each.language == kind) for kind in LANGUAGES}
+    config, lines, promised, program = (page[language] for language in LANGUAGES)
     (tmp_path / "sums.toml").write_text(config)
     printed = []
     for command in lines.splitlines():

@@ -12,6 +12,7 @@ import pytest
 from torch.multiprocessing import ProcessRaisedException
 
 from flatfsdp import train
+from flatfsdp.trainer.state.run_folder import with_folder
 
 OWN = "--model flatfsdp.examples.own_model:make_model --train-data flatfsdp.examples.own_model:make_data".split()
 
@@ -50,19 +51,19 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
             "--front fully_shard --strategy no_shard",
             "argument --strategy: got 'no_shard', but with --front",
         ),
-        ("--device nosuch", "device: this machine has no 'nosuch' device that torch can use"),
-        ("--text /no/such/file", "text: there is no file or folder '/no/such/file'"),
+        ("--device nosuch", "argument --device: this machine has no 'nosuch' device that torch can use"),
+        ("--text /no/such/file", "argument --text: there is no file or folder '/no/such/file'"),
         ("--output /dev/null", "--output: cannot make the folder '/dev/null': File exists"),
         ("--export folder", "--export: set --resume to latest, best or a path, the checkpoint to export"),
         ("--resume no/such", "--resume: there is no folder 'no/such'. Accepted: latest, best, or a path"),
         ("--overwrite", "argument --overwrite: got True, but it belongs to --export"),
         ("--measure", "argument --measure: got True, but it belongs to --dry-run"),
         ("--model a:b", "argument --model: got 'a:b', but --train-data is not given"),
-        ("--model os:path --train-data os:path", "model: os:path came to a module. Accepted: a torch.nn.Module"),
-        ("--callbacks tensorbord", "callbacks: got 'tensorbord'. Did you mean 'tensorboard'?"),
+        ("--model os:path --train-data os:path", "argument --model: os:path came to a module. Accepted: a torch.nn"),
+        ("--callbacks tensorbord", "argument --callbacks: got 'tensorbord'. Did you mean 'tensorboard'?"),
         ("--tokenizer a:b", "--tokenizer belongs to a model of your own: --model is not given"),
         (f"{' '.join(OWN)} --layers 3", "--layers belongs to the demonstration, and --model is given"),
-        (f"{' '.join(OWN)} --options depth=3", "options: model and train_data takes no 'depth'. "),
+        (f"{' '.join(OWN)} --options depth=3", "argument --options: model and --train-data take no 'depth'. "),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(
@@ -94,7 +95,7 @@ def test_what_the_model_shows_to_be_a_wrong_option_is_one_line(
     wrong = "from flatfsdp.errors import ConfigValueError\nraise ConfigValueError('units: no such unit')"
     monkeypatch.chdir(tmp_path)
     for code, file, exit_code, rest in (
-        (wrong, train.__file__, 2, "flatfsdp.train: units: no such unit\n"),
+        (wrong, train.__file__, 2, "flatfsdp.train: argument --units: no such unit\n"),
         (wrong, "/home/model.py", 1, "flatfsdp.train: rank 1 failed\n\n-- Process 1 terminated"),
         ("1 / 0", train.__file__, 1, "flatfsdp.train: rank 1 failed\n\n-- Process 1 terminated"),
     ):
@@ -160,12 +161,33 @@ def test_the_line_before_torch_is_imported_is_that_of_the_run(no_ranks: None, tm
 
 def test_a_run_after_another_has_a_folder_of_its_own(no_ranks: None, tmp_path: Path) -> None:
     for name in ("train-out", "train-out-2", "train-out-3"):
-        assert train.read(["--device", "cpu"]).training.output == Path(name)
+        assert with_folder(train.read(["--device", "cpu"]).training).output == Path(name)
         if name == "train-out":
             Path(name, "metrics.jsonl").touch()
         else:
             Path(name, "step-00000001").mkdir()
     assert train.read(["--device", "cpu", "--resume", "latest"]).training.output == Path("train-out")
+
+
+def test_a_named_folder_that_holds_a_run_is_refused_with_the_remedies(
+    no_ranks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run1" / "step-00000100").mkdir(parents=True)
+    (tmp_path / "run2").mkdir()
+    (tmp_path / "run2" / "metrics.jsonl").touch()
+    for line, found in (
+        ("--output run1", "run1 holds a run, whose last checkpoint is step-00000100"),
+        ("--output run2", "run2 holds a run that saved no checkpoint"),
+        ("--output run2 --resume run1/step-00000100", "run2 holds a run that saved no checkpoint"),
+    ):
+        with pytest.raises(SystemExit):
+            train.main(["--device", "cpu", *line.split()])
+        remedies = "Pass --resume latest to continue that run, or choose another folder"
+        shown = capsys.readouterr().err
+        assert shown == f"flatfsdp.train: argument --output: {found}. {remedies} (--help lists the options)\n"
+    for resumed in ("latest", "run1/step-00000100"):
+        assert train.read(["--device", "cpu", "--output", "run1", "--resume", resumed])
+    assert not (tmp_path / "run1-2").exists()
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,7 @@ def test_without_matplotlib_the_log_reports_how_to_get_it(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n")
     LossPlot().on_end(a_trainer(tmp_path), None)  # type: ignore[arg-type]
-    assert "pip install 'flatfsdp[train]'" in caplog.text
+    assert "pip install '.[train]'" in caplog.text
     assert not (tmp_path / "loss.png").exists()
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+import flatfsdp.trainer
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
-from flatfsdp.trainer.callbacks import EarlyStop, LossPlot
+from flatfsdp.trainer.callbacks import Callback, EarlyStop, LossPlot
 from flatfsdp.trainer.hub.by_name import with_options
 from flatfsdp.trainer.hub.pretrained import ModelOptions
 from flatfsdp.trainer.hub.text_data import DataOptions
@@ -117,3 +118,30 @@ def test_frozen_parameters_have_no_gradients_to_compute() -> None:
     assert flops_per_token(model.parameters()) == 4 * 12 + 6 * 3
     assert peak_tflops(torch.device("cpu"), None) is None
     assert peak_tflops(torch.device("cpu"), 2.5) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("hook", "meant"),
+    [
+        ("on_step_end", "on_step"),
+        ("on_train_begin", "on_begin"),
+        ("on_evalution", "on_evaluation"),
+        ("on_xyz", ""),
+    ],
+)
+def test_a_method_that_no_hook_calls_is_refused_with_the_nearest_hook(hook: str, meant: str) -> None:
+    with pytest.raises(ConfigValueError) as raised:
+        type("Mine", (Callback,), {hook: lambda self, trainer: None})
+    words = str(raised.value)
+    assert words.startswith(f"Mine.{hook}: callbacks have no such hook")
+    assert (f"called. Did you mean {meant!r}? Hooks: on_begin, " if meant else "called. Hooks: on_begin, ") in words
+    mixin = type("Mixin", (), {hook: lambda self: None})
+    with pytest.raises(ConfigValueError, match=hook):
+        type("Mixed", (mixin, Callback), {})
+    type("Fine", (Callback,), {"on_step": lambda self, trainer, report: None, "once": None, "on_what": "a value"})
+
+
+def test_what_callbacks_are_made_of_is_public() -> None:
+    assert {"Callback", "Run", "StepReport", "TrainingResult"} <= set(flatfsdp.trainer.__all__)
+    assert flatfsdp.trainer.Callback is Callback
+    assert all(getattr(flatfsdp.trainer, name) for name in flatfsdp.trainer.__all__)
