@@ -56,7 +56,7 @@ DESCRIPTION = (
     "it joins that world."
 )
 ONE_LINE = (ConfigValueError, ConfigTypeError, CheckpointError)
-"""Errors that say all there is to know, unless the user's code is on the way to them."""
+"""Errors whose message is enough, unless code of the user is part of the traceback."""
 
 LIBRARIES = (__file__, mp.__file__)
 
