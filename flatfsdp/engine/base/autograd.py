@@ -3,6 +3,11 @@
 [Note: hooks] Hooks are registered on tensors, not implemented as identity Functions: users may not modify an output of
 a custom Function in place, while a tensor hook survives that. Callbacks on objects that outlive a step reference their
 owner weakly: a closure on a leaf is never freed, not even by the garbage collector.
+
+[Note: first hooks] Autograd runs the hooks of a tensor in order of registration, then `retain_grad`, the pre-hooks of
+its node, the node, and the post-hooks of the node. A hook that reads weights of a unit on the unit's own output needs
+them gathered. So the engine's hook on an output goes before those that the forward has registered; among the engine's
+own the order of registration stays: a unit that has read the tensor ends its backward before others gather.
 """
 
 from __future__ import annotations
@@ -120,26 +125,54 @@ def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
     return leaf.register_hook(lambda grad: callback())
 
 
-# Calls a callback with the gradient with respect to a tensor before autograd propagates it; returns a handle with
-# `remove()`. Torch's function itself, because every unit calls it.
-before_backward_of: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = torch.Tensor.register_hook
+_our_ids = itertools.count(-1, -1)  # of hooks on tensors; users' hooks have the ids of their handles, from 0 on
 
 
-def before_backward_of_result(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
-    """`before_backward_of` for a non-leaf `tensor`, without a handle: for as long as its graph lives."""
-    if type(tensor) is not torch.Tensor or _torch.has_hooks(tensor):
-        before_backward_of(tensor, callback)
-        return
-    tensor._backward_hooks = OrderedDict({-1: callback})  # users' hooks are added under the ids of their handles
-    tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+def before_backward_of(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None], *, first: bool = False) -> int:
+    """Call `callback` with the gradient with respect to `tensor` before autograd propagates it: for as long as the
+    graph of a non-leaf `tensor` lives. Returns the id of the hook.
+
+    With `first`, it runs before all hooks that users have registered or will register. [Note: first hooks]
+    """
+    ours = next(_our_ids)
+    if type(tensor) is torch.Tensor and tensor.grad_fn is not None and not _torch.has_hooks(tensor):
+        tensor._backward_hooks = OrderedDict({ours: callback})  # the removable handle is most of the cost of a hook
+        tensor.grad_fn._register_hook_dict(tensor)
+        return ours
+    with _torch.as_plain_tensors():
+        handle = tensor.register_hook(callback)
+        registered: Any = _torch.has_hooks(tensor)
+    registered[ours] = registered.pop(handle.id)
+    if first:
+        for users in [each for each in registered if each >= 0]:
+            registered[users] = registered.pop(users)  # `move_to_end` changes an order that autograd does not see
+    return ours
 
 
-def before_backward_of_base(view: torch.Tensor, callback: Callable[[], None]) -> None:
-    """Call `callback` before autograd runs the node that computed the base of `view`. An in-place operation on a view
-    makes autograd derive the view from its base again, which bypasses the hooks on the view."""
+def is_watched(tensor: torch.Tensor, ours: int) -> bool:
+    """Whether the hook with this id of `before_backward_of` is on the value that `tensor` has now: an in-place
+    operation leaves hooks on the value before."""
+    return ours in (_torch.has_hooks(tensor) or ())
+
+
+def remover(leaf: torch.Tensor, ours: int) -> Callable[[], object]:
+    """A function that removes the hook with this id from `leaf`, which it does not keep alive."""
+    registered = weakref.ref(_torch.has_hooks(leaf))
+
+    def remove() -> None:
+        if (found := registered()) is not None:
+            found.pop(ours, None)
+
+    return remove
+
+
+def before_backward_of_base(view: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
+    """Call `callback` before autograd runs the node that computed the base of `view`, and hooks of users on it. An
+    in-place operation on a view makes autograd derive the view from its base again, which bypasses the hooks on the
+    view."""
     base = view._base
     if base is not None and base.grad_fn is not None:
-        base.grad_fn.register_prehook(lambda grads: callback())
+        before_backward_of(base, callback, first=True)
 
 
 def before_forward(module: nn.Module, hook: Callable[[nn.Module, Any], None]) -> None:
@@ -318,26 +351,29 @@ class MultiGradHook:
 
 def after_backward_to(
     tensors: Sequence[torch.Tensor], callback: Callable[[], None]
-) -> tuple[list[Any], MultiGradHook | None]:
+) -> tuple[list[Callable[[], object]], MultiGradHook | None]:
     """Call `callback` once per backward, when that has computed all of its gradients for `tensors`.
 
-    Returns the handles that remove the hooks, and an object (or None) to keep alive, downstream of `tensors`, for as
-    long as the hooks shall work. Leaves among non-leaf tensors are ignored. If all tensors are leaves, the callback
+    Returns functions that remove the hooks from leaves, and an object (or None) to keep alive, downstream of `tensors`,
+    for as long as the hooks shall work. Leaves among non-leaf tensors are ignored. If all tensors are leaves, the callback
     runs only if all of their gradients are computed: nothing shows whether an `autograd.grad` will reach a leaf.
     """
     inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
     if len(inner) == 1:
-        return [before_backward_of(inner[0], lambda grad: callback())], None
+        before_backward_of(inner[0], lambda grad: callback())
+        return [], None
     arrivals = MultiGradHook(inner or tensors, callback)
     if not inner:  # leaves, which hold no graph
-        return [tensor.register_hook(arrivals.arrive) for tensor in tensors], None
+        return [remover(tensor, before_backward_of(tensor, arrivals.arrive)) for tensor in tensors], None
     this = weakref.ref(arrivals)
 
     def one_arrived(grad: torch.Tensor) -> None:
         if (found := this()) is not None:
             found.arrive(grad)
 
-    return [tensor.register_hook(one_arrived) for tensor in inner], arrivals
+    for tensor in inner:
+        before_backward_of(tensor, one_arrived)
+    return [], arrivals
 
 
 class BackwardCompletion:

@@ -368,12 +368,11 @@ class ForwardDriver:
         def reached(grad: torch.Tensor, held: object = held) -> None:
             output_hook.reached()
 
+        output_hook.id = hooks.before_backward_of(output, reached, first=True)
         if output.grad_fn is None:
-            self.gradient_flow.unhook_later([hooks.before_backward_of(output, reached)])
-        else:
-            hooks.before_backward_of_result(output, reached)
-            if output._is_view():
-                hooks.before_backward_of_base(output, output_hook.reached_past_it)
+            self.gradient_flow.unhook_later([hooks.remover(output, output_hook.id)])
+        elif output._is_view():
+            hooks.before_backward_of_base(output, output_hook.reached_past_it)
 
     def _keep_unsharded(self, unit: Unit) -> None:
         cause = (

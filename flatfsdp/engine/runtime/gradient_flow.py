@@ -8,12 +8,13 @@ Tensors are known by their identity, and held weakly: a link lasts as long as th
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from ...errors import UsageError, fail
 from ..base import _functorch, _torch
+from ..base.autograd import is_watched
 from ..flat.states import FORWARD
 from .backward_hooks import UnitHooks
 from .unit import Unit, refuse_without_model
@@ -27,14 +28,16 @@ class OutputHook:
         readers: units with this input, and their calls, whose backward has finished then.
         returners: units that returned it, whose backward begins then: the last, around or after the others, first.
         task: the last graph task in which a gradient reached it.
+        id: of the hook on the tensor, by which it is known that no in-place operation has replaced the value since.
     """
 
-    __slots__ = ("readers", "returners", "task")
+    __slots__ = ("id", "readers", "returners", "task")
 
     def __init__(self) -> None:
         self.readers: list[tuple[UnitHooks, ForwardCall]] = []
         self.returners: list[tuple[UnitHooks, ForwardCall | None]] = []
         self.task: int | None = None
+        self.id = 0
 
     def reached(self) -> None:
         """A gradient has arrived.
@@ -64,7 +67,7 @@ class OutputHook:
                 refuse_without_model(unit)
             driver.before_backward(unit, returned)
 
-    def reached_past_it(self) -> None:
+    def reached_past_it(self, grad: object) -> None:
         """A gradient has reached the base of the tensor, a view; ignored if one has reached the view in this task."""
         if self.task != _torch.graph_task():
             self.reached()
@@ -76,7 +79,7 @@ class GradientFlow:
     def __init__(self) -> None:
         self._output_hooks: dict[int, tuple[weakref.ref[torch.Tensor], OutputHook]] = {}  # by id of the tensor
         self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
-        self._leaf_hooks: list[Any] = []
+        self._leaf_hooks: list[Callable[[], object]] = []
 
     def begin_forward(self) -> None:
         """Drop the tensors of the previous forward."""
@@ -85,18 +88,18 @@ class GradientFlow:
 
     def unhook(self) -> None:
         """Remove hooks when a new record begins: leaves outlive the graphs of their hooks."""
-        for hook in self._leaf_hooks:
-            hook.remove()
+        for remove in self._leaf_hooks:
+            remove()
         self._leaf_hooks = []
 
-    def unhook_later(self, registered: list[Any]) -> None:
-        """Remove these hooks on leaves of the program at the next `unhook`."""
-        self._leaf_hooks += registered
+    def unhook_later(self, removers: list[Callable[[], object]]) -> None:
+        """Call these, which remove hooks from leaves of the program, at the next `unhook`."""
+        self._leaf_hooks += removers
 
     def output_hook(self, output: torch.Tensor) -> OutputHook:
         """The hook of this output of a unit; one for all units that return it."""
         known = self._output_hooks.get(id(output))
-        if known is None or known[0]() is not output:
+        if known is None or known[0]() is not output or not is_watched(output, known[1].id):
             known = self._output_hooks[id(output)] = weakref.ref(output), OutputHook()
         return known[1]
 
