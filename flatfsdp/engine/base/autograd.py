@@ -355,8 +355,9 @@ def after_backward_to(
     """Call `callback` once per backward, when that has computed all of its gradients for `tensors`.
 
     Returns functions that remove the hooks from leaves, and an object (or None) to keep alive, downstream of `tensors`,
-    for as long as the hooks shall work. Leaves among non-leaf tensors are ignored. If all tensors are leaves, the callback
-    runs only if all of their gradients are computed: nothing shows whether an `autograd.grad` will reach a leaf.
+    for as long as the hooks shall work. Leaves among non-leaf tensors are ignored. If all tensors are leaves, the
+    callback runs only if all of their gradients are computed: nothing shows whether an `autograd.grad` will reach a
+    leaf.
     """
     inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
     if len(inner) == 1:
