@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatfsdp.engine.base.wait_limits import issued
 from flatfsdp.engine.comm import process_group_transport
 from flatfsdp.engine.device import streams as seam
 from flatfsdp.engine.device.memory import FlatBuffer
@@ -215,6 +216,7 @@ class FakeDevice(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         self.reap()
+        issued.clear()  # of events that nothing will pass
         self._stack.close()
         super().__exit__(*exception)
 

@@ -11,7 +11,6 @@ A meeting takes six requests to the store by each rank, and polls at growing int
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from ...errors import AgreementError, by_ranks
 from ..base.foreign_text import one_line
 from ..base.hashing import hash63
+from ..base.wait_limits import keeps_program
 from ..watchdog.regions import current_watch
 from ..watchdog.store import PERIOD, StoreClient
 from ..watchdog.watchdog import PATIENCE
@@ -35,7 +35,7 @@ _made: Counter[str] = Counter()
 def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
     """Return when all `ranks`, those of `process_group`, make this `call`, which follows "rank 0 ". Collective.
 
-    Returns at once for fake process groups, and on threads other than the main thread.
+    Returns at once for fake process groups, and on threads in the background.
 
     Raises:
         AgreementError: on every rank: some ranks make another call, or the meeting can never complete.
@@ -44,7 +44,7 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
         return
     # A background thread has a group of its own, for calls that all ranks have already met for. If a rank dies, the
     # backend wakes the thread, while its wait in the store would not be watched.
-    if threading.current_thread() is not threading.main_thread():
+    if not keeps_program():
         return
     watch = current_watch()
     notes = watch.store

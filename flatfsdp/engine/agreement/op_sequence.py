@@ -23,7 +23,7 @@ from functools import partial
 from ...errors import AgreementError, FlatFSDPError, LostRankError, logger, ranks_by_value
 from ..base.events import EventLog
 from ..base.foreign_text import parse
-from ..base.wait_limits import blocked_since
+from ..base.wait_limits import blocked_since, unfinished_since
 from ..comm.comm_stats import CommStats
 from ..watchdog.process_exit import end_process_unless, print_immediately
 from ..watchdog.status_report import ExitRecord, in_one_sentence
@@ -363,7 +363,8 @@ class OpSequence:
         part, since, when = self.part, self._since, f"in step {max(1, self._step)}"
         if part is None:
             left = f"since {self._last} {when}" if self._last else "before the model's first step"
-            return f"in the program's own code {left}", since
+            unfinished = "" if math.isinf(unfinished_since()) else "; its device has not finished a collective"
+            return f"in the program's own code {left}{unfinished}", since
         if math.isinf(blocked_since()):
             return f"computing in {part}, {when}", since
         last = "; ".join(map(str, self._events.tail(2)))

@@ -5,8 +5,12 @@ lasts: by `blocked()` around an operation of the backend, or by an entry in `blo
 step. The watch ([Note: watch]) reads these records from its thread, to distinguish a rank that waits from one that
 computes, or whose program is in other code.
 
-On an accelerator the host does not wait for operations: the limiter blocks it some units later, which is recorded, or
-the program does when it reads a value, which is not.
+On an accelerator the host does not wait for operations: the program blocks it, when it reads a value. So the newest
+collective of each stream is recorded in `issued`, with the event after it: one that the device does not pass for
+seconds counts as a wait since the collective was issued. The event is asked by the watch's thread, and only then.
+
+Waits count if they keep the program: those of the main thread, and of every thread that runs a backward. Autograd runs
+the hooks of a backward on an accelerator in threads of its own, for which the thread that called it waits.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import ConfigValueError, refuse_type, refuse_value
+from . import _torch
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,31 @@ def set_collective_timeout(*, report_after: float = 30.0, raise_after: float | N
 
 
 blocking: dict[object, float] = {}  # the beginning of each blocking operation, by `time.monotonic()`
+# By the name of a stream: the event after its newest collective, and when that was issued, by `time.monotonic()`.
+issued: dict[str, tuple[Any, float]] = {}
+UNASKED = 5.0  # seconds in which no event is asked
+
+
+def keeps_program() -> bool:
+    """Whether a wait of the current thread keeps the program: it is the main thread, or runs a backward."""
+    return threading.current_thread() is threading.main_thread() or _torch.graph_task() != -1
+
+
+def unfinished_since() -> float:
+    """When the oldest collective was issued that a device should have passed by now; infinity if there is none."""
+    since, latest = math.inf, time.monotonic() - min(UNASKED, limits.report_after)
+    for stream, found in list(issued.items()):
+        event, began = found
+        if began <= latest:
+            try:
+                passed = event.query()
+            except RuntimeError:  # of an operation that failed: the program gets the same error
+                passed = True
+            if not passed:
+                since = min(since, began)
+            elif issued.get(stream) is found:
+                del issued[stream]
+    return since
 
 
 class _ForeignWait:
@@ -82,7 +113,7 @@ class _ForeignWait:
     thread."""
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
+        self.keeps_program = keeps_program()
 
 
 @contextmanager
@@ -100,16 +131,16 @@ def blocked(*, theirs: bool = False) -> Iterator[None]:
 
 
 def blocked_since(*, by_ours: bool = False) -> float:
-    """The time from which on a thread of this process is blocked, by `time.monotonic()`; infinity if none is.
+    """The time from which on a thread of this process is blocked, or the device, by `time.monotonic()`; infinity if
+    none is.
 
     `by_ours`: ignores the program's own operations.
     """
     since = [began for what, began in list(blocking.items()) if not (by_ours and isinstance(what, _ForeignWait))]
-    return min(since, default=math.inf)
+    return min([*since, unfinished_since()] if issued else since, default=math.inf)
 
 
 def standing() -> tuple[float, ...]:
-    """The beginnings of all waits that may block the main thread, sorted; empty if there is none."""
-    main = threading.main_thread().ident
+    """The beginnings of all waits that may keep the program, sorted; empty if there is none."""
     found = list(blocking.items())
-    return tuple(sorted(began for what, began in found if not isinstance(what, _ForeignWait) or what.thread == main))
+    return tuple(sorted(began for what, began in found if not isinstance(what, _ForeignWait) or what.keeps_program))

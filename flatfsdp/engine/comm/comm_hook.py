@@ -99,7 +99,7 @@ class HookReducer:
             if work is not None:
                 work.wait()  # orders the stream
             take_over()
-            return PendingWork(device=self._device, event=stream.mark(), keep=(*tensors, *handed))
+            return stream.communicating(*tensors, *handed)
 
 
 def to_wait_for(returned: Any, what: str, *, result: torch.Tensor) -> Any:

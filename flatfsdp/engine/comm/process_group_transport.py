@@ -101,7 +101,7 @@ class ProcessGroupTransport:
             if stream.is_callers:
                 return PendingWork(work=work, keep=(arrived, sent))
             wait_for(work)
-            return PendingWork(device=self.device, event=stream.mark(), keep=(arrived, sent))
+            return stream.communicating(arrived, sent)
 
     def all_gather_coalesced(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
@@ -218,7 +218,7 @@ class ProcessGroupTransport:
         with stream.running():
             # Runs on that stream itself: an event recorded after it marks the end of the work.
             wait_for(start(self._in_order))
-            return PendingWork(device=self.device, event=stream.mark(), keep=keep)
+            return stream.communicating(*keep)
 
     def _followed(
         self, arriving: PendingWork, stream: Stream, finish: Callable[[], None], *keep: torch.Tensor
@@ -229,7 +229,7 @@ class ProcessGroupTransport:
         with stream.running():
             arriving.wait()
             finish()
-            return PendingWork(device=self.device, event=stream.mark(), keep=keep)
+            return stream.communicating(*keep)
 
 
 class Several:

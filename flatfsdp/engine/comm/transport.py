@@ -142,7 +142,7 @@ class DeterministicGloo(ProcessGroupTransport):
             return start() if any(tensor.numel() for tensor in keep) else DONE
         with stream.running():
             start().wait()
-            return PendingWork(device=self.device, event=stream.mark(), keep=keep)
+            return stream.communicating(*keep)
 
     def _is_for_pairs(self, *unsharded: torch.Tensor) -> bool:
         # gloo cannot send messages from an accelerator's memory.
@@ -189,7 +189,7 @@ class SingleRank(ProcessGroupTransport):
         if output.data_ptr() != shard.data_ptr():
             with stream.running():
                 output.copy_(shard)
-        return PendingWork(device=self.device, event=stream.mark(), keep=(output, shard))
+        return stream.pending(output, shard)
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         return self.all_gather_base(output, full, stream)
@@ -199,7 +199,7 @@ class SingleRank(ProcessGroupTransport):
     ) -> PendingWork:
         with stream.running():
             copy_apart(outputs, shards)
-        return PendingWork(device=self.device, event=stream.mark(), keep=(*outputs, *shards))
+        return stream.pending(*outputs, *shards)
 
     def reduce_scatter_coalesced(
         self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from ..base.overrides import Override
-from ..base.wait_limits import blocking
+from ..base.wait_limits import blocking, issued
 from .fake_tensors import is_memoryless
 
 
@@ -139,6 +139,13 @@ class Stream:
     def pending(self, *keep: torch.Tensor) -> PendingWork:
         """The work that was issued on this stream so far, which uses the tensors `keep`."""
         return PendingWork(device=self._device, event=self.mark(), keep=keep)
+
+    def communicating(self, *keep: torch.Tensor) -> PendingWork:
+        """`pending` after a collective on this stream, which the watch asks about. [Note: waits]"""
+        event = self.mark()
+        if event is not None:
+            issued[self.name] = event, time.monotonic()
+        return PendingWork(device=self._device, event=event, keep=keep)
 
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, PendingWork]:
         """Start to copy `tensor` into page-locked host memory on this stream, on an accelerator.

@@ -55,10 +55,10 @@ class LocalWaits:
         self._entered: dict[tuple[str, tuple[int, ...]], int] = {}  # numbers of entries by place, the latest place last
 
     def announce(self, ranks: Sequence[int], what: str, *, ends_by_notes: bool) -> AnnouncedWait | None:
-        """Record that this thread waits for `ranks`; returns the enclosing wait. Waits of threads other than the main
-        thread are not recorded."""
+        """Record that this thread waits for `ranks`; returns the enclosing wait. Waits that do not keep the program are
+        not recorded. [Note: waits]"""
         before = self.announced.get(threading.get_ident())
-        if threading.current_thread() is threading.main_thread():
+        if waits.keeps_program():
             if not ends_by_notes:
                 place = what, tuple(ranks)
                 self._entered[place] = self._entered.pop(place, 0) + 1
@@ -75,7 +75,7 @@ class LocalWaits:
     def waited(self) -> tuple[float, AnnouncedWait | None]:
         """The time at which this process began to wait (infinity if it does not), and its announced wait, if any."""
         announced = min(list(self.announced.values()), key=lambda wait: wait.since, default=None)
-        since = min(waits.blocked_since(), self._store.waiting_since(threading.main_thread()))
+        since = min(waits.blocked_since(), self._store.waiting_since())
         return (since, None) if announced is None else (min(since, announced.since), announced)
 
     def passed(self) -> tuple[Purpose, float] | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..base.wait_limits import keeps_program
 from .start_name import name_of_this_start
 
 PERIOD = 1.0  # seconds between two reads of the store by a rank
@@ -46,15 +47,17 @@ class StoreClient:
         self._connecting = threading.Lock()
         self._store: Any = None  # connected by the first request, since connecting needs the server
         self._connection: socket.socket | None = None
-        self._requests: dict[int, float] = {}  # the time of each thread's unanswered request
+        # Of each thread's unanswered request: its time, and whether that thread keeps the program. [Note: waits]
+        self._requests: dict[int, tuple[float, bool]] = {}
 
     def unanswered_for(self) -> float:
         """The seconds since the oldest unanswered request of any thread; 0 if there is none."""
-        return max(0.0, time.monotonic() - min(list(self._requests.values()), default=math.inf))
+        return max(0.0, time.monotonic() - min([began for began, _ in [*self._requests.values()]], default=math.inf))
 
-    def waiting_since(self, thread: threading.Thread) -> float:
-        """The time of this thread's unanswered request, by `time.monotonic()`; infinity if there is none."""
-        return self._requests.get(thread.ident or 0, math.inf)
+    def waiting_since(self) -> float:
+        """The time of the oldest unanswered request that keeps the program, by `time.monotonic()`; infinity if there is
+        none. [Note: waits]"""
+        return min([began for began, keeps in [*self._requests.values()] if keeps], default=math.inf)
 
     def post(self, key: str, text: str) -> None:
         """Write `text` at `key`."""
@@ -123,7 +126,7 @@ class StoreClient:
     def _request(self) -> Iterator[Any]:
         """The store, for one request of this thread."""
         thread = threading.get_ident()
-        self._requests[thread] = time.monotonic()
+        self._requests[thread] = time.monotonic(), keeps_program()
         try:
             yield self._reachable()
         finally:

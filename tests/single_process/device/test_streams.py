@@ -6,6 +6,8 @@ A wait that nothing needs would hide here as well as one that is missing, so eac
 from __future__ import annotations
 
 import gc
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, wrap
+from flatfsdp.engine.base import wait_limits
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.device.streams import Device, PendingWork, Stream
 from flatfsdp.engine.flat.reduction import Reduction
@@ -392,3 +395,17 @@ def test_a_model_that_is_deleted_keeps_its_memory_until_the_last_reduction() -> 
         gc.collect()
         device.reap()
     assert device.races == []
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_the_watch_asks_the_newest_collective_of_each_stream(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the device does not pass is a wait of this rank, though the host waits for nothing."""
+    with device_of(is_fast=is_fast) as device:
+        model = wrapped("HYBRID_SHARD", mesh=(2, 2))
+        forward(model).backward()
+        assert math.isinf(wait_limits.blocked_since())
+        later = time.monotonic() + 60.0
+        monkeypatch.setattr(wait_limits.time, "monotonic", lambda: later)
+        assert math.isfinite(wait_limits.blocked_since()) is not is_fast
+        asked = [entry for entry in device.log if entry.startswith("query")]
+    assert sorted({*asked}) == ["query reduce", "query replicate", "query unshard"]
