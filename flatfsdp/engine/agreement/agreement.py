@@ -130,15 +130,15 @@ class Agreement:
         if self._sharded:
             self.sequence.start("the beginning of a forward")
 
-    def check_order(self, unit: int, *, schedule: str) -> None:
-        """Check that all ranks gather this unit next.
+    def check_order(self, unit: int, *, schedule: str, gathered: str = "") -> None:
+        """Check that all ranks enter this unit next, and that all of them gather it or none does.
 
-        `schedule`: the user-defined settings, in words. If no unit is sharded, forwards do not communicate, and ranks
-        may differ in them.
+        `schedule`: the user-defined settings, in words. `gathered`: why the unit is gathered already (see
+        `ops.entered`). If no unit is sharded, forwards do not communicate, and ranks may differ in them.
         """
         if not self._sharded or self.forwards_are_local:
             return
-        op = self._entered[unit]
+        op = self._entered[unit] if not gathered else ops.entered(unit, self._names.units[unit], gathered)
         if self._opening is not None:
             label = self._names.units[unit].label
             opening = ops.opening(self._opening, op.code, label, schedule, self._conditions(), self._flags)

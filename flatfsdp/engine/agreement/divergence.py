@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import few, ranks_by_value, ranks_in_words
-from .ops import IN_FORWARD, ISSUED, Op, StepConditions, UnitEntry
+from .ops import IN_FORWARD, ISSUED, STAYED, Op, StepConditions, UnitEntry
 
 Ranks = tuple[int, ...]
 
@@ -18,6 +18,10 @@ _MIXED = (
     "Values of different units were exchanged for each other, so the gradients of this backward are wrong: resume from "
     "the checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units "
     "separately, not of several together or one inside another; otherwise please report this"
+)
+_STAYED = (
+    "A unit stays unsharded when no output of its forward requires a gradient, or when only some of its entries have "
+    "run. Use detach(), torch.no_grad() and the entries of a unit alike on all ranks"
 )
 
 
@@ -43,6 +47,8 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
         return f"{reported}. {_MIXED}"
     if differently := _trained_differently(ops, names):
         return f"{reported}. {differently}"
+    if any(STAYED in op.words for op in ops.values()):
+        return f"{reported}. {_STAYED}"
     remedy = _REMEDY if all(op.words.startswith(IN_FORWARD) for op in ops.values()) else ""
     return (
         f"{reported}. All ranks must run the same units in the same order, as many forwards and backwards, and catch "

@@ -132,12 +132,19 @@ CAME = Op(hash63("came"), "computed gradients of parameters in its backward")
 NONE_CAME = Op(hash63("none came"), "ended a backward that computed no gradient of a parameter")
 ENDED = {kind: Op(hash63(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
 IN_FORWARD = ("entered unit ", "ended its forward")  # ops of ranks that differ only in the units that a forward runs
+RUNS = " inside of its own forward"
+STAYED = ", which had stayed unsharded"
 ISSUED = "gathered in its backward the units"
 
 
-def entered(index: int, unit: UnitEntry) -> Op:
-    """A forward enters a unit."""
-    return Op(hash63(f"unit {index}"), f"entered unit {unit.label}")
+def entered(index: int, unit: UnitEntry, gathered: str = "") -> Op:
+    """A forward enters a unit. `gathered`: why it is gathered already, apart from a prefetch; "" if it is not."""
+    return Op(hash63(f"unit {index}{gathered}"), f"entered unit {unit.label}{gathered}")
+
+
+def with_unsharded(owner: str) -> str:
+    """That the unit `owner`, whose parameters the entered one uses, is gathered already."""
+    return f", with unit {owner} unsharded"
 
 
 def requested(index: int, unit: UnitEntry, method: str) -> Op:

@@ -171,7 +171,7 @@ class ForwardDriver:
         outermost = self._enter(unit)
         phase, recomputing, again = unit.phase, _torch.in_backward(), unit.phase is FORWARD  # inside its own forward
         try:
-            unit_call, args, kwargs, outer_dtype = self._before(unit, outermost, recomputing, args, kwargs)
+            unit_call, args, kwargs, outer_dtype = self._before(unit, outermost, recomputing, args, kwargs, runs=again)
             dtype = None if (low := unit.built.mixed_precision.buffer_dtype) is None or unit.in_full_precision else low
             if self.iteration.record.knows_late and not recomputing:
                 called = functools.partial(follow_customs, unit, self.backwards.of_unit[unit].custom_ran, called)
@@ -227,9 +227,17 @@ class ForwardDriver:
         return called(*args, **kwargs)
 
     def _before(
-        self, unit: Unit, outermost: bool, recomputing: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        unit: Unit,
+        outermost: bool,
+        recomputing: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        runs: bool,
     ) -> tuple[ForwardCall | None, tuple[Any, ...], dict[str, Any], torch.dtype | None]:
-        """Gather `unit`, and cast its inputs; the last item is the dtype to which outputs are cast back."""
+        """Gather `unit`, and cast its inputs; the last item is the dtype to which outputs are cast back. `runs`: it is
+        called inside of its own forward."""
         outer_dtype = unit.built.output_dtype
         if self.iteration.stage in ENDED_BADLY and not recomputing:
             self._end_inner_failure()
@@ -238,7 +246,7 @@ class ForwardDriver:
         unit.enter_phase(FORWARD)
         if outermost:
             self._forget_autocast()
-        self.gathers.unshard(unit)
+        self.gathers.unshard(unit, runs=runs)
         follow_requires_grad((unit,))
         unit.record_event("forward")
         if outermost:

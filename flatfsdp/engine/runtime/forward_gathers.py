@@ -9,9 +9,10 @@ from operator import attrgetter
 import torch
 
 from ..agreement.agreement import Agreement
+from ..agreement.ops import RUNS, STAYED, with_unsharded
 from ..base import _torch
 from ..base.events import Observers
-from ..flat.states import FORWARD, SUMMONED
+from ..flat.states import FORWARD, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_NOTHING
 from ..schedule.forward_schedule import ForwardFacts, ForwardSchedule
 from .coalesced_collectives import Coalescer
@@ -36,8 +37,10 @@ class ForwardGathers(ForwardSchedule[Unit]):
     def __post_init__(self) -> None:
         super().__init__(replace(FACTS, coalesced=self.coalescer.first_gather))
 
-    def unshard(self, unit: Unit) -> None:
-        """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
+    def unshard(self, unit: Unit, *, runs: bool = False) -> None:
+        """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective.
+
+        `runs`: inside of its own forward."""
         turns = self.iteration.turns
         if _torch.in_backward():
             if not turns.plain:
@@ -47,11 +50,11 @@ class ForwardGathers(ForwardSchedule[Unit]):
             else:
                 self.enters(unit, in_order=False)
         elif turns.plain or not turns.enter(unit, self):
-            self.gather_in_turn(unit)
+            self.gather_in_turn(unit, runs=runs)
         for each in (*unit.owning_units, unit):
             each.wait_unshard()
 
-    def gather_in_turn(self, unit: Unit) -> None:
+    def gather_in_turn(self, unit: Unit, *, runs: bool = False) -> None:
         """It is the turn of `unit`, on all ranks: start to gather it, and possibly the next. Collective."""
         first = self.order.enter(unit)
         schedule = self.setup.words_of_choices  # read at every unit
@@ -60,7 +63,17 @@ class ForwardGathers(ForwardSchedule[Unit]):
         for observe in self.observers.before_first_gather if first else ():
             if words := observe():
                 schedule += f"; {words}" if schedule else words
-        self.agreement.check_order(unit.place.index, schedule=schedule)
+        # Ranks compare whether a gather is issued here: in another structure of calls, or with an output that needs no
+        # gradient on one of them, the same unit is still gathered there, and they would wait for each other.
+        gathered = RUNS if runs else ""
+        for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
+            # A prefetched one has not been waited for yet; one without handles has no state.
+            if each.handles and each.handles[0].state is UNSHARDED and each.resolved.reshards_after_forward:
+                if each is not unit:
+                    gathered += with_unsharded(each.label)
+                elif not (runs or unit in self.iteration.requested):
+                    gathered += STAYED
+        self.agreement.check_order(unit.place.index, schedule=schedule, gathered=gathered)
         if first and not self.agreement.forwards_are_local:
             units = self.setup.units
             if self.replica_checks.due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:

@@ -1,0 +1,156 @@
+"""Ranks out of order, as their users see it: an error in words on every rank within seconds, whichever mechanism finds
+it. Here in the first iteration; `tests/process/agreement/test_orders.py` has the same faults in a later one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.errors import AgreementError
+from flatfsdp.wrap import ModuleWrapPolicy
+from tests.conftest import Run
+
+FRONTS = ("wrapper", "fully_shard")
+SECONDS = 20.0  # that a rank may take to its error; an idle machine needs less than one
+Tree = tuple[Any, ...]  # a call of a unit, with the calls inside of it
+
+
+class Cell(nn.Module):
+    """A unit that calls itself, and that may cut the graph off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.itself: tuple[nn.Module, ...] = ()  # no submodule
+
+    def forward(self, x: torch.Tensor, tree: Tree = (), cut: bool = False) -> torch.Tensor:
+        for each in tree:
+            x = self.itself[0](x, each)
+        y = torch.tanh(self.linear(x))
+        return y.detach() if cut else y
+
+
+class Tied(nn.Module):
+    """A unit with the weight of another one, which it may call."""
+
+    def __init__(self, owner: Cell) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.weight = owner.linear.weight
+
+    def forward(self, x: torch.Tensor, inside: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        x = torch.tanh(x @ self.weight + self.bias)
+        return inside(x) if inside is not None else x
+
+
+class Net(nn.Module):
+    """Units of one size, called as asked."""
+
+    def __init__(self, front: str) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(Cell() for _ in range(3))
+        # Units of fully_shard share no parameters.
+        self.tied = Tied(self.cells[0] if front == "wrapper" else Cell())
+        self.out = nn.Linear(4, 1)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        trees: Tree = ((), ()),
+        order: tuple[int, ...] = (0, 1, 2),
+        cut: bool = False,
+        nested: bool | None = None,
+    ) -> torch.Tensor:
+        first = x
+        x = x + self.cells[1](first, cut=cut)
+        for tree in trees:
+            x = self.cells[0](x, tree)
+        for index in order:
+            x = self.cells[index](x)
+        x = x + self.cells[1](first)
+        if nested is not None:
+            x = self.tied(x, self.tied) if nested else self.tied(self.tied(x))
+        return self.out(x)
+
+
+def shard(front: str, net: Net) -> nn.Module:
+    """`net` as a model of that front, whose cells can call themselves."""
+    cells: list[nn.Module] = [*net.cells]
+    if front == "wrapper":
+        model: nn.Module = FullyShardedDataParallel(
+            net, auto_wrap_policy=ModuleWrapPolicy({Cell, Tied}), use_orig_params=True
+        )
+        wrapped = {id(each.module): each for each in model.modules() if isinstance(each, FullyShardedDataParallel)}
+        cells = [wrapped[id(cell)] for cell in cells]
+    else:
+        model = net
+        for each in (*net.cells, net.tied, net):
+            flatfsdp.fully_shard(each)
+    for inner, unit in zip([each for each in model.modules() if isinstance(each, Cell)], cells, strict=True):
+        inner.itself = (unit,)
+    return model
+
+
+FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # What rank 0 does, and what the last one does.
+    "calls inside of other ones": ({"trees": (((),), ())}, {"trees": ((), ((),))}),
+    "other trees": ({"trees": (((), ((), ())), ())}, {"trees": ((), (((), ()), ()))}),
+    "one call more": ({"trees": ((((),),),)}, {"trees": (((),),)}),
+    "units swapped": ({"order": (0, 1, 2)}, {"order": (0, 2, 1)}),
+    "a graph cut off": ({"cut": False}, {"cut": True}),
+    "a tied unit inside of itself": ({"nested": True}, {"nested": False}),
+}
+
+
+def step(model: nn.Module, **how: Any) -> None:
+    model(torch.ones(2, 4), **how).sum().backward()
+
+
+def commit(rank: int, world: int, models: list[nn.Module], fault: str) -> None:
+    """A step in which ranks do different things, and two more that nobody should reach unharmed."""
+    odd = rank == world - 1
+    if fault == "roots swapped":
+        for _ in range(2):
+            for model in reversed(models) if odd else models:
+                step(model)
+        return
+    for _ in range(3):
+        step(models[0], **FAULTS[fault][odd])
+
+
+def first_iteration(rank: int, world: int, fault: str, front: str) -> tuple[str, float]:
+    torch.manual_seed(0)
+    models = [shard(front, Net(front)) for _ in range(1 + (fault == "roots swapped"))]
+    began = time.monotonic()
+    with pytest.raises(AgreementError) as caught:
+        commit(rank, world, models, fault)
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_rank_ends_in_words(pool3: Run, fault: str, front: str) -> None:
+    results = pool3(first_iteration, fault, front)
+    messages = {message for message, _ in results}
+    assert len(messages) == 1
+    assert "rank 2" in messages.pop()
+    assert max(seconds for _, seconds in results) < SECONDS
+
+
+def in_the_same_structure(rank: int, world: int, front: str) -> None:
+    """Trees that are equal on all ranks, and others in every step."""
+    model = shard(front, Net(front))
+    for trees in ((((),), ()), ((), ((),)), ((((),), ()), ((), ()))) * 2:
+        step(model, trees=trees, nested=True)
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_ranks_may_agree_on_another_structure_in_every_step(pool2: Run, front: str) -> None:
+    pool2(in_the_same_structure, front)
