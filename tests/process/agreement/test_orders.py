@@ -1,4 +1,4 @@
-"""The faults of `tests/distributed/agreement/test_orders.py` in a later iteration, when nothing is exchanged any more."""
+"""The faults of `tests/distributed/agreement/test_orders.py` in a later iteration, when nothing is exchanged."""
 
 from __future__ import annotations
 
