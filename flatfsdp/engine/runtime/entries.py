@@ -45,7 +45,6 @@ class Entries:
 
     Attributes:
         in_place: whether they hold the unit themselves, and no wrapper does.
-        wrapped: the module inside the wrapper; None without a wrapper.
         class_name: the class names of all entries, for messages.
         paths: of the entries in the outermost module, once that is known; "" for that module.
     """
@@ -54,7 +53,6 @@ class Entries:
         self.in_place = in_place
         self._modules: Sequence[nn.Module] = WeakModules(modules) if in_place else list(modules)
         self._count = len(modules)
-        self.wrapped: Any = None if in_place else modules[0]
         self.class_name = ", ".join(plain_class(module).__name__ for module in modules)
         self.paths: tuple[str, ...] = ("",) * len(modules)
 

@@ -149,12 +149,12 @@ class ForwardDriver:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        call: Callable[..., Any] | None = None,
+        call: Callable[..., Any],
         entry: nn.Module | None = None,
         stays: bool = True,
     ) -> Any:
-        """Run the forward of the module of `unit`, or another `call`, with unsharded parameters. Collective over the
-        shard axis.
+        """Run `call`, a forward or another method of the module of `unit`, with unsharded parameters. Collective over
+        the shard axis.
 
         `entry`: the one of several that runs. `stays`: whether the unit stays unsharded if it is trained and no output
         requires a gradient.
@@ -163,7 +163,7 @@ class ForwardDriver:
             return self._run_outside(unit, args, kwargs, call, entry=entry, stays=stays)
         if self.iteration.depth == 0 and self.observers.begin_step(unit):
             return self.run(unit, args, kwargs, call=call, entry=entry, stays=stays)
-        called = call if call is not None else unit.entries.wrapped
+        called = call
         if (listing := unit.leaves.listing).leaves:
             called = functools.partial(listing.during, called)
         if unit.phase is SUMMONED:
@@ -201,10 +201,10 @@ class ForwardDriver:
         return output
 
     def _run_outside(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any] | None, **how: Any
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any], **how: Any
     ) -> Any:
         """`run`, called inside of transforms or selective checkpoints. [Note: transforms]"""
-        called = functools.partial(_functorch.inside, call if call is not None else unit.entries.wrapped)
+        called = functools.partial(_functorch.inside, call)
         with _functorch.outside():
             return self.run(unit, args, kwargs, call=called, **how)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -87,6 +89,57 @@ def ignoring(rank: int, world: int, orig: bool, by_parameter: bool, sync: bool) 
 )
 def test_ranks_ignore_different_numbers_of_modules(orig: bool, by_parameter: bool, sync: bool, pool2: Run) -> None:
     assert not joined(pool2(ignoring, orig, by_parameter, sync))
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Counts its forwards, recomputations among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.linear = 0, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.linear(x))
+
+
+def checkpointed_after_wrapping(rank: int, world: int, orig: bool, reentrant: bool) -> list[str]:
+    """Wrappers of modules that were wrapped before (`apply_activation_checkpointing` of a whole model) run."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting(), Counting())
+
+    kind = torchs.CheckpointImpl.REENTRANT if reentrant else torchs.CheckpointImpl.NO_REENTRANT
+    plain: Any = seeded(build)
+    model: Any = FSDP(seeded(build), auto_wrap_policy={Counting}, use_orig_params=orig)
+    torchs.apply_activation_checkpointing(
+        model, partial(torchs.checkpoint_wrapper, checkpoint_impl=kind), lambda each: isinstance(each, Counting)
+    )
+    found = []
+    for each in (model, copy.deepcopy(model)):
+        counting = [module for module in each.modules() if isinstance(module, Counting)]
+        before = [module.calls for module in counting]
+        each(rows(rank, 0)).square().sum().backward()
+        if [module.calls for module in counting] != [count + 2 for count in before]:
+            found.append(f"{before} calls became {[module.calls for module in counting]}")
+        plain.zero_grad()
+        torch.stack([plain(rows(r, 0)).square().sum() for r in range(world)]).mean().backward()
+        norm, expected = each.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        if not torch.allclose(norm, expected):
+            found.append(f"norm {norm}, expected {expected}")
+        if each.state_dict().keys() != plain.state_dict().keys():
+            found.append(f"state dict of {[*each.state_dict()]}")
+    return found
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_after_wrapping_recomputes(orig: bool, reentrant: bool, pool2: Run) -> None:
+    assert not joined(pool2(checkpointed_after_wrapping, orig, reentrant))
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint
 
@@ -197,6 +201,10 @@ class Player:
                 net.parts[index] = checkpoint_wrapper(part)
         self.names = names_of(net)
         self.model: Any = self.front.shard(net, units, strategy, self.settings)
+        late = random.Random(f"checkpoint_wrapper inside of units {seed}")
+        for index, part in enumerate(self.front.inner(self.model).parts):
+            if net.recompute[index] is None and not isinstance(part, CheckpointWrapper) and late.random() < 0.2:
+                apply_activation_checkpointing(part, check_fn=lambda each: isinstance(each, Block | Outer))
         register_fsdp_forward_method(self.model, "encode")
         if strategy != "HYBRID_SHARD" and drawn.random() < 0.15 and not self.owes and not in_place:
             hooks = comm_hooks.reduce_scatter_hook, comm_hooks.allreduce_hook
