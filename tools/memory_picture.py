@@ -1,8 +1,8 @@
 """Plots the memory of each of two ranks over one step of training: `python tools/memory_picture.py [PICTURE.png]`.
 
 A small GPT trains for three steps on two CPU ranks. Live memory is counted by torch's profiler, which sees every
-allocation and release; its owner is in the engine's own books, which are written into the profile as they change.
-Dashed lines are the two totals of the forecast of the same run, made before the run and in this process.
+allocation and release; the engine's own accounting, which is written into the profile as it changes, attributes it.
+Dashed lines are the two totals that were predicted for the same run, before the run and in this process.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ LAYERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("optimizer state", "#8c8c8c", ("optimizer",)),
     ("parameters, gathered", "#64b5cd", ("unsharded", "staging", "quantized")),
     ("gradients", "#dd8452", ("arrived", "slots", "reduced", "partial", "grad")),
-    ("scratch of reductions", "#937860", ("exchange",)),
+    ("reduction buffers", "#937860", ("exchange",)),
 )
-REST = "activations, and what operations need", "#cfe3c8"
+REST = "activations and temporary buffers", "#cfe3c8"
 
 
 class Block(nn.Module):
@@ -181,7 +181,7 @@ def timeline_of(recorded: Any, *, last: int) -> Timeline:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def draw(timelines: list[Timeline], foretold: MemoryEstimate, path: Path) -> None:
+def draw(timelines: list[Timeline], predicted: MemoryEstimate, path: Path) -> None:
     """Plot both ranks, one above the other."""
     import matplotlib
 
@@ -197,12 +197,12 @@ def draw(timelines: list[Timeline], foretold: MemoryEstimate, path: Path) -> Non
         areas = [[count / MIB for count in row] for row in rows]
         axis.stackplot(range(len(rest)), areas, labels=names, colors=colours, linewidth=0, step="post")
         for words, count in (
-            ("between steps", foretold.plan.between_steps),
-            ("peak besides activations", foretold.plan.peak),
+            ("memory between steps", predicted.plan.between_steps),
+            ("peak without activations", predicted.plan.peak),
         ):
             axis.axhline(count / MIB, color="black", linestyle="--", linewidth=1)
             axis.annotate(
-                f"foretold: {words}, {count / MIB:.1f} MiB",
+                f"predicted {words}: {count / MIB:.1f} MiB",
                 (0.995, count / MIB),
                 xycoords=("axes fraction", "data"),
                 xytext=(0, 2),
@@ -223,11 +223,11 @@ def draw(timelines: list[Timeline], foretold: MemoryEstimate, path: Path) -> Non
         axis.set_ylabel(f"rank {rank}: MiB")
         axis.margins(x=0)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("one step: whatever is taken or given back, in this order")
+    axes[-1].set_xlabel("one training step: allocations and releases, in order")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.suptitle(
-        f"What a rank holds: GPT of {sum(u.parameters for u in foretold.plan.units) / 1e6:.1f}M parameters, "
+        f"Memory of each rank: GPT with {sum(u.parameters for u in predicted.plan.units) / 1e6:.1f}M parameters, "
         f"FULL_SHARD on {RANKS} ranks, AdamW",
         fontsize=11,
     )
@@ -235,12 +235,12 @@ def draw(timelines: list[Timeline], foretold: MemoryEstimate, path: Path) -> Non
 
 
 def main() -> None:
-    """Forecast, train, compare, plot."""
+    """Predict, train, compare, plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own = Path(__file__).with_suffix(".png")
     parser.add_argument("picture", type=Path, nargs="?", default=own, help=f"the file to draw (default: {own})")
     path: Path = parser.parse_args().picture
-    foretold = forecast(GPT, fsdp=FSDP, training=TRAINING, ranks=RANKS)
+    predicted = forecast(GPT, fsdp=FSDP, training=TRAINING, ranks=RANKS)
     with tempfile.TemporaryDirectory() as folder:
         spawn(train, (folder,), nprocs=RANKS)
         timelines = [Timeline(**json.loads((Path(folder) / f"{rank}.json").read_text())) for rank in range(RANKS)]
@@ -248,11 +248,11 @@ def main() -> None:
         held = [sum(row) for row in zip(*timeline.layers.values(), strict=True)]
         lowest = min(total - known for total, known in zip(timeline.total, held, strict=True))
         print(
-            f"rank {rank}: {max(held):,} bytes at the peak besides activations, {foretold.plan.peak:,} foretold; "
-            f"{held[-1]:,} between steps, {foretold.plan.between_steps:,} foretold; "
-            f"{max(timeline.total):,} with activations; the rest is {lowest:,} at least"
+            f"rank {rank}: {max(held):,} bytes at the peak without activations, {predicted.plan.peak:,} predicted; "
+            f"{held[-1]:,} between steps, {predicted.plan.between_steps:,} predicted; "
+            f"{max(timeline.total):,} with activations; the rest is at least {lowest:,}"
         )
-    draw(timelines, foretold, path)
+    draw(timelines, predicted, path)
     print(f"{path}: {path.stat().st_size:,} bytes")
 
 
