@@ -170,8 +170,8 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             _torch.stay_out_of_graphs()
         if loading.UNDER_WAY in self.__dict__:
             loading.forget(self)
-        unit, module = self._unit, self._modules["_fsdp_wrapped_module"]  # which programs replace: checkpoint_wrapper
-        return model_of(unit).forwards.run(unit, args, kwargs, call=module)
+        module: Any = self._modules["_fsdp_wrapped_module"]  # the current one: apply_activation_checkpointing replaces it
+        return model_of(self._unit).forwards.run(self._unit, args, kwargs, call=module)
 
     @property
     def module(self) -> nn.Module:
