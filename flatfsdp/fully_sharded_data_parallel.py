@@ -170,7 +170,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             _torch.stay_out_of_graphs()
         if loading.UNDER_WAY in self.__dict__:
             loading.forget(self)
-        module: Any = self._modules["_fsdp_wrapped_module"]  # the current one: apply_activation_checkpointing replaces it
+        module: Any = self._modules["_fsdp_wrapped_module"]  # apply_activation_checkpointing replaces it
         return model_of(self._unit).forwards.run(self._unit, args, kwargs, call=module)
 
     @property
