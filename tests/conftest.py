@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,24 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test, with its fixtures, runs in an empty folder of its own, and so do the ranks and commands that it starts:
     what lies where pytest was started does not change what it finds, and it leaves nothing there."""
-    folder, before = tempfile.mkdtemp(prefix="flatfsdp-test-"), os.getcwd()
-    _enter(folder)
+    before = os.getcwd()
+    _enter(tempfile.mkdtemp(dir=_folders()))
     try:
         return (yield)
     finally:
         _enter(before)
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def _folders() -> str:
+    """They stay until the end of the run: jobs of later tests of a file may be starting in the folder of an earlier
+    one."""
+    return tempfile.mkdtemp(prefix="flatfsdp-tests-")
+
+
+def pytest_unconfigure() -> None:
+    if _folders.cache_info().currsize:
+        shutil.rmtree(_folders(), ignore_errors=True)
 
 
 def _enter(folder: str) -> None:

@@ -274,7 +274,7 @@ def test_a_test_runs_in_an_empty_folder_and_so_does_all_that_it_starts(
     pool2: Run, pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
     here = os.getcwd()
-    assert Path(here).parent == Path(tempfile.gettempdir()).resolve()
+    assert Path(here).parent.parent == Path(tempfile.gettempdir()).resolve()
     assert where() == (here, [])
     assert pool2(where) == [(here, [])] * 2
     assert [rank.result for rank in fresh.run(2, where)] == [(here, [])] * 2
