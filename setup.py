@@ -78,7 +78,7 @@ setup(
     extras_require={
         "train": ["pydantic>=2.11", "tomli; python_version < '3.11'", "tqdm", "safetensors", "matplotlib"],
         "hf": ["transformers", "peft", "datasets", "safetensors"],
-        "docs": ["sphinx", "myst-parser", "furo"],
+        "docs": ["sphinx", "myst-parser", "furo", "sphinx-copybutton"],
         "test": ["pytest", "expecttest"],
     },
     keywords="pytorch distributed training fsdp zero sharding",

@@ -15,7 +15,14 @@ project_copyright = author
 _source = (HERE.parent / "flatfsdp" / "__init__.py").read_text(encoding="utf-8")
 version = release = re.findall(r'^__version__ = "([^"]+)"', _source, flags=re.MULTILINE)[0]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "code_links", "settings_types"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "code_links",
+    "settings_types",
+]
 exclude_patterns = ["_build", "README.md"]
 nitpicky = False
 default_role = "code"  # `name` in a docstring, as in Markdown
@@ -41,6 +48,7 @@ html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 html_show_sphinx = False
 html_copy_source = False
+copybutton_selector = "div.highlight-python pre, div.highlight-sh pre, div.highlight-toml pre"  # not output
 
 
 def without_notes(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
