@@ -99,6 +99,7 @@ def test_the_metadata(wheel: Path) -> None:
         'sphinx; extra == "docs"',
         'myst-parser; extra == "docs"',
         'furo; extra == "docs"',
+        'sphinx-copybutton; extra == "docs"',
         'pytest; extra == "test"',
         'expecttest; extra == "test"',
     ]
@@ -133,7 +134,7 @@ def test_installing_changes_no_torch(wheel: Path) -> None:
 def test_every_requirement_is_pinned_for_the_tools() -> None:
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "tools" / "constraints.txt").read_text(), flags=re.MULTILINE)
     needed = {*"torch pydantic tqdm safetensors matplotlib pytest expecttest mypy ruff setuptools".split()}
-    needed |= {"sphinx", "myst-parser", "furo"}
+    needed |= {"sphinx", "myst-parser", "furo", "sphinx-copybutton"}
     assert needed <= set(pinned)
 
 
