@@ -92,17 +92,23 @@ def _refusal(described: list[tuple[str, Any, Any]], own: dict[str, Any]) -> str 
     return None
 
 
-def take_buffers(unit: Unit, units: Collection[Unit], module: nn.Module, destination: Any, prefix: str) -> None:
-    """Replace buffers of `module` in `destination` by those of the first rank. Collective over both axes of `unit`
-    if any of `units` is sharded; otherwise ranks need not call together.
+def shares_buffers(units: Collection[Unit], module: nn.Module) -> bool:
+    """Whether `take_buffers` communicates: any of `units` is sharded, or they have replicas, and buffers to take."""
+    if any(each.axes.is_spread for each in units):
+        return True
+    return bool(own_axes(list(units))) and bool(named_buffers(module))
+
+
+def take_buffers(unit: Unit, module: nn.Module, destination: Any, prefix: str) -> None:
+    """Replace buffers of `module` in `destination` by those of the first rank. Collective over both axes of `unit`.
+    Called if `shares_buffers`.
 
     [Note: buffers of ranks] Ranks keep buffers of their own (running statistics of the data that each has seen), so a
-    state dict that is the same on all ranks must take one rank's. State dicts that are gathered, and files, hold the
-    first rank's; those made without communication (sharded and local state dicts, NO_SHARD) hold each rank's own. So
-    they do for buffers that the first rank does not have, or that are not dense tensors there.
+    state dict that is the same on all ranks must take one rank's. Full state dicts under any strategy, and files, hold
+    the first rank's; those made without communication (sharded and local state dicts) hold each rank's own. So they do
+    for buffers that the first rank does not have, or that are not dense tensors there. Without shards only this takes
+    communication: a full state dict for rank 0 alone, or of a module without buffers, needs no other rank.
     """
-    if not any(each.axes.is_spread for each in units):
-        return
     axes = own_axes([unit])
     keys = [prefix + name for each in named_buffers(module) for name in each.names]
     own = {key: destination[key] for key in keys if key in destination}

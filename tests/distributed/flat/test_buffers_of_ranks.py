@@ -13,7 +13,7 @@ from torch import nn
 
 from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, checkpoint
 from flatfsdp.checkpoint.conversion import read_state
-from flatfsdp.errors import FlatFSDPWarning
+from flatfsdp.errors import AgreementError, FlatFSDPWarning
 from tests.conftest import Run
 from tests.harness.corners import Setting, joined
 
@@ -53,7 +53,7 @@ def sources(state: Any) -> set[int]:
 def in_state_dicts(rank: int, world: int, settings: tuple[Setting, ...]) -> list[str]:
     lines = []
     for setting in settings:
-        own = {rank} if rank or setting.strategy == "NO_SHARD" else {0}
+        own = {rank}
         model = normed(rank, setting, shapes=True)
         found = {"FULL": model.state_dict(), "part": model.module.first[1].state_dict()}
         with as_type(model, "FULL", FullStateDictConfig(rank0_only=True)):
@@ -61,12 +61,11 @@ def in_state_dicts(rank: int, world: int, settings: tuple[Setting, ...]) -> list
         for kind in ("SHARDED", "LOCAL"):
             with as_type(model, kind):
                 found[kind] = model.state_dict()
-        gathered = own if setting.strategy == "NO_SHARD" else {0}
-        expected = {"FULL": gathered, "part": gathered, "rank 0 only": {0} if rank == 0 else set()}
+        expected = {"FULL": {0}, "part": {0}, "rank 0 only": {0} if rank == 0 else set()}
         for what, state in found.items():
             if sources(state) != expected.get(what, own):
                 lines.append(f"{setting}: {what} on rank {rank} has those of {sources(state)}")
-        if setting.strategy != "NO_SHARD" and found["FULL"]["seen"].shape != (2,):
+        if found["FULL"]["seen"].shape != (2,):
             lines.append(f"{setting}: rank {rank} has rank 0's buffer as {found['FULL']['seen'].shape}")
         if any(set(buffer.flatten().tolist()) != {rank + 1} for buffer in model.buffers()):
             lines.append(f"{setting}: the model's own buffers of rank {rank} changed")
@@ -84,16 +83,38 @@ def test_of_hybrids(pool4: Run) -> None:
     assert not joined(pool4(in_state_dicts, (Setting("HYBRID_SHARD"),)))
 
 
-def alone(rank: int, world: int) -> set[int]:
+def alone(rank: int, world: int) -> list[set[int]]:
     model = normed(rank, Setting("NO_SHARD"))
-    model.check_is_root()  # compares the models of all ranks
-    state = model.state_dict() if rank == 1 else {}
+    without = Setting("NO_SHARD").wrap(nn.Linear(4, 4), ())
+    for each in (model, without):
+        each.check_is_root()  # compares the models of all ranks
+    found = [set[int](), set[int]()]
+    if rank == 0:
+        with as_type(model, "FULL", FullStateDictConfig(rank0_only=True)):
+            found[0] = sources(model.state_dict())
+    if rank == 1:
+        found[1] = set(range(len(without.state_dict())))
     dist.barrier()
-    return sources(state)
+    return found
 
 
-def test_where_nothing_is_sharded_one_rank_may_call_alone(pool2: Run) -> None:
-    assert pool2(alone) == [set(), {1}]
+def test_where_nothing_is_sharded_one_rank_may_call_alone_for_rank_0_or_without_buffers(pool2: Run) -> None:
+    assert pool2(alone) == [[{0}, set()], [set(), {0, 1}]]
+
+
+def alone_with_buffers(rank: int, world: int) -> str:
+    model, x = normed(rank, Setting("NO_SHARD")), torch.ones(4, 4)
+    model(x)
+    try:
+        model.state_dict() if rank == 0 else model(x).sum().backward()
+    except AgreementError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_where_nothing_is_sharded_a_call_of_one_rank_ends_in_an_error(pool2: Run) -> None:
+    for text in pool2(alone_with_buffers):
+        assert "state_dict()" in text, text
 
 
 def written(rank: int, world: int, path: str) -> list[str]:

@@ -31,7 +31,7 @@ from ...runtime.module_tree import units_in
 from ...runtime.rest import check_idle, collective_call, quiesce, take_over
 from ...runtime.unit import Unit
 from ..consolidate import consolidated, is_first
-from ..from_rank0 import take_buffers
+from ..from_rank0 import shares_buffers, take_buffers
 from ..full_params import summon
 from ..named_param import NamedParam, by_handle, interval_of, params_of
 from ..owned_interval import OwnedInterval
@@ -98,10 +98,11 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     start = len(destination)
     token = _job.set(job)
     try:
-        with collective_call(units, "state_dict()", when=job.communicates):
+        shares = job.broadcasts_buffers and shares_buffers(units, wrapper)
+        with collective_call(units, "state_dict()", always=shares, when=job.communicates):
             _add(job, wrapper, destination, prefix)
-            if job.broadcasts_buffers:
-                take_buffers(unit, units, wrapper, destination, prefix)
+            if shares:
+                take_buffers(unit, wrapper, destination, prefix)
     finally:
         _job.reset(token)
     _finish(job, destination, start, keep_vars=keep_vars)

@@ -21,7 +21,7 @@ from ...flat.states import SUMMONED
 from ...runtime.param_registry import unit_around
 from ...runtime.rest import collective_call
 from ...runtime.unit import Unit
-from ..from_rank0 import take_buffers
+from ..from_rank0 import shares_buffers, take_buffers
 from .loading import UnitLoad, begin_unit
 from .placeholders import Placeholders
 from .saving import StateDictCall, begin, fill
@@ -90,10 +90,11 @@ def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any
     under_way.remove()
     keys = [key for key, value in destination.items() if key.startswith(prefix) and type(value) is Placeholder]
     job, unit = under_way.job, under_way.unit
-    with collective_call([unit], "state_dict()", when=job.communicates):
+    shares = job.broadcasts_buffers and shares_buffers([unit, *unit.owning_units], module)
+    with collective_call([unit], "state_dict()", always=shares, when=job.communicates):
         fill(job, unit, destination, keys, prefix)
-        if job.broadcasts_buffers:
-            take_buffers(unit, [unit, *unit.owning_units], module, destination, prefix)
+        if shares:
+            take_buffers(unit, module, destination, prefix)
     if not job.keeps:
         for key in keys:
             del destination[key]
