@@ -209,6 +209,11 @@ def as_of_torch(value: Any) -> Any:
     return dtensor_type().__new__(dtensor_type(), value._local_tensor, value._spec, requires_grad=False)
 
 
+def split_alike(whole: torch.Tensor, spec: Any) -> Any:
+    """A DTensor of `whole`, the same value on every rank, with the mesh and placements of `spec`. No communication."""
+    return _distributed().tensor.distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None)
+
+
 def set_local(value: Any, local: torch.Tensor, spec: Any) -> None:
     """Set the local tensor of a DTensor to `local`, which has the same dtype, and its spec to `spec`."""
     value._local_tensor, value._spec = local, spec

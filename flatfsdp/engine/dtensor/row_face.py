@@ -23,6 +23,8 @@ from ..flat.layout_views import ShardViews
 from ..flat.param_refs import ParamRef
 from ..flat.write_tracker import FlatParameter
 from ..layout.layout import FlatLayout, ParamSpec
+from .data_assignment import follow
+from .holder_classes import mark
 from .kept_gradients import KeptGradients
 from .module_places import ModulePlaces
 from .specs import spec_at_rest
@@ -93,6 +95,7 @@ class _Rows:
         made = self._specs.get(dtype)
         if made is None:
             made = self._specs[dtype] = spec_at_rest(self._mesh, self._whole, self._dim, dtype, self._stored)
+            follow(made, self)
         return made
 
     def local(self, piece: torch.Tensor) -> torch.Tensor:
@@ -204,11 +207,13 @@ class RowFace(Face):
             for i, (rows, view) in enumerate(zip(self._rows, at_rest.views, strict=True)):
                 local, spec = rows.held(view), rows.spec(shard.dtype)
                 if i == len(self.holders):
-                    made = _dtensor.dtensor(local, spec)
-                    self.holders.append(nn.Parameter(made, requires_grad=self._leaves[i].requires_grad))
+                    made = nn.Parameter(_dtensor.dtensor(local, spec), self._leaves[i].requires_grad)
+                    mark(made, self._leaves[i])
+                    self.holders.append(made)
                 holder = self.holders[i]
                 if holder.dtype != shard.dtype or holder.device != shard.device:
                     made = nn.Parameter(_dtensor.dtensor(local, spec), holder.requires_grad)
+                    mark(made, self._leaves[i])
                     torch.utils.swap_tensors(holder, made)  # keeps the object, to which optimizers refer
                 _dtensor.set_local(holder, local, spec)
         self._note_memory()
@@ -246,6 +251,7 @@ class RowFace(Face):
                     assign_grad(held, before.grad)
                 self.holders[index] = held
                 self._places.forget()
+            mark(held, self._leaves[index])
             adoptions.count += 1  # also for the same object: it may have been swapped with another one
             _dtensor.set_local(held, rows.held(view), rows.spec(view.dtype))
             self._note_memory()

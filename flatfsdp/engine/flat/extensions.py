@@ -18,7 +18,7 @@ from ...errors import ConfigTypeError, UsageError
 from ..comm.axes import Axis
 from ..layout.part import Part
 from .gather_hooks import GatherHooks
-from .param_refs import ParamRef
+from .param_refs import ParamRef, marks_of
 
 
 class FlatParamExtensions(Protocol):
@@ -178,12 +178,15 @@ class TransformedParam:
         """Let the modules hold the seen form. Precondition: the leaf is unsharded."""
         with torch.enable_grad():  # also where a backward gathers for a recomputation
             value = self._value()
+        if marks := marks_of(self.leaf):
+            vars(value).update(marks)
         for param_ref in self.param_refs:
             param_ref.assign(value)
 
     def dissolve(self) -> None:
         """Let the modules hold a parameter like the one they had before. Precondition: the leaf is unsharded."""
         restored = nn.Parameter(self._value().detach().clone(), requires_grad=self.leaf.requires_grad)
+        vars(restored).update(marks_of(self.leaf))
         for param_ref in self.param_refs:
             param_ref.of(restored).register()
 
@@ -192,6 +195,7 @@ class TransformedParam:
         `uninstall`; kinds without such a form keep their stored form."""
         if (seen := self.transform.around(stored, self.state)) is not None:
             shown = nn.Parameter(seen, requires_grad=self.leaf.requires_grad)
+            vars(shown).update(marks_of(self.leaf))
             if grad is not None:
                 shown.grad = self.transform.around(grad, self.state)
             for param_ref in self.param_refs:
@@ -254,5 +258,6 @@ def _transformed(param_ref: ParamRef, transforms: Sequence[Transform]) -> Transf
             stored, state = each.store(param_ref.path, original)
             if state is not None:
                 leaf = nn.Parameter(stored.detach(), requires_grad=original.requires_grad)
+                vars(leaf).update(marks_of(original))
                 return TransformedParam(leaf, state, each, [], original)
     return None

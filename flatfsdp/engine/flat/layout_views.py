@@ -151,10 +151,11 @@ class ShardViews:
             return []
         return [i for i, facts in enumerate(zip(*found, strict=True)) if facts != tuple(f[i] for f in self._expected)]
 
-    def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any], list[torch.dtype]]:
+    def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
         # Facts that change when a tensor's memory is replaced; lists, since whole lists are compared at every forward.
         extent = _SHAPE if self._is_whole else torch.Tensor.numel  # pieces of a shard are 1-D
-        return list(map(torch.Tensor.data_ptr, tensors)), list(map(extent, tensors)), list(map(_DTYPE, tensors))
+        found = list(map(torch.Tensor.data_ptr, tensors)), list(map(extent, tensors)), list(map(_DTYPE, tensors))
+        return (*found, list(map(torch.Tensor.stride, tensors))) if self._is_whole else found
 
 
 def _cuts(spans: Sequence[Span], numel: int) -> tuple[list[int], list[int]]:

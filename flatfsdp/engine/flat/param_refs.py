@@ -144,6 +144,19 @@ def flat_name(kind: int) -> str:
     return f"_flat_param_{kind}" if kind else "_flat_param"
 
 
+def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """The attributes that users have set on `parameter`. [Note: marks of parameters]
+
+    [Note: marks of parameters] Models mark parameters (`parameter.no_decay = True`), and code that groups them for an
+    optimizer reads the marks. They are kept on whatever object stands for a parameter: a holder shares the attributes
+    of its leaf, copies and replacements get them. torch drops them in copies and in `load_state_dict(assign=True)`.
+    """
+    return {name: value for name, value in vars(parameter).items() if name != _IS_PARAMETER}
+
+
+_IS_PARAMETER = "_is_param"  # torch's, on parameters of other classes than its own
+
+
 # The places of one module, held weakly: attributes and leaves.
 Places = tuple[Callable[[], nn.Module | None], Sequence[tuple[str, nn.Parameter]]]
 

@@ -11,7 +11,7 @@ lays a gradient out like its leaf.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import NoReturn
 
@@ -29,8 +29,8 @@ from .flat_param import FlatParamHandle
 from .layout_views import are_set_to, dense
 from .left_unsharded import LEFT_CAST, LEFT_WHOLE
 from .param_guard import HIDDEN, NOTICED, ORIGINAL, change_classes, hide, may_hide
-from .param_refs import ParamRef
-from .states import UNSHARDED
+from .param_refs import ParamRef, marks_of
+from .states import SHARDED, UNSHARDED
 
 
 class ViewMode(enum.Enum):
@@ -241,26 +241,31 @@ class ParamViews:
             if grad is not None:
                 holder.grad = grad.to(device=shard.device, dtype=shard.dtype)
 
-    def write_back(self, changed: Iterable[ParamRef]) -> bool:
+    def write_back(self, changed: Iterable[ParamRef], free: Callable[[FlatParamHandle], None]) -> bool:
         """Copy users' replacements for leaves at rest into the shard; True if there were any.
 
         These are a replaced `.data`, a parameter in one of the `changed` references, and a flat parameter whose
-        `.data` was replaced. Raises UsageError if shape or dtype does not fit. Precondition: the leaves show the
-        shard.
+        `.data` was replaced. `free` frees a handle's unsharded parameters. Raises UsageError if shape or dtype does not
+        fit. Precondition: the leaves show the shard. [Note: assigned memory]
         """
         handle = self.handle
         # Before modules hold our parameters again.
         put = [(param_ref, param_ref.current) for param_ref in changed] if changed else []
         if found := not handle.flat_shows_shard:
+            if handle.state is UNSHARDED:
+                free(handle)
             self.adopt_flat()
         if handle.face.is_distributed:
             if (kept := handle.face.kept) is not None and kept.shows:
                 kept.release()
-            for i in handle.face.replaced():
-                found, holder = True, handle.face.holder_of(i)
-                what = f"what the parameter {handle.layout.params[i].name!r} shows now"
-                self._store(i, handle.face.value_of(i, holder), what)
-                self._adopt(i, holder)
+            if replaced := handle.face.replaced():
+                found = True
+                holders = [handle.face.holder_of(i) for i in replaced]
+                values = [handle.face.value_of(i, holder) for i, holder in zip(replaced, holders, strict=True)]
+                words = [f"what the parameter {handle.layout.params[i].name!r} shows now" for i in replaced]
+                self._take_over(replaced, values, words, free)
+                for i, holder in zip(replaced, holders, strict=True):
+                    self._adopt(i, holder)
         replaced = handle.at_rest.replaced()
         if replaced:
             found = True
@@ -271,8 +276,9 @@ class ParamViews:
                     "one by one after wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module "
                     "itself, or before wrapping"
                 )
+            words = [f"the .data of {handle.layout.params[i].name!r}" for i in replaced]
+            self._take_over(replaced, [handle.leaves[i].detach() for i in replaced], words, free)
             for i in replaced:
-                self._store(i, handle.leaves[i].detach(), f"the .data of {handle.layout.params[i].name!r}")
                 handle.leaves[i].data = handle.at_rest.views[i]
         for param_ref, held in put:
             index = next((i for i, leaf in enumerate(handle.leaves) if leaf is param_ref.leaf), None)
@@ -286,9 +292,40 @@ class ParamViews:
             found = True
         return found
 
+    def _take_over(
+        self,
+        indices: list[int],
+        values: list[torch.Tensor],
+        words: list[str],
+        free: Callable[[FlatParamHandle], None],
+    ) -> None:
+        """Store the `values` of some leaves, whose `.data` users replaced, in a shard with memory of its own."""
+        handle = self.handle
+        for index, value, what in zip(indices, values, words, strict=True):
+            self._check_stored(index, value, what)
+        if not handle.shard.is_meta and handle.state in (SHARDED, UNSHARDED):
+            if handle.state is UNSHARDED:
+                free(handle)
+            self._move_shard(handle.shard.detach().clone())
+        for index, value, what in zip(indices, values, words, strict=True):
+            self._store(index, value, what)
+
+    def _move_shard(self, shard: torch.Tensor) -> None:
+        """Replace the shard by a copy, `shard`.
+
+        [Note: assigned memory] `kept = p.data; p.data = average; ...; p.data = kept` is how programs put weights aside:
+        `kept` is a view of the shard, which a copy of `average` into it would overwrite. So values that come by
+        assignment go to new memory, and the old memory stays as it is for whoever holds it. The assigned tensor itself
+        is not kept: later changes of it have no effect.
+        """
+        self.handle.drop_kept_source()
+        self.replace_shard(shard)
+
     def _adopt(self, index: int, held: nn.Parameter) -> None:
         """Make a user's replacement for a holder the holder itself, if the handle's face allows it."""
-        face = self.handle.face
+        face, leaf = self.handle.face, self.handle.leaves[index]
+        if vars(held) is not vars(leaf):
+            vars(leaf).update(marks_of(held))
         if face.is_distributed:
             face.adopt(index, held)
             self.handle.writes.on_replacement()
@@ -314,10 +351,12 @@ class ParamViews:
             )
         if flat.dtype != handle.shard.dtype:
             self.replace_shard(flat.detach())
-            return
-        with torch.no_grad():
-            handle.shard.copy_(flat.detach())
-        flat.data = handle.shard
+        elif handle.state is SHARDED:
+            self._move_shard(flat.detach().to(handle.shard.device, copy=True))
+        else:
+            with torch.no_grad():
+                handle.shard.copy_(flat.detach())
+            flat.data = handle.shard
 
     def _store(self, index: int, value: torch.Tensor, what: str) -> None:
         handle = self.handle
@@ -328,24 +367,35 @@ class ParamViews:
         self.without_values -= {index}
         view = handle.at_rest.views[index]
         spec = handle.layout.params[index]
-        if value.dtype != view.dtype:
-            raise UsageError(f"{what} has dtype {value.dtype}; expected the shard's {view.dtype}")
+        self._check_stored(index, value, what)
         with torch.no_grad():
             if value.shape == view.shape:
                 view.copy_(value)
-            elif tuple(value.shape) == spec.shape:
-                for owned in handle.layout.owned(handle.rank):
-                    if owned.index == index:
-                        unsharded = value if spec.stride is None else value.as_strided(spec.shape, spec.stride)
-                        handle.shard[owned.in_shard.slice].copy_(
-                            dense(unsharded.contiguous() if spec.stride is None else unsharded)[owned.in_param.slice]
-                        )
-            else:
-                raise UsageError(
-                    f"{what} was replaced by a tensor of shape {tuple(value.shape)}; expected this rank's shard of it, "
-                    f"{tuple(view.shape)}, or the "
-                    f"whole parameter, {spec.shape}. Inside summon_full_params() parameters have their whole shape"
-                )
+                return
+            for owned in handle.layout.owned(handle.rank):
+                if owned.index == index:
+                    # In the order of the parameter's memory, which may differ from the value's.
+                    laid_out = value.contiguous() if spec.stride is None else _strided_like(value, spec.stride)
+                    handle.shard[owned.in_shard.slice].copy_(dense(laid_out)[owned.in_param.slice])
+
+    def _check_stored(self, index: int, value: torch.Tensor, what: str) -> None:
+        """Refuse a `value` for leaf `index` that fits neither its place in the shard nor the whole parameter."""
+        view, spec = self.handle.at_rest.views[index], self.handle.layout.params[index]
+        if value.dtype != view.dtype:
+            raise UsageError(f"{what} has dtype {value.dtype}; expected the shard's {view.dtype}")
+        if value.shape != view.shape and tuple(value.shape) != spec.shape:
+            raise UsageError(
+                f"{what} was replaced by a tensor of shape {tuple(value.shape)}; expected this rank's shard of it, "
+                f"{tuple(view.shape)}, or the "
+                f"whole parameter, {spec.shape}. Inside summon_full_params() parameters have their whole shape"
+            )
+
+
+def _strided_like(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """`value` with these strides; itself if it has them."""
+    if value.stride() == stride:
+        return value
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def check_unwritten(views: ParamViews) -> None:

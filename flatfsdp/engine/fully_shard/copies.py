@@ -28,7 +28,8 @@ from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
 from ..flat.extended_handle import handle_class
 from ..flat.extensions import Transform
 from ..flat.flat_param import FlatParamOptions
-from ..flat.param_refs import ParamRef
+from ..flat.param_guard import ORIGINAL
+from ..flat.param_refs import ParamRef, marks_of
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import model_of
 from ..runtime.module_tree import ignore, ignored_in, put_at_rest
@@ -113,7 +114,10 @@ def _plan(unit: Unit, owned: Mapping[int, tuple[int, int, int]]) -> UnitPlan:
         entries=list(unit.entries),
         modules=list(unit.built.modules),
         handles=[*map(serialization.handle_plan, unit.handles)],
-        leaves=[[(leaf.requires_grad, nn.Parameter, dict(vars(leaf))) for leaf in h.leaves] for h in unit.handles],
+        leaves=[
+            [(leaf.requires_grad, ORIGINAL[type(leaf)], marks_of(leaf)) for leaf in handle.leaves]
+            for handle in unit.handles
+        ],
         homes=[(ref.module, ref.attribute, ref.path, *places[id(ref.leaf)]) for ref in unit.param_refs],
         shared=[(ref.module, ref.attribute, ref.path, *owned[id(ref.leaf)]) for ref in unit.shared_refs],
         extended=[(*places[id(each.leaf)], each.state, each.transform) for v in unit.views for each in v.extended],

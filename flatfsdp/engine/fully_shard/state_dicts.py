@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from ..dtensor.holder_classes import mark
 from ..flat.param_guard import handle_and_index_of
 from ..flat.states import SUMMONED
 from ..runtime.param_registry import unit_around
@@ -22,6 +23,7 @@ def watch(unit: Unit) -> None:
             hook, hooks = module.register_state_dict_post_hook(_save_at_rest), cast(Any, module._state_dict_hooks)
             hooks.move_to_end(hook.id, last=False)  # other hooks must see its results
             module.register_load_state_dict_pre_hook(_load_at_rest)
+            module.register_load_state_dict_post_hook(_mark_assigned)
 
 
 def _unsharded_around(module: nn.Module) -> list[Unit]:
@@ -29,6 +31,17 @@ def _unsharded_around(module: nn.Module) -> list[Unit]:
     unit = unit_around(module)
     units = [] if unit is None or unit.phase is SUMMONED else [unit, *unit.owning_units]
     return units if not all(each.shows_shard for each in units) else []
+
+
+def _mark_assigned(module: nn.Module, incompatible: Any) -> None:
+    """torch's load state dict post-hook: parameters that `assign=True` has put in place get the marks of those before,
+    as optimizers may be made before the next forward takes them over. [Note: marks of parameters]"""
+    unit = unit_around(module)
+    for param_ref in [] if unit is None else (*unit.param_refs, *unit.shared_refs):
+        if param_ref.module_ref() is module:
+            held = param_ref.current
+            if isinstance(held, nn.Parameter) and held is not param_ref.held and held is not param_ref.leaf:
+                mark(held, param_ref.leaf)
 
 
 def _save_at_rest(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -60,7 +60,7 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
             before = handle.precision
             if handle.state is UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
                 unit.resources.free(handle)  # before its shard is replaced
-            wrote = views.write_back(changed)
+            wrote = views.write_back(changed, unit.resources.free)
             cast = cast or handle.precision is not before
             if handle.state is UNSHARDED and (wrote or _is_stale(unit, handle)):
                 unit.resources.free(handle)

@@ -30,7 +30,8 @@ from ..device.memory import MemoryTracker
 from ..flat.extensions import TransformedParam, as_transform
 from ..flat.faces import pickled_face
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
-from ..flat.param_refs import ParamRef
+from ..flat.param_guard import ORIGINAL
+from ..flat.param_refs import ParamRef, marks_of
 from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from ..runtime.entries import Entries
@@ -67,7 +68,11 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
     return {
         "attributes": attributes,
         "unit": {
-            "handles": [{"leaves": handle.leaves, **handle_plan(handle)} for handle in unit.handles],
+            "handles": [
+                # torch's copies of parameters lose their attributes, and its pickles their classes.
+                {"leaves": handle.leaves, "kinds": [*map(_kind_of, handle.leaves)], **handle_plan(handle)}
+                for handle in unit.handles
+            ],
             "residuals": [residuals.held for residuals in residuals_of(unit)],
             "homes": [(each.module, each.attribute, each.path, each.leaf) for each in unit.param_refs],
             "aliases": [(each.module, each.attribute, each.path, each.leaf) for each in unit.shared_refs],
@@ -93,6 +98,9 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
             face=pickled_face(entry), **{name: entry[name] for name in HANDLE_OPTIONS}
         )
         settings = {name: entry[name] for name in HANDLE_SETTINGS}
+        for leaf, (kind, marks) in zip(entry["leaves"], entry.get("kinds", ()), strict=False):
+            leaf.__class__ = kind
+            vars(leaf).update(marks)
         handles.append(
             FlatParamHandle(entry["leaves"], shard=entry["shard"], options=options, tracker=tracker, **settings)
         )
@@ -119,6 +127,11 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     put_at_rest(unit)
     for residuals, held in zip(residuals_of(unit), plan.get("residuals", ()), strict=True):
         residuals.load(held)
+
+
+def _kind_of(leaf: nn.Parameter) -> tuple[type, dict[str, Any]]:
+    """The class and the attributes of a parameter. [Note: marks of parameters]"""
+    return ORIGINAL[type(leaf)], marks_of(leaf)
 
 
 def handle_plan(handle: FlatParamHandle) -> dict[str, Any]:

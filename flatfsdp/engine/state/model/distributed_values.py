@@ -82,7 +82,8 @@ class DistributedValue(LazyValue):
 
 def is_distributed(value: Any) -> bool:
     """Whether `value` is a DTensor or a ShardedTensor."""
-    return type(value).__name__ in ("DTensor", "ShardedTensor") and type(value).__module__.startswith("torch.")
+    sharded = type(value).__name__ == "ShardedTensor" and type(value).__module__.startswith("torch.")
+    return sharded or _dtensor.is_dtensor(value)
 
 
 def described(value: Any) -> tuple[torch.Size, torch.dtype]:
@@ -97,7 +98,7 @@ def whole_if_distributed(value: Any) -> Any:
     """The full tensor of a DTensor or a ShardedTensor, collective over its mesh or process group; others unchanged."""
     if not is_distributed(value):
         return value
-    return _dtensor.whole_of(value) if type(value).__name__ == "DTensor" else _whole_of_shards(value)
+    return _dtensor.whole_of(value) if _dtensor.is_dtensor(value) else _whole_of_shards(value)
 
 
 def defer_distributed(state_dict: dict[str, Any]) -> None:
