@@ -1,8 +1,8 @@
 """Attributes and classes of users' parameters, on the DTensors that stand for them at rest.
 
-[Note: marks of parameters] A parameter's DTensor shares the attributes of its leaf: what a user sets on one, also after
-sharding, is on both. If the parameter is of a subclass of `nn.Parameter`, its DTensor is of a class that derives from
-both.
+A parameter's DTensor shares the attributes of its leaf: what a user sets on one, also after sharding, is on both
+([Note: marks of parameters]). If the parameter is of a subclass of `nn.Parameter`, its DTensor is of a class that
+derives from both.
 """
 
 from __future__ import annotations

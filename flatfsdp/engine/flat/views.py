@@ -315,8 +315,8 @@ class ParamViews:
 
         [Note: assigned memory] `kept = p.data; p.data = average; ...; p.data = kept` is how programs put weights aside:
         `kept` is a view of the shard, which a copy of `average` into it would overwrite. So values that come by
-        assignment go to new memory, and the old memory stays as it is for whoever holds it. The assigned tensor itself
-        is not kept: later changes of it have no effect.
+        assignment go to new memory, and `kept` stays as it is. The assigned tensor itself is not used: later changes of
+        it have no effect.
         """
         self.handle.drop_kept_source()
         self.replace_shard(shard)
