@@ -22,7 +22,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 from torch import nn
 
-from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError
+from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError, few
 
 try:
     from flatfsdp.trainer.settings import Settings, dataclass, fields_of, setting
@@ -32,17 +32,18 @@ except ModuleNotFoundError as error:
     print(f"flatfsdp.train: {error}", file=sys.stderr)
     sys.exit(2)
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
-from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, Summary
+from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, Summary, generate
 from flatfsdp.trainer.demo.options import DEFAULTS, DemoOptions
 from flatfsdp.trainer.hub.by_name import changed_flag, with_options
+from flatfsdp.trainer.hub.chat import prompt_tokens
 from flatfsdp.trainer.hub.pretrained import ModelOptions
-from flatfsdp.trainer.hub.text_data import DataOptions
+from flatfsdp.trainer.hub.text_data import DataOptions, TextData
 from flatfsdp.trainer.instantiate import check_options, make
 from flatfsdp.trainer.launch import Placement, RankContext, run, under_launcher
 from flatfsdp.trainer.memory_estimate import forecast, on_meta
 from flatfsdp.trainer.preemption import in_words
 from flatfsdp.trainer.settings.command_line import Parser, in_flags
-from flatfsdp.trainer.settings.types import Count, Data, FilePath, Module, Name
+from flatfsdp.trainer.settings.types import Count, Data, FilePath, Module, Name, NotNegative, Text
 from flatfsdp.trainer.state.run_folder import DEFAULT, refuse_run_in, run_in, unused
 from flatfsdp.trainer.terminal import print_line, sizes_in_words
 from flatfsdp.trainer.trainer import Trainer
@@ -58,6 +59,13 @@ DESCRIPTION = (
 ONE_LINE = (ConfigValueError, ConfigTypeError, CheckpointError)
 """Errors whose message is enough, unless code of the user is part of the traceback."""
 
+COMMON = (
+    "export dry_run generate model train_data eval_data lora sequence_length output steps epochs minutes batch "
+    "global_batch optimizer lr warmup clip seed eval_every save_every resume callbacks device ranks strategy units "
+    "bf16 activation_checkpointing text"
+).split()
+"""The settings that people set, for `--help`."""
+
 LIBRARIES = (__file__, mp.__file__)
 
 
@@ -66,14 +74,29 @@ class Command(Settings):
     """Actions other than training."""
 
     export: FilePath | None = setting(
-        None, "train nothing: write the model of the checkpoint that --resume names as a Hugging Face folder"
+        None, "train nothing: export the model of the checkpoint that --resume names, as a Hugging Face folder"
     )
-    overwrite: bool = setting(False, "with --export: replace an export that is there, and nothing else")
-    dry_run: bool = setting(False, "train nothing: print units, bytes per rank and traffic, without any device")
-    world_size: Count | None = setting(None, "of so many ranks, for --dry-run; none for those that would start")
-    measure: bool = setting(False, "with --dry-run: run one real step, too, and print the size of kept activations")
+    overwrite: bool = setting(False, "with --export: replace an existing export (and nothing else)")
+    dry_run: bool = setting(False, "train nothing: print units, bytes per rank and traffic; needs no device")
+    world_size: Count | None = setting(
+        None, "with --dry-run: number of ranks to plan for; none for the number that would start"
+    )
+    measure: bool = setting(
+        False, "with --dry-run: also run one real step, and print the size of the saved activations"
+    )
+
+    generate: Text | None = setting(
+        None, "train nothing: continue this prompt with a model of transformers, or with the checkpoint --resume names"
+    )
+    max_new_tokens: Count = setting(100, "with --generate: maximum number of tokens to add")
+    temperature: NotNegative = setting(0.8, "with --generate: sampling temperature; 0 for the likeliest tokens")
 
     def __post_init__(self) -> None:
+        for name, default in (("max_new_tokens", 100), ("temperature", 0.8)):
+            if getattr(self, name) != default and self.generate is None:
+                self.refuse(name, f"it belongs to {self.called('generate')}")
+        if self.generate is not None and (self.dry_run or self.export is not None):
+            self.refuse("generate", f"{self.called('dry_run' if self.dry_run else 'export')} does something else")
         for name in ("world_size", "measure"):
             if getattr(self, name) and not self.dry_run:
                 self.refuse(name, f"it belongs to {self.called('dry_run')}")
@@ -91,10 +114,13 @@ class OwnTask(Task):
     """
 
     model: Module | None = setting(
-        None, "the module, or a function that makes it; or hf:NAME, a folder or a name of transformers"
+        None,
+        "the model, or a function that returns it, as module:name; or hf:NAME, a model of transformers "
+        "(folder or name)",
     )
     train_data: Data | None = setting(
-        None, "the dataset to train on, or a function that makes it; or text:PATH, jsonl:FILE, hf:DATASET"
+        None,
+        "the training dataset, or a function that returns it, as module:name; or text:PATH, jsonl:FILE, hf:DATASET",
     )
 
     def __post_init__(self) -> None:
@@ -136,6 +162,9 @@ class Job:
             if world.leads:
                 print(f"wrote the model of {trainer.checkpoint} to {self.command.export}", flush=True)
             return 0
+        if self.command.generate is not None:
+            self._generate(trainer, self.command.generate)
+            return 0
         result = trainer.train()
         if world.leads:
             goes_on = {"--resume": "latest", "--output": str(trainer.output)}
@@ -145,6 +174,31 @@ class Job:
             elif self.demo is not None:
                 print_line(self._what_next(result.steps, goes_on), sys.stdout)
         return result.exit_code
+
+    def _generate(self, trainer: Trainer, prompt: str) -> None:
+        """Print a continuation of `prompt`, or an answer to it if the training data are conversations."""
+        tokenizer = make(self.task, "tokenizer")
+        if not callable(getattr(tokenizer, "decode", None)):
+            raise ConfigValueError(
+                "generate: the model has no tokenizer. Pass tokenizer=module:name, or a model hf:NAME"
+            )
+        trainer.resume()
+        data = self.task.train_data
+        plain_text = isinstance(data, TextData) and data.name.startswith("text:")
+        tokens = prompt_tokens(tokenizer, prompt, chat=not plain_text)
+        if not tokens:
+            raise ConfigValueError("generate: the prompt has no tokens")
+        made = generate(
+            trainer.model,
+            tokens,
+            length=self.command.max_new_tokens,
+            device=trainer.world.device,
+            seed=self.training.seed,
+            temperature=self.command.temperature,
+            end=getattr(tokenizer, "eos_token_id", None),
+        )
+        if trainer.world.leads:
+            print(tokenizer.decode(made[len(tokens) :], skip_special_tokens=True), flush=True)
 
     def _what_next(self, steps: int, goes_on: dict[str, str]) -> str:
         longer = goes_on | {"--steps": str(2 * max(steps, self.training.steps or 0))}
@@ -208,7 +262,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
         print(forecast(job.meta_model, fsdp=job.fsdp, training=job.training, ranks=ranks).render(), flush=True)
         if not job.command.measure:
             return 0
-    if job.command.export is None and not announced and not under_launcher():
+    if job.command.export is None and job.command.generate is None and not announced and not under_launcher():
         print_line(job.announcement())
     try:
         return run(job, job.placement)
@@ -227,7 +281,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
         print(f"flatfsdp.train: rank {error.error_index} died: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print_line("flatfsdp.train: ended at once by a second signal")
+        print_line("flatfsdp.train: killed by a second signal")
         return 130
 
 
@@ -264,11 +318,11 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
     Raises:
         SystemExit: an option is wrong, or this machine does not support it.
     """
-    parser = Parser(program, description=DESCRIPTION, groups=groups())
+    parser = Parser(program, description=DESCRIPTION, groups=groups(), common=COMMON)
     given = parser.read(arguments)
     shows = given["task"].model is None
     if shows:  # the demonstration, which has other defaults
-        parser = Parser(program, description=DESCRIPTION, groups={**groups(), "training": DEFAULTS})
+        parser = Parser(program, description=DESCRIPTION, groups={**groups(), "training": DEFAULTS}, common=COMMON)
         given = parser.read(arguments)
     command, task, model, data, training, fsdp, demo = given.values()
     try:
@@ -277,8 +331,12 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
             raise ConfigValueError(f"{flag} belongs to the demonstration, and --model is given")
         if shows and (flag := changed_flag(task)):
             raise ConfigValueError(f"{flag} belongs to a model of your own: --model is not given")
+        if command.generate is not None and shows:
+            raise ConfigValueError("--generate belongs to a model of your own or of transformers: --model is not given")
         if command.export is not None and training.resume is None:
-            raise ConfigValueError("--export: set --resume to latest, best or a path, the checkpoint to export")
+            raise ConfigValueError("--export: name the checkpoint to export: --resume latest, best or a path")
+        if command.export is not None and not command.overwrite:
+            refuse_full(command.export)
         if training.resume not in (None, "latest", "best") and not under_launcher():
             refuse_missing(Path(training.resume))  # nodes with disks of their own may lack it
         placement = Placement.of(training.ranks, training.device)
@@ -289,13 +347,14 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
         own = demo.task() if shows else task
         check_run(training, own, fsdp)
         if command.dry_run and (code := code_named_by(own, training, fsdp, measured=command.measure)):
-            print(f"imported and called now, on this machine, with your rights: {'; '.join(code)}\n", flush=True)
+            print(f"importing and calling, with your permissions: {'; '.join(code)}\n", flush=True)
         check_options(own)
         if not command.dry_run or command.measure:  # a plan makes no callbacks
             check_callbacks(training)
         if not command.dry_run:
             numbered = training.resume is None and training.output == DEFAULT
-            if command.export is None and not numbered:
+            trains = command.export is None and command.generate is None
+            if trains and not numbered:
                 refuse_run_in(training, run_in(training.output))
             make_folder(unused(training.output) if numbered else training.output)  # before time is spent on training
     except ConfigValueError as error:
@@ -325,6 +384,15 @@ def refuse_missing(checkpoint: Path) -> None:
     """Refuse a checkpoint that does not exist."""
     if not checkpoint.exists():
         raise ConfigValueError(f"--resume: there is no folder {str(checkpoint)!r}. Accepted: latest, best, or a path")
+
+
+def refuse_full(folder: Path) -> None:
+    """Refuse a folder to export to that holds anything."""
+    there = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+    if there:
+        raise ConfigValueError(
+            f"--export: {folder} holds {few(there)}. Choose another folder, or add --overwrite to replace an export"
+        )
 
 
 def make_folder(path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-QUIET = ("--help", "-h", "--dry-run", "--export")  # train nothing
+QUIET = ("--help", "-h", "--dry-run", "--export", "--generate")  # train nothing
 DEFAULTS = {"layers": 2, "width": 128}
 DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # without one of these torch finds no GPU
 

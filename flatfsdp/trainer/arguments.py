@@ -100,57 +100,69 @@ class FSDPArguments(Settings):
     """
 
     front: Front = setting(
-        "wrapper", "front of the engine: a FullyShardedDataParallel around the model, or fully_shard, with DTensors"
+        "wrapper", "API of the engine: the FullyShardedDataParallel wrapper, or fully_shard, with DTensors"
     )
-    strategy: Strategy = setting("full_shard", "the parts of the state that are sharded over ranks, and when")
+    strategy: Strategy = setting(
+        "full_shard", "sharding strategy: which parts of the state are sharded over ranks, and when"
+    )
     reshard_after_forward: Count | bool | None = setting(
         None,
-        "whether parameters are freed between forward and backward, or among how many ranks they stay; "
-        "none for the strategy's own",
+        "whether parameters are resharded between forward and backward, or the number of ranks to reshard "
+        "over; none for the strategy's own",
     )
-    replicas: Count | None = setting(None, "copies of the model in the hybrid strategies; none for one per node")
-    units: Units = setting("auto", "which submodules become units: auto, none, a path, a class; or several a,b")
-    units_fallback: bool = setting(False, "where units names nothing, take the whole model as one unit")
-    bf16: bool = setting(False, "compute in bf16 and sum gradients in fp32: param_dtype and reduce_dtype at once")
-    fp16: bool = setting(False, "compute in fp16 with scaled losses and sum gradients in fp32: the same in fp16")
-    param_dtype: DType | None = setting(None, "dtype to compute in, such as bf16; none for the parameters' own")
+    replicas: Count | None = setting(None, "number of model replicas in the hybrid strategies; none for one per node")
+    units: Units = setting(
+        "auto", "submodules to shard as units: auto, none, a path or a class, or several separated by commas"
+    )
+    units_fallback: bool = setting(False, "shard the whole model as one unit if units matches nothing")
+    bf16: bool = setting(False, "compute in bf16 and reduce gradients in fp32; sets param_dtype and reduce_dtype")
+    fp16: bool = setting(
+        False, "compute in fp16 with loss scaling and reduce gradients in fp32; sets param_dtype and reduce_dtype"
+    )
+    param_dtype: DType | None = setting(None, "dtype to compute in, such as bf16; none for that of the parameters")
     reduce_dtype: DType | None = setting(
-        None, "dtype in which gradients are summed over ranks; none for the one to compute in"
+        None, "dtype in which gradients are reduced; none for the dtype of the computation"
     )
-    buffer_dtype: DType | None = setting(None, "dtype of buffers in computation; none for their own")
+    buffer_dtype: DType | None = setting(None, "dtype of buffers in the computation; none for their own")
     gather_dtype: PackedDType | None = setting(
-        None, "dtype in which parameters travel, int8 or fp8 with a scale for each 256; none for the one to compute in"
+        None,
+        "dtype in which parameters are all-gathered: int8 or fp8, with a scale per 256 values; none for "
+        "the dtype of the computation",
     )
     reduce_bits: Bits | None = setting(
-        None, "bits of a number when gradients travel, 8 or 4 with a scale for each 256; none for reduce_dtype"
+        None,
+        "bits per value in which gradients are reduced, 8 or 4, with a scale per 256 values; none for reduce_dtype",
     )
     reduce_error_feedback: bool = setting(
-        False, "add to gradients in reduce_bits the loss of earlier reductions, which is kept on the device"
+        False, "add the error of earlier reductions in reduce_bits to the next gradients; kept on the device"
     )
     cpu_offload: bool = setting(False, "keep shards, gradients and optimizer state in host memory")
-    use_orig_params: bool = setting(True, "the optimizer sees the original parameters, or one flat parameter per unit")
+    use_orig_params: bool = setting(
+        True, "show the optimizer the original parameters rather than one flat parameter per unit"
+    )
     layout: Layout | None = setting(
         None,
-        "ranks split all parameters of a unit as one, with the least padding (flat), or each of them by whole rows; "
-        "none for the front's default: the wrapper flat, fully_shard rows",
+        "how a unit is split over ranks: all its parameters as one flat one, with the least padding "
+        "(flat), or each parameter by whole rows (rows); none for the front's default: flat for the "
+        "wrapper, rows for fully_shard",
     )
-    activation_checkpointing: bool = setting(False, "compute the activations of each unit again in the backward")
-    checkpoint_every: Count = setting(1, "with activation_checkpointing: of every so many units one")
+    activation_checkpointing: bool = setting(False, "recompute the activations of each unit in the backward")
+    checkpoint_every: Count = setting(1, "with activation_checkpointing: checkpoint every Nth unit only")
     checkpoint_policy: CheckpointPolicy | None = setting(
         None,
-        "with activation_checkpointing: which operations are computed again, as a policy_fn of "
+        "with activation_checkpointing: which operations to recompute, as a policy_fn of "
         "torch.utils.checkpoint.create_selective_checkpoint_contexts; none for all",
     )
     compile: bool = setting(False, "compile each unit with torch.compile")
     keep_frozen_unsharded: bool = setting(
-        False, "gather frozen parameters once and keep them whole, for adapters on a model that fits"
+        False, "gather frozen parameters once and keep them unsharded, for adapters on a model that fits into memory"
     )
     backward_prefetch: Prefetch | None = setting(
-        "backward_pre", "when backward gathers the next unit (none for not before it is reached)"
+        "backward_pre", "when the backward prefetches the next unit (none: not before it is needed)"
     )
-    forward_prefetch: bool = setting(False, "forward gathers the next unit early")
-    limit_all_gathers: bool = setting(True, "gathers wait until the memory of earlier units is free")
-    sync_module_states: bool = setting(False, "all ranks start from the parameters and buffers of rank 0")
+    forward_prefetch: bool = setting(False, "prefetch the next unit in the forward, too")
+    limit_all_gathers: bool = setting(True, "delay all-gathers until the memory of earlier units has been freed")
+    sync_module_states: bool = setting(False, "broadcast parameters and buffers from rank 0 at the start")
 
     @property
     def scales_losses(self) -> bool:
@@ -208,85 +220,82 @@ class TrainingArguments(Settings):
         ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
     """
 
-    output: FilePath = setting(Path("train-out"), "folder of checkpoints, metrics and plots")
-    steps: Count | None = setting(None, "end after so many optimizer steps")
-    epochs: Count | None = setting(None, "end after so many passes over the data")
-    minutes: Positive | None = setting(None, "end after so many minutes of training, by the clock of rank 0")
+    output: FilePath = setting(Path("train-out"), "folder for checkpoints, metrics and plots")
+    steps: Count | None = setting(None, "stop after N optimizer steps")
+    epochs: Count | None = setting(None, "stop after N passes over the data")
+    minutes: Positive | None = setting(None, "stop after this many minutes of training, by the clock of rank 0")
 
     batch: Count = setting(8, "samples per rank and microbatch")
-    accumulate: Count = setting(1, "microbatches per step")
+    accumulate: Count = setting(1, "microbatches per optimizer step")
     global_batch: Count | None = setting(
-        None, "samples per step over all ranks, in as many microbatches as that needs; in place of accumulate"
+        None, "samples per optimizer step over all ranks, in as many microbatches as needed; instead of accumulate"
     )
     data_mode: DataMode = setting("sharded", "sharded: each rank reads its own samples; dispatch: rank 0 reads for all")
-    shuffle: bool = setting(True, "take the samples of each epoch in a random order")
-    workers: Whole = setting(0, "processes that read ahead, for each rank that reads")
-    drop_last: bool = setting(False, "leave out the samples at the end that do not fill a step")
+    shuffle: bool = setting(True, "shuffle the samples in each epoch")
+    workers: Whole = setting(0, "data loading processes per rank that reads")
+    drop_last: bool = setting(False, "drop the last samples of an epoch if they do not fill a step")
 
     optimizer: OptimizerName = setting(
-        "adamw", "a name of torch.optim, or module:function called with parameters and optimizer_options"
+        "adamw", "a name of torch.optim, or module:function, which is called with the parameters and optimizer_options"
     )
-    lr: Positive = setting(1e-3, "highest learning rate")
-    weight_decay: NotNegative = setting(0.01, "weight decay, of all but norms and biases")
-    optimizer_options: Options = setting({}, "more arguments of the optimizer, such as betas=[0.9,0.95]")
-    optimizer_in_backward: bool = setting(
-        False, "step on each unit as soon as its gradients are reduced, and free them"
-    )
+    lr: Positive = setting(1e-3, "peak learning rate")
+    weight_decay: NotNegative = setting(0.01, "weight decay; norms and biases are excluded")
+    optimizer_options: Options = setting({}, "further arguments of the optimizer, such as betas=[0.9,0.95]")
+    optimizer_in_backward: bool = setting(False, "step each unit as soon as its gradients are reduced, and free them")
     scheduler: SchedulerName = setting(
         "cosine",
-        "schedule of the learning rate: constant, linear, cosine, wsd, or module:function called with optimizer and "
-        "steps",
+        "learning rate schedule: constant, linear, cosine, wsd, or module:function, which is called with "
+        "the optimizer and the number of steps",
     )
-    warmup: Annotated[NotNegative, Field(lt=1)] = setting(0.0, "share of the run in which the learning rate rises")
-    warmup_steps: Whole = setting(0, "steps in which the learning rate rises, in place of warmup")
-    min_lr: NotNegative = setting(0.0, "learning rate at which the schedule ends")
+    warmup: Annotated[NotNegative, Field(lt=1)] = setting(0.0, "fraction of the run over which the learning rate rises")
+    warmup_steps: Whole = setting(0, "steps over which the learning rate rises; instead of warmup")
+    min_lr: NotNegative = setting(0.0, "learning rate at the end of the schedule")
     decay: Annotated[Positive, Field(le=1)] | None = setting(
         None,
-        "with the schedule wsd: share of the run after the warmup, at its end, in which the learning rate falls; none "
-        "for 0.2",
+        "with scheduler wsd: fraction of the run after the warmup over which the learning rate falls, at "
+        "its end; none for 0.2",
     )
-    clip: Positive | None = setting(None, "largest norm of the gradients over all ranks")
-    fused_loss: bool = setting(False, "compute head and loss in chunks, so that the logits are never whole in memory")
-    seed: Whole = setting(0, "seed of weights, order of samples and dropout")
+    clip: Positive | None = setting(None, "maximum gradient norm, over all ranks")
+    fused_loss: bool = setting(False, "compute head and loss in chunks, so that the logits are never all in memory")
+    seed: Whole = setting(0, "seed of the weights, the order of samples, and dropout")
 
-    eval_every: Count | None = setting(None, "evaluate after every so many steps")
-    eval_at_end: bool = setting(True, "evaluate at the end, where there is data to evaluate on")
+    eval_every: Count | None = setting(None, "evaluate every N steps")
+    eval_at_end: bool = setting(True, "evaluate at the end if there is evaluation data")
     eval_batches: Count | None = setting(
-        None, "evaluate on the first so many microbatches, over all ranks together; none for all"
+        None, "evaluate on the first N microbatches only, counted over all ranks; none for all"
     )
 
-    save_every: Count | None = setting(None, "save a checkpoint after every so many steps")
+    save_every: Count | None = setting(None, "save a checkpoint every N steps")
     save_at_end: bool = setting(True, "save a checkpoint at the end")
-    save_async: bool = setting(True, "write checkpoints while training continues")
+    save_async: bool = setting(True, "write checkpoints in the background")
     save_format: SaveFormat = setting("safetensors", "format of the weights in a checkpoint")
-    save_on_each_node: bool = setting(False, "each node writes to a disk of its own, not all to a shared one")
-    keep_last: Count = setting(2, "checkpoints that stay: the last so many")
-    keep_best: Whole = setting(0, "checkpoints that stay besides: the best so many")
-    best_by: Text = setting("eval_loss", "the metric that decides which is best")
-    best_mode: Extremum = setting("min", "whether the smallest or the largest is best")
+    save_on_each_node: bool = setting(False, "save to a local disk of each node rather than to a shared one")
+    keep_last: Count = setting(2, "keep the last N checkpoints")
+    keep_best: Whole = setting(0, "also keep the best N checkpoints")
+    best_by: Text = setting("eval_loss", "metric that decides which checkpoints are best")
+    best_mode: Extremum = setting("min", "whether a smaller or a larger value of that metric is better")
     resume: Resume | None = setting(
-        None, "resume from a checkpoint, or begin with the weights of a Hugging Face folder: latest, best, or a path"
+        None, "latest, best or a path: checkpoint to resume from, or Hugging Face folder whose weights to start with"
     )
 
-    log_every: Count = setting(1, "log metrics after every so many steps")
+    log_every: Count = setting(1, "log metrics every N steps")
     progress: bool = setting(True, "show a progress bar")
     callbacks: Named = setting(
         (),
-        "more callbacks of the run: tensorboard, wandb, early_stop, loss_plot or module:function, with options "
-        "as wandb:project=mine,mode=offline; in a file also as tables with a name",
+        "callbacks of the run: tensorboard, wandb, early_stop, loss_plot or module:function, with options "
+        "as in wandb:project=mine,mode=offline; in a file also as tables with a name",
     )
-    early_stop: Count | None = setting(None, "end when best_by has not improved for so many evaluations in a row")
-    profile: Steps | None = setting(None, "write a trace of these steps, as 10..12, into the output folder")
+    early_stop: Count | None = setting(None, "stop when best_by has not improved in N evaluations in a row")
+    profile: Steps | None = setting(None, "record a trace of these steps, such as 10..12, into the output folder")
     peak_tflops: Positive | None = setting(
         None,
-        "peak of a device, in 10^12 operations per second, for the utilization in metrics; none for that of its "
-        "data sheet",
+        "peak TFLOPS of a device, for the utilization in the metrics; none for the figure in its data sheet",
     )
-    plot: bool = setting(False, "draw the losses as a picture in the output folder")
-    device: Text = setting("auto", "cpu, cuda or another accelerator; auto takes an accelerator where there is one")
-    ranks: Count | None = setting(None, "processes to start; none for one per accelerator, 2 on CPU")
+    plot: bool = setting(False, "plot the losses to a picture in the output folder")
+    device: Text = setting("auto", "cpu, cuda or another accelerator; auto picks an accelerator if there is one")
+    ranks: Count | None = setting(None, "processes to start; none for one per accelerator, or 2 on a CPU")
     detect_nonfinite: bool = setting(
-        False, "stop at the first NaN or inf and name the place; costs a look at every value"
+        False, "stop at the first NaN or inf and report where it occurred; slow, since every value is checked"
     )
 
     @property
@@ -339,22 +348,29 @@ class Task(Settings):
         ConfigTypeError, ConfigValueError: at construction, for a field that is none of these.
     """
 
-    model: Module = setting(..., "the module, or a function that makes it")
-    train_data: Data = setting(..., "the dataset to train on, or a function that makes it")
-    eval_data: Data | None = setting(None, "the dataset to evaluate on, or a function that makes it")
+    model: Module = setting(
+        ...,
+        "the model, or a function that returns it, as module:name; or hf:NAME, a model of transformers "
+        "(folder or name)",
+    )
+    train_data: Data = setting(
+        ..., "the training dataset, or a function that returns it, as module:name; or text:PATH, jsonl:FILE, hf:DATASET"
+    )
+    eval_data: Data | None = setting(None, "the evaluation dataset, or a function that returns it")
     objective: Annotated[Any, PlainValidator(Name(thing="an objective or a function"))] | None = setting(
-        None, "the objective to minimize; none for the model's own loss"
+        None, "the objective to minimize; none for the loss that the model computes itself"
     )
     collate: Annotated[Any, PlainValidator(Name(thing="a function", is_thing=callable))] | None = setting(
-        None, "makes a microbatch of a list of samples; none for torch's"
+        None, "makes a microbatch from a list of samples; none for torch's default"
     )
     tokenizer: Annotated[Any, PlainValidator(Name(thing="a tokenizer, a processor or a function"))] | None = setting(
-        None, "saved with the model"
+        None, "tokenizer or processor, saved with the model"
     )
     metrics: Annotated[Any, PlainValidator(Name(thing="a function", is_thing=callable))] | None = setting(
-        None, "more metrics of evaluations: from logits and a batch to sums, by name, over the tokens that count"
+        None,
+        "further evaluation metrics: a function from logits and a batch to sums over the tokens that count, by name",
     )
-    options: Options = setting({}, "arguments of these functions, by name")
+    options: Options = setting({}, "arguments for these functions, by name")
 
 
 def check_run(training: TrainingArguments, task: Task, fsdp: FSDPArguments) -> None:

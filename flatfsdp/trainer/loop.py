@@ -105,13 +105,13 @@ class Loop:
     def _ended_by(self) -> str:
         training, step = self._trainer.training, self._trainer.progress.step
         if self.stopped_by:
-            return in_words(self.stopped_by)
+            return f"{in_words(self.stopped_by)} asked for it"
         if self._planned is not None and step >= self._planned:
-            return "the last step that was planned"
+            return "all planned steps completed"
         if self._trainer.time_over >= 1:
-            planned = f", before the last of {self._planned:,} steps" if self._planned is not None else ""
-            return f"the clock: {training.minutes:g} minutes of training were over{planned}"
-        return "the last of the data"
+            planned = f", before all {self._planned:,} planned steps" if self._planned is not None else ""
+            return f"the limit of {training.minutes:g} minutes was reached{planned}"
+        return "the data ended"
 
     def _done(self, step: int) -> float:
         """The finished share of the run after `step`: 1 or more is the end. Time counts as of the last step whose

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from select import select
 from types import FrameType
 from typing import Any
@@ -53,8 +54,13 @@ class StopRequest:
         self.number = self.number or REQUESTED
 
     @contextmanager
-    def handling_signals(self) -> Iterator[None]:
-        """A context in which signals are requests. In threads other than the main one, it has no effect."""
+    def handling_signals(self, peers: Collection[int] = ()) -> Iterator[None]:
+        """A context in which signals are requests. In threads other than the main one, it has no effect.
+
+        Args:
+            peers: the processes of other ranks on this machine. A signal after one of them has ended comes from the
+                process that started the ranks: nothing is announced then, since no step will be completed.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -68,7 +74,7 @@ class StopRequest:
             signal.signal(number, before[signal.Signals(number)])
             signal.raise_signal(number)
 
-        with handled_by(note) as before, _read_by_a_thread(before) as relieved:
+        with handled_by(note) as before, _read_by_a_thread(before, peers) as relieved:
             yield
 
 
@@ -86,7 +92,7 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[dic
 
 
 @contextmanager
-def _read_by_a_thread(numbers: Collection[int]) -> Iterator[threading.Event]:
+def _read_by_a_thread(numbers: Collection[int], peers: Collection[int]) -> Iterator[threading.Event]:
     """A context in which a thread reads signals of these `numbers`, even while the main thread is blocked ([Note:
     blocked main thread]). It yields an event for the main thread to set where it handles a second signal itself."""
     relieved = threading.Event()
@@ -94,7 +100,7 @@ def _read_by_a_thread(numbers: Collection[int]) -> Iterator[threading.Event]:
     os.set_blocking(write_end, False)
     before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # the descriptor of another library, or -1
     _pipes.add(write_end)
-    given = (read_end, before, frozenset(numbers), relieved, threading.get_ident())
+    given = (read_end, before, frozenset(numbers), relieved, threading.get_ident(), peers)
     thread = threading.Thread(target=_listen, args=given, name="flatfsdp signals", daemon=True)
     thread.start()
     try:
@@ -109,14 +115,21 @@ def _read_by_a_thread(numbers: Collection[int]) -> Iterator[threading.Event]:
         os.close(read_end)
 
 
-def _listen(read_end: int, before: int, numbers: Collection[int], relieved: threading.Event, main: int) -> None:
+def _listen(
+    read_end: int,
+    before: int,
+    numbers: Collection[int],
+    relieved: threading.Event,
+    main: int,
+    peers: Collection[int],
+) -> None:
     came: dict[int, float] = {}
     report_at: float | None = None
     rank = os.environ.get("RANK", "0")
     while True:
         ready, _, _ = select([read_end], [], [], report_at and max(0.0, report_at - time.monotonic()))
         if not ready:
-            words = f"got a request to stop {REPORT_SECONDS:.0f} s ago. The run stands at {_place_of(main)}"
+            words = f"was asked to stop {REPORT_SECONDS:.0f} s ago and is still at {_place_of(main)}"
             _print(f"[flatfsdp, rank {rank}] {words}")
             report_at = None
             continue
@@ -127,14 +140,25 @@ def _listen(read_end: int, before: int, numbers: Collection[int], relieved: thre
         for number in (each for each in received if each in numbers):
             if not came:
                 report_at = time.monotonic() + REPORT_SECONDS
-                if rank == "0":  # for all ranks: they stop together
+                if rank == "0" and not any(map(_has_ended, peers)):  # for all ranks: they stop together
                     _print(f"{in_words(meant(number))}: stopping after this step, saving")
             if not is_first(number, came) and not relieved.wait(BLOCKED_SECONDS):
-                ends = f"ends by a second {in_words(number)}, which its main thread did not see to: it was at"
+                ends = f"ends after a second {in_words(number)}, which its main thread did not handle: it was at"
                 _print(f"[flatfsdp, rank {rank}] {ends} {_place_of(main)}")
                 os._exit(128 + number)
         if received.endswith(_END):
             return
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return True
+    except OSError:  # of another user, or no Linux
+        return False
+    return state in ("Z", "X")  # it has ended, and its parent has not seen that yet
 
 
 def _place_of(thread: int) -> str:

@@ -9,6 +9,7 @@ another number, sums are computed in another order, and random numbers start ane
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -35,6 +36,7 @@ from flatfsdp.trainer.model.hugging_face import files_of
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.objectives import objective_for
 from flatfsdp.trainer.optimizers import WarmupDecayLR, make_optimizer, make_scheduler, options_kept, warn_of_other_rates
+from flatfsdp.trainer.process_group import node
 from flatfsdp.trainer.randomness import seed_all
 from flatfsdp.trainer.run import Evaluation, ModelSize, Progress, Run, TrainingResult, planned_steps
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
@@ -131,7 +133,9 @@ class Trainer(Run):
         """
         looking = flatfsdp.detect_nonfinite(self.model) if self.training.detect_nonfinite else nullcontext()
         with flatfsdp.fail_together("training") as self.report:
-            with self.stop.handling_signals(), looking:
+            here = (node(), os.getpid())
+            peers = [pid for where, pid in self.ranks.values(here) if where == here[0] and pid != here[1]]
+            with self.stop.handling_signals(peers), looking:
                 self._check_folder()
                 self._print_folder("this run writes to")
                 self.resume()

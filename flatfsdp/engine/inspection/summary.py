@@ -59,7 +59,7 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     lines += [f"each unit: {', '.join(common.values())}"] if common else []
     axes = [groups for _, unit in found for groups in unit.axes.all]
     lines += dict.fromkeys(f"ranks {extent_of(groups)}: {groups_in_words(groups)}" for groups in axes)
-    lines += _early_waits([unit for _, unit in found])
+    lines += [] if compact else _early_waits([unit for _, unit in found])
     owned = {id(each) for _, unit in found for h in unit.handles for each in h.parameters}
     left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
     if left:

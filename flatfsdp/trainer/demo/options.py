@@ -47,14 +47,14 @@ class DemoOptions(Settings):
     """
 
     text: FilePath | None = setting(
-        None, "a file, or a folder whose files are read in sorted order; none for the Python library's sources"
+        None, "a file, or a folder whose files are read in sorted order; none for the sources of Python's library"
     )
     valid_part: Annotated[float, Field(gt=0, lt=1)] = setting(
-        0.05, "share of the bytes, at the end, held out for evaluation"
+        0.05, "fraction of the bytes, at the end, that is held out for evaluation"
     )
-    layers: Count = setting(2, "transformer blocks")
+    layers: Count = setting(2, "number of transformer blocks")
     width: Count = setting(128, "features per position")
-    heads: Count = setting(4, "attention heads, among which the width is divided")
+    heads: Count = setting(4, "attention heads, which divide the width")
     context: Annotated[int, Field(ge=2)] = setting(64, "bytes per sequence")
     sample: Whole = setting(300, "bytes of text to generate at the end")
     prompt: Text = setting("def ", "beginning of that text")

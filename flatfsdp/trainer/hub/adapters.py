@@ -60,7 +60,11 @@ def add_lora(model: nn.Module, given: Mapping[str, Any], *, wanted_by: str, clas
             warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of PEFT's calls
             adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **chosen))
     except (TypeError, ValueError) as error:
-        raise ConfigValueError(f"lora: PEFT refuses {dict(given)}: {error}") from error
+        linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+        raise ConfigValueError(
+            f"lora: PEFT refuses {dict(given)}: {error}{'' if str(error).endswith('.') else '.'} "
+            f"Linear layers of the model: {', '.join(sorted(linear)) or 'none'}"
+        ) from error
     for layer in adapted.modules():
         if isinstance(layer, peft.tuners.lora.LoraLayer):
             _give_values(layer)

@@ -63,6 +63,17 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, where:
     return Encoded(tokens, labels)
 
 
+def prompt_tokens(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+    """The tokens of `prompt`; with `chat`, as the question of a user, up to where the answer begins, if the tokenizer
+    has a chat template."""
+    if chat and getattr(tokenizer, "chat_template", None):
+        return _written(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+    found: list[int] = tokenizer(prompt)["input_ids"]
+    if found and found[-1] == getattr(tokenizer, "eos_token_id", None):  # it would end the text
+        found = found[:-1]
+    return found
+
+
 def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
     found: list[int] = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
     return found

@@ -25,15 +25,15 @@ _FOUR_BITS = ("nf4", "fp4")
 class ModelOptions(Settings):
     """Changes to a model of transformers, `--model hf:NAME`, before it is sharded."""
 
-    from_scratch: bool = setting(False, "random weights, of the model's configuration alone")
-    labels: Count | None = setting(None, "classes: the model with a head that classifies sequences")
+    from_scratch: bool = setting(False, "start from random weights, using only the model's configuration")
+    labels: Count | None = setting(None, "number of classes: train the model with a sequence classification head")
     lora: LoraOptions | None = setting(
         None,
         "train low-rank adapters only: rank=8, alpha=16, targets=q_proj,v_proj or all-linear, and other "
-        "arguments of LoraConfig of PEFT",
+        "arguments of PEFT's LoraConfig",
     )
     quantize: Annotated[str, PlainValidator(Name(_FOUR_BITS))] | None = setting(
-        None, "hold the frozen weights under adapters in 4 bits, by bitsandbytes"
+        None, "hold the frozen weights under the adapters in 4 bits, using bitsandbytes"
     )
 
     def __post_init__(self) -> None:

@@ -29,14 +29,14 @@ __all__ = ["SOURCES", "DataOptions", "TextData"]
 class DataOptions(Settings):
     """Conversion of named text, `--train-data text:PATH`, `jsonl:FILE` or `hf:DATASET`, to samples."""
 
-    column: Text = setting("text", "the column with the text, of records that are no conversations")
-    sequence_length: Count = setting(512, "tokens of a sample, at most")
+    column: Text = setting("text", "column that holds the text, for records that are not conversations")
+    sequence_length: Count = setting(512, "maximum number of tokens per sample")
     packing: bool | None = setting(
-        None, "join samples end to end and cut them at that length; none for plain text only"
+        None, "concatenate samples and cut them to that length; none to do so for plain text only"
     )
-    streaming: bool = setting(False, "hf: read the dataset as a stream, without downloading it first")
-    train_split: Text = setting("train", "hf: the split to train on")
-    eval_split: Text = setting("validation", "hf: the split to evaluate on")
+    streaming: bool = setting(False, "hf: stream the dataset rather than download it first")
+    train_split: Text = setting("train", "hf: split to train on")
+    eval_split: Text = setting("validation", "hf: split to evaluate on")
 
 
 class TextData:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import importlib
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, did_you_mean, shown
+from flatfsdp.trainer.settings.usual_names import USUAL_NAMES
 
 try:
     from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
@@ -95,8 +96,10 @@ def _parts(annotation: Any) -> Iterator[Any]:
         yield from _parts(each)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence with the nearest known name, or with all of them where none is near."""
+def nearest(name: str, known: Collection[str]) -> str:
+    """A sentence with the known name for the same thing, the nearest one, or all of them where none is near."""
+    if (ours := USUAL_NAMES.get(name)) in [*known]:
+        return f"Did you mean {ours!r}?"
     return did_you_mean(name, known) or f"Accepted: {', '.join(known) or 'none'}."
 
 

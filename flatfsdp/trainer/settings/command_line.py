@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean, shown
 from flatfsdp.trainer.settings import Settings, Word, fields_of, nearest, spelling, toml
 from flatfsdp.trainer.settings.types import Name
+from flatfsdp.trainer.settings.usual_names import USUAL_NAMES
 
 # Names of types in the help. A flag takes several values of the first two types, added to those of the file.
 _WORDS = {tuple: "NAME", dict: "KEY=VALUE", int: "N", float: "X", Path: "PATH", str: "TEXT"}
@@ -26,17 +28,34 @@ class Parser(argparse.ArgumentParser):
         groups: the default values of the settings, by the name of their table in a file, which is also their heading
             in the help. No two groups have fields with the same name.
         description: the purpose of the program.
+        common: the names of the fields that `--help` shows; `--help all` shows all of them. None for all.
     """
 
-    def __init__(self, prog: str, *, groups: Mapping[str, Settings], description: str = "") -> None:
-        super().__init__(prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False)
+    def __init__(
+        self, prog: str, *, groups: Mapping[str, Settings], description: str = "", common: Collection[str] | None = None
+    ) -> None:
+        super().__init__(
+            prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False, add_help=False
+        )
         self.groups = groups
+        self._with_all = partial(Parser, prog, groups=groups, description=description)
+        self._flags = ["--help", "--config"]
+        shown = {name for given in groups.values() for name in fields_of(type(given))}
+        if common is not None:
+            shown &= {*common}
+            self.epilog = "--help all lists every option."
+        self.add_argument("-h", "--help", nargs="?", const="common", metavar="all", help="show this message and exit")
         tables = ", ".join(f"[{name}]" for name in groups)
-        self.add_argument("--config", metavar="FILE", help=f"TOML or JSON with {tables}; flags count over it")
+        self.add_argument(
+            "--config", metavar="FILE", help=f"TOML or JSON file with the tables {tables}; flags override it"
+        )
         for group, given in groups.items():
-            flags = self.add_argument_group(group, (given.__doc__ or "").partition("\n")[0])
-            for name, parts in fields_of(type(given)).items():
-                flags.add_argument(flag_of(name), help=_help(given, name, parts), **_form(parts))
+            fields = fields_of(type(given))
+            title = (given.__doc__ or "").partition("\n")[0] if shown & fields.keys() else None
+            flags = self.add_argument_group(group, title)
+            for name, parts in fields.items():
+                text = _help(given, name, parts) if name in shown else argparse.SUPPRESS
+                self._flags += flags.add_argument(flag_of(name), help=text, **_form(parts)).option_strings
 
     def error(self, message: str) -> NoReturn:
         """Print `message` as one line on stderr and exit with code 2."""
@@ -50,9 +69,17 @@ class Parser(argparse.ArgumentParser):
         An error, also in the file, ends the program with one line on stderr and exit code 2.
         """
         found, rest = self.parse_known_args(arguments)
+        if found.help is not None:
+            (self._with_all() if found.help == "all" else self).print_help()
+            self.exit()
+        del found.help
         if rest:
             name = rest[0].partition("=")[0]
-            known = re.findall(r"--[\w-]+", self.format_help())
+            known = self._flags
+            plain = name.lstrip("-").replace("-", "_").lower()
+            ours = flag_of(USUAL_NAMES.get(plain, plain))
+            if ours in known:
+                self.error(f"unknown argument {name!r}. Did you mean {ours!r}?")
             longer = [flag for flag in known if name.startswith("--") and flag.startswith(name)]
             self.error(f"unknown argument {name!r}. {did_you_mean(name, longer[:1] or known)}")
         flags = {name: value for name, value in vars(found).items() if value is not None}

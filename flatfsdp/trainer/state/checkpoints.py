@@ -240,7 +240,7 @@ class CheckpointManager:
     def _at(self, path: Path) -> Path:
         for each in self._listing(path.parent, glob.escape(path.name)):
             if each.problem:
-                raise CheckpointError(f"{path} cannot be loaded: {each.problem}")
+                raise CheckpointError(f"{path} cannot be loaded: {each.problem}{self._another_than(path)}")
             return path
         if all(self._ranks.collective_call(f"looking for {path}", lambda: bool(_weights_in(path)))):
             return path
@@ -250,6 +250,24 @@ class CheckpointManager:
             f"{path} is neither a checkpoint nor a folder with *.safetensors or {WHOLE}, on all ranks"
             f"{'; ' * bool(around)}{around}"
         )
+
+    def _another_than(self, path: Path) -> str:
+        """The end of an error about a checkpoint: if that is damaged, the newest good one beside it."""
+        if self._is_good(path):  # it does not fit the model
+            return ""
+        others = [each.path for each in self._listing(path.parent, NAMED) if not each.problem and each.path != path]
+        good = next((each for each in reversed(others) if self._is_good(each)), None)
+        return f". The newest good checkpoint is {good}: pass resume={str(good)!r}" if good is not None else ""
+
+    def _is_good(self, path: Path) -> bool:
+        """Whether all files are there and have their checksums."""
+        if any(each.problem for each in self._listing(path.parent, glob.escape(path.name))):
+            return False
+        try:
+            checkpoint.load(path, extra=lambda keys: False, process_group=self._ranks.group)
+        except CheckpointError:
+            return False
+        return True
 
     def set_aside(self, path: Path) -> Path | None:
         """Move the checkpoints that were saved after `path`, one of this run, into a folder `aside-<number>`.
@@ -336,7 +354,10 @@ class CheckpointManager:
             name, part = keys[1:3] if len(keys) > 2 else ("", "")
             return keys[:1] == ("components",) and parts.get(str(name)) == part
 
-        extra = checkpoint.load(where, model=model, optimizer=optimizer, extra=wanted, process_group=group)
+        try:
+            extra = checkpoint.load(where, model=model, optimizer=optimizer, extra=wanted, process_group=group)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{self._another_than(where)}") from None
         states = (extra or {}).get("components", {})
         notes = self._ranks.collective_call(f"loading {where}", lambda: give(components, parts, states, step=step or 0))
         return self._loaded(where, step, world, [*warnings, *notes[self._ranks.rank]])

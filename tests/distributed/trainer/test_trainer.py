@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.checkpoint import load_safetensors
-from flatfsdp.errors import ConfigValueError
+from flatfsdp.errors import CheckpointError, ConfigValueError
 from flatfsdp.trainer import CausalLM, FSDPArguments, Task, Trainer, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback, EarlyStop, MetricsLog, Summary, read_metrics
 from flatfsdp.trainer.demo.model import ByteTransformer
@@ -304,7 +304,7 @@ def by_the_clock(rank: int, world: int, output: Path) -> tuple[str, str]:
 
 def test_a_run_reports_where_it_begins_and_that_the_clock_ended_it(run: Run, tmp_path: Path) -> None:
     text, others = run(2, by_the_clock, tmp_path)
-    assert text[0] == others[0] and text[0].startswith("the clock: 1e-09 minutes of training were over")
+    assert text[0] == others[0] and text[0].startswith("the limit of 1e-09 minutes was reached")
     assert text[1] == f"resume: no checkpoint in {tmp_path} yet, a new run begins\n" and not others[1]
 
 
@@ -333,6 +333,29 @@ def test_a_run_in_the_default_folder_says_which_number_it_has(run: Run, tmp_path
     for rank, (output, lines) in enumerate(run(2, trained_in_the_default_folder, folder)):
         assert output == f"{folder}-2"
         assert lines == [f"this run writes to {because}", f"this run is in {because}"] * (rank == 0)
+
+
+def resumed_from(rank: int, world: int, output: Path, resume: Any) -> str:
+    task = Task(model=make_model, train_data=sentences, objective=CausalLM())
+    try:
+        Trainer(task, training(output=output, resume=resume, epochs=2)).resume()
+    except CheckpointError as error:
+        return str(error)
+    return "resumed"
+
+
+def test_a_damaged_newest_checkpoint_names_the_newest_good_one(run: Run, tmp_path: Path) -> None:
+    run(2, run_with, tmp_path, {"save_every": 2, "keep_last": 3})
+    for number in (4, 6):
+        with open(tmp_path / f"step-{number:08}" / "model.safetensors", "r+b") as file:
+            file.seek(-8, 2)
+            file.write(b"changed!")
+    good = tmp_path / "step-00000002"
+    for resume in ("latest", tmp_path / "step-00000006"):
+        for text in run(3, resumed_from, tmp_path, resume):
+            assert "step-00000006/model.safetensors is damaged: its CRC-32 is " in text
+            assert text.endswith(f". The newest good checkpoint is {good}: pass resume={str(good)!r}")
+    assert run(2, resumed_from, tmp_path, good) == ["resumed"] * 2
 
 
 def exported(rank: int, world: int, output: Path, folder: Path) -> None:

@@ -17,6 +17,7 @@ from flatfsdp.trainer.callbacks import read_metrics
 from tests.harness import commands, manual
 from tests.harness.terminal import run_in_terminal
 from tests.harness.thorough import is_thorough
+from tests.harness.tiny_hub import write_chat, write_llama
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 400
@@ -221,7 +222,7 @@ def test_in_a_terminal(text: Path, tmp_path: Path) -> None:
     assert any(line.startswith("SIGINT: stopping after this step, saving") for line in shown.lines), shown.lines
     found = facts("\n".join(shown.lines))
     stopped = int(found["steps"].partition(" ")[0])
-    assert found["ended by"] == "SIGINT"
+    assert found["stopped because"] == "SIGINT asked for it"
     assert found["checkpoint"] == f"run/step-{stopped:08}"
     assert f"stopped by SIGINT after step {stopped}; to resume it:" in shown.lines
     assert "summary" in shown.lines, "no bar is in its line"
@@ -234,8 +235,24 @@ def test_in_a_terminal(text: Path, tmp_path: Path) -> None:
     lines = (done.stdout + done.stderr).splitlines()
     assert f"resume: from run/step-{stopped:08}, after step {stopped}" in lines
     found = facts(done.stdout)
-    assert (found["ended by"], found["metrics"]) == ("the last step that was planned", "run/metrics.jsonl")
+    assert (found["stopped because"], found["metrics"]) == ("all planned steps completed", "run/metrics.jsonl")
     assert "summary" in lines and "try next" in lines
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row] == [
         *range(1, stopped + 6)
     ]
+
+
+def test_a_model_of_transformers_continues_a_prompt(tmp_path: Path) -> None:
+    """As transformers alone does."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    write_chat(tmp_path / "chat.jsonl")
+    write_llama(tmp_path / "llama")
+    line = "--model hf:llama --train-data jsonl:chat.jsonl --device cpu --generate hello --max-new-tokens 5"
+    done = train("-m", "flatfsdp.train", *line.split(), "--temperature", "0", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
+    question = [{"role": "user", "content": "hello"}]
+    asked = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = model.generate(**asked, max_new_tokens=5, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert done.stdout == tokenizer.decode(made, skip_special_tokens=True) + "\n"

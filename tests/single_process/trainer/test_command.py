@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import traceback
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from flatfsdp import train
+from flatfsdp.errors import ConfigTypeError
+from flatfsdp.trainer import FSDPArguments
+from flatfsdp.trainer.settings.command_line import flag_of, in_flags
+from flatfsdp.trainer.settings.usual_names import USUAL_NAMES
 from flatfsdp.trainer.state.run_folder import with_folder
 
 OWN = "--model flatfsdp.examples.own_model:make_model --train-data flatfsdp.examples.own_model:make_data".split()
@@ -44,6 +50,13 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
     ("line", "complaint"),
     [
         ("--strategi full_shard", "unknown argument '--strategi'. Did you mean '--strategy'?"),
+        ("--learning_rate 1", "unknown argument '--learning_rate'. Did you mean '--lr'?"),
+        ("--learning-rate=1", "unknown argument '--learning-rate'. Did you mean '--lr'?"),
+        (
+            "--per_device_train_batch_size 8",
+            "unknown argument '--per_device_train_batch_size'. Did you mean '--batch'?",
+        ),
+        ("--save_every 8", "unknown argument '--save_every'. Did you mean '--save-every'?"),
         ("--layers 0", "argument --layers: got '0'. Input should be greater than or equal to 1."),
         ("--heads 3", "argument --heads: got 3, but --width 128 must be a multiple of twice 3"),
         ("--ranks 3 --strategy hybrid_shard --replicas 2", "--replicas: 3 ranks cannot form 2 equal replicas"),
@@ -54,7 +67,7 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
         ("--device nosuch", "argument --device: this machine has no 'nosuch' device that torch can use"),
         ("--text /no/such/file", "argument --text: there is no file or folder '/no/such/file'"),
         ("--output /dev/null", "--output: cannot make the folder '/dev/null': File exists"),
-        ("--export folder", "--export: set --resume to latest, best or a path, the checkpoint to export"),
+        ("--export folder", "--export: name the checkpoint to export: --resume latest, best or a path"),
         ("--resume no/such", "--resume: there is no folder 'no/such'. Accepted: latest, best, or a path"),
         ("--overwrite", "argument --overwrite: got True, but it belongs to --export"),
         ("--measure", "argument --measure: got True, but it belongs to --dry-run"),
@@ -78,6 +91,42 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     assert text.count("\n") == 1
 
 
+def test_an_export_onto_other_files_is_refused_before_anything_starts(
+    no_ranks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "model.safetensors").touch()
+    line = ["--device", "cpu", "--resume", "latest", "--export", "export"]
+    with pytest.raises(SystemExit):
+        train.main(line)
+    remedy = "Choose another folder, or add --overwrite to replace an export"
+    text = f"flatfsdp.train: --export: export holds model.safetensors. {remedy} (--help lists the options)\n"
+    assert capsys.readouterr().err == text
+    assert train.read([*line, "--overwrite"]).command.overwrite
+
+
+def test_names_of_other_trainers_lead_to_settings() -> None:
+    fields = {name for each in train.groups().values() for name in vars(each)}
+    assert set(USUAL_NAMES.values()) <= fields
+    assert not USUAL_NAMES.keys() & fields
+    with pytest.raises(ConfigTypeError, match=r"'gradient_checkpointing'\. Did you mean 'activation_checkpointing'"):
+        FSDPArguments(gradient_checkpointing=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("lora: PEFT refuses it", "argument --lora: PEFT refuses it"),
+        ("TrainingArguments.min_lr: got 1", "argument --min-lr: got 1"),
+        ("it is full; pass overwrite=True: then", "it is full; pass --overwrite: then"),
+        ("pass resume='a/b-1': set global_batch=2", "pass --resume a/b-1: set --global-batch 2"),
+        ("with 'save_every' in /a/save_every, not plot=False", "with 'save_every' in /a/save_every, not --no-plot"),
+    ],
+)
+def test_messages_of_a_command_line_name_flags(message: str, expected: str) -> None:
+    assert in_flags(message, map(type, train.groups().values())) == expected
+
+
 def failed_in(code: str, file: str) -> str:
     """torch's report of a rank that failed in `code`."""
     try:
@@ -96,6 +145,12 @@ def test_what_the_model_shows_to_be_a_wrong_option_is_one_line(
     monkeypatch.chdir(tmp_path)
     for code, file, exit_code, rest in (
         (wrong, train.__file__, 2, "flatfsdp.train: argument --units: no such unit\n"),
+        (
+            wrong.replace("ConfigValueError", "CheckpointError"),
+            torch.__file__,
+            2,
+            "flatfsdp.train: argument --units: no",
+        ),
         (wrong, "/home/model.py", 1, "flatfsdp.train: rank 1 failed\n\n-- Process 1 terminated"),
         ("1 / 0", train.__file__, 1, "flatfsdp.train: rank 1 failed\n\n-- Process 1 terminated"),
     ):
@@ -111,6 +166,28 @@ def test_help_has_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_.value.code == 0
     shown = capsys.readouterr().out
     assert all(f"\n{group}:\n" in shown for group in ("command", "task", "training", "fsdp", "demo"))
+    flags = set(re.findall(r"^  (--[a-z][\w-]*)", shown, re.MULTILINE)) - {"--config"}
+    assert flags == {flag_of(name) for name in train.COMMON} and len(flags) == 30
+    with pytest.raises(SystemExit):
+        train.main(["--steps", "3", "--help", "all"])
+    every = set(re.findall(r"^  (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)) - {"--config"}
+    assert every == {flag_of(name) for each in train.groups().values() for name in vars(each)}
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("--generate text", "--generate belongs to a model of your own or of transformers"),
+        ("--temperature 0", "argument --temperature: got 0.0, but it belongs to --generate"),
+        ("--generate text --dry-run", "argument --generate: got 'text', but --dry-run does something else"),
+    ],
+)
+def test_generation_is_of_a_model_by_name(
+    no_ranks: None, line: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["--device", "cpu", *line.split()])
+    assert capsys.readouterr().err.startswith(f"flatfsdp.train: {complaint}")
 
 
 def test_a_config_file_sets_what_flags_do_not(
@@ -136,7 +213,7 @@ def test_a_dry_run_names_the_code_of_a_config_file_before_it_runs(
         train.main(["--config", str(path), "--dry-run", "--device", "cpu"])
     first, _, then = capfd.readouterr().out.partition("code of a stranger runs")
     named = "model = of_a_stranger:model; train_data = of_a_stranger:data"
-    assert first == f"imported and called now, on this machine, with your rights: {named}\n\n"
+    assert first == f"importing and calling, with your permissions: {named}\n\n"
     assert "code of a stranger runs" not in first and named not in then
 
 

@@ -173,10 +173,10 @@ def test_a_run_in_a_call_that_never_returns_reports_where_and_ends_by_the_second
             assert process.stdout.readline() == "deaf\n"
             process.send_signal(signal.SIGTERM)
             assert process.stderr.readline() == "SIGTERM: stopping after this step, saving\n"
-            assert re.search(r"rank 0\] got a request to stop .* in deaf$", process.stderr.readline())
+            assert re.search(r"rank 0\] was asked to stop .* in deaf$", process.stderr.readline())
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 128 + signal.SIGTERM
-            assert "ends by a second SIGTERM" in process.stderr.read()
+            assert "ends after a second SIGTERM" in process.stderr.read()
         finally:
             process.kill()
 
@@ -363,3 +363,31 @@ def test_activations_are_storages_that_operations_keep_and_no_parameters() -> No
         loss.backward()
         model(x).sum().backward()
         assert found.peak_bytes == kept, "the first ones are gone"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_signal_after_a_peer_has_ended_announces_no_save(reaped: bool) -> None:
+    """It comes from the process that started the ranks, which ends the others."""
+    program = """if True:
+        import os, signal, subprocess, sys, time
+        from flatfsdp.trainer.preemption import StopRequest
+        peer = subprocess.Popen(["true"] if sys.argv[1] != "lives" else ["sleep", "60"])
+        if sys.argv[1] == "reaped":
+            peer.wait()
+        if sys.argv[1] == "zombie":
+            os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
+        stop = StopRequest()
+        with stop.handling_signals([peer.pid]):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        peer.kill()
+        print(stop.number)
+    """
+
+    def told(peer: str) -> tuple[str, str]:
+        done = subprocess.run([sys.executable, "-c", program, peer], capture_output=True, text=True, timeout=60)
+        return done.stdout, done.stderr
+
+    assert told("reaped" if reaped else "zombie") == ("15\n", "")
+    assert told("lives") == ("15\n", "SIGTERM: stopping after this step, saving\n")

@@ -467,7 +467,7 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
     assert exit_.value.code == 0
     assert all(flag_of(name) in shown for name in (*fields_of(TrainingArguments), *fields_of(Model)))
     assert "training: Training, evaluation and checkpoints." in shown
-    assert "weight decay, of all but norms and biases (default: 0.01)" in shown
+    assert "weight decay; norms and biases are excluded (default: 0.01)" in shown
     assert "dropout (default: 77)" in shown
     assert "save a checkpoint at the end (the default)" in shown
     assert "format of the weights in a checkpoint: safetensors, torch (default: safetensors)" in shown
