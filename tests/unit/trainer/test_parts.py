@@ -385,9 +385,9 @@ def test_a_signal_after_a_peer_has_ended_announces_no_save(reaped: bool) -> None
         print(stop.number)
     """
 
-    def told(peer: str) -> tuple[str, str]:
+    def output_with(peer: str) -> tuple[str, str]:
         done = subprocess.run([sys.executable, "-c", program, peer], capture_output=True, text=True, timeout=60)
         return done.stdout, done.stderr
 
-    assert told("reaped" if reaped else "zombie") == ("15\n", "")
-    assert told("lives") == ("15\n", "SIGTERM: stopping after this step, saving\n")
+    assert output_with("reaped" if reaped else "zombie") == ("15\n", "")
+    assert output_with("lives") == ("15\n", "SIGTERM: stopping after this step, saving\n")
