@@ -16,7 +16,6 @@ so far on the current one; waiting for it passes its knowledge to the current st
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -85,9 +84,10 @@ class Event:
 class FakeStream:
     """An ordered sequence of operations."""
 
-    def __init__(self, device: FakeDevice, name: str) -> None:
+    def __init__(self, device: FakeDevice, name: str, priority: int = 0) -> None:
         self.device = device
         self.name = name
+        self.priority = priority
         self.clock = Clock({self: 0})
 
     def tick(self, what: str) -> Access:
@@ -167,7 +167,7 @@ class FakeDevice(TorchDispatchMode):
         self.log: list[str] = []
         self.host_waits: list[str] = []
         self.host = Clock()
-        self._names = itertools.cycle(["reduce", "replicate"])  # of streams without priority, as made by a model
+        self._naming = "another"  # the name of the stream that is being made
         self._compute = FakeStream(self, "compute")
         self._backend = FakeStream(self, "the backend")
         self._current = [self._compute]
@@ -178,7 +178,7 @@ class FakeDevice(TorchDispatchMode):
     # -- the interface of torch.cuda -----------------------------------------------------------------------------------
 
     def Stream(self, device: Any = None, *, priority: int = 0) -> FakeStream:
-        return FakeStream(self, "unshard" if priority else next(self._names))
+        return FakeStream(self, self._naming, priority)
 
     def current_stream(self, device: Any = None) -> FakeStream:
         return self._current[-1]
@@ -207,6 +207,7 @@ class FakeDevice(TorchDispatchMode):
     def __enter__(self) -> FakeDevice:
         super().__enter__()
         self._stack.enter_context(seam.standing_in(self))
+        self._stack.enter_context(patch.object(seam.Device, "new_stream", self._named(seam.Device.new_stream)))
         self._stack.enter_context(patch.object(FlatBuffer, "allocate", self._noted(FlatBuffer.allocate, "allocate")))
         self._stack.enter_context(patch.object(FlatBuffer, "free", self._noted(FlatBuffer.free, "free")))
         self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resized()))
@@ -219,6 +220,16 @@ class FakeDevice(TorchDispatchMode):
         issued.clear()  # of events that nothing will pass
         self._stack.close()
         super().__exit__(*exception)
+
+    def _named(self, new_stream: Callable[..., seam.Stream]) -> Callable[..., seam.Stream]:
+        def named(device: seam.Device, name: str, **options: Any) -> seam.Stream:
+            self._naming = name
+            try:
+                return new_stream(device, name, **options)
+            finally:
+                self._naming = "another"
+
+        return named
 
     def _noted(self, method: Callable[[FlatBuffer], None], what: str) -> Callable[[FlatBuffer], None]:
         def noted(buffer: FlatBuffer) -> None:

@@ -83,7 +83,7 @@ def missing() -> list[str]:
         "torch.distributed.checkpoint.filesystem._StorageInfo": storage_info,
         "torch._subclasses.FakeTensorMode": lambda: fake_tensors().FakeTensorMode,
         "torch.testing._internal.distributed.fake_pg": _fake_backend,
-        "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
+        "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_, torch._foreach_mul_, torch._foreach_norm),
     }
     absent = []
     for name in REASONS:
@@ -369,9 +369,13 @@ def when_destroyed(process_group: Any, callback: Callable[[], None]) -> None:
     weakref.finalize(store, callback).atexit = False
 
 
-# `target.copy_(source)`, with a cast if the dtypes differ, and `target.add_(source)`, for each pair of two lists.
+# `target.copy_(source)`, with a cast if the dtypes differ, and `target.add_(source)`, for each pair of two lists;
+# `target.mul_(scalar)` for each of a list.
 foreach_copy_: Callable[..., None] = getattr(torch, "_foreach_copy_", _lacking("_foreach_copy_"))
 foreach_add_: Callable[..., None] = getattr(torch, "_foreach_add_", _lacking("_foreach_add_"))
+foreach_mul_: Callable[..., None] = getattr(torch, "_foreach_mul_", _lacking("_foreach_mul_"))
+# (tensors, order, dtype=): the norm of each tensor of a list, on one device.
+foreach_norm: Callable[..., list[torch.Tensor]] = getattr(torch, "_foreach_norm", _lacking("_foreach_norm"))
 
 
 def tensor_without_memory(

@@ -170,7 +170,18 @@ class ProcessGroupTransport:
             with blocked():
                 dist.broadcast(as_bytes(tensor.view(-1)), self.group.ranks[source], group=self.group.process_group)
 
-    def send_now(self, tensor: torch.Tensor, target: int) -> None:
+    def scatter_now(self, own: torch.Tensor, piece_of: Callable[[int], torch.Tensor]) -> None:
+        """Overwrite `own` with group rank 0's `piece_of(rank)`, except there, blocking. Collective.
+
+        Rank 0 holds one piece at a time. All are of the shape and dtype of `own`.
+        """
+        if self.group.rank:
+            self._receive(own, 0)
+            return
+        for rank in range(1, self.group.size):
+            self._send(piece_of(rank), rank)
+
+    def _send(self, tensor: torch.Tensor, target: int) -> None:
         """Send `tensor` to group rank `target`, which receives it now, blocking."""
         self.comm_stats.messages += 1
         if tensor.numel():
@@ -178,7 +189,7 @@ class ProcessGroupTransport:
             with blocked():
                 sending.wait()
 
-    def receive_now(self, tensor: torch.Tensor, source: int) -> None:
+    def _receive(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite `tensor` with the tensor that group rank `source` sends now, blocking."""
         self.comm_stats.messages += 1
         if tensor.numel():

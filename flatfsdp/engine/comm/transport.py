@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ...errors import InternalError
 from ..base import _torch
 from ..base.overrides import Override
 from ..base.wait_limits import blocked
@@ -29,7 +28,7 @@ from . import gloo
 from .axes import Axis
 from .comm_stats import CommStats
 from .pieces import Row, copy_apart, rows_of
-from .process_group_transport import ProcessGroupTransport, as_bytes, real
+from .process_group_transport import ProcessGroupTransport, as_bytes, real, wait_for
 from .shared_memory.collectives import SharedMemoryExchange, SimulatedSharedMemory
 from .shared_memory.groups import capacity_of, of_group, would_share
 from .tensor_lists import TensorList
@@ -152,9 +151,30 @@ class DeterministicGloo(ProcessGroupTransport):
 
 class CoalescingNccl(ProcessGroupTransport):
     """NCCL, which coalesces several collectives into one operation. (Dry runs do not issue it: torch does not support
-    that on tensors without memory.)"""
+    that on tensors without memory.)
+
+    Messages are batches, of one: for a bare send or receive torch connects the two ranks by a communicator of their
+    own, which costs memory of the device for each pair.
+    """
 
     fewest_staged = 65  # for fewer tensors, a coalesced operation takes less time of the host than copies
+
+    def scatter_now(self, own: torch.Tensor, piece_of: Callable[[int], torch.Tensor]) -> None:
+        self.all_reduce_now(own.new_zeros(1, dtype=torch.float32))  # connects all ranks, which a batch of two cannot
+        super().scatter_now(own, piece_of)
+
+    def _send(self, tensor: torch.Tensor, target: int) -> None:
+        self._message(dist.isend, tensor, target)
+
+    def _receive(self, tensor: torch.Tensor, source: int) -> None:
+        self._message(dist.irecv, tensor, source)
+
+    def _message(self, operation: Any, tensor: torch.Tensor, peer: int) -> None:
+        self.comm_stats.messages += 1
+        if tensor.numel():
+            message = dist.P2POp(operation, as_bytes(tensor), self.group.ranks[peer], self.group.process_group)
+            for work in dist.batch_isend_irecv([message]):
+                wait_for(work)
 
     def _gather_each(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
@@ -212,11 +232,8 @@ class SingleRank(ProcessGroupTransport):
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         return
 
-    def send_now(self, tensor: torch.Tensor, target: int) -> None:
-        raise InternalError(f"a message to rank {target} of an axis of one rank")
-
-    def receive_now(self, tensor: torch.Tensor, source: int) -> None:
-        raise InternalError(f"a message from rank {source} of an axis of one rank")
+    def scatter_now(self, own: torch.Tensor, piece_of: Callable[[int], torch.Tensor]) -> None:
+        return
 
     def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
         return tensor

@@ -9,15 +9,21 @@ is held until memory is needed. With the limit the unshard stream then waits, so
 addition to those whose forward encloses them: the one in use, and the prefetched or the previous one. Two are needed
 so that a gather can overlap with the computation before it. Without the limit the stream does not wait, and buffers are
 freed that the device is found to have finished with.
+
+[Note: out of memory] If an allocation fails, held buffers of all models are freed, in the order of their streams as
+always, and that allocation is tried once more: torch's allocator then gives their memory back to the device, which
+waits. Nothing else is repeated, least of all a collective.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +32,8 @@ from ..base import _torch
 from ..base.overrides import Override
 from .huge_pages import LEAST, adviser_for
 from .streams import Device, Stream
+
+T = TypeVar("T")
 
 
 class MemoryTracker:
@@ -121,7 +129,7 @@ class FlatBuffer:
         if self.allocated:
             return
         try:
-            self._storage.resize_(self._bytes)
+            allocated(functools.partial(self._storage.resize_, self._bytes))
         except RuntimeError:
             self._check_that_it_stays()
             self._tracker.remove(self._kind, self._bytes)  # counted already: the memory was never freed
@@ -206,6 +214,20 @@ class DeferredFree:
     buffer: FlatBuffer
 
 
+_limiters: weakref.WeakSet[Limiter] = weakref.WeakSet()
+
+
+def allocated(allocate: Callable[[], T]) -> T:
+    """The result of `allocate`, which allocates memory; held buffers are freed where there is none. [Note: out of
+    memory]"""
+    try:
+        return allocate()
+    except torch.OutOfMemoryError:
+        if not any([limiter.free_held() for limiter in [*_limiters]]):
+            raise
+    return allocate()
+
+
 class Limiter:
     """Controls the memory that gathers on one stream allocate, and frees it on that stream. [Note: limiter]
 
@@ -219,6 +241,7 @@ class Limiter:
         self._stream = stream
         self.limit = limit
         self.held: list[DeferredFree] = []
+        _limiters.add(self)
         self._uploaded: object = None  # an event after the last upload of an offloaded shard
 
     def free_later(self, unit: str, buffer: FlatBuffer) -> None:
@@ -245,6 +268,12 @@ class Limiter:
     def record_upload(self) -> None:
         """Record that a copy from an offloaded shard was issued on the stream."""
         self._uploaded = self._stream.mark()
+
+    def free_held(self) -> bool:
+        """Free all held buffers; returns whether there were any."""
+        found = bool(self.held)
+        self._free(self.held)
+        return found
 
     def free_all(self) -> None:
         """At the end of an iteration, free all held buffers, and wait until the host may write to offloaded shards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -13,6 +14,7 @@ import torch
 
 from ...api import check_bool
 from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, warn
+from ..base import _torch
 from ..base._dtensor import is_dtensor
 from ..comm.transport import Transport
 from ..runtime import param_registry as registry
@@ -23,11 +25,24 @@ from ..runtime.unit import Unit
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
 
+Grads = list[torch.Tensor]
+
+
+def _by_device(grads: Iterable[torch.Tensor]) -> tuple[dict[torch.device, Grads], Grads]:
+    """Nonempty dense real gradients by device, which are treated by one call each; and all others."""
+    together: dict[torch.device, Grads] = defaultdict(list)
+    others: Grads = []
+    for grad in grads:
+        is_plain = type(grad) is torch.Tensor and grad.layout is torch.strided and not grad.is_complex()
+        (together[grad.device] if is_plain and grad.numel() else others).append(grad)
+    return together, others
+
 
 def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The sum of |g|^p over `grads` (the maximum of |g| for p = inf; the number of non-zeros for p = 0), in `dtype`."""
-    total = torch.zeros((), dtype=dtype, device=device)
-    for grad in grads:
+    together, others = _by_device(grads)
+    norms = [torch.stack(_torch.foreach_norm(each, p, dtype=dtype)).to(device) for each in together.values()]
+    for grad in others:
         if not grad.numel():  # a rank without rows of the parameter: torch raises for the maximum of an empty tensor
             continue
         norm: Any = torch.linalg.vector_norm(
@@ -37,12 +52,13 @@ def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dt
         )
         if type(norm) is not torch.Tensor and is_dtensor(norm):
             norm = norm.full_tensor()
-        norm = norm.to(device)
-        if math.isinf(p):
-            total = torch.maximum(total, norm)
-        else:
-            total = total + (norm if p == 0 else norm**p)
-    return total
+        norms.append(norm.to(device).reshape(1))
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    every = torch.cat(norms)
+    if math.isinf(p):
+        return every.amax()
+    return (every if p == 0 else every**p).sum()
 
 
 class _Gradients(NamedTuple):
@@ -155,10 +171,18 @@ def clip_grad_norm(
             f"clip_grad_norm_: no parameter of rank {current_rank()} has a gradient; the norm counts only "
             "other ranks' gradients"
         )
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grad in every:
-        grad.mul_(scale.to(grad.device))  # 0-dim: multiplied in its precision, stored in the gradient's dtype
+    _scale(every, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm.to(max(map(torch.dtype.to_real, found.dtypes), key=attrgetter("itemsize"))) if found.dtypes else norm
+
+
+def _scale(grads: Iterable[torch.Tensor], by: torch.Tensor) -> None:
+    """Multiply `grads` by the scalar `by`, which is copied once to each device."""
+    together, others = _by_device(grads)
+    scales = {device: by.to(device) for device in {*together, *(grad.device for grad in others)}}
+    for device, each in together.items():
+        _torch.foreach_mul_(each, scales[device])
+    for grad in others:
+        grad.mul_(scales[grad.device])
 
 
 def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

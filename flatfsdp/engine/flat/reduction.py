@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ..comm.quantized import compensated
 from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Reducer
 from ..device.huge_pages import LEAST, advise_tensor
-from ..device.memory import FlatBuffer
+from ..device.memory import FlatBuffer, allocated
 from ..device.streams import DONE, PendingWork, Stream
 from .flat_param import FlatParamHandle
 
@@ -171,13 +172,13 @@ class Reduction:
         full = first.buffer.tensor
         if coalesced:
             sizes = [part.handle.layout.shard_numel for part in parts]
-            self._result = full.new_empty(sum(sizes))
+            self._result = allocated(partial(full.new_empty, sum(sizes)))
             for part, piece in zip(parts, self._result.split(sizes), strict=True):
                 part.result = piece.data  # a version counter of its own: writing to one gradient is not writing to all
         else:
             first.in_place = first.handle.is_unsharded_at_rest
             numel = first.handle.layout.shard_numel
-            first.result = self._result = full if first.in_place else full.new_empty(numel)
+            first.result = self._result = full if first.in_place else allocated(partial(full.new_empty, numel))
         if self._result.nbytes >= LEAST and self._result is not full:
             advise_tensor(self._result)
         for part in parts:  # before anything can fail: allocated results are found and discarded through their parts

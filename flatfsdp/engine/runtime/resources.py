@@ -38,7 +38,8 @@ RootSettings = ModelSettings  # in pickles [Note: old names]
 
 @dataclass
 class Streams:
-    """The streams in addition to that of computation."""
+    """The streams in addition to that of computation. Those along the shard axis, for which computation waits soonest,
+    have a high priority: their copies and casts are not queued behind kernels that fill the device."""
 
     unshard: Stream
     reduce: Stream
@@ -67,7 +68,9 @@ class Resources:
         self._transports: dict[tuple[int, str | BlockCodec], Transport] = {}
         self.resting: list[Transport] = []
         self.streams = Streams(
-            _unshard_stream(device, on_callers=False), device.new_stream("reduce"), device.new_stream("replicate")
+            _unshard_stream(device, on_callers=False),
+            device.new_stream("reduce", high_priority=True),
+            device.new_stream("replicate"),
         )
         self.limiter = Limiter(device, self.streams.unshard, limit=limit_all_gathers)
         self._gathers_on_callers = False

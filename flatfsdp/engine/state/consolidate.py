@@ -106,11 +106,7 @@ def scatter(
     with torch.no_grad():
         own = assemble(0)
         if replicate is None or replicate.group.rank == 0:
-            if axis.group.rank == 0:
-                for rank in range(1, axis.group.size):
-                    axis.send_now(assemble(rank), rank)
-            else:
-                axis.receive_now(own, 0)
+            axis.scatter_now(own, assemble)
         if replicate is not None:
             replicate.broadcast(own)
     return own

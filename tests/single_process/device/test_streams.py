@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, wrap
 from flatfsdp.engine.base import wait_limits
@@ -26,7 +27,17 @@ from flatfsdp.engine.flat.reduction import Reduction
 from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
-from tests.single_process.comm.test_communication import NUMELS, WIDTH, Block, forward, padded, settled, wrapped
+from tests.single_process.comm.test_communication import (
+    NUMELS,
+    UNITS,
+    WIDTH,
+    Block,
+    Collectives,
+    forward,
+    padded,
+    settled,
+    wrapped,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -409,3 +420,84 @@ def test_the_watch_asks_the_newest_collective_of_each_stream(is_fast: bool, monk
         assert math.isfinite(wait_limits.blocked_since()) is not is_fast
         asked = [entry for entry in device.log if entry.startswith("query")]
     assert sorted({*asked}) == ["query reduce", "query replicate", "query unshard"]
+
+
+def test_streams_along_the_shard_axis_have_a_high_priority() -> None:
+    """As FSDP2's: computation waits for gathers and reduce-scatters soonest."""
+    made: dict[str, int] = {}
+    new_stream = FakeDevice.Stream
+
+    def noted(device: FakeDevice, *args: Any, **options: Any) -> Any:
+        stream = new_stream(device, *args, **options)
+        made[stream.name] = stream.priority
+        return stream
+
+    with patch.object(FakeDevice, "Stream", noted), device_of():
+        wrapped("HYBRID_SHARD", mesh=(2, 2))
+    assert made == {"unshard": -1, "reduce": -1, "replicate": 0}
+
+
+@contextmanager
+def full_device(*, after: int, failures: int) -> Iterator[list[str]]:
+    """A device that has no memory, `after` so many allocations of buffers, for the next ones; the failures."""
+    resize, failed, made = torch.UntypedStorage.resize_, list[str](), list[int]()
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        if size and len(made) == after and len(failed) < failures:
+            failed.append("no memory")
+            raise torch.OutOfMemoryError("no memory")
+        if size:
+            made.append(size)
+        return resize(storage, size)
+
+    with patch.object(torch.UntypedStorage, "resize_", resized):
+        yield failed
+
+
+def test_an_allocation_without_memory_frees_what_is_held_and_is_tried_once_more() -> None:
+    with device_of() as device:
+        model = wrapped("FULL_SHARD", limit_all_gathers=False)
+        settled(model)
+        with Collectives() as usual:
+            forward(model).backward()
+        device.log.clear()
+        with Collectives() as seen, full_device(after=UNITS - 1, failures=1) as failed:
+            loss = forward(model)  # holds the buffers of units that it has left, as the device is behind
+        assert failed == ["no memory"]
+        memory = [each for each in device.log if each.startswith(("free", "allocate"))]
+        assert memory == ["allocate unsharded on unshard"] * 3 + ["free unsharded on unshard"] * 2 + memory[:1]
+        with seen:
+            loss.backward()
+    assert seen.counts == usual.counts, "no collective runs twice"
+    assert device.races == []
+
+
+def test_an_allocation_that_fails_twice_is_the_programs_error() -> None:
+    with device_of():
+        model = wrapped("FULL_SHARD", limit_all_gathers=False)
+        settled(model)
+        with full_device(after=UNITS - 1, failures=2) as failed, pytest.raises(torch.OutOfMemoryError):
+            forward(model)
+        assert len(failed) == 2
+
+
+def test_clipping_is_one_call_for_all_gradients_and_the_host_waits_for_none() -> None:
+    class Calls(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names[func._schema.name.removeprefix("aten::")] += 1
+            return func(*args, **(kwargs or {}))
+
+    with device_of() as device:
+        model = wrapped("FULL_SHARD", use_orig_params=True)
+        settled(model)
+        forward(model).backward()
+        device.host_waits.clear()
+        with Calls() as calls:
+            model.clip_grad_norm_(1.0)
+    assert device.host_waits == [] and device.races == []
+    assert calls.names["_foreach_norm"] == calls.names["_foreach_mul_"] == 1
+    assert not calls.names["mul_"] and not calls.names["linalg_vector_norm"]

@@ -147,4 +147,4 @@ def test_memory_that_hooks_made_goes_back_in_order_with_compute() -> None:
         assert device.races == []
         with patch.object(OpaqueParam, "unpack", elsewhere):
             train(sharded(AsBfloat16), steps=1)
-    assert any("tensor's memory goes back to unshard before" in race for race in device.races), device.races
+    assert any("tensor's memory goes back to another before" in race for race in device.races), device.races
