@@ -1,7 +1,8 @@
 """The pages of the manual, README among them, as programs: their blocks of code, and the expected output.
 
 A page's blocks of Python are one program, on two ranks; its blocks of output are rank 0's output, with `...` for parts
-that differ between runs. Comments of HTML, which readers do not see, add:
+that differ between runs. Results of long sums differ between processors: a block that prints one has a tolerance.
+Comments of HTML, which readers do not see, add:
 
     <!-- ranks: 4 -->            the number of ranks
     <!-- continues: PAGE -->     run after the blocks of that page, in the same folder
@@ -12,18 +13,19 @@ that differ between runs. Comments of HTML, which readers do not see, add:
     <!-- run by: TEST -->        before a block: that test runs it
     <!-- thorough -->            before a block of a shell: run with --thorough; a block of output right after it is
                                  the output of its last command
+    <!-- within: 0.01 -->        before a block of output: its numbers with a point may be off by as much
     <!-- file: NAME -->          before a block: the reader saves it as that file, for the commands of the page
 """
 
 from __future__ import annotations
 
 import contextlib
-import doctest
 import io
 import os
 import re
 import runpy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -41,6 +43,8 @@ _BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>[\w{}-]*)\n(?P<text>.*?)^```$|^<!-- setup\n(?P<setup>.*?)^-->$",
     flags=re.MULTILINE | re.DOTALL,
 )
+_NUMBER = re.compile(r"\d+\.\d+")
+_PARTS = re.compile(r"(\.\.\.|\d+\.\d+|\s+)")
 _SAVED = r"[Ss]ave (?:it|this|what follows) as `([\w.]+\.py)`"
 
 
@@ -57,6 +61,11 @@ class Block:
     def runs(self) -> bool:
         """Whether it belongs to the program of its page."""
         return not self.mark.startswith(("not run: ", "run by: ", "file: "))
+
+    @property
+    def tolerance(self) -> float | None:
+        """By how much its numbers may be off."""
+        return float(self.mark.removeprefix("within: ")) if self.mark.startswith("within: ") else None
 
 
 def blocks(page: Path) -> list[Block]:
@@ -102,19 +111,34 @@ def commands(page: Path) -> list[tuple[Block, Block | None]]:
     ]
 
 
-def promised(page: Path) -> str:
+def promised(page: Path) -> list[Block]:
     """The expected output of the page's program."""
     of_commands = [output for _, output in commands(page)]
-    return "".join(each.text for each in blocks(page) if each.language == "output" and each not in of_commands)
+    return [each for each in blocks(page) if each.language == "output" and each not in of_commands]
 
 
-def differs(page: Path, printed: str, expected: str | None = None) -> str:
+def differs(page: Path, printed: str, expected: Sequence[Block] | None = None) -> str:
     """The difference of a printed text from the page's output, by default its program's; "" if there is none."""
     shown = promised(page) if expected is None else expected
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    if doctest.OutputChecker().check_output(shown, printed, flags):
-        return ""
-    return f"{page.relative_to(ROOT)} promises\n{shown}\nand prints\n{printed}"
+    pattern, bounds = "", []
+    for block in shown:
+        for part in _PARTS.split(block.text):
+            if part == "...":
+                pattern += ".*?"
+            elif part.isspace():
+                pattern += r"\s+"
+            elif block.tolerance is not None and _NUMBER.fullmatch(part):
+                pattern += f"({_NUMBER.pattern})"
+                bounds.append((float(part), block.tolerance))
+            else:
+                pattern += re.escape(part)
+    found = re.fullmatch(rf"\s*{pattern}\s*", f"{printed}\n", flags=re.DOTALL)
+    close = found is not None and all(
+        abs(float(number) - value) <= tolerance
+        for number, (value, tolerance) in zip(found.groups(), bounds, strict=True)
+    )
+    text = "".join(each.text for each in shown)
+    return "" if close else f"{page.relative_to(ROOT)} promises\n{text}\nand prints\n{printed}"
 
 
 def run_in_turn(rank: int, world: int, programs: list[str]) -> list[str]:

@@ -101,4 +101,4 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
                 command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT
             )
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-        assert shown is None or not manual.differs(page, done.stdout, shown.text)
+        assert shown is None or not manual.differs(page, done.stdout, [shown])

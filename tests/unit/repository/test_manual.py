@@ -26,7 +26,7 @@ WHOLE = (flatfsdp.wrap, flatfsdp.comm_hooks, flatfsdp.errors)  # modules of whic
 NAMED = (flatfsdp, flatfsdp.checkpoint, flatfsdp.trainer)  # and those whose names it lists
 # Languages that do not run.
 QUIET = {"text", "output", "toml", "console", "diff", "{toctree}", "{eval-rst}", "{include}"}
-MARK = re.compile(r"not run: \w.{10,}|run by: tests/[\w/]+\.py|thorough|file: [\w.]+")
+MARK = re.compile(r"not run: \w.{10,}|run by: tests/[\w/]+\.py|thorough|file: [\w.]+|within: [\d.]+")
 pages = pytest.mark.parametrize("page", manual.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -66,6 +66,19 @@ def test_blocks_run_or_give_the_reason(page: Path) -> None:
             assert not block.mark or (marked and block.mark != "thorough"), f"{where}: {block.mark}"
         if block.mark.startswith("run by: "):
             assert (ROOT / block.mark.removeprefix("run by: ")).is_file(), where
+
+
+def test_numbers_of_a_page_are_those_of_any_processor() -> None:
+    page = README
+    exact = manual.Block(1, "output", "a  loss 0.1898\nof (3, 4)\n", "")
+    close = manual.Block(1, "output", "a  loss 0.1898\n... of (3, 4), 2.5 GiB\n", "within: 0.001")
+    assert not manual.differs(page, "a loss 0.1898\nof (3, 4)\n", [exact])
+    assert manual.differs(page, "a loss 0.1899\nof (3, 4)\n", [exact])
+    for printed in ("a loss 0.1907\nmore of (3, 4), 2.5 GiB", "a loss 0.1898\nmore\nof (3, 4), 2.4999 GiB\n"):
+        assert not manual.differs(page, printed, [close])
+        assert not manual.differs(page, f"a loss 0.1898\nof (3, 4)\n{printed}", [exact, close])
+    for printed in ("a loss 0.1909\nof (3, 4), 2.5 GiB", "a loss nan\nof (3, 4), 2.5 GiB", "a loss 0.1898\nof (3, 5)"):
+        assert manual.differs(page, printed, [close])
 
 
 @pages
