@@ -92,7 +92,7 @@ def check_arguments(
         cpu_offload=_cpu_offload(cpu_offload),
         auto_wrap_policy=_policy(auto_wrap_policy),
         backward_prefetch=member("backward_prefetch", backward_prefetch, BackwardPrefetch),
-        mixed_precision=_mixed_precision(mixed_precision),
+        mixed_precision=_as_fsdp1(_mixed_precision(mixed_precision), module),
         ignored_modules=modules,
         ignored_params=params,
         param_init_fn=_param_init_fn(param_init_fn),
@@ -219,6 +219,16 @@ def _mixed_precision(value: Any) -> MixedPrecision:
             "the model is evaluated in low precision. Pass MixedPrecision(..., full_precision_in_eval=True).",
         )
     return precision
+
+
+def _as_fsdp1(precision: MixedPrecision, module: nn.Module) -> MixedPrecision:
+    """Under `as_torch`, microbatches add up under `no_sync` in the dtype of the parameters in computation, as autograd
+    adds them in FSDP1. Of a module with parameters in several dtypes, without `param_dtype`: in the reduce dtype."""
+    if not fsdp1_mode.active or precision.accumulate_dtype is not None or precision.reduce_dtype is None:
+        return precision
+    dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
+    computed = {precision.param_dtype} if precision.param_dtype is not None else dtypes
+    return replace(precision, accumulate_dtype=computed.pop()) if len(computed) == 1 else precision
 
 
 def _policy(value: Any) -> Any:
