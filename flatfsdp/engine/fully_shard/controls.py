@@ -107,17 +107,17 @@ class FSDP2Controls(ScheduleControls):
         another stream has recorded.
 
         Args:
-            event: a `torch.Event`.
+            event: a `torch.Event`. None: later operations follow those of this stream, as they do without this call.
 
         Raises:
-            ConfigTypeError: not an event.
+            ConfigTypeError: neither an event nor None.
             UsageError: inside a forward or a backward, or on a nested module.
         """
         call = "set_post_optim_event"
-        if not callable(getattr(event, "wait", None)):
-            refuse_type(f"{call}: event", event, "a torch.Event that was recorded")
+        if event is not None and not callable(getattr(event, "wait", None)):
+            refuse_type(f"{call}: event", event, "a torch.Event that was recorded, or None")
         check_outside(self._unit, call)
-        if check_outermost(self._unit, f"{call}()").resources.device.has_streams:
+        if check_outermost(self._unit, f"{call}()").resources.device.has_streams and event is not None:
             event.wait()
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:

@@ -338,6 +338,8 @@ def _kind(unit: Unit, handle: FlatParamHandle) -> str:
     frozen = "" if handle.options.trainable else " frozen"
     cast = f" as {_dtype(precision.compute)}" if precision.compute != precision.master else ""
     packed = f" by {_dtype(precision.gather)}" if precision.gather is not None else ""
+    if not packed and unit.built.mixed_precision.gather_dtype is not None:  # integers and packed bytes
+        packed = " gathered as stored"
     reduced = precision.reduce_bits is not None and handle.options.trainable
     bits = f", gradients by {precision.reduce_bits} bits" if reduced else ""
     if reduced and precision.error_feedback:

@@ -144,6 +144,13 @@ def test_the_dtype_of_packed_bytes_stays() -> None:
             model.to(torch.bfloat16)
 
 
+def test_what_quantized_gathers_leave_as_it_is_stands_in_the_summary() -> None:
+    with fake_world(2):
+        text = summary(wrapped(build(torch.uint8), mixed_precision=MixedPrecision(gather_dtype=torch.int8)))
+        assert "uint8 frozen gathered as stored" in text
+        assert "float32 by int8" in text
+
+
 def test_bytes_in_another_order_are_refused() -> None:
     with fake_world(2):
         plain = build()

@@ -388,6 +388,7 @@ def test_methods_without_effect_check_their_arguments() -> None:
     model.set_unshard_async_op(False)
     model.reset_iter_state()
     model.set_post_optim_event(SimpleNamespace(wait=lambda: None))
+    model.set_post_optim_event(None)
     flatfsdp.share_comm_ctx([model, fully_shard(nn.Linear(2, 2))])
     for name, argument in [
         ("set_reduce_scatter_unused_params", 1),
@@ -396,7 +397,7 @@ def test_methods_without_effect_check_their_arguments() -> None:
         ("set_symm_mem_for_comm", "NCCL"),
         ("set_custom_all_gather", None),
         ("set_custom_reduce_scatter", None),
-        ("set_post_optim_event", None),
+        ("set_post_optim_event", 1),
     ]:
         with pytest.raises(FlatFSDPError, match=name):
             getattr(model, name)(argument)
