@@ -85,11 +85,11 @@ def verify(path: Path) -> None:
     """Compare all files with their sizes and checksums."""
     if holds_safetensors(path):
         files = {entry.file for entry in entries_of(path, check=True)}
-        print(f"{path} is whole: {len(files)} safetensors files")
+        print(f"{path} is complete: {len(files)} safetensors files")
     else:
         found = find(CheckpointRanks(), path, check=True)
         found.require_whole()
-        print(f"{found.folder} is whole: {len(found.manifest.files)} files have their checksums")
+        print(f"{found.folder} is complete: the checksums of {len(found.manifest.files)} files match")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     shown = commands.add_parser("show", help="the contents of a checkpoint, or the checkpoints in a folder")
     shown.add_argument("path", type=Path)
     shown.add_argument("--tensors", action="store_true", help="every tensor and every plain value")
-    verified = commands.add_parser("verify", help="whether all files are as they were written")
+    verified = commands.add_parser("verify", help="check that all files are as they were written")
     verified.add_argument("path", type=Path)
     converted = commands.add_parser("convert", help="write a checkpoint, or weights, in another format")
     converted.add_argument(

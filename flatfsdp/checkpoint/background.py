@@ -44,7 +44,7 @@ class Saving:
         """Raise an error that no `result` has raised."""
         error, was_raised, self._was_raised = self._saved.exception(), self._was_raised, True
         if error is not None and not was_raised:
-            raise CheckpointError(f"the save before this one, in the background, failed: {error}")
+            raise CheckpointError(f"the previous save in the background failed: {error}")
 
 
 _last: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()

@@ -92,7 +92,7 @@ def _torch_file(source: Path, *, trust: bool) -> dict[Any, Any]:
     try:
         state = torch.load(source, map_location="cpu", weights_only=not trust)
     except Exception as error:  # a damaged or foreign pickle raises any class of error
-        hint = "" if trust else ". A file that holds more than tensors and plain values is read with --trust only"
+        hint = "" if trust else ". Pass --trust to read a file that holds more than tensors and plain values"
         raise CheckpointError(f"{source} cannot be read: {str(error).splitlines()[0]}{hint}") from error
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -108,7 +108,7 @@ def tensors_of(state: Mapping[Any, Any], part: str) -> dict[str, torch.Tensor]:
     if len(tensors) < len(inside):
         others = [str(name) for name in inside if name not in tensors]
         raise CheckpointError(
-            f"{part}: {', '.join(others[:3])} {'is no tensor' if len(others) == 1 else 'are no tensors'}; safetensors "
-            f"hold tensors only. Choose a part of {', '.join(map(str, state))} that holds nothing else"
+            f"{part}: {', '.join(others[:3])} {'is not a tensor' if len(others) == 1 else 'are not tensors'}; "
+            f"safetensors hold tensors only. Choose a part of {', '.join(map(str, state))} that holds nothing else"
         )
     return tensors

@@ -132,8 +132,8 @@ class CheckpointFolder:
             found = {name for name in found if not OWN.fullmatch(name)} - {self.marker, metadata.NAME}
         if found:
             raise CheckpointError(
-                f"{self.path} holds {len(found)} files that no save wrote ({', '.join(sorted(found)[:3])}); saving "
-                "would remove them. Save to another folder"
+                f"{self.path} holds {len(found)} files that were not written by a save "
+                f"({', '.join(sorted(found)[:3])}); saving would remove them. Save to another folder"
             )
 
     def _beside(self) -> list[str]:
@@ -174,7 +174,7 @@ class CheckpointFolder:
     def _require_own(self, folder: Path) -> None:
         if os.path.lexists(folder) and not is_own(folder):
             raise CheckpointError(
-                f"{folder} lies where saves to {self.path} write, but it was made by no save. Move it away"
+                f"{folder} lies where saves to {self.path} write, but was not made by one. Move it away"
             )
 
     def _part(self, folder: Path) -> Path:
@@ -263,11 +263,11 @@ def choose(seen: Sequence[Sequence[str]], path: Path) -> str:
             return id
     blind = [rank for rank, ids in enumerate(seen) if not ids]
     if len(blind) == len(seen):
-        raise CheckpointError(f"{path}: no complete checkpoint there. Give the path that a save was given")
+        raise CheckpointError(f"{path}: no complete checkpoint there. Pass the path that was saved to")
     if blind:
         raise CheckpointError(
-            f"{path}: {ranks_in_words(blind)} of {len(seen)} see no complete checkpoint there, others do; give a path "
-            "that all ranks share, or copy the folder to every node"
+            f"{path}: {ranks_in_words(blind)} of {len(seen)} do not see a complete checkpoint there, others do; "
+            "use a path that all ranks share, or copy the folder to every node"
         )
     raise CheckpointError(f"{path}: ranks see checkpoints of different saves there; copy one of them to every node")
 

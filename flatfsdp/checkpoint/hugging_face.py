@@ -283,7 +283,7 @@ def _entries_at(source: Path) -> dict[str, Entry]:
                 name: form.inner_name(file, f"weight_map: the file of {name}") for name, file in weight_map.items()
             }
         except ValueError as error:
-            raise CheckpointError(f"{index} is no index of safetensors: {error}") from error
+            raise CheckpointError(f"{index} is not a safetensors index: {error}") from error
         files = {
             name: {entry.name: entry for entry in read_header(folder / name)} for name in sorted(set(places.values()))
         }

@@ -114,7 +114,7 @@ def _look(place: CheckpointFolder) -> tuple[Listed, list[str]]:
         if is_foreign(place.path):
             problem = f"it has lost its {place.marker}, or torch.distributed.checkpoint saved it"
             return Listed(place.path, problem=problem), []
-        return Listed(place.path, problem=f"it has no {place.marker}: its save did not end", unfinished=True), []
+        return Listed(place.path, problem=f"it has no {place.marker}: its save did not finish", unfinished=True), []
     folder, manifest = there[0]
     here = [file for file in manifest.files if os.path.lexists(folder / file.name)]
     try:

@@ -243,9 +243,9 @@ def compare(
         missing += [key for key in here if key not in saved]
         unexpected += [key for key in saved if key not in here]
     if missing and strict:
-        problems.append(f"missing in the checkpoint: {few(missing)}")
+        problems.append(f"missing from the checkpoint: {few(missing)}")
     if unexpected and strict:
-        problems.append(f"in the checkpoint, but not wanted: {few(unexpected)}")
+        problems.append(f"unexpected in the checkpoint: {few(unexpected)}")
     shapes = [
         f"{key} has shape {there[key]} in the checkpoint, {tuple(target.shape)} here"
         for key, target in targets.items()
@@ -253,15 +253,15 @@ def compare(
     ]
     problems += shapes[:3]
     if len(shapes) > 3:
-        problems.append(f"and {len(shapes) - 3} more of other shapes: it is of another model")
+        problems.append(f"and {len(shapes) - 3} more of other shapes: it belongs to another model")
     if problems:
         error = CheckpointError("; ".join(problems))
         counts = {"of another shape": len(shapes)}
         if strict:
-            counts = {"missing": len(missing), "not wanted": len(unexpected), **counts}
+            counts = {"missing": len(missing), "unexpected": len(unexpected), **counts}
         if sum(counts.values()) > 3:
             listed = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-            setattr(error, BRIEF, f"it is of another model or optimizer ({listed})")
+            setattr(error, BRIEF, f"it belongs to another model or optimizer ({listed})")
         raise error
 
 

@@ -100,8 +100,8 @@ class Lock:
         """
         if self._mine is None or not self._is(self._mine):
             raise CheckpointError(
-                f"{self.path}: the lock of this save, {self.file.name}, is lost: this process stood still for so long "
-                "that another job took it, or somebody removed it. Nothing has been replaced; save again"
+                f"{self.path}: the lock of this save, {self.file.name}, is lost: this process was suspended for so "
+                "long that another job took it, or somebody removed it. Nothing has been replaced; save again"
             )
 
     # --- its holder ---------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Lock:
             if found is None:  # released in the meantime
                 vanished += 1
                 if vanished > 100:  # a dangling link: it exists, and cannot be read
-                    raise CheckpointError(f"{self.file} is no lock of a save's. Remove it")
+                    raise CheckpointError(f"{self.file} is not the lock of a save. Remove it")
                 continue
             holder = LockHolder.from_bytes(found)
             gone = None if holder is None else self._machine.is_gone(holder, _busy)

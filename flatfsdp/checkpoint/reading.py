@@ -101,7 +101,7 @@ class TensorReader:
         wanted = bytes_of(into)
         offset = chunk.offset + (span.start - chunk.start) * into.element_size()
         if file.read(wanted, offset) != len(wanted):
-            raise CheckpointError(f"{file.path} ends before byte {offset + len(wanted)}: the file has lost its end")
+            raise CheckpointError(f"{file.path} ends before byte {offset + len(wanted)}: the file is truncated")
 
 
 def _overlap(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -141,7 +141,7 @@ def _problem(path: Path, inside: str, file: SavedFile, contents: bool) -> str | 
     if not is_inside(path, inside):
         return f"{path} is, or lies behind, a link to {os.path.realpath(path)}, out of the folder"
     if not path.is_file():
-        return f"{path} is no regular file"
+        return f"{path} is not a regular file"
     size = path.stat().st_size
     if size != file.size:
         return f"{path} has {size} bytes, {file.size} were written"

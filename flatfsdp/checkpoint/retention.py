@@ -147,7 +147,7 @@ def keep(
 def _saved_in(folder: Path, named: str) -> list[tuple[Path, Manifest]]:
     """The checkpoints inside, the oldest first, without links. Removals that were killed are finished."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder. Give the one that checkpoints are in")
+        raise CheckpointError(f"{folder} is not a folder. Pass the one that contains the checkpoints")
     found = []
     for inside in sorted(folder.iterdir()):
         if inside.name.startswith(".") and inside.name.endswith(".old"):

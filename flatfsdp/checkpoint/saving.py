@@ -234,7 +234,7 @@ class _Save(Replacement):
                 ("buffers of ranks", *buffers),
                 f"buffers differ between ranks (of {few([*buffers])}), as running statistics of each rank's own data "
                 "do. A checkpoint holds rank 0's, and every rank has them once it is loaded. Average them before "
-                "saving, or use SyncBatchNorm, if that is not intended",
+                "saving, or use SyncBatchNorm, if this is not intended",
             )
         self.leaders = [each.leader for each in by_rank]
         if len({each.values for each in by_rank}) > 1:

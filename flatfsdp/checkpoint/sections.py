@@ -309,7 +309,7 @@ class _ResidualSection(Section):
     def load(self, read: Mapping[str, Any]) -> None:
         if self._has_others:
             warn_once_per_job(
-                "the checkpoint has residuals of quantized gradients (reduce_error_feedback) of other ranks, or of "
+                "the checkpoint has residuals of quantized gradients (reduce_error_feedback) from other ranks, or of "
                 "units with another wrapping: residuals begin at zero again"
             )
         for kind in self._kinds():

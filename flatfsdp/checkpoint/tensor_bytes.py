@@ -33,7 +33,7 @@ def dtype_named(name: str) -> torch.dtype:
     """The dtype with this name: the inverse of `name_of`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch {torch.__version__}")
+        raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return dtype
 
 

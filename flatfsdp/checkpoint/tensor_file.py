@@ -97,7 +97,7 @@ def read_header(path: Path) -> list[Entry]:
             if file.read(memoryview(length), 0) != 8 or (count := int.from_bytes(length, "little")) > _LARGEST_HEADER:
                 raise ValueError("it has no header")
             if 8 + count > size:
-                raise ValueError("its header has lost its end")
+                raise ValueError("its header is truncated")
             text = bytearray(count)
             file.read(memoryview(text), 8)
         head = form.mapping(form.parse(text), "its header")
@@ -116,16 +116,16 @@ def read_header(path: Path) -> list[Entry]:
             if end - begin != entry.size:
                 raise ValueError(f"{name} has {end - begin} bytes, its shape needs {entry.size}")
             if 8 + count + end > size:
-                raise ValueError(f"it has {size} bytes, {name} ends at {8 + count + end}: it has lost its end")
+                raise ValueError(f"it has {size} bytes, {name} ends at {8 + count + end}: it is truncated")
             entries.append(entry)
             if end > begin:
                 spans.append((begin, end, name))
         spans.sort()
         for (_, end, one), (begin, _, other) in pairwise(spans):
             if begin < end:
-                raise ValueError(f"{one} and {other} lie in the same bytes")
+                raise ValueError(f"{one} and {other} overlap in the file")
     except ValueError as error:
-        raise CheckpointError(f"{path} is no whole safetensors file: {error}") from error
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     return entries
@@ -151,7 +151,7 @@ def read_into(file: File, entry: Entry, target: torch.Tensor) -> None:
             for place, span in runs_of(box, entry.shape):
                 wanted = bytes_of(data[span.slice])
                 if file.read(wanted, entry.offset + place * entry.dtype.itemsize) != len(wanted):
-                    raise CheckpointError(f"{file.path} has lost its end")
+                    raise CheckpointError(f"{file.path} is truncated")
             if not direct:
                 block.copy_(data.view(box.sizes))
 

@@ -56,7 +56,7 @@ def _occupy(occupied: list[list[tuple[int, int, str]]], manifest: Manifest, key:
         if len(row) < 2 or len(row) % 2:
             raise ValueError(f"a row of its chunks has {len(row)} numbers")
         if row[0] >= len(manifest.files):
-            raise ValueError(f"it lies in file number {row[0]}, and there are {len(manifest.files)}")
+            raise ValueError(f"it is in file number {row[0]}, and there are {len(manifest.files)}")
         file, numels, offsets = manifest.files[row[0]], row[2::2], row[3::2]
         ends = [offset + numel * size for numel, offset in zip(numels, offsets, strict=True)]
         if ends and max(ends) > file.size:
@@ -89,9 +89,7 @@ def _require_apart(spans: list[tuple[int, int, str]], manifest: Manifest, where:
     spans.sort()
     for (_, end, one), (start, _, other) in pairwise(spans):
         if start < end and (one == other or not _are_one(manifest.tensors[one], manifest.tensors[other])):
-            raise CheckpointError(
-                f"{where}: tensor {one!r} and tensor {other!r} lie in the same bytes, from {start} on"
-            )
+            raise CheckpointError(f"{where}: tensor {one!r} and tensor {other!r} overlap in the file, from {start} on")
 
 
 def _are_one(saved: SavedTensor, other: SavedTensor) -> bool:

@@ -35,7 +35,7 @@ def render(parts: dict[str, Cell]) -> str:
         f"a round; times are medians over rounds [lowest to highest], ratios are to {ENGINES[BASE].title} and to",
         f"{ENGINES[TRUTH].title} in the same round. A row whose losses are not those of {ENGINES[TRUTH].title} in its",
         "round is invalid. Loopback: what all ranks together send per step through local sockets, and whatever else",
-        "the machine sends there meanwhile. Parts were measured apart; each has its date and the machine's load.",
+        "the machine sends there meanwhile. Parts were measured separately; each has its date and the machine's load.",
         "The limit is one rank's arithmetic and the bare exchange by gloo's messages. Page faults: of the mean rank.",
         "Settings: `tools/benchmark/engines.py`; parts: `tools/benchmark/shared_memory.py`.",
         "",

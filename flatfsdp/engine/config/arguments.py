@@ -117,7 +117,7 @@ def check_argument_names(given: Mapping[str, Any], *, where: str) -> None:
         if name not in (accepted := _argument_names()):
             hint = did_you_mean(name, accepted)
             raise ConfigTypeError(
-                f"{where}: {name!r} is no argument of FullyShardedDataParallel. "
+                f"{where}: {name!r} is not an argument of FullyShardedDataParallel. "
                 f"Accepted: {', '.join(accepted)}.{hint and ' ' + hint}"
             )
 
@@ -297,7 +297,7 @@ def _ignored(
     if outside:
         warn(
             f"{'ignored_modules' if modules else 'ignored_states'}: {', '.join(outside)} not found inside "
-            f"{type(module).__name__}, without effect."
+            f"{type(module).__name__}, which has no effect."
         )
     return ignored, params
 

@@ -127,7 +127,7 @@ class TensorParallel(Transform):
                 'give device_mesh=mesh["dp"] of the mesh whose mesh["tp"] the parameter lies on'
             )
         if any(each.is_partial() for each in placements):
-            raise UsageError(f"{path!r} is a DTensor with placements {placements}: a partial sum is no parameter")
+            raise UsageError(f"{path!r} is a DTensor with placements {placements}: a partial sum is not a parameter")
         part = self.part(self._state_of(parameter))
         expected = tuple(parameter.shape) if part is None else part.stored_shape
         local = tuple(_dtensor.local_of(parameter).shape)

@@ -64,7 +64,9 @@ class GradientControls:
         check_outside(unit, call)
         model = check_outermost(unit, call)
         if not model.backwards.sync:
-            raise UsageError(f"{call} was called inside no_sync(), which reduces nothing; call it after that context")
+            raise UsageError(
+                f"{call} was called inside no_sync(), which reduces nothing; call it after leaving that context"
+            )
         quiesce([unit], shards=False)
         with model.agreement.collective_call(call):
             model.backwards.reduce_accumulated()

@@ -91,7 +91,7 @@ class ScheduleControls(GradientControls):
             AgreementError: ranks make different calls.
         """
         if _torch.in_backward():
-            raise UsageError(f"reshard() of unit {self._unit.label} was called inside a backward; call it after that")
+            raise UsageError(f"reshard() of unit {self._unit.label} was called inside a backward; call it afterwards")
         rest.reshard(self._unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -309,7 +309,7 @@ class ScheduleControls(GradientControls):
 
         They then allocate their memory there, so that on an accelerator none is tied up in the pool of another stream;
         they still overlap with computation, but casts and uploads before them do not. There is no automatic prefetch,
-        on CPU either: BACKWARD_PRE, the default of `backward_prefetch`, is without effect. Prefetch by
+        on CPU either: BACKWARD_PRE, the default of `backward_prefetch`, has no effect. Prefetch by
         `set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`, or `unshard()`.
 
         Args:

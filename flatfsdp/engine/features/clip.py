@@ -149,7 +149,7 @@ def clip_grad_norm(
     check_bool("error_if_nonfinite", error_if_nonfinite)
     if stepping := optimizers_of(model).active:
         raise UsageError(
-            f"clip_grad_norm_: {type(stepping[0]).__name__} steps in backwards, so that gradients are gone before "
+            f"clip_grad_norm_: {type(stepping[0]).__name__} steps during backwards, so gradients are gone before "
             "their norm is known. Run the backward, the clipping and the optimizer's own step() inside no_step() of "
             "the OptimizerInBackward, or clip each gradient separately, in a post-accumulate hook"
         )
@@ -226,6 +226,6 @@ def _refuse_norm(model: Model, norm: torch.Tensor, p: float) -> NoReturn:
     found = of_all_ranks(first_gradient(model.units), model.agreement, model.units)
     raise NonFiniteError(
         f"clip_grad_norm_: the norm of order {p:g} of all gradients is {float(norm)}: "
-        f"{found or 'each gradient of the units is finite, so it is that of parameters outside of them, or too large'}"
+        f"{found or 'each gradient of the units is finite, so parameters outside of them cause it, or it is too large'}"
         ". No gradient was changed"
     )

@@ -34,11 +34,11 @@ def _check_hookable(unit: Unit, method: str) -> None:
     if unit.options.comm_hook is not None:
         problem = "it has one already. Register one for the whole life of the model, on its outermost wrapper"
     elif any(grads.accumulation.pending for grads in unit.grads):
-        problem = "gradients accumulate, not reduced yet. Run a backward that reduces them first"
+        problem = "gradients have accumulated and are not reduced yet. Run a backward that reduces them first"
     elif unit.built.mixed_precision.reduce_bits is not None:
         bits = unit.built.mixed_precision.reduce_bits
         problem = (
-            f"its gradients travel by MixedPrecision(reduce_bits={bits}), but a hook sends them itself. Leave one out"
+            f"its gradients are sent by MixedPrecision(reduce_bits={bits}), but a hook sends them itself. Leave one out"
         )
     elif unit.options.schedule.divide_by is not None:
         problem = "set_gradient_divide_factor() was called, but a hook scales gradients itself. Divide there instead"

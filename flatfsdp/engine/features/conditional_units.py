@@ -26,8 +26,8 @@ class ConditionalUnits(Observer, Turns):
 
     plain = False
     never_stay = (
-        "It is of a part that was given to ensure_unit_participation(), so it cannot stay unsharded as other units "
-        "would: ranks that do not run it free it."
+        "It belongs to a part that was given to ensure_unit_participation(), so it cannot stay unsharded as other "
+        "units would: ranks that do not run it free it."
     )
 
     def __init__(self) -> None:
@@ -161,12 +161,12 @@ class ConditionalUnits(Observer, Turns):
         if branch is None:
             return
         reported = (
-            f"unit {unit.label} runs again inside a backward, for a checkpoint. It is of a part that was given to "
+            f"unit {unit.label} runs again inside a backward, for a checkpoint. It belongs to a part that was given to "
             "ensure_unit_participation(), so other ranks may not run it, and"
         )
         if not branch.any_order:
             raise UsageError(
-                f"{reported} they would not know that all of the part is needed now. Declare it with any_order=True"
+                f"{reported} they would not know that the whole part is needed now. Declare it with any_order=True"
             )
         if unit in self._without:
             raise UsageError(
@@ -207,15 +207,15 @@ def _branch_of(unit: Unit) -> Branch | None:
     branch = unit.options.schedule.branch
     if branch is not None and unit.is_tied:
         raise UsageError(
-            f"unit {unit.label} is of a part that was given to ensure_unit_participation(), and has parameters that "
-            "other units have, too, or that an extension transforms. Wrap the modules that share parameters as one "
-            "unit, outside of the part"
+            f"unit {unit.label} belongs to a part that was given to ensure_unit_participation(), and has parameters "
+            "that other units have, too, or that an extension transforms. Wrap the modules that share parameters as "
+            "one unit, outside of the part"
         )
     return branch
 
 
 def _refuse_place(unit: Unit, slot: ParticipationSlot[Unit]) -> NoReturn:
-    words = f"unit {unit.label} is of a part that was given to ensure_unit_participation(), and its turn was over"
+    words = f"unit {unit.label} belongs to a part that was given to ensure_unit_participation(), and its turn was over"
     raise UsageError(
         f"{words}, or had not come: in each forward of {slot.around.label} its units run once, in the order in which "
         "they are registered, before those outside that are registered later. Pass any_order=True where they run in "

@@ -184,8 +184,8 @@ def explain(error: BaseException) -> str:
         }
         if len(kinds) > 1:
             return (
-                f"parameters of the model are of several dtypes (unit {', unit '.join(kinds.values())}), in which they "
-                "compute, and nothing casts tensors from one to the other. Cast the model to one dtype before "
+                f"parameters of the model have several dtypes (unit {', unit '.join(kinds.values())}), and "
+                "nothing casts tensors from one to the other. Cast the model to one dtype before "
                 "wrapping, or pass mixed_precision=MixedPrecision(param_dtype=..., cast_forward_inputs=True)"
             )
     return ""

@@ -276,7 +276,7 @@ def _comparison(store: StoreClient, key: str, group: Axis, sample: SampleOnHost)
                 is_apart = SMALLEST < factor < 2 and are_apart(mine, other, within=sample.within)
                 if is_apart and store.set_if_absent(REPORTED, claim) == claim:
                     _found.append(
-                        "ranks clip their gradients by norms of their own: between a backward and the optimizer's step "
+                        "ranks clip their gradients by different norms: between a backward and the optimizer's step "
                         f"rank {before} multiplied its gradients by {factor:.4g}, rank {rank} by {mine.factor:.4g}, so "
                         "that the step goes in another direction. torch.nn.utils.clip_grad_norm_() reads this rank's "
                         "shards only: call model.clip_grad_norm_() of the outermost FullyShardedDataParallel instead, "

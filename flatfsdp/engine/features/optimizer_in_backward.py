@@ -64,7 +64,7 @@ class BackwardOptimizers(Observer):
     @property
     def description(self) -> str:
         """The active optimizers, in words."""
-        return " and ".join(f"{type(each).__name__} steps in backwards" for each in self.active)
+        return " and ".join(f"{type(each).__name__} steps during backwards" for each in self.active)
 
     def finisher(self, *, sync: bool) -> StepInBackward | None:
         """The finisher of the backward that begins; None if no optimizer is active."""
@@ -88,7 +88,7 @@ class BackwardOptimizers(Observer):
             return
         fail(
             UsageError(
-                f"{type(self.active[0]).__name__} steps in backwards, and {problem}. Or step after the backward: "
+                f"{type(self.active[0]).__name__} steps during backwards, and {problem}. Or step after the backward: "
                 "call remove() of its OptimizerInBackward, or use its no_step()"
             )
         )
@@ -179,8 +179,8 @@ class StepInBackward(Finisher):
             warn_once_per_job(
                 f"a backward failed after the optimizer had stepped {len(labels)} of {len(units)} units "
                 f"({few(labels)}); a step cannot be undone. The others ({few(rest) or 'none'}) have the parameters and "
-                "the optimizer state of the step before. Load a checkpoint to have all of them of one step, or go on "
-                "with the next batch",
+                "the optimizer state of the step before. Load a checkpoint to get all of them from one step, or "
+                "continue with the next batch",
                 names_rank=True,
             )
 

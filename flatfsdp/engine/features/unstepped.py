@@ -137,11 +137,11 @@ def _warn_of_some(left: list[_ParamSnapshot], model: Model, stepper: str) -> Non
         with one_rank_warns(this_rank=model.agreement.peers.is_first):
             warn_once(
                 "unstepped in part",
-                f"no optimizer steps on some flat parameters of this model ({few(names)}): they have got gradients in "
+                f"no optimizer steps on some flat parameters of this model ({few(names)}): they received gradients in "
                 f"two backwards, and the {stepper}. A flat parameter is listed by the module that is wrapped, and "
-                "modules inside of that list none of it. Take all of model.parameters(), wrap modules that need a "
-                f"param group of their own{FlatFace.words.or_remedy}. If it is meant, requires_grad_(False) on them "
-                "saves their gradients",
+                "modules inside of it do not list it. Take all of model.parameters(), wrap modules that need a "
+                f"param group of their own{FlatFace.words.or_remedy}. If this is intended, requires_grad_(False) on "
+                "them avoids computing their gradients",
             )
 
 
@@ -155,6 +155,6 @@ def _warn(model: Model, in_vain: str) -> None:
     with one_rank_warns(this_rank=model.agreement.peers.is_first):
         warn_once(
             "unstepped",
-            "no optimizer steps on the parameters of this model: it has got gradients in two backwards, and the "
+            "no optimizer steps on the parameters of this model: it received gradients in two backwards, and the "
             f"{in_vain}. {cause}",
         )

@@ -51,7 +51,7 @@ def dry_run(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator
         raise ConfigValueError(f"dry_run: expected ranks >= 1 and 0 <= rank < ranks, found rank {rank} of {ranks}")
     if comm.is_initialized():
         raise UsageError(
-            "dry_run: this process is a rank of a job already. Call it in a process that has not called "
+            "dry_run: this process is already a rank of a job. Call it in a process that has not called "
             "init_process_group()"
         )
     with ExitStack() as stack:

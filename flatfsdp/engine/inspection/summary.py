@@ -301,7 +301,7 @@ class Stats:
     def _units(self) -> list[Unit]:
         model = self._model()
         if model is None:
-            raise UsageError("these stats belong to a model that has been deleted; call flatfsdp.stats() on another")
+            raise UsageError("these stats belong to a model that was deleted; call flatfsdp.stats() on another")
         return [unit for _, unit in _units(model)]
 
     def _models(self) -> list[Model]:

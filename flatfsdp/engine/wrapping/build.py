@@ -365,7 +365,7 @@ def _check_unwrapped(module: nn.Module) -> None:
     if isinstance(wrapped, Unit) and wrapped.entries.in_place:
         raise UsageError(
             f"module: {plain_class(module).__name__} was given to fully_shard() already. Shard a module once, inner "
-            "ones before outer ones, and do not wrap it besides"
+            "ones before outer ones, and do not wrap it as well"
         )
     if isinstance(wrapped, Unit):
         raise UsageError(

@@ -249,8 +249,8 @@ def extra_states_of_another_model(rank: int, world: int, path: str) -> list[str]
 def test_a_strict_load_misses_plain_values_of_modules(pool2: Any, tmp_path: Path) -> None:
     for messages in pool2(extra_states_of_another_model, str(tmp_path / "x")):
         for text in messages:
-            assert "missing in the checkpoint: model.1._extra_state; " in text
-            assert text.endswith("in the checkpoint, but not wanted: model.0._extra_state")
+            assert "missing from the checkpoint: model.1._extra_state; " in text
+            assert text.endswith("unexpected in the checkpoint: model.0._extra_state")
         assert len(messages) == 2
 
 
@@ -299,10 +299,10 @@ def only_the_model(rank: int, world: int, path: str) -> str:
 
 def test_a_part_may_be_loaded_alone_and_another_model_is_refused(pool2: Any, tmp_path: Path) -> None:
     texts, in_brief = pool2(only_the_model, str(tmp_path / "x"))
-    assert "missing in the checkpoint: model.head.weight, model.head.bias; in the checkpoint, but not wanted: " in texts
+    assert "missing from the checkpoint: model.head.weight, model.head.bias; unexpected in the checkpoint: " in texts
     assert "model.gain" in texts and texts.endswith(" more") and "optimizer" not in texts
-    assert "on all 2 ranks: it is of another model or optimizer (2 missing, " in in_brief
-    assert in_brief.endswith(" not wanted); the error of rank 0 has the names")
+    assert "on all 2 ranks: it belongs to another model or optimizer (2 missing, " in in_brief
+    assert in_brief.endswith(" unexpected); the error of rank 0 has the names")
 
 
 def of_another_optimizer(rank: int, world: int, path: str) -> list[str]:
@@ -322,10 +322,10 @@ def of_another_optimizer(rank: int, world: int, path: str) -> list[str]:
 
 def test_the_state_of_another_optimizer_is_refused(pool2: Any, tmp_path: Path) -> None:
     (plain, with_momentum), in_brief = pool2(of_another_optimizer, str(tmp_path / "x"))
-    assert "in the checkpoint, but not wanted: optimizer.state." in plain and "missing" not in plain
-    assert "momentum_buffer" in with_momentum.split("in the checkpoint, but not wanted:")[0]
-    assert ".exp_avg" in with_momentum.split("in the checkpoint, but not wanted:")[1]
-    assert all("it is of another model or optimizer" in text for text in in_brief)
+    assert "unexpected in the checkpoint: optimizer.state." in plain and "missing" not in plain
+    assert "momentum_buffer" in with_momentum.split("unexpected in the checkpoint:")[0]
+    assert ".exp_avg" in with_momentum.split("unexpected in the checkpoint:")[1]
+    assert all("it belongs to another model or optimizer" in text for text in in_brief)
 
 
 def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:
@@ -480,7 +480,7 @@ def bare_names(rank: int, world: int, path: str) -> None:
     try:
         checkpoint.load(path, model=model, trust=True)
     except CheckpointError as error:
-        assert "missing in the checkpoint: model.head.bias" in str(error)
+        assert "missing from the checkpoint: model.head.bias" in str(error)
     else:
         raise AssertionError
 
@@ -515,7 +515,7 @@ def some_have_state(rank: int, world: int, path: str) -> None:
         assert not [*different(found["state"], expected["state"])]
     model, optim = build(trained=())
     checkpoint.save(f"{path}-model", model=model)
-    words = "missing in the checkpoint: optimizer.state.0.weight.exp_avg" if rank == 0 else "12 missing"
+    words = "missing from the checkpoint: optimizer.state.0.weight.exp_avg" if rank == 0 else "12 missing"
     with pytest.raises(CheckpointError, match=words):
         checkpoint.load(f"{path}-model", model=model, optimizer=optim)
 

@@ -181,7 +181,7 @@ def test_a_complete_checkpoint_is_replaced_only_on_demand(run: Run, tmp_path: Pa
     run(2, load, path, 1.0)
     (tmp_path / "x" / "notes.txt").write_text("mine")
     for text in run(2, message, path, overwrite=True):
-        assert "holds 1 files that no save wrote (notes.txt); saving would remove them" in text
+        assert "holds 1 files that were not written by a save (notes.txt); saving would remove them" in text
     assert {each.name for each in tmp_path.iterdir()} == {"x"}
 
 
@@ -264,8 +264,8 @@ def test_what_does_not_fit_is_listed_together(pool2: Run, tmp_path: Path) -> Non
     pool2(save, path)
     for text in pool2(unfit, path, True):
         assert text == (
-            f"loading {path}: on all 2 ranks: missing in the checkpoint: model.another; in the checkpoint, but not "
-            "wanted: model.buffer; model.one has shape (2,) in the checkpoint, (5,) here"
+            f"loading {path}: on all 2 ranks: missing from the checkpoint: model.another; unexpected in the "
+            "checkpoint: model.buffer; model.one has shape (2,) in the checkpoint, (5,) here"
         )
     for text in pool2(unfit, path, False):
         assert text == f"loading {path}: on all 2 ranks: model.one has shape (2,) in the checkpoint, (5,) here"
@@ -459,7 +459,7 @@ def test_an_error_in_the_background_is_reported_by_its_result_or_by_the_next_sav
     for first, second in pool2(errors_later, str(tmp_path)):
         assert first.startswith(f"saving {tmp_path}/a: rank 1: OSError: [Errno 28]")
         assert f"failed: saving {tmp_path}/b: rank 1: OSError: [Errno 28]" in second
-        assert "the save before this one, in the background," in second
+        assert "the previous save in the background failed" in second
     assert (tmp_path / "d" / "flatfsdp.json").exists()
 
 

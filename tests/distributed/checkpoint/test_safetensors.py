@@ -193,8 +193,8 @@ def test_all_that_does_not_fit_is_listed_together(pool2: Any, tmp_path: Path) ->
     save_file(state, tmp_path / "x.safetensors")
     for text in pool2(message, str(tmp_path / "x.safetensors"), "load"):
         assert text == (
-            f"loading {tmp_path}/x.safetensors: on all 2 ranks: missing in the checkpoint: seen; in the checkpoint, "
-            "but not wanted: stray; gain has shape (2,) in the checkpoint, () here"
+            f"loading {tmp_path}/x.safetensors: on all 2 ranks: missing from the checkpoint: seen; unexpected "
+            "in the checkpoint: stray; gain has shape (2,) in the checkpoint, () here"
         )
 
 
@@ -208,7 +208,7 @@ def test_damage_is_found_by_the_checksums_or_by_the_sizes(pool2: Any, tmp_path: 
         assert f"{path}: damaged, or changed since it was exported: model.safetensors (bytes 0 to" in text
     file.write_bytes(good[:-1])
     for text in pool2(message, str(path), "load"):
-        assert "is no whole safetensors file: it has" in text and "it has lost its end" in text
+        assert "is not a complete safetensors file: it has" in text and "it is truncated" in text
 
 
 def test_an_export_is_replaced_whole_or_not_at_all(pool2: Any, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_show_and_verify(saved: Path, capsys: Any) -> None:
     assert half.startswith("half: it has no flatfsdp.json")
     assert (in_mib(54), in_mib(3 * 2**30)) == ("54 bytes", "3,072.00 MiB")
     assert main(["verify", str(saved)]) == 0
-    assert capsys.readouterr().out == f"{saved} is whole: 3 files have their checksums\n"
+    assert capsys.readouterr().out == f"{saved} is complete: the checksums of 3 files match\n"
     data = bytearray((saved / "__1_0.distcp").read_bytes())
     data[100] ^= 1
     (saved / "__1_0.distcp").write_bytes(data)
@@ -76,8 +76,7 @@ def test_show_and_verify(saved: Path, capsys: Any) -> None:
     assert "__1_0.distcp is damaged: its CRC-32 is" in capsys.readouterr().err
     assert main(["show", str(saved.parent / "y")]) == 1
     assert (
-        capsys.readouterr().err
-        == f"{saved.parent}/y: no complete checkpoint there. Give the path that a save was given\n"
+        capsys.readouterr().err == f"{saved.parent}/y: no complete checkpoint there. Pass the path that was saved to\n"
     )
 
 
@@ -109,7 +108,7 @@ def test_to_safetensors_and_back(saved: Path, tmp_path: Path, capsys: Any) -> No
     checkpoint.load(tmp_path / "back", model=target)
     assert torch.equal(target["w"], WEIGHT)
     assert main(["convert", str(saved), str(tmp_path / "o"), "--to", "safetensors", "--part", "optimizer"]) == 1
-    assert "optimizer: param_groups, state are no tensors; safetensors hold tensors only" in capsys.readouterr().err
+    assert "optimizer: param_groups, state are not tensors; safetensors hold tensors only" in capsys.readouterr().err
 
 
 def test_what_dcp_saved_is_converted_on_trust(tmp_path: Path, capsys: Any) -> None:
@@ -131,7 +130,7 @@ def test_nothing_of_a_file_is_executed_without_trust(tmp_path: Path, capsys: Any
     monkeypatch.chdir(tmp_path)
     torch.save({"model": Evil()}, tmp_path / "x.pt")
     assert main(["convert", "x.pt", "y", "--to", "dcp"]) == 1
-    assert "A file that holds more than tensors and plain values is read with --trust only" in capsys.readouterr().err
+    assert "Pass --trust to read a file that holds more than tensors and plain values" in capsys.readouterr().err
     checkpoint.save(tmp_path / "x", model={"w": torch.ones(2)}, extra={"a": 1})
     table = tmp_path / "x" / ".metadata"
     table.write_bytes(pickle.dumps(Evil()).ljust(table.stat().st_size, b"\0"))
@@ -162,7 +161,7 @@ def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
         checkpoint.keep(tmp_path / "a", last=0)
     with pytest.raises(ConfigValueError, match=r"^best, by: got 1 and None"):
         checkpoint.keep(tmp_path / "a", best=1)
-    with pytest.raises(CheckpointError, match=r"/b is no folder"):
+    with pytest.raises(CheckpointError, match=r"/b is not a folder"):
         checkpoint.keep(tmp_path / "b")
 
 

@@ -119,7 +119,7 @@ def test_it_is_an_export_too_and_the_rest_is_torchs_to_read(pool2: Any, tmp_path
         require_equal(found, expected)
     assert main(["show", str(tmp_path / "x")]) == 0 and main(["verify", str(tmp_path / "x")]) == 0
     texts = capsys.readouterr().out
-    assert "optimizer: " in texts and "is whole: 7 files have their checksums" in texts, texts
+    assert "optimizer: " in texts and "is complete: the checksums of 7 files match" in texts, texts
     assert main(["convert", str(tmp_path / "x"), str(tmp_path / "weights"), "--to", "safetensors"]) == 0
     require_equal(load_file(tmp_path / "weights" / "model.safetensors"), expected)
 
@@ -197,7 +197,7 @@ def test_its_own_files_are_no_obstacle_to_replacing_it_and_others_are(tmp_path: 
         checkpoint.save(path, model=state, model_format="safetensors", files=config, overwrite=True)
         assert torch.equal(load_file(path / "model.safetensors")["w"], state["w"])
     (path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds 1 files that no save wrote \(notes.txt\)"):
+    with pytest.raises(CheckpointError, match=r"holds 1 files that were not written by a save \(notes.txt\)"):
         checkpoint.save(path, model=state, model_format="safetensors", overwrite=True)
 
 
@@ -332,5 +332,5 @@ def test_a_listing_reports_what_is_wrong(tmp_path: Path) -> None:
     assert (found["good"].problem, found["good"].world, found["good"].metrics) == ("", 1, {"loss": 1.5})
     assert "has 0 bytes" in found["short"].problem and found["lost"].problem == "__0_0.distcp is missing"
     assert "/unread/flatfsdp.json is damaged: " in found["unread"].problem and not found["unread"].unfinished
-    assert found["killed"].unfinished and found["killed"].problem.endswith("its save did not end")
+    assert found["killed"].unfinished and found["killed"].problem.endswith("its save did not finish")
     assert checkpoint.listing(tmp_path / "nowhere") == []

@@ -417,7 +417,7 @@ def test_a_failed_backward_reports_what_was_stepped(pool2: Run) -> None:
     assert re.sub(r"^rank [01]: ", "", text) == (
         "a backward failed after the optimizer had stepped 1 of 5 units ('blocks.3'); a step cannot be undone. The "
         "others ('blocks.0', 'blocks.1', 'blocks.2' and 1 more) have the parameters and the optimizer state of the "
-        "step before. Load a checkpoint to have all of them of one step, or go on with the next batch"
+        "step before. Load a checkpoint to get all of them from one step, or continue with the next batch"
     )
     assert all(only_those and goes_on for _, only_those, goes_on in results)
 
@@ -611,10 +611,10 @@ def test_what_cannot_be_is_refused_in_words(pool2: Run) -> None:
         "closure": "a copy of this LBFGS cannot step on a part of its parameters (TypeError:",
         "counting": "a step of this Counting changes state that all parameters share (k of param group 0)",
         "twice": "a SGD that steps in backwards of this model already holds parameters of this Adam",
-        "clip": "clip_grad_norm_: SGD steps in backwards, so that gradients are gone before their norm is known",
+        "clip": "clip_grad_norm_: SGD steps during backwards, so gradients are gone before their norm is known",
         "wrapped again": "module: Feedforward inside is of a model that was given to optimizer_in_backward()",
-        "scaled": "SGD steps in backwards, and this one is of a loss that ShardedGradScaler has scaled",
-        "differentiated": "SGD steps in backwards, and this one has create_graph=True",
+        "scaled": "SGD steps during backwards, and this one is of a loss that ShardedGradScaler has scaled",
+        "differentiated": "SGD steps during backwards, and this one has create_graph=True",
     }.items():
         assert text in one[name], (name, one[name])
 
@@ -632,5 +632,5 @@ def report(rank: int, world: int) -> list[str]:
 
 
 def test_ranks_compare_who_steps_with_what_else_users_set(pool2: Run) -> None:
-    steps = "AdamW steps in backwards"
+    steps = "AdamW steps during backwards"
     assert pool2(report)[0] == ["", steps, "", steps, ""]

@@ -243,7 +243,7 @@ def refusal_of(look: Callable[[], Any]) -> str:
 
 def test_stats_keep_no_model_alive_and_want_a_whole_one(pool2: Run) -> None:
     assert pool2(look_after_deletion)[0] == (
-        "these stats belong to a model that has been deleted; call flatfsdp.stats() on another"
+        "these stats belong to a model that was deleted; call flatfsdp.stats() on another"
     )
     assert pool2(look_at_a_part)[0] == (
         "stats() of Linear, which is a part of the wrapped Tower: bytes and collectives are counted for whole models. "

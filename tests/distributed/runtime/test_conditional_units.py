@@ -625,10 +625,12 @@ def out_of_turn(rank: int, world: int, case: str) -> str:
 
 
 AGAIN = (
-    "unit 'block.experts.0' runs again inside a backward, for a checkpoint. It is of a part that was given to "
+    "unit 'block.experts.0' runs again inside a backward, for a checkpoint. It belongs to a part that was given to "
     "ensure_unit_participation(), so other ranks may not run it, and they would not know that"
 )
-PLACE = "is of a part that was given to ensure_unit_participation(), and its turn was over, or had not come: in each"
+PLACE = (
+    "belongs to a part that was given to ensure_unit_participation(), and its turn was over, or had not come: in each"
+)
 
 
 @pytest.mark.parametrize(
@@ -637,11 +639,11 @@ PLACE = "is of a part that was given to ensure_unit_participation(), and its tur
         ("order", f"unit 'block.experts.0' {PLACE} forward of 'block' its units run once"),
         ("again", f"unit 'block.experts.1' {PLACE} forward of 'block' its units run once"),
         ("later", "ranks diverged at step 1: rank 0 entered unit 'text.0'; rank 1 entered unit 'images'"),
-        ("recomputed", f"{AGAIN} all of the part is needed now. Declare it with any_order=True"),
+        ("recomputed", f"{AGAIN} the whole part is needed now. Declare it with any_order=True"),
         ("reentrant", f"{AGAIN} its gradients come only now. Pass use_reentrant=False to torch.utils.checkpoint"),
         (
             "tied",
-            "unit 'block.experts.2' is of a part that was given to ensure_unit_participation(), and has parameter",
+            "unit 'block.experts.2' belongs to a part that was given to ensure_unit_participation(), and has parameter",
         ),
     ],
 )

@@ -164,7 +164,7 @@ def test_ignoring_what_is_not_inside(world: None) -> None:
     with pytest.warns(FlatFSDPWarning) as caught:
         FullyShardedDataParallel(linear(), ignored_modules=[linear()])
     assert_expected_inline(
-        in_lines(caught[0].message), """ignored_modules: Linear not found inside Linear, without effect."""
+        in_lines(caught[0].message), """ignored_modules: Linear not found inside Linear, which has no effect."""
     )
 
 

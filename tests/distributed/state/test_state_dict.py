@@ -530,7 +530,7 @@ def test_that_of_another_model_is_reported_in_a_few_lines(pool2: Run) -> None:
         assert [line.split()[3] for line in shapes] == ["0.weight:", "1.weight:", "2.weight:"]
         assert (rest, message) == (
             "\tand 3 more of other shapes. ",
-            "\tIt is of another model; strict=False returns the names of all keys.",
+            "\tIt belongs to another model; strict=False returns the names of all keys.",
         )
 
 
@@ -568,7 +568,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
 def test_refusals(pool2: Run) -> None:
     for text in pool2(refused):
         assert "these are different intervals" in text["interval"]
-        assert "a LOCAL_STATE_DICT fits the number of ranks" in text["layout"]
+        assert "a LOCAL_STATE_DICT fits only the number of ranks" in text["layout"]
         assert "set to SHARDED_STATE_DICT" in text["types"] and "set_state_dict_type()" in text["types"]
         assert "a FullStateDictConfig, which belongs to that state_dict_type" in text["config"]
         assert "FULL_STATE_DICT" in text["name"]

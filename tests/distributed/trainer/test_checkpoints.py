@@ -295,7 +295,7 @@ def test_what_is_not_whole_is_passed_over(pool2: Any, tmp_path: Path) -> None:
     first, other = pool2(found, path, "latest")
     assert first[0] == other[0] == str(two)
     assert f"{three} is passed over: {three}/model.safetensors has {len(weights) - 1} bytes, " in "\n".join(first)
-    assert f"{tmp_path}/step-00000004 is passed over: it has no flatfsdp.json: its save did not end" in first
+    assert f"{tmp_path}/step-00000004 is passed over: it has no flatfsdp.json: its save did not finish" in first
     for name in (one, two):
         (name / "__1_0.distcp").unlink()
     for (text,) in pool2(found, path, "latest"):

@@ -238,7 +238,9 @@ def test_an_export_takes_the_place_of_another_and_of_nothing_else(run: Run, tmp_
     assert (folder / "model.safetensors").read_bytes() != first, "another seed"
     assert (folder / "more" / "merges.txt").is_file()
     (folder / "notes.txt").write_text("mine")
-    assert all("1 files that no save wrote (notes.txt)" in text for text in run(2, export_again, folder, True))
+    assert all(
+        "1 files that were not written by a save (notes.txt)" in text for text in run(2, export_again, folder, True)
+    )
     run(2, train, tmp_path / "run", {"save_every": 6})
     for text in run(2, export_again, tmp_path / "run" / "step-00000006", True):
         assert "is a checkpoint, which holds more than weights. Export to another folder" in text

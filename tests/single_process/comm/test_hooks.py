@@ -154,7 +154,7 @@ def test_hooks_are_not_registered_while_gradients_come() -> None:
     with tower() as model:
         with model.no_sync():
             forward(model).backward()
-        with refused(UsageError, "gradients accumulate, not reduced yet"):
+        with refused(UsageError, "gradients have accumulated and are not reduced yet"):
             register(model, comm_hooks.allreduce_hook)
         model.module.between = lambda: register(model, comm_hooks.allreduce_hook)
         with refused(UsageError, "was called inside a backward"):

@@ -166,7 +166,7 @@ def test_it_refuses_in_words() -> None:
     with pytest.raises(ConfigValueError, match="0 <= rank < ranks, found rank 4 of 4"), dry_run(4, rank=4):
         pass
     with fake_world(2):
-        with pytest.raises(UsageError, match="is a rank of a job already"), dry_run(4):
+        with pytest.raises(UsageError, match="is already a rank of a job"), dry_run(4):
             pass
         model = FullyShardedDataParallel(nn.Linear(2, 2))
         with pytest.raises(UsageError, match=r"inside dry_run\(\)"):

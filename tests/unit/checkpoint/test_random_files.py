@@ -290,9 +290,12 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"'model\.w': elements \[0, 40\) end at byte 10+160 of",
     ),
     "before": (lambda read: row(read).__setitem__(3, -1), r"'model\.w': chunks is -1, no integer of at least 0"),
-    "file": (lambda read: row(read).__setitem__(0, 9), r"'model\.w': it lies in file number 9, and there are"),
-    "shared": (lambda read: row(read).__setitem__(3, row(read, "extra.rng")[3]), r"__0_0\.distcp: tensor .* the same"),
-    "dtype": (lambda read: read["tensors"]["model.w"].update(dtype="float7"), r"'model\.w': 'float7' is no dtype"),
+    "file": (lambda read: row(read).__setitem__(0, 9), r"'model\.w': it is in file number 9, and there are"),
+    "shared": (
+        lambda read: row(read).__setitem__(3, row(read, "extra.rng")[3]),
+        r"__0_0\.distcp: tensor .* overlap in the file",
+    ),
+    "dtype": (lambda read: read["tensors"]["model.w"].update(dtype="float7"), r"'model\.w': 'float7' is not a dtype"),
     "shape": (
         lambda read: read["tensors"]["model.w"].update(shape=[5, 9]),
         r"'model\.w': elements \[40, 45\) lie",

@@ -88,7 +88,7 @@ def test_folders_of_others_in_the_places_of_saves_are_left_alone(tmp_path: Path)
     (run / ".step-2.new").symlink_to(foreign)
     (run / ".w.123-4.token").symlink_to(foreign)
     for name in (".step-1.new", ".step-2.new"):
-        with pytest.raises(CheckpointError, match=rf"{name} lies where saves to .* made by no save"):
+        with pytest.raises(CheckpointError, match=rf"{name} lies where saves to .* not made by one"):
             save(run / name[1:-4], keeping=keeping)
     save(run / "step-3", keeping=keeping)
     save(run / "step-4", keeping=keeping)
@@ -106,11 +106,11 @@ def test_files_that_somebody_put_into_a_folder_of_a_checkpoint_stay(tmp_path: Pa
     save(tmp_path / "x", files=write)
     save(tmp_path / "x", 2, files=write, overwrite=True)
     (tmp_path / "x" / "tokenizer" / "mine").write_text("c")
-    with pytest.raises(CheckpointError, match=r"holds 1 files that no save wrote \(tokenizer/mine\)"):
+    with pytest.raises(CheckpointError, match=r"holds 1 files that were not written by a save \(tokenizer/mine\)"):
         save(tmp_path / "x", 3, overwrite=True)
     (tmp_path / "x" / "tokenizer" / "mine").unlink()
     (tmp_path / "x" / "other").symlink_to(tmp_path)
-    with pytest.raises(CheckpointError, match=r"holds 1 files that no save wrote \(other\)"):
+    with pytest.raises(CheckpointError, match=r"holds 1 files that were not written by a save \(other\)"):
         save(tmp_path / "x", 3, overwrite=True)
 
 

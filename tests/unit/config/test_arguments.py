@@ -468,7 +468,7 @@ def test_argument_names_from_elsewhere():
         check_argument_names({"shardin_strategy": "NO_SHARD"}, where="CustomPolicy, for 'head' (Linear)")
     accepted = ", ".join(list(inspect.signature(check_arguments).parameters)[1:])
     assert str(caught.value) == (
-        "CustomPolicy, for 'head' (Linear): 'shardin_strategy' is no argument of FullyShardedDataParallel. "
+        "CustomPolicy, for 'head' (Linear): 'shardin_strategy' is not an argument of FullyShardedDataParallel. "
         f"Accepted: {accepted}. Did you mean 'sharding_strategy'?"
     )
 

@@ -533,7 +533,7 @@ def test_a_policy_whose_one_match_is_the_root_does_not_warn():
         ),
         (
             {"shardin_strategy": "NO_SHARD"},
-            "auto_wrap_policy, for '0' (Linear): 'shardin_strategy' is no argument of FullyShardedDataParallel. "
+            "auto_wrap_policy, for '0' (Linear): 'shardin_strategy' is not an argument of FullyShardedDataParallel. "
             "Accepted: process_group, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, "
             "mixed_precision, ignored_modules, param_init_fn, device_id, sync_module_states, forward_prefetch, "
             "limit_all_gathers, use_orig_params, ignored_states, device_mesh, check_values, reshard_after_forward, "

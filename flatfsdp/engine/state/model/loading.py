@@ -339,8 +339,8 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
     what = (
-        f"{clean(key)!r}: a LOCAL_STATE_DICT fits the number of ranks, the wrapping and the {FlatFace.words.argument} "
-        f"that it was made with, here {layout.world} shards of {layout.shard_numel} elements"
+        f"{clean(key)!r}: a LOCAL_STATE_DICT fits only the number of ranks, the wrapping and the "
+        f"{FlatFace.words.argument} that it was made with, here {layout.world} shards of {layout.shard_numel} elements"
     )
     remedy = ". Load it into such a model, and save SHARDED_STATE_DICT or FULL_STATE_DICT there"
     if isinstance(value, OwnedInterval):
@@ -358,7 +358,7 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
                 f"{what}; found elements [{offset}, {offset + local.numel()}) of a flat parameter of {numel}{remedy}"
             )
         return local
-    raise UsageError(f"{what}; found a {type(value).__name__}, which is no value of such a state dict")
+    raise UsageError(f"{what}; found a {type(value).__name__}, which is not a value of such a state dict")
 
 
 def _warn_of_dtypes(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
@@ -397,4 +397,4 @@ def _in_brief(error: RuntimeError) -> RuntimeError | None:
     short = "\n".join([first, *kept])
     if len(short) == len(reported):
         return None
-    return RuntimeError(f"{short}\n\tIt is of another model; strict=False returns the names of all keys.")
+    return RuntimeError(f"{short}\n\tIt belongs to another model; strict=False returns the names of all keys.")

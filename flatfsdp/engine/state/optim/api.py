@@ -235,8 +235,8 @@ def _rekeyed(
     if flat is not None:
         raise ConfigValueError(
             f"rekey_optim_state_dict: parameter {flat.key} of the optimizer is a flat parameter of "
-            f"{len(flat.params)} parameters, {flat.name!r} the first, so numbers and names are not the same count. "
-            "Give the model that is not wrapped, with its optimizer; for a wrapped one, optim_state_dict() and "
+            f"{len(flat.params)} parameters, {flat.name!r} the first, so numbers and names do not match one to one. "
+            "Pass the unwrapped model, with its optimizer; for a wrapped one, optim_state_dict() and "
             "optim_state_dict_to_load() go from one to the other"
         )
     new: dict[Any, Any]

@@ -87,7 +87,7 @@ def _compare(given: dict[str, Any], own: dict[str, Any] | None) -> None:
         "What optimizer.state_dict() returns is one rank's pieces: either rank 0's was saved and is loaded on every "
         "rank, or it was made with another number of ranks or another wrapping. Save what "
         "FullyShardedDataParallel.optim_state_dict(model, optimizer) returns, and load what optim_state_dict_to_load("
-        "model, optimizer, saved) makes of it, on any number of ranks; or save one file per rank, for the same ranks"
+        "model, optimizer, saved) returns for it, on any number of ranks; or save one file per rank, for the same ranks"
     )
 
 

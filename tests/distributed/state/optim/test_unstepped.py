@@ -274,10 +274,10 @@ def test_groups_by_names_that_match_nothing_are_reported_once(pool2: Run) -> Non
     (message,), others = pool2(reported, groups_by_name)
     assert others == []
     assert message == (
-        "no optimizer steps on the parameters of this model: it has got gradients in two backwards, and the AdamW that "
-        "stepped between them holds no parameter with a gradient (2 of its 2 param groups are empty). Names of flat "
-        "parameters end in '_flat_param' (0._flat_param, 2._flat_param), so groups that are picked by names such as "
-        "'bias' are empty; use_orig_params=True keeps the original names"
+        "no optimizer steps on the parameters of this model: it received gradients in two backwards, and the AdamW "
+        "that stepped between them holds no parameter with a gradient (2 of its 2 param groups are empty). Names of "
+        "flat parameters end in '_flat_param' (0._flat_param, 2._flat_param), so groups that are picked by names such "
+        "as 'bias' are empty; use_orig_params=True keeps the original names"
     )
 
 
@@ -285,11 +285,11 @@ def test_flat_parameters_that_no_optimizer_has_beside_others_are_reported_once(p
     (message,), others = pool2(reported, head_group_beside_body)
     assert others == []
     assert message == (
-        "no optimizer steps on some flat parameters of this model (_flat_param): they have got gradients in two "
+        "no optimizer steps on some flat parameters of this model (_flat_param): they received gradients in two "
         "backwards, and the SGD has others (1 of its 2 param groups are empty). A flat parameter is listed by the "
-        "module that is wrapped, and modules inside of that list none of it. Take all of model.parameters(), wrap "
-        "modules that need a param group of their own, or wrap with use_orig_params=True. If it is meant, "
-        "requires_grad_(False) on them saves their gradients"
+        "module that is wrapped, and modules inside of it do not list it. Take all of model.parameters(), wrap "
+        "modules that need a param group of their own, or wrap with use_orig_params=True. If this is intended, "
+        "requires_grad_(False) on them avoids computing their gradients"
     )
 
 
