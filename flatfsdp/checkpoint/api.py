@@ -129,7 +129,7 @@ def _taking(
         state = {part.name: part.state for part in parts} | ({} if extra is None else {"extra": extra})
         ties = {f"{part.name}.{name}": f"{part.name}.{first}" for part in parts for name, first in part.ties.items()}
         contents = Contents.of(state, ties, frozenset(f"{part.name}.{name}" for part in parts for name in part.buffers))
-        return contents.staged() if copied else contents
+        return contents.staged(background.host_of(ranks)) if copied else contents
 
     return take
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from ..engine.device.host_copies import HostCopies
 from ..errors import CheckpointError
 from .ranks import CheckpointRanks
 from .saving import Contents, SaveRequest, save_contents
@@ -48,6 +49,12 @@ class Saving:
 
 
 _last: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()
+_hosts: weakref.WeakKeyDictionary[Any, HostCopies] = weakref.WeakKeyDictionary()
+
+
+def host_of(ranks: CheckpointRanks) -> HostCopies:
+    """The memory for copies of these ranks' state: read until the last save has ended, for which the next one waits."""
+    return _hosts.setdefault(ranks.key, HostCopies())
 
 
 def finish_before(ranks: CheckpointRanks, take: Callable[[], Contents]) -> Callable[[], Contents]:

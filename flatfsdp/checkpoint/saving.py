@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..engine.agreement.checksums import checksum
+from ..engine.device.host_copies import HostCopies
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigTypeError, few, one_rank_warns, refuse_value, warn_once
 from . import metadata
@@ -74,9 +75,14 @@ class Contents:
         values = {key: encode(leaf, key) for key, leaf in leaves.items() if key not in tensors}
         return cls(tensors, values, paths, ties or {}, buffers)
 
-    def staged(self) -> Contents:
-        """The same with copies of the tensors, on the CPU, which later changes of the originals do not affect."""
-        copies = {id(tensor): _copied(tensor) for tensor in self.tensors.values()}  # one copy for all tied names
+    def staged(self, host: HostCopies) -> Contents:
+        """The same with copies of the tensors, by `host`, which later changes of the originals do not affect."""
+        originals = {id(tensor): tensor for tensor in self.tensors.values()}  # one copy for all tied names
+        locals_ = [each.local if isinstance(each, OwnedInterval) else each for each in originals.values()]
+        copies = {
+            key: each.with_local(copy) if isinstance(each, OwnedInterval) else copy
+            for (key, each), copy in zip(originals.items(), host.of(locals_), strict=True)
+        }
         return replace(self, tensors={key: copies[id(tensor)] for key, tensor in self.tensors.items()})
 
     def without_ties(self) -> Contents:
@@ -86,12 +92,6 @@ class Contents:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, OwnedInterval | torch.nn.Parameter) or type(tensor) in (torch.Tensor, torch.nn.Buffer)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, OwnedInterval):
-        return tensor.with_local(tensor.local.detach().to("cpu", copy=True))
-    return tensor.detach().to("cpu", copy=True)
 
 
 @dataclass(frozen=True)
