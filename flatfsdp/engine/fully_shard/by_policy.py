@@ -11,6 +11,7 @@ from ...errors import ConfigTypeError, did_you_mean, one_rank_warns, refuse_type
 from ..comm.process_groups import is_first_of
 from ..config.arguments import check_arguments, own
 from ..wrapping.auto_wrap import plan_wrapping
+from ..wrapping.shared_storage import follow_ties
 from .arguments import Call, check_call
 from .in_place import shard
 
@@ -26,6 +27,7 @@ def shard_by_policy(module: Any, policy: Any, front_class: type, settings: dict[
         whole = _checked(module, {**settings, "shard_placement_fn": None})  # the rest, before any module is sharded
         settings = {**settings, "mesh": whole.config.device_mesh}
         policy = check_arguments(module, auto_wrap_policy=policy).auto_wrap_policy
+        follow_ties(module, (), whole.config.ignored_params)  # across units, while all of them have their memory
         planned = () if policy is None else _plan(module, policy, settings, whole)
     for each, own_settings, island in planned:
         shard(_checked(each, own_settings, island=island), front_class)

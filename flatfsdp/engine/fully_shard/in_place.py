@@ -19,6 +19,7 @@ from ..flat.extensions import TransformedParam
 from ..runtime.model import model_of
 from ..runtime.unit import Unit
 from ..wrapping.build import Front, build_unit
+from ..wrapping.shared_storage import follow_ties
 from ..wrapping.wrapper_support import apply_to_tensors, keep_model
 from .arguments import CALL, Call
 from .class_swap import swap_class
@@ -42,6 +43,8 @@ def shard(call: Call, front_class: type) -> None:
             call.mesh.spmd,
             call.elsewhere,
         )
+        if call.dims:
+            follow_ties(call.holder, (), call.config.ignored_params)  # before memory is laid out in another order
         lay_out(call.dims)
         model = build_unit(call.holder, resolve_groups(call.config), island=call.island, front=front)
     for module in call.modules:

@@ -25,6 +25,7 @@ from ..runtime.param_registry import disown
 from ..runtime.unit import Unit
 from ..state.full_params import unwrap
 from .init_sync import agree_to_undo, meeting_axes
+from .shared_storage import follow_ties
 
 
 def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Module]) -> ExitStack:
@@ -36,6 +37,7 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
     if policy is None:
         return ExitStack()
     ignored_modules, ignored_params = ignored_of(module, config)
+    follow_ties(module, ignored_modules, ignored_params)  # across units, while all of them have their memory
     nested = config.replace(auto_wrap_policy=None)
     kwargs = {
         f.name: getattr(nested, f.name) for f in fields(nested) if f.name not in ("ignored_modules", "ignored_params")

@@ -61,6 +61,7 @@ from ..state.optim.stamp import stamp_state_dicts
 from .auto_wrap import check_called
 from .init_sync import meeting_axes, reporting_failure, synchronize
 from .materialize import materialize, replace_referenced
+from .shared_storage import follow_ties
 
 # From the transformed parameters, the leaves of one handle, and the mesh over which they are sharded, to the function
 # that makes the handle's face.
@@ -127,6 +128,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         reshard = reshard_choices("reshard_after_forward", config.reshard_after_forward, shards=shards)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
+        memory = follow_ties(module, ignored_modules, ignored_params)
         replaced = _off_meta(modules, device, config, ignored_params, front, meshes)
         param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params, front)
         if not front.entries:
@@ -161,6 +163,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     _ignore(ignored_modules, ignored_refs)
     model = new_model(unit, ModelSettings.of(config, device), tracker, nested)
     own_besides(unit, replaced)
+    memory.remember(unit)
     if initial_checksums is not None:
         initial_checksums.seal(own_pieces(unit))
         model.setup.initial_checksums[unit] = initial_checksums
