@@ -65,7 +65,6 @@ class ForwardDriver:
         setup, iteration, agreement = self.setup, self.iteration, self.agreement
         training = torch.is_grad_enabled()
         if not setup.ready:
-            setup.check_runs_first(unit)
             setup.lazy_init(training=training)
         elif not setup.placed:
             setup.check_placed()

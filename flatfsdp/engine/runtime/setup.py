@@ -21,7 +21,6 @@ from ..comm.block_codec import codecs
 from ..comm.comm_hook import reducers
 from ..comm.process_groups import extent_of, groups_in_words
 from ..comm.transport import Transport
-from ..config.arguments import has_forward
 from ..flat.flat_param import FlatParamHandle
 from . import fast_paths
 from .apart import axes_of_norms
@@ -69,16 +68,6 @@ class Setup:
         return self.units[-1]
 
     # -- before the first collective ---------------------------------------------------------------------------------
-
-    def check_runs_first(self, unit: Unit) -> None:
-        """Raise if the forward of `unit` may not be the first one."""
-        outermost = self.outermost
-        if unit is not outermost and not unit.entries.in_place and has_forward(outermost.entries.first):
-            raise UsageError(
-                f"the forward of a nested unit ({unit.entries.class_name}) ran before the first forward of the root "
-                f"({outermost.entries.class_name}) that it belongs to; call the outermost FullyShardedDataParallel "
-                "module first"
-            )
 
     def lazy_init(self, *, training: bool = False) -> None:
         """At the first forward: name and connect the units, and agree with the other ranks. Collective over all

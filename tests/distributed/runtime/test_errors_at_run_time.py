@@ -355,16 +355,6 @@ wrapping, or pass device_id=""",
     )
 
 
-def test_the_forward_of_a_nested_unit_first(world: None) -> None:
-    model = FullyShardedDataParallel(nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear})
-    assert_expected_inline(
-        reported(lambda: model[0](torch.ones(1, 4))),
-        """\
-the forward of a nested unit (Linear) ran before the first forward of the root (Sequential) that it
-belongs to; call the outermost FullyShardedDataParallel module first""",
-    )
-
-
 def test_no_sync_on_a_nested_unit(world: None) -> None:
     model = FullyShardedDataParallel(nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear})
     assert_expected_inline(
