@@ -206,6 +206,8 @@ class BackwardHooks:
         if unit.phase is FORWARD:
             _refuse_inside_forward(unit)
         backward, own = self.begin(), unit.backward
+        if self.iteration.substitutes.kept:
+            self.iteration.substitutes.before_backward(unit)
         if call is None:
             own.ends_unseen.append(_torch.node_now())
             if unit.leaves.runs_late is not False and (unit.owning_units or unit.trainable_leaves()):

@@ -17,7 +17,7 @@ from ..agreement.once_per_job import warn_once_per_job
 from ..base import _functorch, _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
-from ..base.nested_tensors import cast_floating, map_tensors, move, tensors_in
+from ..base.nested_tensors import cast_floating, map_tensors, tensors_in
 from ..flat.buffer_casting import cast_buffers
 from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_UNSHARDED, check_unwritten, keep_packed
@@ -31,6 +31,7 @@ from .late_gradients import follow_customs
 from .model_facts import trained_parameters
 from .resources import Resources
 from .setup import Setup
+from .substitutes import Given
 from .turns import PLAIN
 from .unit import Unit, follow_requires_grad
 from .unit_state import ForwardCall
@@ -96,6 +97,8 @@ class ForwardDriver:
         if new_record:
             iteration.record = ForwardRecord(knows_late=iteration.record.asks_late)
             self.gradient_flow.unhook()
+        if iteration.substitutes.kept:
+            iteration.substitutes.drop_unused(all_kept=new_record)
         self.gathers.order.begin()
         iteration.training = training
         if self._turns_version != setup.version:
@@ -169,24 +172,33 @@ class ForwardDriver:
             return self._run_summoned(unit, args, kwargs, called)
         outermost = self._enter(unit)
         phase, recomputing, again = unit.phase, _torch.in_backward(), unit.phase is FORWARD  # inside its own forward
+        given = Given(args, kwargs)
         try:
-            unit_call, args, kwargs, outer_dtype = self._before(unit, outermost, recomputing, args, kwargs, runs=again)
+            self._before(unit, outermost, recomputing, runs=again)
+            outer_dtype = given.dtype if unit.built.island else unit.built.output_dtype
+            self._substitute(unit, outermost, given)
+            unit_call = self._watch(unit, outermost, recomputing, given)
             dtype = None if (low := unit.built.mixed_precision.buffer_dtype) is None or unit.in_full_precision else low
             if self.iteration.record.knows_late and not recomputing:
                 called = functools.partial(follow_customs, unit, self.backwards.of_unit[unit].custom_ran, called)
             with cast_buffers(unit.built.modules, dtype):
-                output = called(*args, **kwargs)
+                output = called(*given.args, **given.kwargs)
             if not (recomputing or self.iteration.turns.plain):
                 self.iteration.turns.module_ran(unit, self.gathers)
-            output = _own_output(unit, output)
+            if given.substitutes is not None:
+                given.return_places()
+                if torch.is_grad_enabled():
+                    self.iteration.substitutes.keep(unit, given.substitutes, self.iteration.record.running)
+            output = _own_output(unit, output, given)
             if outer_dtype is not None:
-                output = cast_floating(output, outer_dtype)
+                output = cast_floating(output, outer_dtype, in_place=given)
             if entry is not None and unit.entries.are_several and not recomputing:
                 self.gathers.entry_ran(unit, id(entry))
-            self._after(unit, recomputing, unit_call, output, stays=stays, again=again)
+            self._after(unit, recomputing, unit_call, given, output, stays=stays, again=again)
             for observe in () if recomputing else self.observers.forward_ended:
                 observe(unit, output, outermost=outermost)
         except BaseException as error:
+            given.return_places()
             unit.phase = phase
             if recomputing:
                 self.agreement.refuse(error)
@@ -222,22 +234,15 @@ class ForwardDriver:
                 f"unit {unit.label}: forward inside summon_full_params(rank0_only=True), which gives this rank no "
                 "whole parameters; leave the context first, or run it on rank 0 alone with all units summoned"
             )
-        args, kwargs = move((args, kwargs), self.resources.device.device)
-        return called(*args, **kwargs)
+        given = Given(args, kwargs)
+        try:
+            given.substitute(device=self.resources.device.device, dtype=None)
+            return called(*given.args, **given.kwargs)
+        finally:
+            given.return_places()
 
-    def _before(
-        self,
-        unit: Unit,
-        outermost: bool,
-        recomputing: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        runs: bool,
-    ) -> tuple[ForwardCall | None, tuple[Any, ...], dict[str, Any], torch.dtype | None]:
-        """Gather `unit`, and cast its inputs; the last item is the dtype to which outputs are cast back. `runs`: it is
-        called inside of its own forward."""
-        outer_dtype = unit.built.output_dtype
+    def _before(self, unit: Unit, outermost: bool, recomputing: bool, *, runs: bool) -> None:
+        """Gather `unit`. `runs`: it is called inside of its own forward."""
         if self.iteration.stage in ENDED_BADLY and not recomputing:
             self._end_inner_failure()
         if recomputing and any(grads.arrived for grads in unit.grads):
@@ -248,22 +253,26 @@ class ForwardDriver:
         self.gathers.unshard(unit, runs=runs)
         follow_requires_grad((unit,))
         unit.record_event("forward")
-        if outermost:
-            args, kwargs = move((args, kwargs), self.resources.device.device)
-        if unit.built.island:
-            outer_dtype = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
-            args, kwargs = cast_floating((args, kwargs), unit.handles[0].shard.dtype if unit.handles else torch.float32)
-        if (dtype := unit.resolved.input_dtype) is not None and not unit.in_full_precision:
-            args, kwargs = cast_floating((args, kwargs), dtype)
+
+    def _substitute(self, unit: Unit, outermost: bool, given: Given) -> None:
+        """Give the forward of `unit` inputs on its device and in its dtype. [Note: substitutes]"""
+        dtype = None if unit.in_full_precision else unit.resolved.input_dtype
+        if dtype is None and unit.built.island:
+            dtype = unit.handles[0].shard.dtype if unit.handles else torch.float32
+        if outermost or dtype is not None:
+            given.substitute(device=self.resources.device.device if outermost else None, dtype=dtype)
+
+    def _watch(self, unit: Unit, outermost: bool, recomputing: bool, given: Given) -> ForwardCall | None:
+        """Notify observers of the inputs of `unit`, and hook what its backward needs."""
         if not recomputing:
             for observe in self.observers.forward_begins:
-                observe(unit, (args, kwargs), outermost=outermost)
+                observe(unit, (given.args, given.kwargs), outermost=outermost)
         if not torch.is_grad_enabled():
-            return None, args, kwargs, outer_dtype
+            return None
         of_unit = self.backwards.of_unit
         for each in (unit, *unit.owning_units):  # an owner may not run itself
             _watch_leaves(each, of_unit[each])
-        return self._watch_inputs(unit, (args, kwargs)), args, kwargs, outer_dtype
+        return self._watch_inputs(unit, given.trained())
 
     def _forget_autocast(self) -> None:
         """Drop autocast's copies of weights, which it keeps for leaves until its context ends.
@@ -274,17 +283,13 @@ class ForwardDriver:
         if torch.is_autocast_enabled(self.resources.device.device.type):
             torch.clear_autocast_cache()
 
-    def _watch_inputs(self, unit: Unit, inputs: Any) -> ForwardCall | None:
-        """Hook the inputs, whose gradients show that this call's backward has finished.
+    def _watch_inputs(self, unit: Unit, inputs: list[torch.Tensor]) -> ForwardCall | None:
+        """Hook the trained inputs, whose gradients show that this call's backward has finished.
 
         The parameters' own gradients do not: frozen ones have none, and a detached use, or a segment recomputed inside
         the module, reads a parameter after its gradient has arrived. If an earlier call of another unit also read an
         input, its gradient arrives only after the backward of that unit; it is awaited only for lack of other inputs.
         """
-        args, kwargs = inputs
-        inputs = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
-        if kwargs:
-            inputs += [tensor for tensor in tensors_in(kwargs) if tensor.requires_grad]
         flow = self.gradient_flow
         awaited = [tensor for tensor in inputs if flow.first_reader(tensor, unit)]
         if not awaited and unit.has_frozen:
@@ -312,7 +317,15 @@ class ForwardDriver:
         return call
 
     def _after(
-        self, unit: Unit, recomputing: bool, call: ForwardCall | None, output: Any, *, stays: bool, again: bool
+        self,
+        unit: Unit,
+        recomputing: bool,
+        call: ForwardCall | None,
+        given: Given,
+        output: Any,
+        *,
+        stays: bool,
+        again: bool,
     ) -> None:
         """`stays`: whether the unit stays unsharded if it is trained and no output requires a gradient; `again`: it
         does, for the forward around this one."""
@@ -324,6 +337,9 @@ class ForwardDriver:
         reached = keep = False
         if training:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            if made := given.made():
+                returned = set(map(id, outputs))
+                outputs += [tensor for tensor in made if id(tensor) not in returned]
             watches: Sequence[object] = [None] * len(outputs)
             if call is not None and call.watch is not None:
                 call, watches = call.let_go(outputs)
@@ -424,7 +440,7 @@ def unshard_at_first_gradient(unit: Unit, held: UnitHooks) -> None:
             hooks.before_leaf(leaf, reached)
 
 
-def _own_output(unit: Unit, output: Any) -> Any:
+def _own_output(unit: Unit, output: Any, given: Given) -> Any:
     """`output` with copies of tensors that are views of unsharded parameters, whose memory is about to be freed."""
     occupied: set[int] = set()
     for each in (unit, *unit.owning_units) if unit.owning_units else (unit,):
@@ -443,7 +459,7 @@ def _own_output(unit: Unit, output: Any) -> Any:
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return _functorch.inside(tensor.clone) if _storage_pointer(tensor) in occupied else tensor
 
-    return own(output) if type(output) is torch.Tensor else map_tensors(own, output)
+    return own(output) if type(output) is torch.Tensor else map_tensors(own, output, in_place=given)
 
 
 def _storage_pointer(tensor: torch.Tensor) -> int:

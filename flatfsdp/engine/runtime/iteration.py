@@ -32,6 +32,7 @@ from .backward import Backward
 from .finish import Finisher
 from .grad_accumulators import GradAccumulators
 from .resources import Resources
+from .substitutes import KeptSubstitutes
 from .turns import PLAIN
 from .unit import Unit
 from .unit_state import UnitBackward
@@ -95,6 +96,7 @@ class Iteration:
         turns: of units in the forward. [Note: turns]
         pending: gradients of the last backward that are still being reduced. [Note: deferred gradients]
         left_unreduced: the last backward with reductions computed no gradient on any rank. [Note: left unreduced]
+        substitutes: in the arguments of forwards that a backward may recompute in part. [Note: substitutes]
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Iteration:
         """`units`: the list of the model itself, which may change."""
         self.stage = IDLE
         self.record: ForwardRecord[Unit] = ForwardRecord()
+        self.substitutes = KeptSubstitutes()
         self.backward: Backward | None = None
         self.depth = 0
         self.ahead: dict[Unit, None] = {}
@@ -215,6 +218,8 @@ class Iteration:
         """The graph task has ended: flush, and close the iteration. Collective."""
         if self.backward is not backward:
             return
+        if self.substitutes.kept:
+            self.substitutes.after_backward()
         try:
             backward.flush()
             if backward.sync:
@@ -245,6 +250,8 @@ class Iteration:
         """The graph task failed: restore `.grad` immediately; the next call does everything else (`close`)."""
         if self.backward is not backward:
             return
+        if self.substitutes.kept:
+            self.substitutes.after_backward()
         self.backward = None
         self.enter(FAILED)
         self._name_used_at_rest()
