@@ -44,6 +44,7 @@ def save(
     model_format: str = "flatfsdp",
     files: Callable[[Path], None] | None = None,
     keeping: Keeping | None = None,
+    names: Callable[[str], bool] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save to the folder `path`, which becomes a checkpoint when this returns and stays unchanged until then.
@@ -69,6 +70,8 @@ def save(
         files: writes small files (a config, a tokenizer) into the new folder, which is its argument, before that takes
             its place; called once, on the first rank (`per_node`: of each node). The checkpoint's checksums cover them.
         keeping: remove other checkpoints from the folder around `path` when this one is complete.
+        names: selects the entries of the model's state dict to save, by their names; equal on all ranks. None for all.
+            `load` needs the same selection.
         process_group: the ranks that save; None for all.
 
     `model` and `optimizer` may also be state dicts, of whole tensors or of type `StateDictType.SHARDED_STATE_DICT`.
@@ -81,7 +84,7 @@ def save(
     ranks = CheckpointRanks(process_group, "checkpoint.save()")
     request = SaveRequest(path, overwrite, per_node, metrics or {}, model_format, files, keeping)
     with ranks.calling(model):
-        take = _taking(ranks, request, parts_of(model, optimizer), extra, copied=False)
+        take = _taking(ranks, request, parts_of(model, optimizer), extra, names, copied=False)
         save_contents(ranks, request, background.finish_before(ranks, take))
 
 
@@ -97,6 +100,7 @@ def async_save(
     model_format: str = "flatfsdp",
     files: Callable[[Path], None] | None = None,
     keeping: Keeping | None = None,
+    names: Callable[[str], bool] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
     """As `save`, but only the copy to host memory is awaited; a thread then saves the copies, and calls `files`.
@@ -112,18 +116,25 @@ def async_save(
     ranks = CheckpointRanks(process_group, "checkpoint.async_save()")
     request = SaveRequest(path, overwrite, per_node, metrics or {}, model_format, files, keeping)
     with ranks.calling(model):
-        take = _taking(ranks, request, parts_of(model, optimizer), extra, copied=True)
+        take = _taking(ranks, request, parts_of(model, optimizer), extra, names, copied=True)
         return background.start(ranks, request, take)
 
 
 def _taking(
-    ranks: CheckpointRanks, request: SaveRequest, parts: list[Section], extra: State | None, *, copied: bool
+    ranks: CheckpointRanks,
+    request: SaveRequest,
+    parts: list[Section],
+    extra: State | None,
+    names: Callable[[str], bool] | None,
+    *,
+    copied: bool,
 ) -> Callable[[], Contents]:
     """Collect the state to save, in memory that nothing else writes to if `copied`. Collective."""
     doing = f"saving {CheckpointFolder.at(request.path).path}"
     ranks.agree(doing, f"a save of {_listed(parts)}{', the model as safetensors' * request.safetensors}")
     for part in parts:
         ranks.exchange(doing, partial(part.take, in_use=True))
+        part.select(names)
 
     def take() -> Contents:
         state = {part.name: part.state for part in parts} | ({} if extra is None else {"extra": extra})
@@ -143,6 +154,7 @@ def load(
     verify: bool = True,
     trust: bool = False,
     extra: Callable[[tuple[str | int, ...]], bool] | None = None,
+    names: Callable[[str], bool] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load the checkpoint at `path`.
@@ -161,6 +173,8 @@ def load(
             pickle, and reading a pickle runs any code that it names.
         extra: selects the extra values to read and return, by the keys that lead to each; None for all. May differ
             between ranks. Not supported for checkpoints of torch.distributed.checkpoint.
+        names: selects the entries of the model's state dict to load, by their names; equal on all ranks. None for all.
+            The other entries keep their values.
         process_group: the ranks that load; None for all.
 
     Returns:
@@ -180,7 +194,7 @@ def load(
         ranks.agree(doing, f"a load of {_listed(parts)}, {strict=}, {verify=}, {trust=}")
         for part in parts:
             ranks.exchange(doing, partial(part.take, in_use=False))
-        names = [part.name for part in parts]
+            part.select(names)
         if all(ranks.exchange(doing, lambda: trust and is_foreign(path))):
             foreign = ranks.together(doing, lambda: DcpFolder(path))
             targets = ranks.together(doing, lambda: _targets(parts, foreign.tensors(), strict=strict))
@@ -189,7 +203,8 @@ def load(
             found = find(ranks, path, check=verify)
             values = [plain(path) for path, _ in found.manifest.values.values()]
             targets = ranks.together(doing, lambda: _targets(parts, found.tensors(), values, strict=strict))
-            read, others = found.read(ranks, doing, targets, names, extra or (lambda keys: True))
+            sections = [part.name for part in parts]
+            read, others = found.read(ranks, doing, targets, sections, extra or (lambda keys: True))
         for part in parts:
             ranks.exchange(doing, lambda part=part: part.load(read.get(part.name, {})))  # type: ignore[misc]
     return others

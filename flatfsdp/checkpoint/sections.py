@@ -5,7 +5,7 @@ gradients, and how they are loaded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -52,6 +52,13 @@ class Section:
 
     def take(self, *, in_use: bool) -> None:
         """Collect `state`, whose tensors may share the model's memory if `in_use`, or else are filled. Collective."""
+
+    def select(self, names: Callable[[str], bool] | None) -> None:
+        """Leave only the entries with these `names` in the `state` of a model."""
+        if names is not None and self.name == "model":
+            self.state = {name: each for name, each in self.state.items() if names(name)}
+            self.ties = {name: first for name, first in self.ties.items() if {name, first} <= self.state.keys()}
+            self.buffers = {name for name in self.buffers if name in self.state}
 
     def expect(self, there: Mapping[str, TensorSpec]) -> None:
         """Set `state` to the entries to load from a checkpoint with these tensors, by key ([Note: keys])."""

@@ -269,6 +269,9 @@ class TrainingArguments(Settings):
     save_at_end: bool = setting(True, "save a checkpoint at the end")
     save_async: bool = setting(True, "write checkpoints in the background")
     save_format: SaveFormat = setting("safetensors", "format of the weights in a checkpoint")
+    save_frozen: bool = setting(
+        False, "with lora: save the frozen weights of the base model in each checkpoint, too, rather than its name"
+    )
     save_on_each_node: bool = setting(False, "save to a local disk of each node rather than to a shared one")
     keep_last: Count = setting(2, "keep the last N checkpoints")
     keep_best: Whole = setting(0, "also keep the best N checkpoints")

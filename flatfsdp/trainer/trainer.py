@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from flatfsdp.trainer.callbacks import Callback, ProgressBar
 from flatfsdp.trainer.data_loading import Loader
 from flatfsdp.trainer.fused_loss import fused
 from flatfsdp.trainer.gradients import add_gradients
-from flatfsdp.trainer.hub.adapters import export_adapter, is_adapted
+from flatfsdp.trainer.hub.adapters import adapter_files, entries_without_base, export_adapter, is_adapted
 from flatfsdp.trainer.hub.pretrained import Pretrained
 from flatfsdp.trainer.instantiate import check_options, collate_for, make, named
 from flatfsdp.trainer.launch import RankContext
@@ -36,12 +37,12 @@ from flatfsdp.trainer.model.hugging_face import files_of
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.objectives import objective_for
 from flatfsdp.trainer.optimizers import WarmupDecayLR, make_optimizer, make_scheduler, options_kept, warn_of_other_rates
-from flatfsdp.trainer.process_group import node
+from flatfsdp.trainer.process_group import TrainerRanks, node
 from flatfsdp.trainer.randomness import seed_all
 from flatfsdp.trainer.run import Evaluation, ModelSize, Progress, Run, TrainingResult, planned_steps
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component, rng_component, stateful_component
-from flatfsdp.trainer.state.run_checkpoints import RunCheckpoints
+from flatfsdp.trainer.state.run_checkpoints import RunCheckpoints, SavedAdapters
 from flatfsdp.trainer.state.run_folder import begins, refuse_run_in, run_in, with_folder
 from flatfsdp.trainer.terminal import print_line
 from flatfsdp.trainer.utilization import flops_per_token
@@ -91,6 +92,7 @@ class Trainer(Run):
             elements = sum(parameter.numel() for parameter in plain.parameters())
             size = ModelSize(elements, flops_per_token(plain.parameters()))
             files = files_of(plain, make(task, "tokenizer"))
+            adapts, without_base = is_adapted(plain), entries_without_base(plain)
             # A model that was made elsewhere may have different values on each rank.
             synced = dataclasses.replace(fsdp, sync_module_states=fsdp.sync_module_states or plain is task.model)
             model = shard(plain, synced, device=world.device)
@@ -107,13 +109,23 @@ class Trainer(Run):
             states: dict[str, Any] = {"progress": progress, "scheduler": scheduler, "data": loader}
             components = [stateful_component(name, each) for name, each in states.items()]
             components += _optional_components(scaler, callbacks, training.seed)
+            adapters = None
+            if adapts:
+                base = pretrained.name if isinstance(pretrained, Pretrained) else ""
+                # Only a model by name has a base that can be loaded again.
+                again = bool(base) and not pretrained.options.from_scratch and not training.save_frozen
+                gather = partial(
+                    adapter_files, everywhere=training.save_on_each_node, ranks=TrainerRanks(), files=files
+                )
+                adapters = SavedAdapters(without_base if again else None, base if again else "", gather)
             super().__init__(
                 task=task, training=training, fsdp=fsdp, callbacks=callbacks, world=world, size=size, model=model,
                 objective=objective, optimizer=optimizer, scaler=scaler, scheduler=scheduler, loader=loader,
                 evaluation=Evaluation(eval_data, collate), progress=progress,
-                checkpoints=RunCheckpoints(_manager(training), components, files),
+                checkpoints=RunCheckpoints(_manager(training), components, files, adapters),
             )  # fmt: skip
-            if isinstance(pretrained, Pretrained) and not self._finds_checkpoint():
+            # A checkpoint of adapters has no base.
+            if isinstance(pretrained, Pretrained) and (is_adapted(model) or not self._finds_checkpoint()):
                 pretrained.load_into(model)
             seed_all(training.seed + 1 + world.rank)  # dropout differs between ranks
 

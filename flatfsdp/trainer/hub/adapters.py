@@ -94,6 +94,51 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(inside(model), "peft_config")
 
 
+def entries_without_base(model: nn.Module) -> Callable[[str], bool]:
+    """Whether an entry of the state dict of `model`, before it is sharded, is more than a frozen parameter of the
+    adapted model, or what its quantization keeps with it."""
+    frozen = {
+        name
+        for name, each in model.named_parameters(remove_duplicate=False)
+        if not each.requires_grad and name_in_base(name) is not None
+    }
+
+    def is_saved(name: str) -> bool:
+        parts = name.split(".")
+        return not any(".".join(parts[:end]) in frozen for end in range(1, len(parts) + 1))
+
+    return is_saved
+
+
+def adapter_files(
+    model: nn.Module, *, everywhere: bool, ranks: TrainerRanks, files: Callable[[Path], None] | None
+) -> Callable[[Path], None]:
+    """A function that writes the adapters of `model` like `PeftModel.save_pretrained`, with their values of now.
+    Collective; the function communicates nothing. The first rank can call it, or with `everywhere` each."""
+    found = _gathered(model, kept=everywhere or ranks.rank == 0, dtype=None)
+
+    def write(folder: Path) -> None:
+        _write(model, folder, found)
+        if files is not None:
+            files(folder)
+
+    return write
+
+
+def _gathered(model: nn.Module, *, kept: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, whole in whole_parameters(model, lambda name: name_in_base(name) is None):
+        if kept:
+            found[name] = whole.to("cpu", dtype, copy=True)
+    return found
+
+
+def _write(model: nn.Module, folder: Path, found: Mapping[str, Tensor]) -> None:
+    adapted: Any = inside(model)
+    # Adapted embeddings are stored with the adapters only; PEFT would ask the Hub whether the base has others.
+    adapted.save_pretrained(folder, state_dict=dict(found), save_embedding_layers=False)
+
+
 def export_adapter(
     model: nn.Module,
     folder: Path,
@@ -125,15 +170,11 @@ def export_adapter(
             raise CheckpointError(f"{folder} holds {few(there)}: {hint}")
 
     ranks.collective_call(doing, look)
-    found: dict[str, Tensor] = {}
-    for name, whole in whole_parameters(model, lambda name: name_in_base(name) is None):
-        if leads:
-            found[name] = whole.to("cpu", dtype, copy=True)
+    found = _gathered(model, kept=leads, dtype=dtype)
 
     def write() -> None:
-        adapted: Any = inside(model)
         if leads:
-            adapted.save_pretrained(folder, state_dict=found)
+            _write(model, folder, found)
             if files is not None:
                 files(folder)
 

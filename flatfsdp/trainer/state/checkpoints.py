@@ -130,6 +130,8 @@ class CheckpointManager:
         components: Sequence[Component] = (),
         metrics: Mapping[str, float] | None = None,
         files: Callable[[Path], None] | None = None,
+        names: Callable[[str], bool] | None = None,
+        base: str = "",
     ) -> SaveResult:
         """Save ``step-<step>``; an existing one is replaced when the new one is complete.
 
@@ -140,6 +142,8 @@ class CheckpointManager:
             metrics: metrics of this checkpoint, by which the best are chosen.
             files: writes small files next to the weights, as for `flatfsdp.checkpoint.save`; called in a thread for an
                 asynchronous save.
+            names: the entries of the model's state dict to save; None for all.
+            base: the model that has the other entries, for the error of a load without it.
 
         Raises:
             CheckpointError: on every rank: this save, or the earlier one in the background, failed; older checkpoints
@@ -149,7 +153,7 @@ class CheckpointManager:
         start = time.monotonic()
         self.finish()
         states, table = take(components, self._ranks)
-        described = {"step": step, "world": self._ranks.world, "components": table}
+        described = {"step": step, "world": self._ranks.world, "components": table} | ({"base": base} if base else {})
         # The table in a tuple is one value, instead of one for each of its leaves.
         extra = {"trainer": described | {"components": (table,)}} | ({"components": states} if states else {})
         save = checkpoint.async_save if self._asynchronous else checkpoint.save
@@ -162,8 +166,9 @@ class CheckpointManager:
             overwrite=True,
             per_node=self._per_node,
             metrics=metrics,
-            model_format="safetensors" if self._format == "safetensors" else "flatfsdp",
-            files=self._beside(model, described, files),
+            model_format="safetensors" if self._format == "safetensors" and names is None else "flatfsdp",
+            files=self._beside(None if names is not None else model, described, files),
+            names=names,
             keeping=self._keeping,
             process_group=self._ranks.group,
         )
@@ -180,9 +185,9 @@ class CheckpointManager:
             saving.result()
 
     def _beside(
-        self, model: nn.Module, described: Mapping[str, Any], files: Callable[[Path], None] | None
+        self, model: nn.Module | None, described: Mapping[str, Any], files: Callable[[Path], None] | None
     ) -> Callable[[Path], None]:
-        whole = _whole(model, self._ranks) if self._format == "torch" else {}
+        whole = _whole(model, self._ranks) if self._format == "torch" and model is not None else {}
         text = json.dumps(described, indent=1).encode() + b"\n"
 
         def write(folder: Path) -> None:
@@ -326,8 +331,16 @@ class CheckpointManager:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         components: Sequence[Component] = (),
+        names: Callable[[str], bool] | None = None,
+        base: str = "",
     ) -> LoadResult:
         """Load a result of `find`. From a folder with weights, only these: all other state starts anew.
+
+        Args:
+            path: the checkpoint, or the folder with weights.
+            model, optimizer, components: the objects to load into.
+            names, base: as at the save; of use only for a checkpoint that was saved with them. The other entries of the
+                model, which it does not hold, have to be loaded already.
 
         Raises:
             CheckpointError: on every rank: required components are missing (all are named), or it is damaged, or does
@@ -354,8 +367,19 @@ class CheckpointManager:
             name, part = keys[1:3] if len(keys) > 2 else ("", "")
             return keys[:1] == ("components",) and parts.get(str(name)) == part
 
+        saved_over = str(trainer.get("base", ""))
+        if saved_over and names is None:
+            raise CheckpointError(
+                f"{where} holds only adapters, over {saved_over}: resume with that model and lora, or load its adapter "
+                "files by PEFT"
+            )
+        if saved_over not in ("", base):
+            self._ranks.warn(f"{where} holds adapters over {saved_over}, which are now over {base}")
+        selected = names if saved_over else None
         try:
-            extra = checkpoint.load(where, model=model, optimizer=optimizer, extra=wanted, process_group=group)
+            extra = checkpoint.load(
+                where, model=model, optimizer=optimizer, extra=wanted, names=selected, process_group=group
+            )
         except CheckpointError as error:
             raise CheckpointError(f"{error}{self._another_than(where)}") from None
         states = (extra or {}).get("components", {})

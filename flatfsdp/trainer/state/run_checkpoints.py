@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from flatfsdp.trainer.state.checkpoints import CheckpointManager, SaveResult
 from flatfsdp.trainer.state.components import Component
+
+
+class SavedAdapters(NamedTuple):
+    """How the checkpoints of a model with adapters are saved.
+
+    Attributes:
+        names: whether to save an entry of the model's state dict; None for all of them.
+        base: the model that has the other entries.
+        gather: collective; returns a function that writes the adapters as files.
+    """
+
+    names: Callable[[str], bool] | None
+    base: str
+    gather: Callable[[nn.Module], Callable[[Path], None]]
 
 
 @dataclass(eq=False)
@@ -21,6 +36,8 @@ class RunCheckpoints:
         manager: saves and finds them.
         components: the state in them except model and optimizer.
         files: writes small files next to the weights; None for none.
+        adapters: where only adapters are saved: the entries to save, the model under them, and a function that gathers
+            the adapters and returns one that writes them as files; None for the whole model.
         last: the last saved one, or the one that the run resumes from; None for none.
         complete_at: the step of a checkpoint that includes all metrics of that step; -1 for none.
     """
@@ -28,6 +45,7 @@ class RunCheckpoints:
     manager: CheckpointManager
     components: Sequence[Component]
     files: Callable[[Path], None] | None
+    adapters: SavedAdapters | None = None
     last: Path | None = None
     complete_at: int = -1
 
@@ -40,13 +58,20 @@ class RunCheckpoints:
         self, step: int, *, model: nn.Module, optimizer: Optimizer, metrics: Mapping[str, float] | None
     ) -> SaveResult:
         """Save a checkpoint of `step` with its known metrics, and remove those that need not stay."""
+        files, names, base = self.files, None, ""
+        if self.adapters is not None:
+            self.manager.finish()
+            names, base, gather = self.adapters
+            files = gather(model)
         saved = self.manager.save(
-            step, model=model, optimizer=optimizer, components=self.components, metrics=metrics, files=self.files
-        )
+            step, model=model, optimizer=optimizer, components=self.components, metrics=metrics, files=files,
+            names=names, base=base,
+        )  # fmt: skip
         self.last, self.complete_at = saved.path, step
         return saved
 
     def load(self, path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:
         """Load a checkpoint that the manager has found; the caller sets `complete_at`, once it knows the step."""
-        self.manager.load(path, model=model, optimizer=optimizer, components=self.components)
+        names, base = (None, "") if self.adapters is None else self.adapters[:2]
+        self.manager.load(path, model=model, optimizer=optimizer, components=self.components, names=names, base=base)
         self.last = path

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.checkpoint.conversion import read_state
 from flatfsdp.errors import CheckpointError, ConfigValueError, FlatFSDPWarning
 from flatfsdp.trainer import FSDPArguments, Task, Trainer, TrainingArguments
 from flatfsdp.trainer.hub.pretrained import Pretrained
@@ -38,7 +39,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def trainer_of(folder: Path, steps: int, model: dict[str, Any], **training: Any) -> Trainer:
     chat = TextData(f"jsonl:{folder / 'chat.jsonl'}", sequence_length=LENGTH)
     front = model.get("front", "wrapper")
-    options = {name: value for name, value in model.items() if name != "front"}
+    training["save_frozen"] = model.get("save_frozen", False)
+    options = {name: value for name, value in model.items() if name not in ("front", "save_frozen")}
     task = Task(model=Pretrained(str(folder / "llama"), **options), train_data=chat, eval_data=chat)
     given = TrainingArguments(
         output=folder / "run", steps=steps, lr=0.01, progress=False, global_batch=6, batch=1, **training
@@ -129,6 +131,48 @@ def test_trained_on_two_resumed_on_three_exported(
     loss, weight = alone(folder, loaded)
     assert weight == second["eval_tokens"]
     assert loss == pytest.approx(second["eval_loss"], rel=1e-5)
+    saved = folder / "run" / "step-00000007"
+    assert (saved / "model.safetensors").exists() == (not lora)
+    if lora:  # adapters, and the base by its name
+        assert json.loads((saved / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+            folder / "llama"
+        )
+        base = AutoModelForCausalLM.from_pretrained(folder / "llama").eval()
+        assert alone(folder, peft.PeftModel.from_pretrained(base, saved))[0] == pytest.approx(loss, rel=1e-6)
+        assert not [name for name in model_entries(saved) if "base_layer" in name or "lora_" not in name]
+
+
+def model_entries(path: Path) -> list[str]:
+    """The names of the model's tensors in a checkpoint."""
+    state = read_state(path, trust=False)["model"]
+    return [*state]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about PEFT
+def test_with_frozen_weights_a_checkpoint_of_adapters_is_whole(folder: Path, pool2: Run, pool3: Run) -> None:
+    """As those of earlier versions were: both are resumed from."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model = {"lora": LORA, "save_frozen": True}
+    first, _ = pool2(quietly, run, str(folder), 4, model, None, timeout=120)
+    saved = folder / "run" / "step-00000004"
+    assert [name for name in model_entries(saved) if "base_layer" in name]
+    base = AutoModelForCausalLM.from_pretrained(folder / "llama").eval()
+    peft.PeftModel.from_pretrained(base, saved)
+    second, *_ = pool3(quietly, run, str(folder), 7, {"lora": LORA}, "latest", timeout=120)
+    assert second["eval_loss"] < first["eval_loss"]
+    assert not [name for name in model_entries(folder / "run" / "step-00000007") if "base_layer" in name]
+    for text in pool2(quietly, resumed_without_lora, str(folder), timeout=120):
+        assert f"holds only adapters, over {folder / 'llama'}: resume with that model and lora" in text
+
+
+def resumed_without_lora(folder: Path) -> str:
+    try:
+        trainer_of(folder, 9, {}, resume="latest").resume()
+    except CheckpointError as error:
+        return str(error)
+    return "resumed"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about PEFT

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import folders, lock
+from flatfsdp.checkpoint.conversion import read_state
 from flatfsdp.checkpoint.disk import Disk, through
 from flatfsdp.errors import CheckpointError, ConfigValueError, FlatFSDPWarning
 from flatfsdp.trainer.model.hugging_face import files_of
@@ -455,3 +456,27 @@ def test_transformers_loads_a_checkpoint_and_a_run_begins_from_its_folders(
 ) -> None:
     pytest.importorskip("transformers")
     assert max(pool2(through_transformers, str(tmp_path), tied, timeout=180.0)) < 1e-5
+
+
+def some_entries(rank: int, world: int, folder: str) -> tuple[list[str], list[bool]]:
+    """The entries in a checkpoint of some, and whether loading changes the first and the second layer."""
+    torch.manual_seed(0)
+    model = FSDP(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)))
+
+    def chosen(name: str) -> bool:
+        return name.startswith("1.")
+
+    checkpoint.save(folder, model=model, names=chosen, overwrite=True)
+    with FSDP.summon_full_params(model):
+        for parameter in model.parameters():
+            parameter.data.fill_(7.0)
+    checkpoint.load(folder, model=model, names=chosen)
+    with FSDP.summon_full_params(model):
+        changed = [bool((layer.weight != 7.0).all()) for layer in model.module]
+    return [*read_state(Path(folder), trust=False)["model"]], changed
+
+
+def test_a_checkpoint_of_some_entries_leaves_the_others(pool2: Any, tmp_path: Path) -> None:
+    for entries, changed in pool2(some_entries, str(tmp_path / "some")):
+        assert entries == ["1.weight", "1.bias"]
+        assert changed == [False, True]
