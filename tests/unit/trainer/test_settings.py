@@ -319,7 +319,8 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         output=Path("o"), steps=3, epochs=2, minutes=0.5, batch=2, global_batch=6, data_mode="dispatch", shuffle=False,
         workers=1, drop_last=True, optimizer="a.b:c", lr=0.1, weight_decay=0.0, optimizer_options={"x": 1, "y": "z"},
         scheduler="wsd", warmup=0.1, clip=2.0, fused_loss=True, seed=7, eval_every=5, eval_at_end=False,
-        eval_batches=2, save_every=4, save_at_end=False, save_async=False, save_format="torch", save_frozen=True, save_on_each_node=True,
+        eval_batches=2, save_every=4, save_at_end=False, save_async=False, save_format="torch", save_frozen=True,
+        save_on_each_node=True,
         keep_last=1, keep_best=3, best_by="eval_accuracy", best_mode="max", resume="latest", log_every=9,
         progress=False, plot=True, device="cpu", ranks=4, detect_nonfinite=True, min_lr=0.01,
         decay=0.5, early_stop=2, callbacks=[{"name": "wandb", "project": "p"}, "tensorboard"], profile="2..3",
@@ -337,7 +338,8 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         "--output o --steps 3 --epochs 2 --minutes 0.5 --batch 2 --global-batch 6 --data-mode dispatch --no-shuffle "
         "--workers 1 --drop-last --optimizer a.b:c --lr 0.1 --weight-decay 0 --optimizer-options x=1 y=z --scheduler "
         "wsd --warmup 0.1 --clip 2 --fused-loss --seed 7 --eval-every 5 --no-eval-at-end --eval-batches 2 "
-        "--save-every 4 --no-save-at-end --no-save-async --save-format torch --save-frozen --save-on-each-node --keep-last 1 "
+        "--save-every 4 --no-save-at-end --no-save-async --save-format torch --save-frozen "
+        "--save-on-each-node --keep-last 1 "
         "--keep-best 3 --best-by eval_accuracy --best-mode max --resume latest --log-every 9 --no-progress --plot "
         "--min-lr 0.01 --decay 0.5 --early-stop 2 --callbacks wandb:project=p --callbacks tensorboard --profile "
         "steps=2..3 --peak-tflops 1.5 --device cpu --ranks 4 --detect-nonfinite --strategy hybrid-shard "
