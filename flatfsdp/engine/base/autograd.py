@@ -180,10 +180,11 @@ def before_forward(module: nn.Module, hook: Callable[[nn.Module, Any], None]) ->
     module.register_forward_pre_hook(hook)
 
 
-def will_accumulate(leaf: torch.Tensor) -> bool:
-    """Whether the running graph task computes, or has computed, a gradient for `leaf`."""
+def will_accumulate(leaf: torch.Tensor, unless: torch.Size | None = None) -> bool:
+    """Whether the running graph task computes, or has computed, a gradient for `leaf`; `unless` it has this shape."""
     with _torch.as_plain_tensors():  # the leaf may be a hidden parameter
-        return _torch.will_accumulate(torch.autograd.graph.get_gradient_edge(leaf).node)
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+        return (unless is None or shape_admitted(node) != unless) and _torch.will_accumulate(node)
 
 
 def shape_awaited(leaf: torch.Tensor) -> torch.Size:

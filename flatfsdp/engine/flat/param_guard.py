@@ -10,7 +10,8 @@ shard, which it shows before and after, so that the number of elements is the sa
 [Note: shards by hand] Momentum encoders update their weights inside a forward, element by element and without a graph:
 `k.mul_(m).add_(q, alpha=1 - m)`, or the same with `.data` or `detach()`. On every rank that is right for its shards,
 independent of the views that the leaves show; so there, and nowhere else, such operations are executed on the shards. A
-unit that was gathered before a write to one of its shards is gathered again.
+unit that was gathered before a write to one of its shards is gathered again. Not in a backward: a hook that reads
+weights of a unit that is not gathered would multiply gradients by a shard.
 
 For other reasons, too, parameters have another class for a time: the same objects, whose use is refused or noticed
 meanwhile. A user-defined subclass of `nn.Parameter` gets a class of its own, which `isinstance` treats as the same.
@@ -135,11 +136,11 @@ class UnusableParameter(DescribedAsShard):
         kwargs = kwargs or {}
         if is_query(func):
             return super().__torch_function__(func, types, args, kwargs)
-        if property_of(func) == "data":
+        if property_of(func) == "data" and (len(args) > 1 or not _torch.in_backward()):
             return data_of_shard(*args)
         if leads_to_accumulator(func, args):
             return _expanded(args[0])
-        if not torch.is_grad_enabled() and _is_elementwise(func):
+        if not torch.is_grad_enabled() and _is_elementwise(func) and not _torch.in_backward():
             return call_with_shards(func, args, kwargs, of=UnusableParameter, shard=shard_of, check=_check_alike)
         used = (*args, *kwargs.values())
         if func in (torch.autograd.grad, torch.autograd.backward):
@@ -365,7 +366,7 @@ def _refusal(operation: str, arguments: Iterable[Any]) -> str:
         "in a forward of the model or between it and its backward, where it is sharded. Use it in the forward of the "
         "module that holds it (also a term over parameters, for example an L2 penalty), call unshard() of that unit's "
         "wrapper before, or let the unit be the module that uses it; to look at values, use summon_full_params() "
-        "between steps"
+        "between steps" + ("; a hook finds it whole on an output of its unit" if _torch.in_backward() else "")
     )
 
 

@@ -101,6 +101,7 @@ class BackwardHooks:
         backward = self._plan(record, flags)
         record.consumed = True
         iteration.begin_backward(backward)
+        iteration.refuse_used_at_rest()
         self.accumulators.look_before_backward(self.setup.units)
         with _torch.as_plain_tensors():
             for grads in [grads for unit in record.begun for grads in unit.grads]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...errors import InternalError, is_new
+from ...errors import InternalError, UsageError, fail, is_new
 from ..agreement.agreement import Agreement
 from ..agreement.once_per_job import warn_once_per_job
 from ..base import _torch
@@ -119,6 +119,7 @@ class Iteration:
         self.has_freed = self.training = self.left_unreduced = False
         self.turns = PLAIN
         self.pending: PendingGradients | None = None
+        self._knows_none_used_at_rest = False
         self._units = units
         self._resources = resources
         self._agreement = agreement
@@ -254,7 +255,9 @@ class Iteration:
             self.substitutes.after_backward()
         self.backward = None
         self.enter(FAILED)
-        self._name_used_at_rest()
+        if self._knows_none_used_at_rest:  # otherwise `refuse_used_at_rest` has said so
+            self._name_used_at_rest()
+        self._knows_none_used_at_rest = False
         self._stop_sharing()
         backward.finisher.backward_failed(self._units)
         self._agreement.publish_abandoned(None)
@@ -267,6 +270,28 @@ class Iteration:
                 f"first {lost[0]}). Run the window again from its first microbatch",
                 names_rank=True,
             )
+
+    def refuse_used_at_rest(self) -> None:
+        """Raise if the first backward, or the first one after a failed one, brings gradients to accumulators that were
+        created while parameters showed the shard: autograd would refuse their shapes, without names."""
+        if self._knows_none_used_at_rest:
+            return
+        with _torch.as_plain_tensors():
+            for unit in self.record.entered:
+                for handle in unit.handles:
+                    for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True):
+                        if leaf.requires_grad and hooks.will_accumulate(leaf, unless=spec.shape):
+                            fail(
+                                UsageError(
+                                    f"this backward brings gradients to {spec.name!r} of unit {unit.label}, with which "
+                                    "something was computed outside the forward of that unit, where it is sharded, of "
+                                    f"shape {tuple(hooks.shape_awaited(leaf))} instead of {tuple(spec.shape)}: a term "
+                                    "over parameters (for example an L2 penalty), or a custom autograd Function of "
+                                    "another unit. Compute it inside the forward of the module that holds the "
+                                    "parameter, or under torch.no_grad()"
+                                )
+                            )
+        self._knows_none_used_at_rest = True
 
     def _name_used_at_rest(self) -> None:
         """A backward failed: warn with the names of parameters at rest that it needs, which autograd does not name."""

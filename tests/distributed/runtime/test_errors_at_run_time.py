@@ -829,12 +829,88 @@ def test_a_parameter_of_a_unit_that_did_not_run(world: None, orig: bool, strateg
     assert type(weight) is nn.Parameter
 
 
+class Reading(nn.Module):
+    """A hook on the input of `head`, or on what is computed from its output, reads the weight of `head`."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.body, self.head, self.where = linear(), linear(), where
+        self.read: Callable[[Tensor], Tensor] = torch.detach
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        weight, read = self.head.weight, self.read  # through the wrapper
+        if self.where == "input":
+            x.register_hook(lambda grad: grad * read(weight))
+        x = self.head(x) * 1.0
+        if self.where != "input":
+            x.register_hook(lambda grad: grad * read(weight))
+        return x
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("where", ["input", "computed from the output"])
+def test_a_hook_reads_a_unit_that_is_not_gathered(world: None, where: str, orig: bool) -> None:
+    """Element by element, which is legal in forwards; a shard of one element would broadcast."""
+    model = FullyShardedDataParallel(Reading(where), auto_wrap_policy={nn.Linear}, use_orig_params=orig)
+    for read in (torch.detach, lambda weight: weight.data, lambda weight: weight * 2.0):
+        model.module.read = read
+        words = reported(model(torch.ones(1, 4)).sum().backward)
+        assert "reads parameter 'weight' of unit 'head'" in words, words
+        assert "a hook finds it" in words
+
+
+class Scale(torch.autograd.Function):
+    """Keeps a weight for its backward, and does not compute with it before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.shape = 4, 4
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad * 2.0, torch.ones(ctx.shape)
+
+
+class Handing(nn.Module):
+    """Hands the weight of `head`, a unit, to a custom Function, before it calls that unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = linear(), linear(bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Scale.apply(self.body(x), self.head.weight))  # through the wrapper
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_parameter_handed_to_a_function_of_another_unit(world: None, orig: bool) -> None:
+    model = FullyShardedDataParallel(Handing(), auto_wrap_policy={nn.Linear}, use_orig_params=orig)
+    for _ in range(2):
+        words = reported(model(torch.ones(1, 4)).sum().backward)
+        assert "gradients to 'weight' of unit 'head'" in words and "custom autograd Function" in words.replace(
+            "\n", " "
+        )
+
+
 @pytest.mark.parametrize("orig", [True, False])
 def test_a_parameter_used_before_the_forward(world: None, orig: bool) -> None:
-    """Autograd reports that a gradient has a wrong shape; flatfsdp adds the parameter."""
+    """Autograd would report a wrong shape, without the parameter; in later steps a warning adds the name."""
     model = FullyShardedDataParallel(
         nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear}, use_orig_params=orig
     )
+    loss = model.module[0].weight.square().sum() + model(torch.ones(1, 4)).sum()
+    assert_expected_inline(
+        reported(loss.backward),
+        """\
+this backward brings gradients to 'weight' of unit '0', with which something was computed outside
+the forward of that unit, where it is sharded, of shape (10,) instead of (4, 4): a term over
+parameters (for example an L2 penalty), or a custom autograd Function of another unit. Compute it
+inside the forward of the module that holds the parameter, or under torch.no_grad()""",
+    )
+    del loss
+    model(torch.ones(1, 4)).sum().backward()
     loss = model.module[0].weight.square().sum() + model(torch.ones(1, 4)).sum()
     with pytest.warns(FlatFSDPWarning) as caught, pytest.raises(RuntimeError, match="invalid gradient"):
         loss.backward()
