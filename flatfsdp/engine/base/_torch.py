@@ -228,6 +228,11 @@ def custom_backward() -> Any:
     return node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
 
 
+def is_recomputing() -> bool:
+    """Whether the caller runs in the recomputation of a checkpoint, of either kind."""
+    return in_backward() and (bool(segments()) or custom_backward() is not None)
+
+
 def _outermost(method: str) -> Any:
     found: FrameType | None = None
     frame: FrameType | None = sys._getframe()

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...api import BackwardPrefetch, check_bool
 from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
-from ..base import _torch
+from ..base import _functorch, _torch
 from ..config.schedule_options import reshard_choices
 from ..config.unit_options import PrefetchTargets
 from ..device.streams import Device
@@ -32,7 +32,8 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Wait until the parameters are unsharded. Free if they are, or have been resharded meanwhile."""
-        with model_of(self._unit).agreement.waiting(f"unshard() of unit {self._unit.label}"):
+        waiting = model_of(self._unit).agreement.waiting(f"unshard() of unit {self._unit.label}")
+        with waiting, _functorch.outside():
             for each in (*self._unit.owning_units, self._unit):
                 if each.is_unsharded and each.phase is IDLE:
                     each.wait_unshard()
@@ -62,6 +63,8 @@ class ScheduleControls(GradientControls):
             async_op: whether to return at once, with a handle; else the parameters are unsharded, in their own shapes,
                 when it returns, and it returns None. The forward waits itself.
 
+        In a checkpoint's recomputation it does nothing: forwards gather themselves.
+
         Raises:
             ConfigTypeError: `async_op` is not a bool.
             UsageError: inside a backward, or inside `summon_full_params()`.
@@ -69,12 +72,15 @@ class ScheduleControls(GradientControls):
         """
         check_bool("unshard: async_op", async_op)
         unit = self._unit
+        handle = UnshardHandle()
+        handle._unit = unit
+        if unit.phase is not SUMMONED and _torch.is_recomputing():
+            return handle if async_op else None
         if unit.phase is SUMMONED or _torch.in_backward():
             where = "inside a backward" if _torch.in_backward() else "inside summon_full_params(), where it is whole"
             raise UsageError(f"unshard() of unit {unit.label} was called {where}; call it between iterations")
-        rest.unshard(unit)
-        handle = UnshardHandle()
-        handle._unit = unit
+        with _functorch.outside():  # [Note: selective checkpoints]
+            rest.unshard(unit)
         if async_op:
             return handle
         handle.wait()

@@ -208,6 +208,52 @@ def test_selective_checkpoints_see_the_model_alone(all_in_one: bool, pool2: Run)
     assert not joined(pool2(selected, all_in_one))
 
 
+class Asking(nn.Module):
+    """A unit that each segment gathers by hand, before it calls it; `how`: the kind of its checkpoint."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Feedforward(WIDTH, 20 + i) for i in range(3))
+        self.how = CHECKPOINTS[how]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(partial(self._segment, block), x, **self.how())
+        return x
+
+    def _segment(self, block: Any, x: Tensor) -> Tensor:
+        if isinstance(block, FullyShardedDataParallel):
+            handle = block.unshard(async_op=True)
+            x = x * 1.0
+            handle.wait()
+        return block(x)  # type: ignore[no-any-return]
+
+
+CHECKPOINTS: dict[str, Any] = {
+    "selective": lambda: {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, products),
+    },
+    "not reentrant": lambda: {"use_reentrant": False},
+    "reentrant": lambda: {"use_reentrant": True},
+}
+
+
+def asked(rank: int, world: int, how: str) -> list[str]:
+    return differences(rank, world, partial(Asking, how), recomputed_step, units=(Feedforward,), under=UNDER, steps=3)
+
+
+def recomputed_step(model: Any, rank: int, step: int) -> Tensor:
+    loss = loss_of(model(data(rank, step).requires_grad_()))
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_units_are_gathered_by_hand_inside_of_checkpoints(how: str, pool2: Run) -> None:
+    assert not joined(pool2(asked, how))
+
+
 class Body(nn.Module):
     """Hands out features; the loss multiplies them with the weight of `out`, a unit that is not called."""
 
