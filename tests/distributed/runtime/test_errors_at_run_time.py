@@ -896,7 +896,7 @@ def test_a_parameter_handed_to_a_function_of_another_unit(world: None, orig: boo
 
 @pytest.mark.parametrize("orig", [True, False])
 def test_a_parameter_used_before_the_forward(world: None, orig: bool) -> None:
-    """Autograd would report a wrong shape, without the parameter; in later steps a warning adds the name."""
+    """Autograd would report a wrong shape, without the parameter."""
     model = FullyShardedDataParallel(
         nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear}, use_orig_params=orig
     )
@@ -909,7 +909,14 @@ the forward of that unit, where it is sharded, of shape (10,) instead of (4, 4):
 parameters (for example an L2 penalty), or a custom autograd Function of another unit. Compute it
 inside the forward of the module that holds the parameter, or under torch.no_grad()""",
     )
-    del loss
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_parameter_used_before_a_later_forward(world: None, orig: bool) -> None:
+    """Autograd reports that a gradient has a wrong shape; flatfsdp adds the parameter."""
+    model = FullyShardedDataParallel(
+        nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear}, use_orig_params=orig
+    )
     model(torch.ones(1, 4)).sum().backward()
     loss = model.module[0].weight.square().sum() + model(torch.ones(1, 4)).sum()
     with pytest.warns(FlatFSDPWarning) as caught, pytest.raises(RuntimeError, match="invalid gradient"):
