@@ -180,7 +180,7 @@ def before_forward(module: nn.Module, hook: Callable[[nn.Module, Any], None]) ->
     module.register_forward_pre_hook(hook)
 
 
-def will_accumulate(leaf: torch.Tensor, unless: torch.Size | None = None) -> bool:
+def will_accumulate(leaf: torch.Tensor, unless: tuple[int, ...] | None = None) -> bool:
     """Whether the running graph task computes, or has computed, a gradient for `leaf`; `unless` it has this shape."""
     with _torch.as_plain_tensors():  # the leaf may be a hidden parameter
         node = torch.autograd.graph.get_gradient_edge(leaf).node
