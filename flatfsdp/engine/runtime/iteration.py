@@ -255,7 +255,7 @@ class Iteration:
             self.substitutes.after_backward()
         self.backward = None
         self.enter(FAILED)
-        if self._knows_none_used_at_rest:  # otherwise `refuse_used_at_rest` has said so
+        if self._knows_none_used_at_rest:  # otherwise `refuse_used_at_rest` names them
             self._name_used_at_rest()
         self._knows_none_used_at_rest = False
         self._stop_sharing()
