@@ -68,6 +68,7 @@ class How(NamedTuple):
     to_none: bool = True
     layout: str = "flat"
     wide: bool = False  # gradients are large ones, and are reduced in a wider dtype
+    hooked: bool = False  # units, and their callers, register hooks on outputs that read weights
 
     @classmethod
     def drawn(cls, seed: int) -> How:
@@ -94,6 +95,7 @@ class How(NamedTuple):
             to_none=more.random() < 0.7,
             layout=more.choice(("flat", "rows")),
             wide=more.random() < 0.4,
+            hooked=random.Random(f"hooked {seed}").random() < 0.4,
         )
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
@@ -122,6 +124,39 @@ def _use(module: nn.Module, name: str, x: Tensor) -> Tensor:
     return checkpoint(part, x, use_reentrant=True) if name.isupper() and x.requires_grad else part(x)
 
 
+def _hook(unit: nn.Module, y: Tensor, kind: str) -> None:
+    """Let a hook on `y`, an output of `unit`, multiply its gradient by what it reads of the unit's weights."""
+    if not kind or y.grad_fn is None:
+        return
+    name = kind.split()[-1]
+
+    def factor() -> Tensor:
+        return 1.0 + 0.1 * unit.get_parameter(name).detach()[0].tanh()
+
+    def scaled(grad: Tensor) -> Tensor:
+        return grad * factor()
+
+    if "retained" in kind:
+        y.retain_grad()
+    if "node" in kind:
+        y.grad_fn.register_prehook(lambda grads: tuple(None if each is None else scaled(each) for each in grads))
+    elif "implicit" in kind:
+        start = y.detach().clone().requires_grad_()
+        y.register_hook(lambda grad: grad + 0.1 * _vector_product(unit, name, start, grad))
+    else:
+        y.register_hook(scaled)
+
+
+def _vector_product(unit: nn.Module, name: str, start: Tensor, grad: Tensor) -> Tensor:
+    """As implicit layers solve for gradients."""
+    with torch.enable_grad():
+        again = (start @ unit.get_parameter(name)).tanh()
+        return torch.autograd.grad(again, start, grad)[0]
+
+
+HOOKS = ("", *(f"{how} {name}" for how in ("plain", "retained", "node", "implicit") for name in "abc"))
+
+
 class Leafy(nn.Module):
     """Uses those of its parameters that it is given the names of; none of them: returns its input."""
 
@@ -130,12 +165,15 @@ class Leafy(nn.Module):
         self.a, self.b, self.c = _weight(), _weight(), _weight()
         self.in_tuple = False
         self.returns: tuple[str, ...] = ()  # in addition to its output
+        self.hooks = ("", "")  # on its output, of its own and of the caller
 
     def forward(self, x: Tensor, use: str) -> Any:
         given, hidden = x, []
         for name in use:
             x = x + _use(self, name, x) * 0.5
             hidden.append(x)
+        if use:  # its input is not its own
+            _hook(self, x, self.hooks[0])
         if self.returns:
             beside = {
                 "given": given,
@@ -228,6 +266,11 @@ class Net(nn.Module):
                     unit.b = owner.b
             if corners and isinstance(unit, Leafy):
                 unit.in_tuple = drawn.random() < 0.3
+        if how.hooked:
+            kinds = random.Random(f"hooks {seed}")
+            for unit in self.modules():
+                if isinstance(unit, Leafy):
+                    unit.hooks = kinds.choice(HOOKS), kinds.choice(HOOKS)
         self.stretches = [Stretch(place, place + 1, None) for place in range(len(self.parts))]
         if siblings:
             cuts = sorted({0, len(self.parts), *(drawn.randrange(len(self.parts)) for _ in range(2))})
@@ -291,6 +334,9 @@ class Net(nn.Module):
             y, beside = _run(
                 unit, x, use if x.requires_grad else "abc", None if part.nested else self.recompute[place][again]
             )
+            leafy = getattr(unit, "module", unit)
+            if isinstance(leafy, Leafy) and use and how is None:
+                _hook(leafy, y, leafy.hooks[1].replace("implicit", "plain"))
             if beside is not None:
                 self.beside.append(beside)
             return x + (y.detach() if cut and x.requires_grad else y) * 0.5
