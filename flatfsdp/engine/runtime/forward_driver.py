@@ -172,12 +172,10 @@ class ForwardDriver:
             return self._run_summoned(unit, args, kwargs, called)
         outermost = self._enter(unit)
         phase, recomputing, again = unit.phase, _torch.in_backward(), unit.phase is FORWARD  # inside its own forward
-        given = Given(args, kwargs)
+        given = Given()
+        given.args, given.kwargs = args, kwargs
         try:
-            self._before(unit, outermost, recomputing, runs=again)
-            outer_dtype = given.dtype if unit.built.island else unit.built.output_dtype
-            self._substitute(unit, outermost, given)
-            unit_call = self._watch(unit, outermost, recomputing, given)
+            unit_call, outer_dtype = self._before(unit, outermost, recomputing, given, runs=again)
             dtype = None if (low := unit.built.mixed_precision.buffer_dtype) is None or unit.in_full_precision else low
             if self.iteration.record.knows_late and not recomputing:
                 called = functools.partial(follow_customs, unit, self.backwards.of_unit[unit].custom_ran, called)
@@ -234,15 +232,19 @@ class ForwardDriver:
                 f"unit {unit.label}: forward inside summon_full_params(rank0_only=True), which gives this rank no "
                 "whole parameters; leave the context first, or run it on rank 0 alone with all units summoned"
             )
-        given = Given(args, kwargs)
+        given = Given()
+        given.args, given.kwargs = args, kwargs
         try:
             given.substitute(device=self.resources.device.device, dtype=None)
             return called(*given.args, **given.kwargs)
         finally:
             given.return_places()
 
-    def _before(self, unit: Unit, outermost: bool, recomputing: bool, *, runs: bool) -> None:
-        """Gather `unit`. `runs`: it is called inside of its own forward."""
+    def _before(
+        self, unit: Unit, outermost: bool, recomputing: bool, given: Given, *, runs: bool
+    ) -> tuple[ForwardCall | None, torch.dtype | None]:
+        """Gather `unit`, and cast its inputs; the second item is the dtype to which outputs are cast back. `runs`: it
+        is called inside of its own forward."""
         if self.iteration.stage in ENDED_BADLY and not recomputing:
             self._end_inner_failure()
         if recomputing and any(grads.arrived for grads in unit.grads):
@@ -253,6 +255,18 @@ class ForwardDriver:
         self.gathers.unshard(unit, runs=runs)
         follow_requires_grad((unit,))
         unit.record_event("forward")
+        outer_dtype = given.dtype if unit.built.island else unit.built.output_dtype
+        if outermost or unit.built.island or unit.resolved.input_dtype is not None:
+            self._substitute(unit, outermost, given)
+        if not recomputing:
+            for observe in self.observers.forward_begins:
+                observe(unit, (given.args, given.kwargs), outermost=outermost)
+        if not torch.is_grad_enabled():
+            return None, outer_dtype
+        of_unit = self.backwards.of_unit
+        for each in (unit, *unit.owning_units):  # an owner may not run itself
+            _watch_leaves(each, of_unit[each])
+        return self._watch_inputs(unit, given.trained()), outer_dtype
 
     def _substitute(self, unit: Unit, outermost: bool, given: Given) -> None:
         """Give the forward of `unit` inputs on its device and in its dtype. [Note: substitutes]"""
@@ -261,18 +275,6 @@ class ForwardDriver:
             dtype = unit.handles[0].shard.dtype if unit.handles else torch.float32
         if outermost or dtype is not None:
             given.substitute(device=self.resources.device.device if outermost else None, dtype=dtype)
-
-    def _watch(self, unit: Unit, outermost: bool, recomputing: bool, given: Given) -> ForwardCall | None:
-        """Notify observers of the inputs of `unit`, and hook what its backward needs."""
-        if not recomputing:
-            for observe in self.observers.forward_begins:
-                observe(unit, (given.args, given.kwargs), outermost=outermost)
-        if not torch.is_grad_enabled():
-            return None
-        of_unit = self.backwards.of_unit
-        for each in (unit, *unit.owning_units):  # an owner may not run itself
-            _watch_leaves(each, of_unit[each])
-        return self._watch_inputs(unit, given.trained())
 
     def _forget_autocast(self) -> None:
         """Drop autocast's copies of weights, which it keeps for leaves until its context ends.

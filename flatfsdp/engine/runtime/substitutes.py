@@ -16,8 +16,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ import torch
 from ..base._functorch import inside
 from ..base.nested_tensors import Known, containers_in, map_tensors, survey
 from ..schedule.forward_record import ForwardPass
+
+_VERSION, _REQUIRES_GRAD = attrgetter("_version"), attrgetter("requires_grad")
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -109,14 +112,14 @@ class Given:
         substitutes: None: no tensor has one.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
-        self.substitutes: Substitutes | None = None
-        # The tensors, and the containers except tuples by their ids, when first asked for.
-        self._found: tuple[list[torch.Tensor], dict[int, Any]] | None = None
-        self._known: list[torch.Tensor] = []  # all, and all substitutes
-        self._versions: list[int] = []  # of the originals
+    # Assigned after the construction: a constructor would be one more call in each forward of a unit.
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    substitutes: Substitutes | None = None
+    # The tensors, and the containers except tuples by their ids, when first asked for.
+    _found: tuple[list[torch.Tensor], dict[int, Any]] | None = None
+    _known: Sequence[torch.Tensor] = ()  # all, and all substitutes
+    _versions: Sequence[int] = ()  # of the originals
 
     def __contains__(self, key: object) -> bool:
         """Whether `key` is the id of a container, which remains the same object if the forward returns it."""
@@ -124,7 +127,7 @@ class Given:
 
     def _survey(self) -> tuple[list[torch.Tensor], dict[int, Any]]:
         if self._found is None:
-            self._found = survey((*self.args, *self.kwargs.values()))
+            self._found = survey((*self.args, *self.kwargs.values()) if self.kwargs else self.args)
         return self._found
 
     @property
@@ -162,24 +165,29 @@ class Given:
 
     def trained(self) -> list[torch.Tensor]:
         """The tensors that require a gradient, as the forward gets them."""
-        originals = tensors = self._survey()[0]
+        if self._found is None:  # as in `_survey`, with a call less for every unit
+            self._found = survey((*self.args, *self.kwargs.values()) if self.kwargs else self.args)
+        self._known = originals = tensors = self._found[0]
         if self.substitutes is not None:
             tensors = survey((*self.args, *self.kwargs.values()))[0]
-        self._known = originals if tensors is originals else originals + tensors
-        self._versions = [0 if tensor.is_inference() else tensor._version for tensor in originals]
-        return [tensor for tensor in tensors if tensor.requires_grad]
+            self._known = originals + tensors
+        try:
+            self._versions = list(map(_VERSION, originals))
+        except RuntimeError:  # some were made in inference mode
+            self._versions = []
+        return list(filter(_REQUIRES_GRAD, tensors))
 
     def made(self) -> list[torch.Tensor]:
         """The tensors with a graph that the forward has written to the inputs: more outputs. Precondition: `trained`
         was called before it."""
-        originals, containers = self._survey()
-        found = [
-            t for t, before in zip(originals, self._versions, strict=True) if t.requires_grad and t._version != before
-        ]
+        originals, containers = self._found or self._survey()
+        found: list[torch.Tensor] = []
+        if self._versions and (versions := list(map(_VERSION, originals))) != self._versions:
+            found = [each for each, a, b in zip(originals, versions, self._versions, strict=True) if a != b]
         if containers:
             known = set(map(id, self._known))
             found += [tensor for tensor in survey(containers.values())[0] if id(tensor) not in known]
-        return [tensor for tensor in found if tensor.grad_fn is not None]
+        return [tensor for tensor in found if tensor.grad_fn is not None] if found else found
 
 
 def _write_back(pair: _Pair) -> None:
