@@ -160,12 +160,23 @@ def test_a_picture_of_memory_shows_what_it_takes(
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="tools are for bash")
-def test_setting_up_shows_what_pip_is_at_and_keeps_all_of_it(tmp_path: Path) -> None:
-    lines = ["Collecting torch==2.13.0 (from flatfsdp)", "  Downloading torch-2.13.0.whl (181 MB)", "Collecting numpy"]
-    done = subprocess.run(
-        [ROOT / "tools" / "pip_progress", tmp_path / "log"],
-        input="\n".join([*lines, ""]), capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert re.fullmatch(r"tools/venv: \d+ s, 1 of about \d+ packages; Collecting torch==2.13.0\n", done.stderr)
-    assert done.stdout == ""
-    assert (tmp_path / "log").read_text().splitlines() == lines
+def test_setting_up_shows_the_package_that_pip_is_at_and_how_many_are_left(tmp_path: Path) -> None:
+    def shown(*lines: str) -> str:
+        done = subprocess.run(
+            [ROOT / "tools" / "pip_progress", tmp_path / "pip.log", "--editable", ".[train,test]"],
+            input="\n".join([*lines, ""]), capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert done.stdout == ""
+        assert (tmp_path / "pip.log").read_text().splitlines() == list(lines)
+        return re.sub(r"\d+ s", "0 s", done.stderr)  # one line: the next would follow after 15 seconds
+
+    assert shown("Collecting torch==2.13.0 (from flatfsdp)", "Collecting numpy") == "tools/venv: 0 s, finding torch\n"
+    line = shown("  Downloading python_dateutil-4.0.0-py3-none-any.whl (92 kB)", "Collecting numpy")
+    left = re.fullmatch(r"tools/venv: 0 s, fetching python_dateutil \(92 kB\), (\d+) of about (\d+) left\n", line)
+    assert left and left[1] == left[2] and 25 < int(left[1]) < 45
+    for name in ("MarkupSafe-3.0.4", "typing_extensions-4.16.0"):
+        folder = tmp_path / "lib" / "python3.11" / "site-packages" / f"{name}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "INSTALLER").touch()
+    installing = "Installing collected packages: markupsafe, typing-extensions, torch, flatfsdp"
+    assert shown(installing) == "tools/venv: 0 s, installing torch, 2 of 4 left\n"
