@@ -23,7 +23,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -32,8 +31,6 @@ from ..base import _torch
 from ..base.overrides import Override
 from .huge_pages import LEAST, adviser_for
 from .streams import Device, Stream
-
-T = TypeVar("T")
 
 
 class MemoryTracker:
@@ -129,7 +126,11 @@ class FlatBuffer:
         if self.allocated:
             return
         try:
-            allocated(functools.partial(self._storage.resize_, self._bytes))
+            try:
+                self._storage.resize_(self._bytes)
+            except torch.OutOfMemoryError:
+                free_held()
+                self._storage.resize_(self._bytes)
         except RuntimeError:
             self._check_that_it_stays()
             self._tracker.remove(self._kind, self._bytes)  # counted already: the memory was never freed
@@ -217,15 +218,14 @@ class DeferredFree:
 _limiters: weakref.WeakSet[Limiter] = weakref.WeakSet()
 
 
-def allocated(allocate: Callable[[], T]) -> T:
-    """The result of `allocate`, which allocates memory; held buffers are freed where there is none. [Note: out of
-    memory]"""
-    try:
-        return allocate()
-    except torch.OutOfMemoryError:
-        if not any([limiter.free_held() for limiter in [*_limiters]]):
-            raise
-    return allocate()
+def free_held() -> None:
+    """Free all held buffers, so that the allocation that has failed can be tried again. [Note: out of memory]
+
+    Raises:
+        torch.OutOfMemoryError: that of the allocation, which the caller handles; no buffer was held.
+    """
+    if not any([limiter.free_held() for limiter in [*_limiters]]):
+        raise
 
 
 class Limiter:

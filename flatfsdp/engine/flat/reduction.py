@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ..comm.quantized import compensated
 from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Reducer
 from ..device.huge_pages import LEAST, advise_tensor
-from ..device.memory import FlatBuffer, allocated
+from ..device.memory import FlatBuffer, free_held
 from ..device.streams import DONE, PendingWork, Stream
 from .flat_param import FlatParamHandle
 
@@ -116,7 +115,8 @@ class ReductionInput:
         assert self.reduction is not None
         if self.reduction.parts:
             self.reduction.finish()
-        self.in_order()
+        if not self._downloading.done:
+            self._downloading.wait()
         if self.buffer is not None:  # whose memory is the result
             self.buffer.disown()
             self.buffer = None
@@ -170,15 +170,22 @@ class Reduction:
         self.input_is_released = False
         assert first.buffer is not None
         full = first.buffer.tensor
+        sizes = [part.handle.layout.shard_numel for part in parts] if coalesced else []
+        numel = sum(sizes) if coalesced else first.handle.layout.shard_numel
+        first.in_place = not coalesced and first.handle.is_unsharded_at_rest
+        if first.in_place:
+            self._result = full
+        else:
+            try:
+                self._result = full.new_empty(numel)
+            except torch.OutOfMemoryError:
+                free_held()
+                self._result = full.new_empty(numel)
         if coalesced:
-            sizes = [part.handle.layout.shard_numel for part in parts]
-            self._result = allocated(partial(full.new_empty, sum(sizes)))
             for part, piece in zip(parts, self._result.split(sizes), strict=True):
                 part.result = piece.data  # a version counter of its own: writing to one gradient is not writing to all
         else:
-            first.in_place = first.handle.is_unsharded_at_rest
-            numel = first.handle.layout.shard_numel
-            first.result = self._result = full if first.in_place else allocated(partial(full.new_empty, numel))
+            first.result = self._result
         if self._result.nbytes >= LEAST and self._result is not full:
             advise_tensor(self._result)
         for part in parts:  # before anything can fail: allocated results are found and discarded through their parts
