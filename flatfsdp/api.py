@@ -65,6 +65,24 @@ class BackwardPrefetch(Enum):
     BACKWARD_MID = 3
 
 
+class Unnamed:
+    """A default ``value``, which the user did not give. Shown like it."""
+
+    def __init__(self, value: Enum) -> None:
+        self.value, self.name = value, value.name
+
+    def __repr__(self) -> str:
+        return str(self.value)
+
+
+def value_of(given: Any) -> Any:
+    """``given``, or the value of a default."""
+    return given.value if isinstance(given, Unnamed) else given
+
+
+DEFAULT_PREFETCH: Any = Unnamed(BackwardPrefetch.BACKWARD_PRE)  # the default of ``backward_prefetch``
+
+
 class TrainingState(Enum):
     """The state of a wrapper, which other programs read from ``FullyShardedDataParallel.training_state``."""
 
@@ -208,6 +226,8 @@ class Config:
     auto_wrap_policy: Callable[..., Any] | frozenset[type[nn.Module]] | Any | None
     """None, a callable (module=, recurse=, nonwrapped_numel=), an object with ``_run_policy``, or module classes."""
     backward_prefetch: BackwardPrefetch | None
+    names_prefetch: bool
+    """Whether the user gave ``backward_prefetch``, which is then followed without early waits."""
     mixed_precision: MixedPrecision
     ignored_modules: tuple[nn.Module, ...]
     """Given as ``ignored_modules``, or as ``ignored_states`` that are modules."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .api import BackwardPrefetch
+from .api import DEFAULT_PREFETCH, BackwardPrefetch
 from .engine.facade.schedule_api import UnshardHandle
 from .engine.fully_shard import in_place
 from .engine.fully_shard.arguments import check_call
@@ -153,7 +153,7 @@ def fully_shard_by_policy(
     ignored_params: Iterable[nn.Parameter] | None = None,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     sync_module_states: bool = False,
-    backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.BACKWARD_PRE,
+    backward_prefetch: BackwardPrefetch | str | None = DEFAULT_PREFETCH,
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
 ) -> M:

@@ -9,7 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .api import JOIN_UNITS_BELOW, BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
+from .api import (
+    DEFAULT_PREFETCH,
+    JOIN_UNITS_BELOW,
+    BackwardPrefetch,
+    Config,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from .engine.base import _torch
 from .engine.comm.process_groups import groups_in_words, is_first_of, resolve_groups
 from .engine.config.arguments import check_arguments
@@ -121,7 +129,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         sharding_strategy: ShardingStrategy | str | None = None,
         cpu_offload: CPUOffload | bool | None = None,
         auto_wrap_policy: Any = None,
-        backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.BACKWARD_PRE,
+        backward_prefetch: BackwardPrefetch | str | None = DEFAULT_PREFETCH,
         mixed_precision: MixedPrecision | torch.dtype | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], Any] | None = None,

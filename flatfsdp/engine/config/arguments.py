@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ...api import (
+    DEFAULT_PREFETCH,
     HYBRIDS,
     JOIN_UNITS_BELOW,
     BackwardPrefetch,
@@ -27,9 +28,11 @@ from ...api import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
+    Unnamed,
     check_bool,
     check_module_classes,
     check_number,
+    value_of,
 )
 from ...errors import ConfigTypeError, ConfigValueError, did_you_mean, refuse_type, refuse_value, shown, warn, warn_once
 from . import fsdp1_mode
@@ -57,7 +60,7 @@ def check_arguments(
     sharding_strategy: Any = None,
     cpu_offload: Any = None,
     auto_wrap_policy: Any = None,
-    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
+    backward_prefetch: Any = DEFAULT_PREFETCH,
     mixed_precision: Any = None,
     ignored_modules: Any = None,
     param_init_fn: Any = None,
@@ -91,7 +94,8 @@ def check_arguments(
         sharding_strategy=strategy,
         cpu_offload=_cpu_offload(cpu_offload),
         auto_wrap_policy=_policy(auto_wrap_policy),
-        backward_prefetch=member("backward_prefetch", backward_prefetch, BackwardPrefetch),
+        backward_prefetch=member("backward_prefetch", value_of(backward_prefetch), BackwardPrefetch),
+        names_prefetch=not isinstance(backward_prefetch, Unnamed),
         mixed_precision=_as_fsdp1(_mixed_precision(mixed_precision), module),
         ignored_modules=modules,
         ignored_params=params,

@@ -76,6 +76,7 @@ class UnitOptions:
     Attributes:
         schedule: [Note: schedule].
         backward_prefetch, forward_prefetch: as built, or as set since (`prefetch_was_set`).
+        names_prefetch: whether the user chose `backward_prefetch`, so that no reduction is waited for early.
         comm_hook: [Note: communication hooks].
         all_reduce_hook: runs on the sum of gradients before it is scaled.
         forward_targets: units to prefetch when the unit's forward begins; if empty, the unit that followed last time.
@@ -88,6 +89,7 @@ class UnitOptions:
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = False
     prefetch_was_set: bool = False
+    names_prefetch: bool = False
     comm_hook: CommHook | None = None
     all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
     forward_targets: PrefetchTargets[Any] = NO_TARGETS

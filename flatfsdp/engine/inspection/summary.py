@@ -81,7 +81,7 @@ def _early_waits(units: Sequence[Unit]) -> list[str]:
 
 def _waits_early(unit: Unit) -> bool | None:
     """Whether some reduction of `unit` is waited for where it is issued; None if that is not known yet."""
-    if unit.options.comm_hook is not None:
+    if unit.options.comm_hook is not None or unit.options.names_prefetch:
         return False
     sizes = dict.fromkeys(unit.axes.all, 0)
     for handle in unit.handles:

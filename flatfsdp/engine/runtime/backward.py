@@ -389,7 +389,7 @@ class Backward:
         elif halfway and self._last_comes(after=newer.units[-1]):
             self.release_inputs()
         for reduction in newer.reductions:
-            if reduction.advances_in_waits:
+            if reduction.advances_in_waits and not newer.units[-1].options.names_prefetch:
                 self.release_inputs()
                 break
 

@@ -17,6 +17,7 @@ from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
 from ..base import _torch
 from ..base.hashing import hash63
 from ..comm.process_groups import extent_of
+from ..comm.shared_memory.collectives import waits_early_if_large
 from ..comm.transport import Transport
 from ..flat.faces import fact_of
 from .apart import apart
@@ -44,6 +45,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
     """All facts that must be equal on the ranks of a model, in a fixed order."""
     facts = [("construction", "succeeded", True), ("check_values", check_values, True)]
     facts.append(("join_units_below", str(join_units_below), True))
+    facts.append(("share_host_memory, early_waits", str(waits_early_if_large()), True))
     places = {unit: str(place) for place, unit in enumerate(units)}
     for unit in units:
         subject, groups = f"unit {unit.label}", unit.groups
@@ -55,7 +57,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
             (f"{subject}, {argument}", value, False),
             (f"{subject}, layout", ", ".join(handle.options.layout for handle in unit.handles[:1]), False),
             (f"{subject}, mixed_precision", _unlike_default(unit.built.mixed_precision), False),
-            (f"{subject}, backward_prefetch", str(unit.options.backward_prefetch), False),
+            (f"{subject}, backward_prefetch", _prefetch_of(unit), False),
             (f"{subject}, forward_prefetch", str(unit.options.forward_prefetch), False),
             (f"{subject}, schedule", "; ".join(unit.options.describe()) or "as built", False),
             (
@@ -225,3 +227,8 @@ def leave_out(unit: Unit, absent: int) -> None:
     for grads in unit.grads:
         grads.absent = frozenset(i for i in grads.missing_contributions() if absent >> start + i & 1)
         start += len(grads.handle.leaves)
+
+
+def _prefetch_of(unit: Unit) -> str:
+    """The setting of a unit; whether it was named decides on early waits. [Note: in waits]"""
+    return f"{unit.options.backward_prefetch}{'' if unit.options.names_prefetch else ' by default'}"

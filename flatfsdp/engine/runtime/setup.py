@@ -246,7 +246,13 @@ class Setup:
                 f"backward_prefetch of unit {unit.label}: got BACKWARD_MID, which counts gradients from the first "
                 "forward on. Pass it to the constructor"
             )
-        self.set_options(unit, backward_prefetch=backward, forward_prefetch=forward, prefetch_was_set=True)
+        self.set_options(
+            unit,
+            backward_prefetch=backward,
+            forward_prefetch=forward,
+            prefetch_was_set=True,
+            names_prefetch=True,
+        )
 
     @property
     def description(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ...api import Config, MixedPrecision
+from ...api import DEFAULT_PREFETCH, Config, MixedPrecision
 from ...errors import AgreementError, ConfigValueError, UsageError, few, logger, warn
 from ...wrap import ModuleWrapPolicy, described
 from ..comm.process_groups import resolve_groups
@@ -40,8 +40,12 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
     follow_ties(module, ignored_modules, ignored_params)  # across units, while all of them have their memory
     nested = config.replace(auto_wrap_policy=None)
     kwargs = {
-        f.name: getattr(nested, f.name) for f in fields(nested) if f.name not in ("ignored_modules", "ignored_params")
+        f.name: getattr(nested, f.name)
+        for f in fields(nested)
+        if f.name not in ("ignored_modules", "ignored_params", "names_prefetch")
     }
+    if not config.names_prefetch:
+        kwargs["backward_prefetch"] = DEFAULT_PREFETCH
     if config.device_mesh is not None:
         kwargs["process_group"] = None  # defined by the mesh, which units inherit
     plan = plan_wrapping(module, policy, kwargs=kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params)

@@ -198,6 +198,7 @@ def _options(config: Config, reshard: bool | int | None) -> UnitOptions:
     return UnitOptions(
         AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
         backward_prefetch=config.backward_prefetch,
+        names_prefetch=config.names_prefetch,
         forward_prefetch=config.forward_prefetch,
     )
 

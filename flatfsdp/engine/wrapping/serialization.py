@@ -46,7 +46,7 @@ from .build import install_extensions, new_model
 from .wrapper_support import keep_model
 
 BUILT = ("traits", "mixed_precision", "cpu_offload", "island", "modules")
-OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch")
+OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch", "names_prefetch")
 HANDLE_SETTINGS = ("layout", "rank", "device")
 # For pickles from versions that did not pickle options as one object.
 HANDLE_OPTIONS = ("mixed_precision", "offload", "pin_memory", "trainable", "packed")

@@ -153,7 +153,7 @@ ADVICE = ". Build the same module with the same arguments of FullyShardedDataPar
         ),
         (
             "prefetch",
-            " in unit 'blocks.0', backward_prefetch: rank 0: BackwardPrefetch.BACKWARD_PRE; rank 1: None",
+            " in unit 'blocks.0', backward_prefetch: rank 0: BackwardPrefetch.BACKWARD_PRE by default; rank 1: None",
         ),
     ],
 )

@@ -278,6 +278,7 @@ def early_waits(rank: int, world: int, way: str) -> tuple[str, str, int]:
         auto_wrap_policy={nn.Linear},
         mixed_precision=MixedPrecision(reduce_bits=8) if way == "few bits" else None,
         sharding_strategy="NO_SHARD" if way == "NO_SHARD" else "FULL_SHARD",
+        **({"backward_prefetch": "BACKWARD_PRE"} if way == "named" else {}),
     )
 
     def line(model: Any = model) -> str:
@@ -301,7 +302,7 @@ def early_waits(rank: int, world: int, way: str) -> tuple[str, str, int]:
 
 
 def test_early_waits_are_shown_and_can_be_turned_off(pool2: Run) -> None:
-    found = {way: pool2(early_waits, way)[0] for way in ("early", "late", "messages", "few bits", "NO_SHARD")}
+    found = {way: pool2(early_waits, way)[0] for way in ("early", "late", "messages", "few bits", "NO_SHARD", "named")}
     counted = "the reductions of 4 of 6 units"
     assert found.pop("early")[:2] == (f"early waits if ranks share memory: {counted}", f"early waits: {counted}")
     assert [texts for *texts, _ in found.values()] == [["", ""]] * len(found)
@@ -310,6 +311,7 @@ def test_early_waits_are_shown_and_can_be_turned_off(pool2: Run) -> None:
 def test_early_waits_hold_less_at_the_peak_and_in_a_plan(pool2: Run) -> None:
     early, late = (pool2(early_waits, way)[0][2] for way in ("early", "late"))
     assert late > early
+    assert pool2(early_waits, "named")[0][2] == late
     planned = []
     with flatfsdp.dry_run(2):
         model = FullyShardedDataParallel(large_layers(), auto_wrap_policy={nn.Linear})

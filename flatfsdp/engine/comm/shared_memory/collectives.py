@@ -2,7 +2,8 @@
 
 [Note: in waits] Exchanges make progress while ranks wait, not while they compute. Waiting later for a large reduction
 hides little of it, and holds its inputs for longer; a small one takes less time than it may have to wait for its peers.
-So large reductions are waited for early, where they are issued. That changes no order, so each rank may decide alone.
+So large reductions are waited for early, where they are issued, unless the user chose `backward_prefetch`. That follows
+from the sizes of units and from settings, which ranks compare before the first forward.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ def choose_early_waits(wanted: bool) -> None:
     """Set whether large reductions are waited for early. [Note: in waits]"""
     global _early_waits
     _early_waits = wanted
+
+
+def waits_early_if_large() -> bool:
+    """Whether large reductions are waited for early."""
+    return _early_waits
 
 
 def is_waited_for_early(sent: int) -> bool:

@@ -46,7 +46,8 @@ def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None =
     `retain_host_memory()` was called.
 
     Such an exchange makes progress while ranks wait, not while they compute. So a reduction for which a rank sends at
-    least 1 MiB is waited for where it is issued, and the peak of a step has one unit's gradients less.
+    least 1 MiB is waited for where it is issued, and the peak of a step has one unit's gradients less; not in units for
+    which `backward_prefetch` was given, also if that is the default.
     `summary(model)` shows the number of units for which that is the case.
 
     Call it on every rank, before the first forward: it does not change a process group that has been used. Not
