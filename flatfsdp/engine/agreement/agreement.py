@@ -19,6 +19,7 @@ from .model_check import Checksums, Fact, InitialValues, exchange_facts, refuse_
 from .op_sequence import OpSequence
 from .ops import CAME, ENDED, EVALUATION, NONE_CAME, PLANS, TRAINING, BackwardPlan, Op, StepConditions, autocast_on
 from .rank_exchange import RankExchange
+from .turns import GroupMember, Position
 
 
 class Agreement:
@@ -31,6 +32,7 @@ class Agreement:
         peers: the other ranks; sequence: the order of operations agreed with them; unused: the agreement on parameters
             without gradients on any rank; rest, refuse, explain: methods of the sequence.
         initial_values: the comparison of initial values.
+        member: the model among those over its process group.
         stepped, loaded: whether an optimizer stepped, or a state dict was loaded, since the last step began; set by the
             code that does so.
         forwards_are_local: whether forwards do not communicate, so that ranks may differ in them.
@@ -42,6 +44,7 @@ class Agreement:
         self.unused = self.sequence.unused
         self.rest, self.refuse, self.explain = self.sequence.rest, self.sequence.refuse, self.sequence.explain
         self.initial_values = InitialValues(check_values)
+        self.member = GroupMember(self.sequence)
         self.stepped = self.loaded = False
         self.forwards_are_local = False
         self._sharded = False
@@ -88,14 +91,15 @@ class Agreement:
             return
         own = self.initial_values.take(values) if values is not None else []
         described = facts()
-        answers = exchange_facts(peers, described, extra=hash63(str(own)) if own else 0)
+        answers = exchange_facts(peers, described, extra=hash63(str(own)) if own else 0, position=self.member.come())
         if answers is None:
             return
         peers.know(list(answers))
         self.sequence.connect()
         refuse_differences(peers, described, answers)
+        self.member.begin(peers, {rank: Position(*numbers) for rank, (_, _, *numbers) in answers.items()})
         if values is not None:
-            self.initial_values.compare(peers, own, {rank: extra for rank, (_, extra) in answers.items()})
+            self.initial_values.compare(peers, own, {rank: extra for rank, (_, extra, *_) in answers.items()})
 
     def compare_values(self, values: Callable[[], Checksums]) -> None:
         """Compare the initial values of all ranks, once. Collective over all axes at the first call only."""
@@ -143,6 +147,8 @@ class Agreement:
             label = self._names.units[unit].label
             opening = ops.opening(self._opening, op.code, label, schedule, self._conditions(), self._flags)
             self._opening = None
+            if self.member.turns is not None:  # saves a call
+                self.member.take("began a forward")
             self.sequence.start(self._forwards[unit])
             self.sequence.next(opening, unit=op.code, opens=True)
         else:
@@ -160,6 +166,7 @@ class Agreement:
         else:
             with self.waiting(f"{method}() of unit {entry.label}"):
                 self.sequence.meet_abandoned()
+                self.member.take(f"called {method}()")
                 self.sequence.next(op)
 
     def end_forward(self) -> None:
@@ -195,6 +202,8 @@ class Agreement:
         self.sequence.busy = True
         self.sequence.meet_abandoned()
         self.sequence.start("a backward")
+        if self.member.turns is not None:
+            self.member.take("began a backward")
         self.sequence.came = False
         self.sequence.next(op, opens=not self._sharded, completes=not reduces)
         if reduces:
@@ -259,6 +268,7 @@ class Agreement:
             return
         with self.waiting(call):
             self.sequence.meet_abandoned()
+            self.member.take(f"called {call}")
             self.sequence.next(ops.called(call, units, self._names.units))
             yield
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import few, ranks_by_value, ranks_in_words
-from .ops import IN_FORWARD, ISSUED, STAYED, Op, StepConditions, UnitEntry
+from .ops import IN_FORWARD, ISSUED, OTHERS, STAYED, Op, StepConditions, UnitEntry
 
 Ranks = tuple[int, ...]
 
@@ -50,10 +50,11 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
     if any(STAYED in op.words for op in ops.values()):
         return f"{reported}. {_STAYED}"
     remedy = _REMEDY if all(op.words.startswith(IN_FORWARD) for op in ops.values()) else ""
-    return (
+    found = (
         f"{reported}. All ranks must run the same units in the same order, as many forwards and backwards, and catch "
         f"an exception at the same point or not at all; rank-local data must not decide which units run{remedy}"
     )
+    return f"{found}. {_STAYED}" if any(op.words.startswith(OTHERS) for op in ops.values()) else found
 
 
 def _unlike_conditions(found: Mapping[Ranks, StepConditions]) -> str:

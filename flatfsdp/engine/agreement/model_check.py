@@ -50,28 +50,28 @@ def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, r
     peers = RankExchange()
     peers.spread_over(axes)
     answers = exchange_facts(peers, facts, doing=doing)
-    if answers is not None and len({code for code, _ in answers.values()}) > 1:
+    if answers is not None and len({code for code, *_ in answers.values()}) > 1:
         peers.know(list(answers))
         (subject, value, named), *rest = facts
         refuse_differences(peers, [(subject, value if reason is None else f"{value}: {reason}", named), *rest], answers)
 
 
 def exchange_facts(
-    peers: RankExchange, facts: Sequence[Fact], *, doing: str = "", extra: int = 0
+    peers: RankExchange, facts: Sequence[Fact], *, doing: str = "", extra: int = 0, position: Sequence[int] = (0, 0, 0)
 ) -> dict[int, list[int]] | None:
-    """Every rank's fingerprint of its `facts`, and its `extra` number; None with fake process groups. Collective over
-    all axes."""
+    """Every rank's fingerprint of its `facts`, its `extra` number, and the `position` of its model; None with fake
+    process groups. Collective over all axes."""
     members = ranks_over(peers.axes)
     with expecting(members, doing or f"compares its model with that of ranks {', '.join(map(str, members))}"):
         # One kind of meeting for comparisons in constructors and at the first forward. [Note: calls]
         for axis in peers.axes:
             meet(axis.group.process_group, axis.group.ranks, "compares its model")
-        return peers.exchange(_fingerprint(facts), extra)
+        return peers.exchange(_fingerprint(facts), extra, *position)
 
 
 def refuse_differences(peers: RankExchange, facts: Sequence[Fact], answers: Mapping[int, list[int]]) -> None:
     """If ranks differ by their `answers`, raise an AgreementError with the first of the `facts` in which they do."""
-    codes = {rank: code for rank, (code, _) in answers.items()}
+    codes = {rank: code for rank, (code, *_) in answers.items()}
     if len(set(codes.values())) > 1:
         texts = peers.publish(json.dumps(facts), codes)
         peers.fail_with(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))

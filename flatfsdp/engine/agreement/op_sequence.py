@@ -23,8 +23,10 @@ from functools import partial
 from ...errors import AgreementError, FlatFSDPError, LostRankError, logger, ranks_by_value
 from ..base.events import EventLog
 from ..base.foreign_text import parse
+from ..base.hashing import hash63
 from ..base.wait_limits import blocked_since, unfinished_since
 from ..comm.comm_stats import CommStats
+from ..comm.shared_memory.exchange import OtherCollectiveError
 from ..watchdog.process_exit import end_process_unless, print_immediately
 from ..watchdog.status_report import ExitRecord, in_one_sentence
 from ..watchdog.store import PERIOD
@@ -344,7 +346,13 @@ class OpSequence:
         peers = self._peers
         if peers.watch is None or isinstance(error, FlatFSDPError):
             return
-        if peers.verdict is None and is_lost_connection(error):
+        if peers.verdict is None and isinstance(error, OtherCollectiveError):
+            # All ranks find that at the collective that differs, and are at the same op.
+            last = "; ".join(map(str, self._events.tail(2)))
+            op = Op(hash63(f"other {peers.rank}"), f"{ops.OTHERS}{self.part} (last: {last})")
+            self.meetings.announce(self.position, op, issued=self.issued)
+            peers.verdict = self.meetings.judge(self.position, self._step)
+        elif peers.verdict is None and is_lost_connection(error):
             # The note with the reason may arrive later.
             found = peers.watch.explain(error, lambda: peers.verdict)
             peers.verdict = peers.verdict or found
@@ -356,6 +364,11 @@ class OpSequence:
     def time_limit(self) -> float:
         """The timeout of the model's process groups, in seconds."""
         return self._peers.time_limit
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the main thread may wait for others in an iteration."""
+        return self.busy
 
     @property
     def doing(self) -> tuple[str, float]:
@@ -412,6 +425,6 @@ class OpSequence:
         error = meetings.judge(at, quoted.step if quoted is not None else self._step)
         if peers.verdict is None:
             print_immediately(f"[flatfsdp, rank {peers.rank}] {type(error).__name__}: {error}")
-            peers.verdict = error
-            end_process_unless(lambda: peers.was_raised or not self.busy)
+            self.fail(error, None)
+            end_process_unless(lambda: peers.was_raised or not self.may_wait)
         return True

@@ -135,6 +135,7 @@ IN_FORWARD = ("entered unit ", "ended its forward")  # ops of ranks that differ 
 RUNS = " inside of its own forward"
 STAYED = ", which had stayed unsharded"
 ISSUED = "gathered in its backward the units"
+OTHERS = "issued other collectives in "
 
 
 def entered(index: int, unit: UnitEntry, gathered: str = "") -> Op:

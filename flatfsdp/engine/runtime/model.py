@@ -69,6 +69,10 @@ class Model:
         )
         self.backwards.attach(unit)
         self._take(unit)
+        for axis in (unit.axes.own.scatter, unit.axes.own.replicate):
+            if axis is not None and axis.size > 1:
+                agreement.member.count(axis, unit.entries.class_name)
+                break
 
     @property
     def outermost(self) -> Unit:

@@ -106,7 +106,10 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "units swapped": ({"order": (0, 1, 2)}, {"order": (0, 2, 1)}),
     "a graph cut off": ({"cut": False}, {"cut": True}),
     "a tied unit inside of itself": ({"nested": True}, {"nested": False}),
+    "roots swapped": ({}, {}),
+    "backwards swapped": ({}, {}),
 }
+OF_TWO = ("roots swapped", "backwards swapped")  # models
 
 
 def step(model: nn.Module, **how: Any) -> None:
@@ -121,13 +124,18 @@ def commit(rank: int, world: int, models: list[nn.Module], fault: str) -> None:
             for model in reversed(models) if odd else models:
                 step(model)
         return
+    if fault == "backwards swapped":
+        outputs = [model(torch.ones(2, 4)).sum() for model in models]
+        for output in reversed(outputs) if odd else outputs:
+            output.backward()
+        return
     for _ in range(3):
         step(models[0], **FAULTS[fault][odd])
 
 
 def first_iteration(rank: int, world: int, fault: str, front: str) -> tuple[str, float]:
     torch.manual_seed(0)
-    models = [shard(front, Net(front)) for _ in range(1 + (fault == "roots swapped"))]
+    models = [shard(front, Net(front)) for _ in range(1 + (fault in OF_TWO))]
     began = time.monotonic()
     with pytest.raises(AgreementError) as caught:
         commit(rank, world, models, fault)
@@ -154,3 +162,32 @@ def in_the_same_structure(rank: int, world: int, front: str) -> None:
 @pytest.mark.parametrize("front", FRONTS)
 def test_ranks_may_agree_on_another_structure_in_every_step(pool2: Run, front: str) -> None:
     pool2(in_the_same_structure, front)
+
+
+def in_turns(rank: int, world: int, front: str) -> list[float]:
+    """Two models, called in an order that changes with the step, alike on all ranks, and a third one in between; on
+    one rank models live longer."""
+    torch.manual_seed(0)
+    first, second = (shard(front, Net(front)) for _ in range(2))
+    kept = []
+    losses = []
+    for index in range(6):
+        order = [first, second] if index % 3 else [second, first]
+        if index % 2:
+            for model in order:
+                step(model)
+        else:
+            outputs = [model(torch.ones(2, 4)).sum() for model in order]
+            (outputs[0] * outputs[1]).backward()
+        with torch.no_grad():
+            losses.append(float(first(torch.ones(2, 4)).sum()))
+        third = shard(front, Net(front))
+        step(third)
+        kept += [third] * rank
+    return losses
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_models_may_be_called_in_any_order_that_ranks_share(pool2: Run, front: str) -> None:
+    losses = pool2(in_turns, front)
+    assert losses[0] == losses[1]

@@ -45,6 +45,10 @@ _LOOKS, _LOOKS_ALONE = 10, 100  # polls of the counters before this rank sleeps:
 _NAP = 0.1  # seconds between two checks whether a peer has ended
 
 
+class OtherCollectiveError(dist.DistBackendError):
+    """A peer issued another collective than this rank."""
+
+
 class _Outbox:
     """The mapped outbox of one rank."""
 
@@ -221,7 +225,7 @@ class SharedMemory:
         slot = _FIRST_TAG + chunk.number % TAGS
         for peer, words in zip(self._peers, self._their_words, strict=True):
             if words[slot] != chunk.operation.tag:
-                raise dist.DistBackendError(
+                raise OtherCollectiveError(
                     f"shared memory of {self._name}: rank {peer.rank} of the group issued another collective than this "
                     f"rank, {self.rank}, as chunk {chunk.number} of the group. All ranks issue the same ones in the "
                     "same order"
