@@ -69,6 +69,8 @@ class How(NamedTuple):
     layout: str = "flat"
     wide: bool = False  # gradients are large ones, and are reduced in a wider dtype
     hooked: bool = False  # units, and their callers, register hooks on outputs that read weights
+    named: bool = True  # the program names `prefetch`, also if that is the default
+    recursive: bool = False  # some units call themselves inside their forward
 
     @classmethod
     def drawn(cls, seed: int) -> How:
@@ -96,6 +98,8 @@ class How(NamedTuple):
             layout=more.choice(("flat", "rows")),
             wide=more.random() < 0.4,
             hooked=random.Random(f"hooked {seed}").random() < 0.4,
+            named=random.Random(f"named {seed}").random() < 0.7,
+            recursive=random.Random(f"recursive {seed}").random() < 0.4,
         )
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
@@ -166,8 +170,15 @@ class Leafy(nn.Module):
         self.in_tuple = False
         self.returns: tuple[str, ...] = ()  # in addition to its output
         self.hooks = ("", "")  # on its output, of its own and of the caller
+        self.depth = 0  # of calls of itself
+        self.itself: tuple[nn.Module, ...] = ()  # no submodule
 
-    def forward(self, x: Tensor, use: str) -> Any:
+    def forward(self, x: Tensor, use: str, depth: int | None = None) -> Any:
+        depth = self.depth if depth is None else depth
+        for _ in range(depth):
+            x = self.itself[0](x, use, depth - 1)
+        if depth < self.depth:
+            return (x @ self.a).tanh() * 0.5 + x
         given, hidden = x, []
         for name in use:
             x = x + _use(self, name, x) * 0.5
@@ -266,6 +277,11 @@ class Net(nn.Module):
                     unit.b = owner.b
             if corners and isinstance(unit, Leafy):
                 unit.in_tuple = drawn.random() < 0.3
+        if how.recursive:
+            depths = random.Random(f"recursive {seed}")
+            for unit in self.modules():
+                if isinstance(unit, Leafy):
+                    unit.depth, unit.itself = depths.choice((0, 1, 1, 2)), (unit,)
         if how.hooked:
             kinds = random.Random(f"hooks {seed}")
             for unit in self.modules():
@@ -415,11 +431,14 @@ def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
         use_orig_params=how.original,
         forward_prefetch=how.forward_prefetch,
         limit_all_gathers=how.limit_all_gathers,
-        backward_prefetch=how.prefetch,
+        **({"backward_prefetch": how.prefetch} if how.named else {}),  # type: ignore[arg-type]
         join_units_below=how.join_units_below,
         layout=how.layout,
         mixed_precision=MixedPrecision(reduce_dtype=torch.float64) if how.wide else None,
     )
+    for each in model.modules():
+        if isinstance(each, FullyShardedDataParallel) and isinstance(each.module, Leafy):
+            each.module.itself = (each,)
     optimizer, plain = how.optimizer(model), how.optimizer(alone)
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10) if how.stepping == "scaled" else None
     in_backward = how.stepping == "in the backward"
