@@ -3,6 +3,9 @@ it. Here in the first iteration; `tests/process/agreement/test_orders.py` has th
 
 from __future__ import annotations
 
+import copy
+import itertools
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,7 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import AgreementError
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
+from tests.harness.thorough import seeds
 
 FRONTS = ("wrapper", "fully_shard")
 SECONDS = 20.0  # that a rank may take to its error; an idle machine needs less than one
@@ -191,3 +195,86 @@ def in_turns(rank: int, world: int, front: str) -> list[float]:
 def test_models_may_be_called_in_any_order_that_ranks_share(pool2: Run, front: str) -> None:
     losses = pool2(in_turns, front)
     assert losses[0] == losses[1]
+
+
+# --- drawn at random --------------------------------------------------------------------------------------------------
+
+
+def tree(drawn: random.Random, depth: int = 2) -> Tree:
+    """Calls of a unit inside of its own, at most `depth` of them one inside another."""
+    return tuple(tree(drawn, depth - 1) for _ in range(drawn.choice((0, 1, 1, 2)))) if depth else ()
+
+
+def trees(drawn: random.Random) -> Tree:
+    return tuple(tree(drawn) for _ in range(drawn.randint(1, 2)))
+
+
+def several(rank: int, world: int, front: str, seed: int) -> list[tuple[float, float]]:
+    """The losses of several models that are called in a drawn order, some more than once, in drawn trees, with joint or
+    separate backwards, beside those of one process."""
+    drawn = random.Random(seed)
+    torch.manual_seed(seed)
+    alone = [Net(front).double() for _ in range(drawn.randint(2, 3))]
+    models = [shard(front, copy.deepcopy(net)) for net in alone]
+    for cell in itertools.chain.from_iterable(net.cells for net in alone):
+        cell.itself = (cell,)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.02) for each in (*models, *alone)]
+    losses = []
+    for _ in range(4):
+        order = drawn.choices(range(len(models)), k=drawn.randint(1, 4))
+        how = [{"trees": trees(drawn), "order": tuple(drawn.sample(range(3), 3)), "nested": True} for _ in order]
+        joint = drawn.random() < 0.5
+        evaluated = drawn.choice(range(len(models)))
+
+        def results(nets: list[Any], of: int, order: list[int] = order, how: list[Any] = how) -> Any:
+            x = torch.full((2, 4), 0.1 * (1 + of), dtype=torch.float64)
+            return (nets[index](x, **each).sum() for index, each in zip(order, how, strict=True))
+
+        def run(nets: list[Any], of: int, joint: bool = joint, results: Any = results) -> list[float]:
+            outputs = [sum(results(nets, of))] if joint else results(nets, of)
+            found = []
+            for output in outputs:
+                (output / (1 if nets is models else world)).backward()
+                found.append(float(output))
+            return found
+
+        mine = run(models, rank)
+        losses += list(zip(mine, [run(alone, of) for of in range(world)][rank], strict=True))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            x = torch.ones(2, 4, dtype=torch.float64)
+            losses.append((float(models[evaluated](x).sum()), float(alone[evaluated](x).sum())))
+    return losses
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("seed", seeds(3, 60))
+def test_several_models_whose_units_call_themselves_are_as_in_one_process(pool2: Run, seed: int, front: str) -> None:
+    for losses in pool2(several, front, seed):
+        for found, expected in losses:
+            assert found == pytest.approx(expected, rel=1e-9)
+
+
+def in_drawn_structures(rank: int, world: int, front: str, seed: int) -> tuple[str, float]:
+    drawn = random.Random(seed)
+    those = others = trees(drawn)
+    while those == others:
+        others = trees(drawn)
+    torch.manual_seed(0)
+    model = shard(front, Net(front))
+    began = time.monotonic()
+    with pytest.raises(AgreementError) as caught:
+        for _ in range(2):
+            step(model, trees=those if rank < world - 1 else others)
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("seed", seeds(3, 60))
+def test_units_that_call_themselves_in_another_structure_end_in_words(pool3: Run, seed: int, front: str) -> None:
+    results = pool3(in_drawn_structures, front, seed)
+    assert len({message for message, _ in results}) == 1
+    assert "rank 2" in results[0][0]
+    assert max(seconds for _, seconds in results) < SECONDS
