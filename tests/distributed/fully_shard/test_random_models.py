@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.distributed.runtime.test_random_models import STEPS, WIDTH, How, Nest
 from tests.harness.front import whole
 from tests.harness.gradients import gradients_of, unlike
 from tests.harness.meshes import named_mesh
+from tests.harness.played_memory import assign_gradients, assign_values, drawn_memory, without_marks
 from tests.harness.pool import JobFailed
 from tests.harness.thorough import seeds
 
@@ -35,13 +37,10 @@ def sharded(net: Net, how: How, drawn: random.Random) -> Any:
         "shard_placement_fn": (lambda parameter: Shard(1)) if columns else None,
     }
     ways = [None, True, False] + [how.neighbors] * (how.neighbors is not None)
-    counted: dict[nn.Parameter, int] = {}
-    for unit in net.units:
-        for name in dict(unit.named_parameters(remove_duplicate=False)):
-            counted[unit.get_parameter(name)] = counted.get(unit.get_parameter(name), 0) + 1
+    counted = Counter(each.data_ptr() for _, each in net.units.named_parameters(remove_duplicate=False))
     waiting: list[nn.Module] = []
     for unit in net.units:
-        if any(counted[parameter] > 1 for parameter in unit.parameters()):
+        if any(counted[parameter.data_ptr()] > 1 for parameter in unit.parameters()):
             continue
         if isinstance(unit, Nest) and drawn.random() < 0.7:
             flatfsdp.fully_shard(unit.inner, reshard_after_forward=drawn.choice(ways), **settings)
@@ -57,7 +56,7 @@ def sharded(net: Net, how: How, drawn: random.Random) -> Any:
 def train(rank: int, world: int, seed: int, how: How) -> list[str]:
     """Parameters, and kept gradients, that differ from those of one process that runs all ranks' batches."""
     drawn = random.Random(f"front {seed}")
-    model, alone = sharded(Net(seed, how), how, drawn), Net(seed, how)
+    model, alone = sharded(drawn_memory(Net(seed, how), seed), how, drawn), Net(seed, how)
     optimizer, plain = how.optimizer(model), how.optimizer(alone)
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10) if how.stepping == "scaled" else None
     in_backward = how.stepping == "in the backward"
@@ -93,8 +92,13 @@ def train(rank: int, world: int, seed: int, how: How) -> list[str]:
             scaler.step(optimizer)
             scaler.update()
         elif not in_backward:
+            for each in model, alone:
+                assign_gradients(each, seed, step)
             optimizer.step()
         plain.step()
+        for each in model, alone:
+            assign_values(each, seed, step)
+        found += without_marks(model)
         for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
             found += wrong(f"step {step}: {name}", whole(parameter), other)
         if found:

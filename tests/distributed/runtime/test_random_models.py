@@ -31,6 +31,7 @@ from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.gradients import Gradients, fill, gradients_of, names_of, together, unlike
 from tests.harness.meshes import replicas_of_shards
+from tests.harness.played_memory import assign_gradients, assign_values, drawn_memory, without_marks
 from tests.harness.pool import JobFailed
 from tests.harness.thorough import is_thorough, seeds, spread
 
@@ -420,7 +421,7 @@ def _train(rank: int, world: int, seed: int, how: How) -> list[str]:
 
 def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
     mesh = replicas_of_shards() if how.strategy == "HYBRID_SHARD" else None
-    net, alone = (Net(seed, how) for _ in range(2))
+    net, alone = drawn_memory(Net(seed, how), seed), Net(seed, how)
     names = names_of(net)
     model = FullyShardedDataParallel(
         net,
@@ -480,9 +481,15 @@ def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
             scaler.step(optimizer)
             scaler.update()
         elif scaler is None and not in_backward:
+            for each in model, alone:
+                assign_gradients(each, seed, step)
             optimizer.step()
         if scaler is None or came:
             plain.step()
+        for each in model, alone:
+            assign_values(each, seed, step)
+        if how.original and (lines := without_marks(model)):
+            return lines
         for each in optimizer, plain:
             each.zero_grad(how.to_none or in_backward)
         if how.summons or step == STEPS - 1:
