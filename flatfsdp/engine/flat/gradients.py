@@ -354,11 +354,17 @@ class Gradients:
         # If the CPU stands in for a device, the same copy is made.
         return total.to(handle.shard.device) if total.device != handle.shard.device else total.clone()
 
-    def unstash_grads(self) -> None:
-        """Restore the stashed `.grad` of the leaves. Precondition: leaves show the shard."""
+    def unstash_grads(self, *, while_unsharded: bool = False) -> None:
+        """Restore the stashed `.grad` of the leaves. Precondition: leaves show the shard, or `while_unsharded`."""
         taken, self._stashed = self._stashed or {}, None
         for i, grad in taken.items():
-            assign_grad(self.handle.leaves[i], grad)
+            leaf = self.handle.leaves[i]
+            if while_unsharded:  # assignments are refused for another shape, dtype or device
+                kept, grad.data = grad.data, leaf.data
+                leaf.grad = grad
+                grad.data = kept
+            else:
+                assign_grad(leaf, grad)
 
     def drop(self) -> bool:
         """Forget a failed backward: arrived gradients, reductions in flight, the window. True if a window was lost."""

@@ -296,7 +296,9 @@ class Iteration:
     def _name_used_at_rest(self) -> None:
         """A backward failed: warn with the names of parameters at rest that it needs, which autograd does not name."""
         for unit in self.record.entered:
-            used = [name for views in unit.views for name in views.used_at_rest() if unit.phase is not SUMMONED]
+            if unit.phase in (SUMMONED, UNIT_FORWARD):  # its parameters stay unsharded
+                continue
+            used = [name for views in unit.views for name in views.used_at_rest()]
             if used:
                 warn_once_per_job(
                     f"a backward failed that brings gradients to {', '.join(map(repr, used))} of unit {unit.label}: "
@@ -468,14 +470,17 @@ def _retain(unit: Unit) -> None:
 
 def _rollback(unit: Unit) -> bool:
     """Immediately after a failed backward, during exception handling: let leaves show the shard, restore `.grad`. True
-    if a window was lost. Must not block or communicate."""
+    if a window was lost. Must not block or communicate.
+
+    If the backward was inside of the unit's own forward, which may go on, leaves stay unsharded: autograd gives a leaf
+    that showed another dtype meanwhile a second accumulator, and its gradient would arrive in two parts.
+    """
+    goes_on = unit.phase is UNIT_FORWARD and unit.is_unsharded
     unit.backward.forget_graph()
     unit.leaves.listing.show(False)
     if unit.phase is not SUMMONED:  # else a user may write to the parameters, and the backward did not reach them
-        for views in unit.views:
+        for views in unit.views if not goes_on else ():
             views.show(SHOWS_SHARD)
         for grads in unit.grads:
-            grads.unstash_grads()
-    if unit.phase is UNIT_FORWARD and unit.is_unsharded:  # the backward was inside of its forward, which may go on
-        unit.wait_unshard()
+            grads.unstash_grads(while_unsharded=goes_on)
     return any(grads.accumulation.window_open for grads in unit.grads)

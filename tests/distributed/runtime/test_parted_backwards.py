@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel, comm_hooks
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
 from flatfsdp.engine.runtime.coalesced_collectives import apart
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
@@ -617,10 +617,10 @@ class GoesBackward(nn.Module):
         super().__init__()
         self.kind = kind
         self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.0, WIDTH))
+        self.mix = nn.Parameter(torch.linspace(0.5, 1.0, WIDTH).diag())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * self.scale
+        x = x @ self.mix
         if self.kind == "a unit that runs again":
             self.first(x.detach()).square().sum().backward()
             x = self.first(x)
@@ -636,8 +636,8 @@ class GoesBackward(nn.Module):
             (found,) = torch.autograd.grad(self.second(of).square().sum(), of, create_graph=twice)
             x = self.first(x) + found
         else:
-            (self.first(x) * self.scale).sum().backward()
-        result: Tensor = self.last(x) * self.scale
+            (self.first(x) @ self.mix).sum().backward()
+        result: Tensor = self.last(x) @ self.mix
         return result
 
 
@@ -667,6 +667,9 @@ def inside_a_forward(rank: int, world: int, options: dict[str, Any]) -> list[str
     [
         {"use_orig_params": False},
         {"backward_prefetch": "BACKWARD_MID", "sharding_strategy": "SHARD_GRAD_OP"},
+        # Parameters that the root uses before and after it show another dtype than at rest.
+        {"mixed_precision": MixedPrecision(param_dtype=torch.float64)},
+        {"mixed_precision": MixedPrecision(param_dtype=torch.float64), "sharding_strategy": "NO_SHARD"},
     ],
 )
 def test_a_backward_inside_a_forward(pool2: Run, options: dict[str, Any]) -> None:
