@@ -5,6 +5,7 @@ the numbers are the same without ties by `.data` and parts."""
 from __future__ import annotations
 
 import random
+
 import torch
 from torch import nn
 
