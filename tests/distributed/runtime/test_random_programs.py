@@ -228,6 +228,8 @@ class Player:
         some = few.sample(ANYTIME + WHEN_REDUCED, 6) if few.random() < 0.5 else ANYTIME + WHEN_REDUCED
         if random.Random(f"torch's functions {seed}").random() < 0.4:
             some = [*some, through_torchs_functions, through_torchs_functions]
+        if random.Random(f"assigns {seed}").random() < 0.3:
+            some = [*some, assign_new_data, assign_new_data]
         self.offered = [each for each in operations or some if not (in_place and each in OF_WRAPPERS)]
         self.wrong: list[str] = []
         self.nodes: list[Any] = []  # that are held
@@ -244,7 +246,9 @@ class Player:
         """Play the program; the differences found, by operation."""
         for _ in range(LENGTH):
             possible = [
-                each for each in self.offered if self.reduced or each not in (*WHEN_REDUCED, through_torchs_functions)
+                each
+                for each in self.offered
+                if self.reduced or each not in (*WHEN_REDUCED, through_torchs_functions, assign_new_data)
             ]
             if self.front is InPlace and self.exposed:  # modules hold unsharded parameters
                 possible = [each for each in possible if each not in OF_HELD_PARAMETERS]
@@ -792,6 +796,23 @@ def edit_shards(player: Player) -> None:
                 (parameter.data if index % 2 else parameter).mul_(0.9)
 
 
+def assign_new_data(player: Player) -> None:
+    """Other weights, a forward, and the weights again, as with moving averages; then new ones, and new gradients."""
+    if player.exposed:
+        return  # the weights would be unsharded
+    for net in player.model, player.alone:
+        kept = [parameter.data for parameter in net.parameters()]
+        for parameter in net.parameters():
+            parameter.data = parameter.data * 1.1
+        with torch.no_grad():
+            net(torch.ones(1, WIDTH))
+        for parameter, value in zip(net.parameters(), kept, strict=True):
+            parameter.data = value
+            parameter.data = parameter.data * 0.9
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data * 0.5
+
+
 def clear(player: Player) -> None:
     set_to_none = player.drawn.random() < 0.6
     for net in player.parameters_of(player.model), player.alone:
@@ -954,6 +975,7 @@ OF_HELD_PARAMETERS = (
     freeze_or_thaw,
     edit_gradients,
     edit_shards,
+    assign_new_data,
     clear,
     write,
     through_torchs_functions,
