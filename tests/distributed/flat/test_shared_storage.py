@@ -60,7 +60,7 @@ def train(model: nn.Module, rank: int, world: int) -> nn.Module:
     return model
 
 
-def trained(rank: int, world: int, front: str) -> list[str]:
+def trained(rank: int, world: int, front: str, **options: Any) -> list[str]:
     lines = []
     for how in HOWS:
         alone: Any = train(Net(how), 0, 1)
@@ -72,7 +72,7 @@ def trained(rank: int, world: int, front: str) -> list[str]:
             alone.c.weight = alone.a.w.weight
         expected = {name: parameter.detach() for name, parameter in alone.named_parameters()}
         try:
-            model = sharded(front, Net(how), (Block,))
+            model = sharded(front, Net(how), (Block,), **options)
         except UsageError as error:
             if not (front == "fully_shard" and how in ("two units", "a unit and the root")):
                 lines.append(f"{how}: {error}")
@@ -87,4 +87,10 @@ def trained(rank: int, world: int, front: str) -> list[str]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_trains_as_in_one_process(run: Run, world: int, front: str) -> None:
     for lines in run(world, trained, front):
+        assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("front", ["flat", "original"])
+def test_so_it_does_where_nothing_is_sharded(pool2: Run, front: str) -> None:
+    for lines in pool2(trained, front, sharding_strategy="NO_SHARD"):
         assert not lines, "\n".join(lines)

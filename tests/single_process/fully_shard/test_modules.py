@@ -22,7 +22,7 @@ import flatfsdp
 from flatfsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
 from tests.harness import inspect
-from tests.harness.gather_hooks import AsInt8
+from tests.harness.gather_hooks import AsBfloat16, AsInt8, extend
 
 SHAPE = (4, 8)
 
@@ -530,3 +530,13 @@ def test_a_compiled_step_of_the_optimizer() -> None:
     torch._dynamo.reset()
     for name, value in models[0].items():
         torch.testing.assert_close(models[1][name].full_tensor(), value.full_tensor(), msg=name)
+
+
+def test_a_tensor_inside_of_a_parameter_is_not_kept_as_an_attribute_of_it() -> None:
+    model = extend(nn.Sequential(nn.Linear(4, 4)), AsBfloat16)
+    model[0].weight.tag = "marked"  # type: ignore[index]
+    whole = weakref.ref(model[0].weight._data)  # type: ignore[index]
+    flatfsdp.fully_shard(model)
+    weight = model.get_parameter("0.weight")
+    assert weight.tag == "marked" and not hasattr(weight, "_data")  # type: ignore[attr-defined]
+    assert whole() is None

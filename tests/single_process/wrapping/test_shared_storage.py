@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import spectral_norm
 
 from flatfsdp import FullyShardedDataParallel, fully_shard
 from flatfsdp.errors import UsageError
 from tests.harness.fake import fake_world
+from tests.harness.gather_hooks import AsBfloat16
 from tests.harness.three_fronts import FRONTS, sharded
 
 
@@ -286,7 +289,8 @@ def test_units_that_a_policy_chooses_are_tied() -> None:
         assert type(net.first) is nn.Linear
 
 
-def test_packed_weights() -> None:
+@pytest.mark.parametrize("front", ["original", "fully_shard"])
+def test_packed_weights(front: str) -> None:
     """bitsandbytes' parameters are bytes with a state."""
 
     class Packed(nn.Parameter):
@@ -301,10 +305,61 @@ def test_packed_weights() -> None:
         data, state = torch.arange(36, dtype=torch.uint8).view(36, 1), object()
         net = Two()
         net.e.weight, net.d.weight = packed(data, state), packed(data, state)
-        FullyShardedDataParallel(net, use_orig_params=True)
+        sharded(front, net)
         assert net.e.weight is net.d.weight
 
         net = Two()
         net.e.weight, net.d.weight = packed(data, object()), packed(data, object())
         with pytest.raises(UsageError, match="attributes differ"):
-            FullyShardedDataParallel(net)
+            sharded(front, net)
+
+
+def test_distributed_tensors() -> None:
+    """Of tensor parallelism: one local tensor in two DTensors."""
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        def split(local: Tensor, dim: int) -> nn.Parameter:
+            return nn.Parameter(DTensor.from_local(local, mesh["tp"], [Shard(dim)], run_check=False))
+
+        local = torch.randn(3, 6)
+        net = Two()
+        net.e.weight, net.d.weight = split(local, 0), split(local, 0)
+        sharded("fully_shard", net, mesh=mesh["dp"])
+        assert net.e.weight is net.d.weight
+
+        net = Two()
+        net.e.weight, net.d.weight = split(local, 0), split(local, 1)
+        with pytest.raises(UsageError, match="distributed differently"):
+            sharded("fully_shard", net, mesh=mesh["dp"])
+
+        net = Two()
+        net.e.weight, net.d.weight = split(local[:, :3], 0), split(local[:, 3:], 0)
+        sharded("fully_shard", net, mesh=mesh["dp"])
+        assert net.e.weight is not net.d.weight
+
+        net = Two()
+        net.e.weight, net.d.weight = split(local[:2], 0), split(local[1:], 0)
+        with pytest.raises(UsageError, match="different tensors"):
+            sharded("fully_shard", net, mesh=mesh["dp"])
+
+
+def test_tensors_made_of_others() -> None:
+    """Subclasses of tensors are compared by the tensors inside."""
+    front = "fully_shard"
+    with fake_world(2):
+        whole = torch.randn(9, 6)
+        net = Two()
+        net.e.weight, net.d.weight = (nn.Parameter(AsBfloat16(whole[:6])) for _ in range(2))
+        sharded(front, net)
+        assert net.e.weight is net.d.weight
+
+        net = Two()
+        net.e.weight, net.d.weight = nn.Parameter(AsBfloat16(whole[:6])), nn.Parameter(whole[:6])
+        with pytest.raises(UsageError, match=r"'e.weight' and 'd.weight'"):
+            sharded(front, net)
+
+        net = Two()
+        net.e.weight, net.d.weight = nn.Parameter(AsBfloat16(whole[:6])), nn.Parameter(AsBfloat16(whole[3:]))
+        with pytest.raises(UsageError, match="different tensors"):
+            sharded(front, net)
