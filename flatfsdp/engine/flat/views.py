@@ -280,12 +280,15 @@ class ParamViews:
             self._take_over(replaced, [handle.leaves[i].detach() for i in replaced], words, free)
             for i in replaced:
                 handle.leaves[i].data = handle.at_rest.views[i]
+        taken = []
         for param_ref, held in put:
             index = next((i for i, leaf in enumerate(handle.leaves) if leaf is param_ref.leaf), None)
             if index is None or not isinstance(held, nn.Parameter):
                 continue
+            taken.append((param_ref, held, index, unaliased(handle.face.value_of(index, held), handle.shard)))
+        for param_ref, held, index, value in taken:
             what = f"the parameter now registered as {param_ref.path!r}"
-            self._store(index, handle.face.value_of(index, held), what)
+            self._store(index, value, what)
             self._adopt(index, held)
             param_ref.hold(param_ref.leaf)  # also in a recurrent module's list, which `put` may not update
             handle.face.put(param_ref)
@@ -389,6 +392,14 @@ class ParamViews:
                 f"{tuple(view.shape)}, or the "
                 f"whole parameter, {spec.shape}. Inside summon_full_params() parameters have their whole shape"
             )
+
+
+def unaliased(value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """`value`, a copy if it is a view of `memory`, into which it will be written: a transpose of what is there, or a
+    value that was exchanged with another one."""
+    if value.untyped_storage()._cdata == memory.untyped_storage()._cdata:
+        return value.clone()
+    return value
 
 
 def _strided_like(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

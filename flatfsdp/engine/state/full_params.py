@@ -19,6 +19,7 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views, shard_of
 from ..flat.param_refs import ParamRef, check_param_refs
 from ..flat.states import IDLE, SUMMONED
+from ..flat.views import unaliased
 from ..runtime.model import model_of
 from ..runtime.model_facts import names_of_leaves, own_axes
 from ..runtime.module_tree import put_at_rest, register_leaves
@@ -109,13 +110,16 @@ class _SummonedHandle:
                 # Replacements of a parameter count, too, not only in-place writes.
                 if handle.face.is_flat:
                     unlike += self._take_flat()
+                replaced = []
                 for spec, leaf, view in zip(
                     handle.layout.params, handle.leaves, full_views(self.flat, handle.layout), strict=True
                 ):
                     if leaf.shape != view.shape:
                         unlike.append(f"{spec.name} of unit {self.unit.label}: {tuple(leaf.shape)}, not {spec.shape}")
-                    elif leaf.data_ptr() != view.data_ptr():
-                        view.copy_(leaf)
+                    elif leaf.data_ptr() != view.data_ptr() or leaf.stride() != view.stride():
+                        replaced.append((view, unaliased(leaf, self.flat)))
+                for view, value in replaced:
+                    view.copy_(value)
             unsharded_grads = [leaf.grad if self.keep else None for leaf in handle.leaves]
             if self.keep:
                 for leaf in handle.leaves:

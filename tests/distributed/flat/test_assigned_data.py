@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.three_fronts import FRONTS, sharded, unlike, whole_values
@@ -224,3 +226,29 @@ def left_to_torch(rank: int, world: int) -> bool:
 
 def test_other_engines_parameters_keep_torchs_setter(pool2: Run) -> None:
     assert pool2(left_to_torch) == [True, True]
+
+
+def transposed_on_one_rank(rank: int, world: int, front: str) -> list[str]:
+    """Nothing is sharded: each rank's parameters are its own, as under DDP."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    model = sharded(front, copy.deepcopy(plain), sharding_strategy="NO_SHARD")
+    with FullyShardedDataParallel.summon_full_params(model) if front == "flat" else nullcontext():
+        weight = model.module.weight
+        for each in (plain.weight, weight):
+            each.data = each.data.t() if rank == 1 else each.data
+    lines = []
+    x = torch.randn(3, 4)
+    expected, found = plain(x), model(x)
+    if not torch.allclose(found, expected):
+        lines.append("output")
+    found.sum().backward()
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        if not torch.equal(model.module.weight, plain.weight):
+            lines.append("weight")
+    return lines
+
+
+@pytest.mark.parametrize("front", ["flat", "original"])
+def test_a_transpose_on_one_rank_is_a_value(pool2: Run, front: str) -> None:
+    assert pool2(transposed_on_one_rank, front) == [[], []]
