@@ -25,6 +25,7 @@ from .engine.facade.fsdp1_compat import FSDP1Names
 from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.comm_hook_registration import register_comm_hook
 from .engine.features.forward_methods import put_through_wrapper, through_wrapper
+from .engine.runtime import enclosing_ddp
 from .engine.runtime.model import model_of
 from .engine.runtime.module_tree import units_at, units_in, with_owning_units
 from .engine.state import full_params
@@ -156,6 +157,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         with auto_wrapped(module, config, FullyShardedDataParallel._of) as undo:
             model = build_unit(module, config, island=island)
             undo.pop_all()
+        enclosing_ddp.watch(FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
         wrapper_support.keep_model(self, model)
         self.register_load_state_dict_post_hook(loading.end)

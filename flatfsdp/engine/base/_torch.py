@@ -61,6 +61,10 @@ REASONS = {
     "every call, for longer than a small collective takes; likewise _reduce_scatter_base",
     "torch.distributed.ProcessGroup.*_coalesced": "NCCL coalesces several small operations into one without a copy; "
     "the public way to do so, a list per tensor, copies",
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "the composable replicate() runs a model inside a "
+    "DistributedDataParallel that no module holds, and units compare their ranks with it",
+    "torch.distributed._composable.contract.REGISTRY_KEY": "replicate() leaves alone modules that are registered as "
+    "sharded there, and would broadcast the shards of others",
     "torch.Tensor._make_wrapper_subclass": "a value of a sharded state dict has the shape of the whole parameter and "
     "memory for a piece; torch's own tensors of that kind are made by it",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "torch's distributed checkpoint locates the pieces of a "
@@ -81,6 +85,7 @@ def missing() -> list[str]:
         ),
         "torch.distributed.ProcessGroup.*_coalesced": lambda: (_gather_grouped(), _reduce_scatter_grouped()),
         "torch.distributed.checkpoint.filesystem._StorageInfo": storage_info,
+        "torch.distributed._composable.contract.REGISTRY_KEY": _registry_key,
         "torch._subclasses.FakeTensorMode": lambda: fake_tensors().FakeTensorMode,
         "torch.testing._internal.distributed.fake_pg": _fake_backend,
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_, torch._foreach_mul_, torch._foreach_norm),
@@ -381,6 +386,26 @@ foreach_add_: Callable[..., None] = getattr(torch, "_foreach_add_", _lacking("_f
 foreach_mul_: Callable[..., None] = getattr(torch, "_foreach_mul_", _lacking("_foreach_mul_"))
 # (tensors, order, dtype=): the norm of each tensor of a list, on one device.
 foreach_norm: Callable[..., list[torch.Tensor]] = getattr(torch, "_foreach_norm", _lacking("_foreach_norm"))
+
+
+def _registry_key() -> str:
+    from torch.distributed._composable.contract import REGISTRY_KEY
+
+    return REGISTRY_KEY
+
+
+def register_as_sharded(kind: type[torch.nn.Module]) -> None:
+    """Let torch's composable functions see each module of class `kind` as sharded, besides what is registered for it.
+
+    A property of the class, since the attribute's name differs between processes and would be in pickles."""
+    key = _registry_key()
+    setattr(kind, key, property(lambda module: {**vars(module).get(key, {}), "fully_shard": None}))
+
+
+def active_ddp() -> tuple[torch.nn.parallel.DistributedDataParallel, set[int]] | None:
+    """The DistributedDataParallel whose forward runs now, that of a replicate() too, and its ranks."""
+    found = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return None if found is None else (found, set(torch.distributed.get_process_group_ranks(found.process_group)))
 
 
 def tensor_without_memory(

@@ -16,6 +16,7 @@ from ..dtensor.gather_extensions import ExtendedParam, GatherExtensions
 from ..dtensor.row_face import RowFaces
 from ..dtensor.tensor_parallel import StoredDTensor
 from ..flat.extensions import TransformedParam
+from ..runtime import enclosing_ddp
 from ..runtime.model import model_of
 from ..runtime.unit import Unit
 from ..wrapping.build import Front, build_unit
@@ -47,6 +48,7 @@ def shard(call: Call, front_class: type) -> None:
             follow_ties(call.holder, (), call.config.ignored_params)  # before memory is laid out in another order
         lay_out(call.dims)
         model = build_unit(call.holder, resolve_groups(call.config), island=call.island, front=front)
+    enclosing_ddp.watch(front_class)
     for module in call.modules:
         swap_class(module, front_class)
         module.__dict__["_unit"] = model.outermost

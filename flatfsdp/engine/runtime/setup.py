@@ -26,6 +26,7 @@ from . import fast_paths
 from .apart import axes_of_norms
 from .coalesced_collectives import Coalescer
 from .device_checks import check_hooked, check_placed, check_registered, check_targets
+from .enclosing_ddp import check_enclosing
 from .late_ties import follow_ties
 from .model_facts import axes_of, describe, initial_checksums, names_in, names_of_leaves, unit_entries
 from .module_tree import entries
@@ -93,6 +94,7 @@ class Setup:
         fast_paths.keep_out_inside(names, units)
         check_hooked(units)
         check_targets(units)
+        check_enclosing(units)
         self._take_over([unit for unit in units if unit.entries.in_place])
         self.check_placed()
         self.choose_unshard_stream()

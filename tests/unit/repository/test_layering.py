@@ -310,7 +310,9 @@ def test_programs_use_public_names_only() -> None:
     [
         pytest.param(r"torch\.distributed\b", DISTRIBUTED, id="torch.distributed"),
         pytest.param(
-            r"torch\.distributed\.(fsdp|_composable|algorithms\._checkpoint)\b", TORCH_FSDP, id="torch's FSDP"
+            r"torch\.distributed\.(fsdp|_composable(?!\.contract)|algorithms\._checkpoint)\b",
+            TORCH_FSDP,
+            id="torch's FSDP",
         ),
         pytest.param(r"torch\.(cuda|accelerator|xpu|mps|mtia)\b", ACCELERATOR | PROGRAMS, id="accelerators"),
         pytest.param(r"torch\b.*\._(?!_)", PRIVATE_TORCH, id="private names"),
