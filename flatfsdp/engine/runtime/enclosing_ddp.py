@@ -3,7 +3,7 @@
 Both average gradients over ranks that hold the same tensors, and shards are different ones. `replicate` leaves alone
 modules that are registered as sharded, so that units reduce their own gradients and it reduces those of the rest. DDP
 knows no such modules: it broadcasts rank 0's shards to all ranks and adds up gradients of different parameters, which
-is refused, unless it was told to ignore their parameters.
+is refused, unless its list of ignored parameters has theirs.
 """
 
 from __future__ import annotations
