@@ -389,9 +389,9 @@ foreach_norm: Callable[..., list[torch.Tensor]] = getattr(torch, "_foreach_norm"
 
 
 def _registry_key() -> str:
-    from torch.distributed._composable.contract import REGISTRY_KEY
-
-    return REGISTRY_KEY
+    importlib.import_module("torch.distributed._composable.contract")
+    key: str = torch.distributed._composable.contract.REGISTRY_KEY
+    return key
 
 
 def register_as_sharded(kind: type[torch.nn.Module]) -> None:
