@@ -389,8 +389,8 @@ foreach_norm: Callable[..., list[torch.Tensor]] = getattr(torch, "_foreach_norm"
 
 
 def _registry_key() -> str:
-    importlib.import_module("torch.distributed._composable.contract")
-    key: str = torch.distributed._composable.contract.REGISTRY_KEY
+    # Not by an attribute of the package, where a function hides the module.
+    key: str = importlib.import_module(f"{torch.__name__}.distributed._composable.contract").REGISTRY_KEY
     return key
 
 
