@@ -45,6 +45,7 @@ RESULTS = ROOT / "build" / "random_runs.jsonl"
 FILES = {
     "models": (
         "tests/distributed/runtime/test_random_models.py",
+        "tests/distributed/runtime/test_random_arguments.py",
         "tests/distributed/fully_shard/test_random_models.py",
     ),
     "programs": ("tests/distributed/runtime/test_random_programs.py",),

@@ -176,7 +176,8 @@ class Iteration:
     def _forget_forward(self) -> None:
         """A forward failed: restore the state before it."""
         self._agreement.abandon(sys.exc_info()[1])
-        self.record = ForwardRecord(knows_late=self.record.asks_late)
+        if not self.record.continues:  # else a backward may reach an earlier pass, too
+            self.record = ForwardRecord(knows_late=self.record.asks_late)
         self.is_at_rest = True
         self.ahead.clear()
         self.requested.clear()

@@ -89,6 +89,7 @@ class ForwardRecord(Generic[U]):
 
     Attributes:
         running: the pass that runs, if one does.
+        continues: whether there were passes before the last, and no backward over them.
         recomputed: (unit, tick, region) of units that began in a reentrant checkpoint, or whose parameters such a unit
             used, with the region that is recomputed.
         begun_again: units that began more than once, at least the last time without a graph.
@@ -114,11 +115,12 @@ class ForwardRecord(Generic[U]):
         self._now: PassLog[U] = PassLog()  # of the pass that ran last
         self._clock = self.entered_at = 0
         self.running: ForwardPass | None = None
-        self.consumed = False
+        self.consumed = self.continues = False
 
     def begin(self) -> None:
         """Begin a pass."""
         self.running = ForwardPass()
+        self.continues = bool(self._entered) and not self.consumed
         self._running.clear()
         self._now = self._passes[self.running] = PassLog()
 

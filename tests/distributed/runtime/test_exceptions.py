@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FullyShardedDataParallel, StateDictType
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, StateDictType
 from flatfsdp.engine.runtime.coalesced_collectives import apart
 from flatfsdp.engine.state.owned_interval import OwnedInterval
 from flatfsdp.errors import FlatFSDPWarning
@@ -207,6 +207,33 @@ def caught_inside(rank: int, world: int) -> list[str]:
 
 def test_an_exception_caught_inside_the_model(pool2: Run) -> None:
     assert not joined(pool2(caught_inside))
+
+
+def fail_between(rank: int, world: int, *, wide: bool) -> None:
+    mixed = MixedPrecision(param_dtype=torch.float64) if wide else None
+    torch.manual_seed(0)
+    alone, net = build(), build()
+    net.load_state_dict(alone.state_dict())
+    model = FullyShardedDataParallel(net, auto_wrap_policy={Trapped}, mixed_precision=mixed, use_orig_params=True)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    for _ in range(3):
+        for each, optimizer in zip((alone, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            first = each(x)
+            if each is model:
+                with pytest.raises(Bang):
+                    run(model, x, fails="between units")
+            (first.float().square().mean() + each(x + 1).float().square().mean()).backward()
+            optimizer.step()
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_forward_that_fails_between_two_that_go_backward_together(wide: bool, pool2: Run) -> None:
+    pool2(fail_between, wide=wide)
 
 
 def _through_a_failure(net: Net, x: Tensor, *, where: str = "", late: bool = False) -> Tensor:
