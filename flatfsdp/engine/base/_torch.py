@@ -408,6 +408,11 @@ def active_ddp() -> tuple[torch.nn.parallel.DistributedDataParallel, set[int]] |
     return None if found is None else (found, set(torch.distributed.get_process_group_ranks(found.process_group)))
 
 
+def end_active_ddp() -> None:
+    """Let no DistributedDataParallel count as running, before an exception from inside its forward."""
+    torch.nn.parallel.DistributedDataParallel._active_ddp_module = None
+
+
 def tensor_without_memory(
     cls: type[torch.Tensor], shape: Sequence[int], stride: Sequence[int] | None, like: torch.Tensor
 ) -> Any:

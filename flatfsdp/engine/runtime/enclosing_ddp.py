@@ -70,6 +70,7 @@ def check_enclosing(units: Iterable[Unit]) -> None:
         groups = unit.groups
         own = {*groups.shard.ranks, *(groups.replicate.ranks if groups.replicate is not None else ())}
         if not own <= ranks:
+            _torch.end_active_ddp()  # torch leaves a `replicate` active after an exception, also for other models
             raise UsageError(
                 f"unit {unit.label} runs inside replicate() over ranks {sorted(ranks)}, and is itself sharded over "
                 f"ranks {sorted(own)}: its gradients would not be averaged over the first, nor those of the modules "

@@ -203,6 +203,7 @@ def _held_in(
 ) -> Iterator[_Held]:
     """Every tensor that modules in `module` hold, once, with parameters first; without those that units own."""
     seen: set[int] = set()
+    ignored = set(map(id, ignored_params))  # comparing tensors compares their elements
     others: list[tuple[str, str, torch.Tensor]] = []
     waiting, met = [("", module)], {id(module)}
     while waiting:  # for every module of a model, some thrice: without calls for each
@@ -217,7 +218,7 @@ def _held_in(
                 continue
             seen.add(id(parameter))
             if owner_of(parameter) is None and not getattr(parameter, "_fsdp_flattened", False):
-                own = not (each in ignored_modules or parameter in ignored_params)
+                own = not (each in ignored_modules or id(parameter) in ignored)
                 yield _Held(f"{path}{name}", "" if own else _IGNORED, parameter, _extents_of(parameter), own)
         for name, buffer in values["_buffers"].items():
             if buffer is not None:
@@ -369,6 +370,11 @@ def _refuse(first: _Held, second: _Held) -> NoReturn:
     both = all(each.is_own or each.what == _INSIDE for each in (first, second))
     if any(each.what == _IGNORED for each in (first, second)):
         remedy = "ignore both of them or neither, or give one memory of its own (.clone())"
+    elif first.what == _INSIDE and first.leaf is None:
+        raise UsageError(
+            f"{second} is tied to {first}, or shares its memory: a parameter of a unit inside that is a DTensor, or "
+            "that an extension transformed. Put both modules into one unit"
+        )
     elif both:
         remedy = (
             "give each memory of its own (.clone()), or make one parameter of the whole memory and take its parts in "

@@ -479,4 +479,4 @@ def test_a_checkpoint_has_what_is_owed(
         assert not joined([lines for lines, _ in results])
         texts = [message for _, messages in results for message in messages]
         assert len(texts) == (0 if exact else 2), texts
-        assert all("(reduce_error_feedback) of other ranks, or of units with another" in each for each in texts)
+        assert all("(reduce_error_feedback) from other ranks, or of units with another" in each for each in texts)

@@ -121,7 +121,7 @@ REFUSED: list[tuple[str, Callable[[], Any], type[FlatFSDPError], str]] = [
     ("_fsdp_param: one mesh", lambda: on(lambda m: m["tp"], Shard(0), dp=False), UsageError, "named dimensions of one"),
     ("_fsdp_param: the data-parallel mesh", lambda: on(lambda m: m["dp"], Shard(0)), UsageError, "'dp' is in both"),
     ("_fsdp_param: all of it", lambda: on(lambda m: m, Replicate(), Shard(0)), UsageError, "'dp' is in both"),
-    ("_fsdp_param: partial sums", partial_sum, UsageError, "'weight' is a DTensor.*partial sum is no parameter"),
+    ("_fsdp_param: partial sums", partial_sum, UsageError, "'weight' is a DTensor.*partial sum is not a parameter"),
     ("_fsdp_param: tied", tied_over_lists, UsageError, "'1.weight' of Sequential is tied .*as a list"),
     ("_fsdp_param: tied DTensors", tied_dtensors, UsageError, "'1.weight' is tied .*into one unit"),
     ("_fsdp_param: another shape", of_another_shape, UsageError, r"shape \(3, 2\); expected .*distribute_tensor"),
