@@ -114,7 +114,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
             counts_gradients=plan["backward_prefetch"] is BackwardPrefetch.BACKWARD_MID,
         ),
         groups=plan["groups"],
-        options=UnitOptions(**{name: plan[name] for name in OPTIONS}),
+        # Earlier pickles lack `names_prefetch`.
+        options=UnitOptions(**{name: plan[name] for name in OPTIONS if name in plan}),
         shared_refs=[ParamRef(*each) for each in plan["aliases"]],
     )
     install_extensions(unit, [transformed(unit, leaf, state, found) for leaf, state, found in plan["extended"]])
