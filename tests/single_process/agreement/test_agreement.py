@@ -12,7 +12,7 @@ from tests.distributed.agreement.test_agreement import Net, scalars, step, wrap
 from tests.harness import inspect
 from tests.harness.fake import fake_world
 
-RANK_CODE_EXTRA = 3 * 8  # bytes that each rank sends
+RANK_CODE_EXTRA = 3 * 8  # bytes that each rank sends; in the exchange of models twice as many, for the turns of several
 
 
 def cost_of_steps(count: int, **kwargs: object) -> list[tuple[int, int]]:
@@ -34,16 +34,17 @@ def test_sharded_models(world: int, strategy: str) -> None:
     after the first step."""
     with fake_world(world):
         exchanges = 1 + 4 + 3
-        assert cost_of_steps(3, sharding_strategy=strategy) == [(exchanges, exchanges * RANK_CODE_EXTRA * world)] * 3
+        expected = exchanges, (exchanges + 1) * RANK_CODE_EXTRA * world
+        assert cost_of_steps(3, sharding_strategy=strategy) == [expected] * 3
 
 
 @pytest.mark.parametrize("world", [2, 64])
 def test_replicated_models(world: int) -> None:
     """The models with their values; without shards only the backward communicates; the replicas, once."""
     with fake_world(world):
-        assert cost_of_steps(3, sharding_strategy="NO_SHARD") == [(4, 4 * RANK_CODE_EXTRA * world)] * 3
+        assert cost_of_steps(3, sharding_strategy="NO_SHARD") == [(4, 5 * RANK_CODE_EXTRA * world)] * 3
         plain = cost_of_steps(3, sharding_strategy="NO_SHARD", check_values="off")
-        assert plain == [(3, 3 * RANK_CODE_EXTRA * world)] * 3
+        assert plain == [(3, 4 * RANK_CODE_EXTRA * world)] * 3
 
 
 def test_hybrid_models() -> None:
@@ -51,7 +52,7 @@ def test_hybrid_models() -> None:
     with fake_world(32):
         mesh = dist.init_device_mesh("cpu", (4, 8))
         exchanges = 1 + 4 + 3 + 1  # of the replicas, once
-        expected = (2 * exchanges, exchanges * RANK_CODE_EXTRA * (8 + 32))
+        expected = (2 * exchanges, (exchanges + 1) * RANK_CODE_EXTRA * (8 + 32))
         assert cost_of_steps(2, sharding_strategy="HYBRID_SHARD", device_mesh=mesh) == [expected] * 2
 
 
