@@ -121,7 +121,7 @@ def rename(block: Block, y: Tensor, number: int, *, map: dict[str, Any], **_: An
     return y
 
 
-def hand_over(block: Block, y: Tensor, number: int, *, map: dict[str, Any], items: Any, **_: Any) -> Tensor:
+def pass_on(block: Block, y: Tensor, number: int, *, map: dict[str, Any], items: Any, **_: Any) -> Tensor:
     map["of the list"] = items[number % len(items)]
     return y
 
@@ -143,7 +143,7 @@ def fill_with_graph(block: Block, y: Tensor, number: int, *, with_graph: Tensor,
 
 
 READS: list[Any] = [read_items, read_map, read_box]
-WRITES: list[Any] = [append, pop, write, rename, hand_over, write_box, fill, fill_with_graph]
+WRITES: list[Any] = [append, pop, write, rename, pass_on, write_box, fill, fill_with_graph]
 
 
 class Outer(nn.Module):

@@ -14,7 +14,7 @@ from tools.run_random import FILES, drawn, in_turn, names_of, random_tests_in
 def test_it_can_call_every_test_that_draws_its_seeds(kind: str) -> None:
     for file in FILES[kind]:
         found = random_tests_in(file)
-        assert len(found) >= 2
+        assert found
         for name, test in found.items():
             assert [*inspect.signature(test).parameters] == ["run", "seed"], f"{file}::{name}"
 
