@@ -309,12 +309,12 @@ class ParamViews:
         if not handle.shard.is_meta and handle.state in (SHARDED, UNSHARDED):
             if handle.state is UNSHARDED:
                 free(handle)
-            self._move_shard(handle.shard.detach().clone())
+            self._move_shard(handle.shard)
         for index, value, what in zip(indices, values, words, strict=True):
             self._store(index, value, what)
 
-    def _move_shard(self, shard: torch.Tensor) -> None:
-        """Replace the shard by a copy, `shard`.
+    def _move_shard(self, values: torch.Tensor) -> None:
+        """Replace the shard by a copy of `values`.
 
         [Note: assigned memory] `kept = p.data; p.data = average; ...; p.data = kept` is how programs put weights aside:
         `kept` is a view of the shard, which a copy of `average` into it would overwrite. So values that come by
@@ -322,7 +322,8 @@ class ParamViews:
         it have no effect.
         """
         self.handle.drop_kept_source()
-        self.replace_shard(shard)
+        with torch.inference_mode(False):  # used in training, even if the next forward is in inference mode
+            self.replace_shard(values.detach().to(self.handle.shard.device, copy=True))
 
     def _adopt(self, index: int, held: nn.Parameter) -> None:
         """Make a user's replacement for a holder the holder itself, if the handle's face allows it."""
@@ -355,7 +356,7 @@ class ParamViews:
         if flat.dtype != handle.shard.dtype:
             self.replace_shard(flat.detach())
         elif handle.state is SHARDED:
-            self._move_shard(flat.detach().to(handle.shard.device, copy=True))
+            self._move_shard(flat)
         else:
             with torch.no_grad():
                 handle.shard.copy_(flat.detach())

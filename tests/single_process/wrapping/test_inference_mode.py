@@ -43,3 +43,26 @@ def test_sharding_in_inference_mode(shard: Callable[[nn.Module], Any], device: s
         assert ranks > 1 or device == "meta" or torch.allclose(loss.double(), before)
         model(x).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel())
+
+
+@pytest.mark.parametrize(
+    "shard", [partial(FullyShardedDataParallel, use_orig_params=True), FullyShardedDataParallel, fully_shard]
+)
+def test_assigned_values_that_a_forward_in_inference_mode_takes_over(shard: Callable[[nn.Module], Any]) -> None:
+    x = torch.ones(1, 4)
+    with fake_world(1):
+        model, alone = (
+            shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))),
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)),
+        )
+        for parameter in (*model.parameters(), *alone.parameters()):
+            parameter.data = torch.full_like(parameter.data, 0.5)
+        with torch.inference_mode():
+            assert torch.equal(model(x), alone(x))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+        for _ in range(2):
+            for each, optimizer in zip((model, alone), optimizers, strict=True):
+                each(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert torch.equal(model(x), alone(x))
