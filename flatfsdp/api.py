@@ -174,13 +174,13 @@ class MixedPrecision:
         if self.reduce_error_feedback and bits is None:
             raise ConfigValueError(
                 "MixedPrecision: got reduce_error_feedback=True without reduce_bits. Accepted: with reduce_bits=8 or "
-                "reduce_bits=4; gradients in the reduce_dtype lose nothing that could be made up for."
+                "reduce_bits=4; reductions in the reduce_dtype leave no quantization errors to compensate."
             )
         ignored = "MixedPrecision._module_classes_to_ignore"
         if self.gather_dtype is not None and self.full_precision_in_eval:
             raise ConfigValueError(
                 f"MixedPrecision: got gather_dtype={self.gather_dtype} and full_precision_in_eval=True. Accepted: one "
-                "of them; parameters that were gathered in few bits are not in full precision."
+                "of them; parameters that were gathered in gather_dtype do not have full precision."
             )
         object.__setattr__(
             self, ignored.rpartition(".")[2], check_module_classes(ignored, self._module_classes_to_ignore)

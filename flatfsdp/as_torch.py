@@ -198,7 +198,9 @@ def main() -> None:
     as_module = arguments[:1] == ["-m"]
     program = arguments[as_module : as_module + 1]
     if not program:
-        raise UsageError("python -m flatfsdp.as_torch: expected a script, or -m and a module, and then its arguments")
+        raise UsageError(
+            "python -m flatfsdp.as_torch: expected a script, or -m and a module, followed by its arguments"
+        )
     sys.argv = arguments[as_module:]
     if not as_module:
         sys.path.insert(0, os.path.dirname(os.path.realpath(program[0])))  # like python, for imports from its folder
@@ -222,17 +224,17 @@ def _what_trained() -> str:
     held = [each for each in gc.get_objects() if issubclass(type(each), (nn.Module, torch.optim.Optimizer))]
     kinds: dict[str, type] = {
         "DistributedDataParallel, with the whole model on every rank": nn.parallel.DistributedDataParallel,
-        "FSDP2 of torch, under a name that was kept before install()": _torchs_module,
-        "FSDP1 of torch, under a name that was kept before install()": _torchs_own,
+        "torch's FSDP2, under a name imported before install()": _torchs_module,
+        "torch's FSDP1, under a name imported before install()": _torchs_own,
     }
     found = [words for words, kind in kinds.items() if any(isinstance(each, kind) for each in held)]
     if not found and any(isinstance(each, torch.optim.Optimizer) for each in held):
-        found = ["modules in no wrapper: each process trained its own"]
+        found = ["modules without any wrapper: each process trained its own copy"]
     trained = f"What trained: {', '.join(found)}. " if found else ""
     return (
-        "the program ended and has made no FullyShardedDataParallel, and given nothing to fully_shard(), so flatfsdp "
-        f"had no part in it. {trained}Frameworks choose FSDP by settings of their own; what Accelerate needs, on a CPU "
-        "above all, is in docs/migration/frameworks.md"
+        "the program ended without creating a FullyShardedDataParallel or calling fully_shard(), so flatfsdp was not "
+        f"used. {trained}Frameworks enable FSDP with their own settings; docs/migration/frameworks.md shows those "
+        "that Accelerate needs, especially on a CPU"
     )
 
 

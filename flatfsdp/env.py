@@ -26,10 +26,10 @@ def describe() -> str:
         "python": f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}",
         "system": f"{platform.platform()}, {platform.machine()}",
         "cores": f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
-        "backends": ", ".join(_backends()) or "none: this torch is built without torch.distributed",
+        "backends": ", ".join(_backends()) or "none: torch was built without torch.distributed",
         "devices": ", ".join(_devices()) or "cpu only",
         "shared memory": _shared_memory(),
-        "packages": ", ".join(_packages()) or "none of those that flatfsdp works with",
+        "packages": ", ".join(_packages()) or "none of those that flatfsdp supports",
     }
     facts |= {name: value for name, value in sorted(os.environ.items()) if _relevant(name)}
     return "\n".join(f"{name}: {value}" for name, value in facts.items())

@@ -178,7 +178,9 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
     if not callable(wrapper_cls):
         raise ConfigTypeError(f"wrapper_cls: got {wrapper_cls!r}. Accepted: a class such as FullyShardedDataParallel.")
     if _enabled.get() is not None:
-        raise UsageError("enable_wrap: entered within itself, so it is unclear whose arguments count. Leave one first.")
+        raise UsageError(
+            "enable_wrap: it is already active, so it is unclear whose arguments apply. Leave the outer context first."
+        )
     token = _enabled.set((wrapper_cls, wrapper_kwargs))
     try:
         yield

@@ -106,8 +106,9 @@ def untested() -> str | None:
         return None
     absent = missing()
     return (
-        f"torch {torch.__version__} is newer than {newest}, the newest that this release of flatfsdp was tested with; "
-        + (f"it lacks {', '.join(absent)}" if absent else "the private names that it leans on exist")
+        f"torch {torch.__version__} is newer than {newest}, the newest version that this release of flatfsdp has been "
+        "tested with; "
+        + (f"it lacks {', '.join(absent)}" if absent else "it still has all the private names that flatfsdp uses")
     )
 
 
@@ -160,7 +161,7 @@ _reduce_scatter_grouped = partial(_grouped, "reduce_scatter_single_coalesced", "
 
 def _lacking(name: str) -> Any:
     def fail(*args: Any) -> NoReturn:
-        raise AttributeError(f"this torch has no {name}")
+        raise AttributeError(f"this version of torch has no {name}")
 
     return fail
 

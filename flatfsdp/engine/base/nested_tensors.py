@@ -196,9 +196,10 @@ def _copied(tree: Any, changed: list[tuple[Any, Any]]) -> Any:
             return type(tree)(entries if isinstance(tree, Mapping) else list(entries.values()))
         except Exception as error:
             raise UsageError(
-                f"a {type(tree).__name__} among the arguments or the outputs of a forward has a tensor that is to be "
-                f"cast or moved to another device, but it can be neither written to nor copied ({error}). Pass a "
-                "tuple, list, dict or dataclass, or a tensor that has the right dtype and device"
+                f"a {type(tree).__name__} among the arguments or the outputs of a forward contains a tensor that has "
+                "to be cast or moved to another device, but the container can be neither modified nor copied "
+                f"({error}). Pass a tuple, list, dict or dataclass instead, or a tensor that already has the right "
+                "dtype and device"
             ) from error
 
 

@@ -115,8 +115,8 @@ class _Writer:
         kind = type(value)
         if not self._objects:
             raise UsageError(
-                f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks here, only plain data can: "
-                "numbers, text, bytes, lists, tuples, sets, dicts, dtypes and dense tensors"
+                f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks here. Only plain data can be "
+                "sent: numbers, text, bytes, lists, tuples, sets, dicts, dtypes and dense tensors"
             )
         try:
             return pickle.dumps(value)
@@ -164,7 +164,7 @@ class _Reader:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"torch.{name} is no dtype")
+        raise TypeError(f"torch.{name} is not a dtype")
     return found
 
 
@@ -188,12 +188,12 @@ def _class(name: str) -> Any:
     """The dataclass or named tuple of flatfsdp with that name, in a module that is already imported."""
     module, _, inside = name.partition(":")
     if module.partition(".")[0] != _PACKAGE:
-        raise TypeError(f"{name!r} is no class of {_PACKAGE}")
+        raise TypeError(f"{name!r} is not a class of {_PACKAGE}")
     found: Any = sys.modules[module]
     for each in inside.split("."):
         found = vars(found)[each]
     if not isinstance(found, type) or found.__module__ != module or _fields(found) is None:
-        raise TypeError(f"{name!r} is no dataclass")
+        raise TypeError(f"{name!r} is not a dataclass or a named tuple")
     return found
 
 

@@ -71,11 +71,11 @@ def set_collective_timeout(*, report_after: float = 30.0, raise_after: float | N
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None) if name == "raise_after" else int)):
             refuse_type(name, value, "a number of seconds")
         if value is not None and not value > 0:
-            refuse_value(name, value, "a number of seconds, more than 0")
+            refuse_value(name, value, "a number of seconds greater than 0")
     if raise_after is not None and raise_after < report_after:
         raise ConfigValueError(
-            f"raise_after: got {raise_after!r} with report_after={report_after!r}. Accepted: a number of seconds that "
-            "is not less than report_after, whose report shows what went wrong"
+            f"raise_after: got {raise_after!r} with report_after={report_after!r}. Accepted: a number of seconds not "
+            "less than report_after, so that a report shows what went wrong before the error"
         )
     limits = WaitLimits(float(report_after), None if raise_after is None else float(raise_after))
 

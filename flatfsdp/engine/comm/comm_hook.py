@@ -76,7 +76,7 @@ class HookReducer:
                 fail(
                     UsageError(
                         f"the communication hook left a gradient of shape {tuple(left.shape)}, expected "
-                        f"{tuple(result.shape)}: it must fill the last tensor that it is given"
+                        f"{tuple(result.shape)}: it must write its result into its last argument"
                     )
                 )
             if left.data_ptr() != result.data_ptr() or left.dtype != result.dtype:
@@ -114,8 +114,8 @@ def to_wait_for(returned: Any, what: str, *, result: torch.Tensor) -> Any:
         return returned
     fail(
         UsageError(
-            f"{what} returned {shown(returned)}. It must write its result into the last tensor that it is given, and "
-            "return None, or an object with a wait() after which the result is complete"
+            f"{what} returned {shown(returned)}. It must write its result into its last argument and return either "
+            "None or an object with a wait() method, after which the result is complete"
         )
     )
 

@@ -38,11 +38,11 @@ def require_process_group(who: str = "FullyShardedDataParallel") -> None:
     """Raise UsageError if there is no default process group; the message has the lines that create one."""
     if not dist.is_initialized():
         raise UsageError(
-            f"no process group: {who} needs torch.distributed to be initialised. Under torchrun add\n"
+            f"no process group: {who} needs torch.distributed to be initialized. Under torchrun, add\n"
             "    torch.distributed.init_process_group()\n"
-            "before wrapping; in a single process without a launcher add\n"
-            '    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), '
-            "rank=0, world_size=1)"
+            "before wrapping; in a single process without a launcher, add\n"
+            '    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, '
+            "world_size=1)"
         )
 
 
@@ -60,7 +60,8 @@ def resolve_groups(config: Config) -> Config:
     if mesh is not None:
         if mesh.get_coordinate() is None:
             raise ConfigValueError(
-                f"device_mesh: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}. Wrap on its ranks only"
+                f"device_mesh: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}. Wrap the module only "
+                "on ranks that are in the mesh"
             )
         group = (mesh.get_group(1), mesh.get_group(0)) if hybrid else mesh.get_group(0)
     elif given is not None:
@@ -128,10 +129,10 @@ def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> P
         count = replicate.size
         warn_once(
             ("shards nothing", replicate.ranks),
-            f"{strategy.name} over {groups_in_words(plan)}, each of one rank: nothing is sharded, every rank holds all "
-            f"parameters, gradients and optimizer states. A 2-D device_mesh is (replicate, shard): ({count}, 1) has "
-            f"one shard, (1, {count}) has {count}, and of a pair of process groups the first is that of the shards. "
-            'Pass sharding_strategy="NO_SHARD" if this is intentional',
+            f"{strategy.name} over {groups_in_words(plan)}, each of one rank: nothing is sharded, and every rank "
+            "holds all parameters, gradients and optimizer states. A 2-D device_mesh is (replicate, shard): "
+            f"({count}, 1) has one shard, (1, {count}) has {count}; in a pair of process groups the shard group comes "
+            'first. Pass sharding_strategy="NO_SHARD" if this is intentional',
         )
     return plan
 
@@ -216,11 +217,15 @@ def _groups_of_nodes() -> tuple[Any, Any]:
     size, rank = dist.get_world_size(), dist.get_rank()
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or accelerator_count()
     if local < 1 or size % local:
-        source = "LOCAL_WORLD_SIZE" if os.environ.get("LOCAL_WORLD_SIZE") else "the accelerators of this machine"
-        count = f"{local}, by {source}, do not divide the world of {size}" if local else "their number is not known"
+        source = (
+            "LOCAL_WORLD_SIZE" if os.environ.get("LOCAL_WORLD_SIZE") else "the number of accelerators of this machine"
+        )
+        count = (
+            f"{local}, from {source}, does not divide the world size of {size}" if local else "their number is unknown"
+        )
         raise ConfigValueError(
-            f"process_group: the hybrid strategies shard over the ranks of a node, but {count}. Launch with "
-            "torchrun, or give process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
+            f"process_group: the hybrid strategies shard over the ranks of a node, but {count}. Launch with torchrun, "
+            "or pass process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
         )
     shard = replicate = None
     with expecting(range(size), f"wraps a module over nodes of {local} ranks"):
@@ -251,7 +256,7 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
         return dist.group.WORLD
     if dist.get_rank() not in ranks:
         raise UsageError(
-            f"this model was pickled on a rank of the group {ranks}; rank {dist.get_rank()} is not one of them"
+            f"this model was pickled on a rank of the group {ranks}; rank {dist.get_rank()} is not in that group"
         )
     return for_group(dist.group.WORLD, ranks, lambda: new_group(ranks, "loads a pickled model"))
 

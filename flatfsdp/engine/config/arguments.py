@@ -42,14 +42,14 @@ def check_shardable(path: str, parameter: nn.Parameter) -> None:
     """Raise ConfigValueError for a lazy parameter, which has no shape yet, or one that was made in inference mode."""
     if torch.nn.parameter.is_lazy(parameter):
         raise ConfigValueError(
-            f"parameter {path!r} is not initialized: it is of a lazy module, which gives it a shape in its first "
-            "forward. Run a forward with inputs of the right size before the model is sharded, or leave that module "
-            "alone (ignored_modules=, ignored_params=)"
+            f"parameter {path!r} is not initialized: it belongs to a lazy module, which sets the shape in its first "
+            "forward. Run a forward with inputs of the right size before sharding the model, or exclude that module "
+            "(ignored_modules=, ignored_params=)"
         )
     if parameter.is_inference():
         raise ConfigValueError(
-            f"parameter {path!r} was made inside torch.inference_mode(), where tensors get no versions; expected one "
-            "made outside of it. Build the module outside; it may be sharded and called inside"
+            f"parameter {path!r} was created inside torch.inference_mode(), where tensors have no version counters; "
+            "expected one created outside of it. Build the module outside; it may be sharded and called inside"
         )
 
 
@@ -105,7 +105,7 @@ def check_arguments(
         device_mesh=_device_mesh(device_mesh, strategy),
         check_values=_one_of("check_values", check_values, "warn", "raise", "off"),
         reshard_after_forward=_reshard_after_forward(reshard_after_forward),
-        join_units_below=check_number("join_units_below", join_units_below, "a number of bytes, 0 to join none", 0),
+        join_units_below=check_number("join_units_below", join_units_below, "a number of bytes; 0 joins no units", 0),
         layout=_one_of("layout", layout, "flat", "rows"),
     )
     return _check_combination(config)
@@ -150,7 +150,9 @@ _IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # an environment variable of FSDP1
 
 def _check_module(module: Any) -> nn.Module:
     if isinstance(module, type) and issubclass(module, nn.Module):
-        refuse_type("module", module, "an instance of nn.Module", hint=f"Build one first: {module.__name__}(...).")
+        refuse_type(
+            "module", module, "an instance of nn.Module", hint=f"Create an instance first: {module.__name__}(...)."
+        )
     if not isinstance(module, nn.Module):
         refuse_type("module", module, "an nn.Module")
     return module
@@ -168,8 +170,8 @@ def _process_group(value: Any, strategy: ShardingStrategy) -> Any:
     if isinstance(value, (tuple, list)) and all(_is_group(group) for group in value):
         if not hybrid:
             raise ConfigValueError(
-                f"process_group: got {len(value)} process groups. Accepted: {accepted}. "
-                "A pair belongs to the strategies HYBRID_SHARD and _HYBRID_SHARD_ZERO2."
+                f"process_group: got {len(value)} process groups. Accepted: {accepted}. A pair is for the strategies "
+                "HYBRID_SHARD and _HYBRID_SHARD_ZERO2."
             )
         if len(value) != 2:
             raise ConfigValueError(f"process_group: got {len(value)} process groups. Accepted: {accepted}.")
@@ -179,7 +181,7 @@ def _process_group(value: Any, strategy: ShardingStrategy) -> Any:
             raise ConfigValueError(f"process_group: got a single process group. Accepted: {accepted}.")
         return value
     outside = isinstance(value, int) and value == -100
-    hint = "torch.distributed.new_group answers so on ranks outside of the group." if outside else ""
+    hint = "torch.distributed.new_group returns this on ranks outside of the group." if outside else ""
     refuse_type("process_group", value, accepted, hint=hint)
 
 
@@ -219,8 +221,9 @@ def _mixed_precision(value: Any) -> MixedPrecision:
             return replace(precision, full_precision_in_eval=True)
         warn_once(
             _IN_EVAL,
-            f"mixed_precision: the environment has {_IN_EVAL}=1, which only programs under flatfsdp.as_torch follow: "
-            "the model is evaluated in low precision. Pass MixedPrecision(..., full_precision_in_eval=True).",
+            f"mixed_precision: {_IN_EVAL}=1 is set in the environment, but it takes effect only in programs under "
+            "flatfsdp.as_torch: this model is evaluated in low precision. Pass MixedPrecision(..., "
+            "full_precision_in_eval=True).",
         )
     return precision
 
@@ -266,7 +269,7 @@ def _policy_function(argument: str, policy: Callable[..., Any]) -> Callable[...,
         except TypeError:
             raise ConfigTypeError(
                 f"{argument}: {shown(policy)} cannot be called as policy(module=..., recurse=..., "
-                f"nonwrapped_numel=...): {missing}. Fix its other arguments with functools.partial."
+                f"nonwrapped_numel=...): {missing}. Bind its other arguments with functools.partial."
             ) from None
         return lambda module, recurse, nonwrapped_numel: policy(module, recurse, nonwrapped_numel)
     return policy
@@ -286,13 +289,13 @@ def _ignored(
     params = tuple(state for state in states if isinstance(state, nn.Parameter))
     if of_states and params:
         raise ConfigValueError(
-            f"ignored_states: got {len(params)} parameters and {len(of_states)} modules. "
-            "Accepted: all parameters, or all modules. Add the modules' own parameters to the parameters."
+            f"ignored_states: got {len(params)} parameters and {len(of_states)} modules. Accepted: only parameters, "
+            "or only modules. Pass the parameters of those modules instead of the modules."
         )
     ignored = modules + of_states
     if any(each is module for each in ignored):
         warn(
-            f"{'ignored_modules' if modules else 'ignored_states'}: got the very module to be wrapped "
+            f"{'ignored_modules' if modules else 'ignored_states'}: got the module to be wrapped itself "
             f"({type(module).__name__}), which leaves nothing to shard and no gradient to average. Pass modules "
             "inside it."
         )
@@ -301,7 +304,7 @@ def _ignored(
     if outside:
         warn(
             f"{'ignored_modules' if modules else 'ignored_states'}: {', '.join(outside)} not found inside "
-            f"{type(module).__name__}, which has no effect."
+            f"{type(module).__name__}; ignoring them has no effect."
         )
     return ignored, params
 
@@ -339,7 +342,7 @@ def _device_id(value: Any) -> int | torch.device | None:
         except RuntimeError:
             refuse_value("device_id", value, accepted)
     if isinstance(value, torch.device) and value.type == "meta":
-        refuse_value("device_id", value, accepted, hint="Nothing can be computed on the meta device.")
+        refuse_value("device_id", value, accepted, hint="The meta device cannot compute anything.")
     return value
 
 
@@ -372,14 +375,13 @@ def _check_combination(config: Config) -> Config:
     if strategy in HYBRIDS and config.process_group is config.device_mesh is config.auto_wrap_policy is None:
         raise ConfigValueError(
             f"sharding_strategy: got {strategy.name} without process_group, device_mesh or auto_wrap_policy. Units "
-            "wrapped one by one would each make groups of their own. Accepted: a pair (shard group, replicate group) "
-            "as process_group, a 2-D device_mesh, or an auto_wrap_policy, whose units share one pair."
+            "that are wrapped one by one would each create groups of their own. Accepted: a pair (shard group, "
+            "replicate group) as process_group, a 2-D device_mesh, or an auto_wrap_policy, whose units share one pair."
         )
     if strategy not in HYBRIDS and config.device_mesh is not None and config.device_mesh.ndim == 2:
         warn(
             f"device_mesh: {strategy.name} uses only axis 0 of a 2-D mesh; ranks along axis 1 exchange nothing here. "
-            "If this is intentional (tensor parallelism), pass the 1-D mesh of that axis; to replicate, use "
-            "HYBRID_SHARD."
+            "If this is intentional (tensor parallelism), pass the 1-D mesh of axis 0; to replicate, use HYBRID_SHARD."
         )
     if strategy is ShardingStrategy.NO_SHARD and config.forward_prefetch:
         warn("forward_prefetch: True has no effect with NO_SHARD, which never gathers parameters.")
@@ -393,8 +395,9 @@ def _check_combination(config: Config) -> Config:
     if precision.param_dtype in (torch.float16, torch.bfloat16) and precision.reduce_dtype is None:
         warn(
             f"mixed_precision: param_dtype={precision.param_dtype} with reduce_dtype=None sums gradients across ranks "
-            f"in {precision.param_dtype} too: small ones get lost as ranks are added. Pass reduce_dtype=torch.float32 "
-            f"for full-precision sums, or reduce_dtype={precision.param_dtype} to keep this one without the warning."
+            f"in {precision.param_dtype}, too: small gradients are lost when there are many ranks. Pass "
+            f"reduce_dtype=torch.float32 for full-precision sums, or reduce_dtype={precision.param_dtype} to keep "
+            "this behavior without the warning."
         )
     return config
 

@@ -177,5 +177,5 @@ def settings(state_dict_type: Any, config: Any = None, optim_config: Any = None)
 
 
 def _config(argument: str, value: Any, kind: type[Any]) -> Any:
-    accepted = f"None, or a {kind.__name__}, which belongs to that state_dict_type"
+    accepted = f"None, or a {kind.__name__}, the class for that state_dict_type"
     return kind() if value is None else own(value, kind) or refuse_type(argument, value, accepted)

@@ -173,14 +173,15 @@ class FlatBuffer:
             raise  # the exception that the caller handles
         if self._storage.nbytes() != self._bytes:
             raise UsageError(
-                "a NumPy array was made of a view of a parameter whose memory had been given back, and torch cannot "
-                "resize memory that arrays use: the parameters of that unit cannot be gathered any more. Make arrays "
-                "of a clone(), while the parameter is whole, and build the model again"
+                "a NumPy array was made from a view of a parameter whose memory had been freed, and torch cannot "
+                "resize memory that an array uses: the parameters of that unit can no longer be gathered. Make arrays "
+                "from a clone() while the parameter is unsharded, and build the model again"
             )
         warn_once(
             "not resizable",
-            "a NumPy array was made of a parameter while it was whole, as weight.detach().numpy() in a forward does: "
-            "its unit's memory stays from now on, and the array shows later contents of it. Make arrays of a clone()",
+            "a NumPy array was made from a parameter while it was unsharded, for example by weight.detach().numpy() "
+            "in a forward: the memory of its unit is kept from now on, and the array will show whatever is stored "
+            "there later. Make arrays from a clone()",
         )
         return True
 

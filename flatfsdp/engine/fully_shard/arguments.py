@@ -107,7 +107,7 @@ def check_call(
 def _modules(given: Any) -> list[nn.Module]:
     accepted = "a module, or a list of modules"
     if isinstance(given, type) and issubclass(given, nn.Module):
-        refuse_type("module", given, accepted, hint=f"Build one first: {given.__name__}(...).")
+        refuse_type("module", given, accepted, hint=f"Create an instance first: {given.__name__}(...).")
     if isinstance(given, nn.Module):
         modules = [given]
     elif isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):

@@ -419,4 +419,4 @@ def with_an_array_too_late(rank: int, world: int) -> str:
 
 def test_an_array_of_memory_that_was_given_back_is_found_at_the_next_gather(pool2: Run) -> None:
     for text in pool2(with_an_array_too_late):
-        assert "a NumPy array was made of a view of a parameter whose memory had been given back" in text
+        assert "a NumPy array was made from a view of a parameter whose memory had been freed" in text

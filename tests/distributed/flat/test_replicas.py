@@ -180,9 +180,9 @@ def plans(rank: int, world: int, shape: tuple[int, int]) -> tuple[list[str], lis
 def test_a_mesh_that_shards_nothing_is_reported_once(pool4: Run) -> None:
     for rank, (texts, logged) in enumerate(pool4(plans, (4, 1))):
         words = (
-            "HYBRID_SHARD over 4 replicas on ranks 0-3, each of one rank: nothing is sharded, every rank holds all "
-            "parameters, gradients and optimizer states. A 2-D device_mesh is (replicate, shard): (4, 1) has one "
-            "shard, (1, 4) has 4, and of a pair of process groups the first is that of the shards. Pass "
+            "HYBRID_SHARD over 4 replicas on ranks 0-3, each of one rank: nothing is sharded, and every rank holds "
+            "all parameters, gradients and optimizer states. A 2-D device_mesh is (replicate, shard): (4, 1) has one "
+            "shard, (1, 4) has 4; in a pair of process groups the shard group comes first. Pass "
             'sharding_strategy="NO_SHARD" if this is intentional'
         )
         assert texts == ([words] if rank == 0 else [])  # the others log it

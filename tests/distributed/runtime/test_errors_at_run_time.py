@@ -76,10 +76,10 @@ def test_no_process_group() -> None:
     assert_expected_inline(
         reported(lambda: FullyShardedDataParallel(linear())),
         """\
-no process group: FullyShardedDataParallel needs torch.distributed to be initialised. Under torchrun
-add
+no process group: FullyShardedDataParallel needs torch.distributed to be initialized. Under
+torchrun, add
     torch.distributed.init_process_group()
-before wrapping; in a single process without a launcher add
+before wrapping; in a single process without a launcher, add
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0,
 world_size=1)""",
     )
@@ -124,9 +124,9 @@ def test_a_lazy_module_before_its_first_forward(world: None, shard: Callable[[nn
     assert_expected_inline(
         reported(lambda: shard(nn.Sequential(nn.LazyLinear(4))), ConfigValueError),
         """\
-parameter '0.weight' is not initialized: it is of a lazy module, which gives it a shape in its first
-forward. Run a forward with inputs of the right size before the model is sharded, or leave that
-module alone (ignored_modules=, ignored_params=)""",
+parameter '0.weight' is not initialized: it belongs to a lazy module, which sets the shape in its
+first forward. Run a forward with inputs of the right size before sharding the model, or exclude
+that module (ignored_modules=, ignored_params=)""",
     )
 
 
@@ -143,8 +143,9 @@ def test_a_module_made_in_inference_mode(world: None, shard: Callable[[nn.Module
     assert_expected_inline(
         reported(lambda: shard(module), ConfigValueError),
         """\
-parameter '0.weight' was made inside torch.inference_mode(), where tensors get no versions; expected
-one made outside of it. Build the module outside; it may be sharded and called inside""",
+parameter '0.weight' was created inside torch.inference_mode(), where tensors have no version
+counters; expected one created outside of it. Build the module outside; it may be sharded and called
+inside""",
     )
 
 
@@ -164,7 +165,7 @@ def test_ignoring_what_is_not_inside(world: None) -> None:
     with pytest.warns(FlatFSDPWarning) as caught:
         FullyShardedDataParallel(linear(), ignored_modules=[linear()])
     assert_expected_inline(
-        in_lines(caught[0].message), """ignored_modules: Linear not found inside Linear, which has no effect."""
+        in_lines(caught[0].message), """ignored_modules: Linear not found inside Linear; ignoring them has no effect."""
     )
 
 
@@ -197,7 +198,7 @@ def test_a_group_without_this_rank(world: None) -> None:
         accepted,
         """\
 process_group: got -100 (int). Accepted: None, or one torch.distributed.ProcessGroup, for
-FULL_SHARD. torch.distributed.new_group answers so on ranks outside of the group.""",
+FULL_SHARD. torch.distributed.new_group returns this on ranks outside of the group.""",
     )
 
 
@@ -252,16 +253,16 @@ def test_a_mesh_without_this_rank() -> None:
         mesh = DeviceMesh("cpu", [2, 3])
         assert_expected_inline(
             reported(lambda: FullyShardedDataParallel(linear(), device_mesh=mesh), ConfigValueError),
-            """device_mesh: rank 0 is not in the mesh [2, 3]. Wrap on its ranks only""",
+            """device_mesh: rank 0 is not in the mesh [2, 3]. Wrap the module only on ranks that are in the mesh""",
         )
 
 
 @pytest.mark.parametrize(
     ("variable", "accelerators", "found"),
     [
-        ("3", 0, "3, by LOCAL_WORLD_SIZE, do not divide the world of 4"),
-        (None, 3, "3, by the accelerators of this machine, do not divide the world of 4"),
-        (None, 0, "their number is not known"),
+        ("3", 0, "3, from LOCAL_WORLD_SIZE, does not divide the world size of 4"),
+        (None, 3, "3, from the number of accelerators of this machine, does not divide the world size of 4"),
+        (None, 0, "their number is unknown"),
     ],
 )
 def test_hybrid_over_unknown_nodes(
@@ -275,7 +276,7 @@ def test_hybrid_over_unknown_nodes(
         message = reported(lambda: FullyShardedDataParallel(net, **options), ConfigValueError).replace("\n", " ")
     assert message == (
         f"process_group: the hybrid strategies shard over the ranks of a node, but {found}. Launch with torchrun, or "
-        "give process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
+        "pass process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
     )
 
 
@@ -413,7 +414,7 @@ def test_a_pickle_of_another_rank() -> None:
     with fake_world(4, rank=3):
         assert_expected_inline(
             reported(lambda: pickle.loads(pair)),
-            """this model was pickled on a rank of the group (0, 1); rank 3 is not one of them""",
+            """this model was pickled on a rank of the group (0, 1); rank 3 is not in that group""",
         )
         assert_expected_inline(
             reported(lambda: pickle.loads(all_four)),

@@ -570,7 +570,7 @@ def test_refusals(pool2: Run) -> None:
         assert "these are different intervals" in text["interval"]
         assert "a LOCAL_STATE_DICT fits only the number of ranks" in text["layout"]
         assert "set to SHARDED_STATE_DICT" in text["types"] and "set_state_dict_type()" in text["types"]
-        assert "a FullStateDictConfig, which belongs to that state_dict_type" in text["config"]
+        assert "a FullStateDictConfig, the class for that state_dict_type" in text["config"]
         assert "FULL_STATE_DICT" in text["name"]
         assert "state_dict() while unit" in text["forward"] and "in forward" in text["forward"]
 

@@ -499,17 +499,19 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
     [
         pytest.param(how, reason, marks=job(unable, of=["how"]), id=how)
         for how, reason in {
-            "memory": "rank 1 of the group: this system gives no memory to share: .*No space left",
+            "memory": "rank 1 of the group: this system does not provide shared memory: .*No space left",
             "no such files": "rank 1 of the group: .*No space left",
             "maps": "rank 1 of the group: .*No space left",
-            "sockets": "rank 1 of the group: no local socket: .*No space left",
+            "sockets": "rank 1 of the group: cannot open a local socket: .*No space left",
             "connections": "rank 1 of the group: .*No space left",
-            "forbidden": "rank 1 of the group: this system gives no memory to share: .*not permitted",
-            "another user": "rank 1 of the group: ValueError: a process of another user has taken the name of a socket",
-            "another network": "the ranks are on several hosts, or in containers that share no network namespace",
-            "no /proc": "the ranks are on several hosts, or .* or of which some give no right to read /proc",
+            "forbidden": "rank 1 of the group: this system does not provide shared memory: .*not permitted",
+            "another user": (
+                "rank 1 of the group: ValueError: a process of another user is listening on the name of this socket"
+            ),
+            "another network": "the ranks are on several hosts, or in containers that do not share a network namespace",
+            "no /proc": "the ranks are on several hosts, or .* or some of which may not read /proc",
             "switched off": r"rank 1 of the group: share_host_memory\(False\) was called",
-            "not sealed": "rank 0 of the group: ValueError: the memory that rank 1 of the group shares is not sealed",
+            "not sealed": "rank 0 of the group: ValueError: the memory shared by rank 1 of the group is not sealed",
             # It closes the connection, which the other one notices when it sends its memory, or receives none.
             "accepted from another user": "rank 1 of the group: (BrokenPipe|ConnectionReset|Value)Error",
         }.items()

@@ -172,7 +172,10 @@ def test_a_hybrid_of_one_shard_has_nothing_to_hook() -> None:
 @pytest.mark.parametrize(
     ("hook", "words"),
     [
-        (lambda state, grad, shard: grad, "a communication hook returned .* and return None, or an object with a wait"),
+        (
+            lambda state, grad, shard: grad,
+            "a communication hook returned .* and return either None or an object with a wait",
+        ),
         (lambda state, grad, shard: setattr(shard, "data", grad), "left a gradient of shape .* expected"),
     ],
     ids=["returns", "shape"],

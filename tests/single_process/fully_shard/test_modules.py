@@ -310,7 +310,7 @@ UNNAMED = SimpleNamespace(ndim=2, get_group=lambda: None, mesh_dim_names=None)
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda: fully_shard(nn.Linear), ConfigTypeError, r"Build one first: Linear"),
+        (lambda: fully_shard(nn.Linear), ConfigTypeError, r"Create an instance first: Linear"),
         (lambda: fully_shard("layers"), ConfigTypeError, r"a module, or a list of modules"),
         (lambda: fully_shard([nn.Linear(2, 2), 3]), ConfigTypeError, r"module\[1\]"),
         (lambda: fully_shard([]), ConfigValueError, r"at least one"),

@@ -64,7 +64,7 @@ def test_tensors_arrive_bit_for_bit() -> None:
 
 def test_objects_travel_only_where_they_are_expected() -> None:
     value = {"state": [Fraction(1, 3)]}
-    with pytest.raises(UsageError, match=r"a fractions\.Fraction cannot be sent to other ranks here, only plain data"):
+    with pytest.raises(UsageError, match=r"a fractions\.Fraction cannot be sent to other ranks here. Only plain data"):
         encode(value)
     assert decode(encode(value, objects=True), objects=True) == value
     with pytest.raises(ValueError, match="a pickle where plain data was expected"):

@@ -49,10 +49,10 @@ def test_a_group_of_more_ranks_has_its_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(groups, "_reasons", {})
-    why, group = "it has 9 ranks, and at most 8 share memory", Nine()
+    why, group = "it has 9 ranks, and at most 8 can share memory", Nine()
     with caplog.at_level(logging.DEBUG, logger="flatfsdp"):
         assert [of_group(group) for _ in range(2)] == [None, None]
-    assert caplog.messages == [f"process group nine shares no memory: {why}"]
+    assert caplog.messages == [f"process group nine does not share memory: {why}"]
     if would_share(Pair()):
         assert f"\nshared memory: no: in process group nine: {why}\n" in env.describe()
 
@@ -68,8 +68,8 @@ def test_a_choice_is_a_bool() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "value", "reason"),
     [
-        (platform, "machine", lambda: "aarch64", "it needs an x86-64 processor, this is aarch64"),
-        (sys, "platform", "darwin", "it needs Linux, this is darwin"),
+        (platform, "machine", lambda: "aarch64", "it needs an x86-64 processor, but this is aarch64"),
+        (sys, "platform", "darwin", "it needs Linux, but this is darwin"),
     ],
 )
 def test_other_processors_and_systems_leave_everything_to_gloo(owner: Any, name: str, value: Any, reason: str) -> None:
@@ -89,4 +89,4 @@ def test_other_processors_and_systems_leave_everything_to_gloo(owner: Any, name:
 def test_a_bug_report_has_why_memory_cannot_be_shared(function: str, error: OSError) -> None:
     """As in a container without the right, or without the memory."""
     with patch.object(os, function, side_effect=error):
-        assert f"\nshared memory: no: this system gives no memory to share: {error}\n" in env.describe()
+        assert (f"\nshared memory: no: this system does not provide shared memory: {error}\n") in env.describe()

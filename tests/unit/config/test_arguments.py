@@ -203,7 +203,7 @@ TYPE_ERRORS = [
     (
         {"process_group": -100},
         "process_group: got -100 (int). Accepted: None, or one torch.distributed.ProcessGroup, for FULL_SHARD. "
-        "torch.distributed.new_group answers so on ranks outside of the group.",
+        "torch.distributed.new_group returns this on ranks outside of the group.",
     ),
     (
         {"device_mesh": (2, 2)},
@@ -226,8 +226,8 @@ TYPE_ERRORS = [
     (
         {"auto_wrap_policy": needs_classes},
         "auto_wrap_policy: the function needs_classes cannot be called as policy(module=..., recurse=..., "
-        "nonwrapped_numel=...): missing a required argument: 'classes'. "
-        "Fix its other arguments with functools.partial.",
+        "nonwrapped_numel=...): missing a required argument: 'classes'. Bind its other arguments with "
+        "functools.partial.",
     ),
     (
         {"ignored_modules": ["0"]},
@@ -244,8 +244,8 @@ TYPE_ERRORS = [
     ),
     ({"device_id": 1.5}, f"device_id: got 1.5 (float). Accepted: {DEVICES}"),
     ({"device_id": True}, f"device_id: got True (bool). Accepted: {DEVICES}"),
-    ({"join_units_below": 0.5}, "join_units_below: got 0.5 (float). Accepted: a number of bytes, 0 to join none."),
-    ({"join_units_below": True}, "join_units_below: got True (bool). Accepted: a number of bytes, 0 to join none."),
+    ({"join_units_below": 0.5}, "join_units_below: got 0.5 (float). Accepted: a number of bytes; 0 joins no units."),
+    ({"join_units_below": True}, "join_units_below: got True (bool). Accepted: a number of bytes; 0 joins no units."),
     ({"layout": None}, 'layout: got None (NoneType). Accepted: "flat", "rows".'),
     ({"check_values": None}, 'check_values: got None (NoneType). Accepted: "warn", "raise", "off".'),
     (
@@ -285,7 +285,7 @@ VALUE_ERRORS = [
     ({"device_id": "gpu"}, f"device_id: got 'gpu'. Accepted: {DEVICES}"),
     (
         {"device_id": "meta"},
-        f"device_id: got device(type='meta'). Accepted: {DEVICES} Nothing can be computed on the meta device.",
+        f"device_id: got device(type='meta'). Accepted: {DEVICES} The meta device cannot compute anything.",
     ),
     (
         {"layout": "row"},
@@ -298,7 +298,7 @@ VALUE_ERRORS = [
     (
         {"process_group": (GROUP, OTHER_GROUP)},
         "process_group: got 2 process groups. Accepted: None, or one torch.distributed.ProcessGroup, for FULL_SHARD. "
-        "A pair belongs to the strategies HYBRID_SHARD and _HYBRID_SHARD_ZERO2.",
+        "A pair is for the strategies HYBRID_SHARD and _HYBRID_SHARD_ZERO2.",
     ),
     (
         {"process_group": GROUP, "sharding_strategy": "HYBRID_SHARD"},
@@ -325,9 +325,9 @@ VALUE_ERRORS = [
     ),
     (
         {"sharding_strategy": "HYBRID_SHARD"},
-        "sharding_strategy: got HYBRID_SHARD without process_group, device_mesh or auto_wrap_policy. Units wrapped one "
-        "by one would each make groups of their own. Accepted: a pair (shard group, replicate group) as process_group, "
-        "a 2-D device_mesh, or an auto_wrap_policy, whose units share one pair.",
+        "sharding_strategy: got HYBRID_SHARD without process_group, device_mesh or auto_wrap_policy. Units that are "
+        "wrapped one by one would each create groups of their own. Accepted: a pair (shard group, replicate group) as "
+        "process_group, a 2-D device_mesh, or an auto_wrap_policy, whose units share one pair.",
     ),
     (
         {"ignored_modules": [LINEAR], "ignored_states": [LINEAR]},
@@ -335,8 +335,8 @@ VALUE_ERRORS = [
     ),
     (
         {"ignored_states": [LINEAR.weight, MODEL[1]]},
-        "ignored_states: got 1 parameters and 1 modules. Accepted: all parameters, or all modules. "
-        "Add the modules' own parameters to the parameters.",
+        "ignored_states: got 1 parameters and 1 modules. Accepted: only parameters, or only modules. Pass the "
+        "parameters of those modules instead of the modules.",
     ),
 ]
 
@@ -365,7 +365,7 @@ def test_wrong_values(given, message):
         (
             {"reduce_error_feedback": True},
             "MixedPrecision: got reduce_error_feedback=True without reduce_bits. Accepted: with reduce_bits=8 or "
-            "reduce_bits=4; gradients in the reduce_dtype lose nothing that could be made up for.",
+            "reduce_bits=4; reductions in the reduce_dtype leave no quantization errors to compensate.",
         ),
         (
             {"reduce_bits": 4, "reduce_error_feedback": 1},
@@ -374,7 +374,7 @@ def test_wrong_values(given, message):
         (
             {"gather_dtype": torch.int8, "full_precision_in_eval": True},
             "MixedPrecision: got gather_dtype=torch.int8 and full_precision_in_eval=True. Accepted: one of them; "
-            "parameters that were gathered in few bits are not in full precision.",
+            "parameters that were gathered in gather_dtype do not have full precision.",
         ),
     ],
     ids=lambda value: "",
@@ -395,7 +395,7 @@ def build_model() -> nn.Module:
         (build_model, "module: got the function build_model. Accepted: an nn.Module."),
         (
             nn.Linear,
-            "module: got the class Linear. Accepted: an instance of nn.Module. Build one first: Linear(...).",
+            "module: got the class Linear. Accepted: an instance of nn.Module. Create an instance first: Linear(...).",
         ),
     ],
 )
@@ -425,13 +425,13 @@ def test_has_forward():
     [
         (
             {"ignored_modules": [LINEAR, MODEL]},
-            "ignored_modules: got the very module to be wrapped (Sequential), which leaves nothing to shard and no "
+            "ignored_modules: got the module to be wrapped itself (Sequential), which leaves nothing to shard and no "
             "gradient to average. Pass modules inside it.",
         ),
         (
             {"device_mesh": MESH_2D},
-            "device_mesh: FULL_SHARD uses only axis 0 of a 2-D mesh; ranks along axis 1 exchange nothing here. If this "
-            "is intentional (tensor parallelism), pass the 1-D mesh of that axis; to replicate, use HYBRID_SHARD.",
+            "device_mesh: FULL_SHARD uses only axis 0 of a 2-D mesh; ranks along axis 1 exchange nothing here. If "
+            "this is intentional (tensor parallelism), pass the 1-D mesh of axis 0; to replicate, use HYBRID_SHARD.",
         ),
         (
             {"sharding_strategy": "NO_SHARD", "forward_prefetch": True},
@@ -449,8 +449,8 @@ def test_has_forward():
         (
             {"mixed_precision": torch.bfloat16},
             "mixed_precision: param_dtype=torch.bfloat16 with reduce_dtype=None sums gradients across ranks in "
-            "torch.bfloat16 too: small ones get lost as ranks are added. Pass reduce_dtype=torch.float32 for "
-            "full-precision sums, or reduce_dtype=torch.bfloat16 to keep this one without the warning.",
+            "torch.bfloat16, too: small gradients are lost when there are many ranks. Pass reduce_dtype=torch.float32 "
+            "for full-precision sums, or reduce_dtype=torch.bfloat16 to keep this behavior without the warning.",
         ),
     ],
 )

@@ -58,8 +58,8 @@ def test_a_newer_torch_is_reported_once(newer: None) -> None:
     assert_expected_inline(
         str(one.message).replace(newest, "NEWEST"),
         """\
-torch 3.4.0+cpu is newer than NEWEST, the newest that this release of flatfsdp was tested with; the private names that \
-it leans on exist""",
+torch 3.4.0+cpu is newer than NEWEST, the newest version that this release of flatfsdp has been tested with; it still \
+has all the private names that flatfsdp uses""",
     )
 
 

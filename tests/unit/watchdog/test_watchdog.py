@@ -486,8 +486,12 @@ def test_limits_are_set_and_set_back() -> None:
         ({"report_after": "5"}, ConfigTypeError, "report_after: got '5' (str). Accepted: a number of seconds."),
         ({"report_after": None}, ConfigTypeError, "report_after: got None (NoneType). Accepted: a number of seconds."),
         ({"raise_after": True}, ConfigTypeError, "raise_after: got True (bool). Accepted: a number of seconds."),
-        ({"report_after": 0}, ConfigValueError, "report_after: got 0. Accepted: a number of seconds, more than 0."),
-        ({"raise_after": math.nan}, ConfigValueError, "raise_after: got nan. Accepted: a number of seconds, more than"),
+        ({"report_after": 0}, ConfigValueError, "report_after: got 0. Accepted: a number of seconds greater than 0."),
+        (
+            {"raise_after": math.nan},
+            ConfigValueError,
+            "raise_after: got nan. Accepted: a number of seconds greater than",
+        ),
         ({"raise_after": 29}, ConfigValueError, "raise_after: got 29 with report_after=30.0. Accepted: a number of"),
     ],
 )

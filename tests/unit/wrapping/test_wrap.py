@@ -580,5 +580,5 @@ def test_enable_wrap_refuses_what_is_unclear():
     with enable_wrap(wrapper_cls=Recorder), pytest.raises(UsageError) as nested, enable_wrap(wrapper_cls=Recorder):
         pass
     assert str(nested.value) == (
-        "enable_wrap: entered within itself, so it is unclear whose arguments count. Leave one first."
+        "enable_wrap: it is already active, so it is unclear whose arguments apply. Leave the outer context first."
     )

@@ -144,9 +144,9 @@ class SharedMemory:
         with self._lock:
             if self._broken:  # an in-place sum cannot be repeated
                 raise dist.DistBackendError(
-                    f"shared memory of {self._name}: rank {self.rank} of the group was interrupted in the middle of an "
-                    f"exchange, which cannot go on, by {self._broken}. Make the process group again, or start the "
-                    "program again"
+                    f"shared memory of {self._name}: rank {self.rank} of the group was interrupted in the middle of "
+                    f"an exchange, which cannot continue, by {self._broken}. Create the process group again, or "
+                    "restart the program"
                 )
             # Outputs of collectives that were issued in inference mode can be written only in inference mode.
             with torch.inference_mode():
@@ -210,8 +210,8 @@ class SharedMemory:
             self._segment.take_pages(end)
         except OSError as error:
             raise dist.DistBackendError(
-                f"shared memory of {self._name}: no memory for the {self.capacity} bytes in which rank {self.rank} of "
-                f"the group sends: {error}"
+                f"shared memory of {self._name}: cannot allocate the {self.capacity} bytes of the send buffer of rank "
+                f"{self.rank} of the group: {error}"
             ) from error
         _attendant.begin()
 
@@ -226,9 +226,9 @@ class SharedMemory:
         for peer, words in zip(self._peers, self._their_words, strict=True):
             if words[slot] != chunk.operation.tag:
                 raise OtherCollectiveError(
-                    f"shared memory of {self._name}: rank {peer.rank} of the group issued another collective than this "
-                    f"rank, {self.rank}, as chunk {chunk.number} of the group. All ranks issue the same ones in the "
-                    "same order"
+                    f"shared memory of {self._name}: rank {peer.rank} of the group issued a different collective than "
+                    f"this rank, {self.rank}, as chunk {chunk.number} of the group. All ranks must issue the same "
+                    "collectives in the same order"
                 )
 
     def give_up(self, lost: str) -> None:
@@ -250,18 +250,19 @@ class SharedMemory:
         for peer, words in zip(self._peers, self._their_words, strict=True):
             if peer.has_ended:
                 return (
-                    f"shared memory of {self._name}: connection closed by peer: the process of rank {peer.rank} of the "
-                    f"group has ended, or has left the group, and rank {self.rank} waits for it"
+                    f"shared memory of {self._name}: connection closed by peer: the process of rank {peer.rank} of "
+                    f"the group has ended or has left the group, and rank {self.rank} is waiting for it"
                 )
             if words[_BROKEN]:
                 return (
-                    f"shared memory of {self._name}: rank {peer.rank} of the group was interrupted in the middle of an "
-                    f"exchange, and rank {self.rank} waits for it. The output of rank {peer.rank} has the cause"
+                    f"shared memory of {self._name}: rank {peer.rank} of the group was interrupted in the middle of "
+                    f"an exchange, and rank {self.rank} is waiting for it. See the output of rank {peer.rank} for the "
+                    "cause"
                 )
         if time.monotonic() - since > self._limit:
             return (
-                f"shared memory of {self._name}: timed out: rank {self.rank} of the group waited for others for more "
-                f"than {self._limit:.0f} s"
+                f"shared memory of {self._name}: timed out: rank {self.rank} of the group waited for other ranks for "
+                f"more than {self._limit:.0f} s"
             )
         return ""
 
@@ -336,8 +337,8 @@ class _ForkedStream(ChunkStream[Operation]):
 
     def issue(self, *unused: Any, **unused_too: Any) -> NoReturn:
         raise UsageError(
-            "this process was forked from a rank, and is none: it cannot exchange parameters and gradients with the "
-            "ranks. Start it by spawn, or let it leave the model alone"
+            "this process was forked from a rank but is not a rank itself: it cannot exchange parameters and "
+            "gradients with the ranks. Start it with the spawn method, or do not use the model in it"
         )
 
     has_work = property(issue)

@@ -100,12 +100,12 @@ def of_group(process_group: Any) -> SharedMemory | None:
 
     def make() -> SharedMemory | None:
         if (ranks := process_group.size()) > MOST_RANKS:  # without communication, too
-            shared, why = None, f"it has {ranks} ranks, and at most {MOST_RANKS} share memory"
+            shared, why = None, f"it has {ranks} ranks, and at most {MOST_RANKS} can share memory"
         else:
             shared, why = connect(process_group, capacity=capacity_of(process_group))
         if shared is None:
             _reasons.setdefault(why, process_group.group_name)
-            logger.debug("process group %s shares no memory: %s", process_group.group_name, why)
+            logger.debug("process group %s does not share memory: %s", process_group.group_name, why)
         return shared
 
     return for_group(process_group, _KEY, make)
@@ -149,7 +149,7 @@ def connect(process_group: Any, *, capacity: int = CAPACITY) -> tuple[SharedMemo
             outbox = MemorySegment(own, CONTROL + capacity)
             descriptors = [own, (bell := own_bell()).descriptor]
     except OSError as error:
-        why = f"no memory to share: {error}"
+        why = f"cannot create shared memory: {error}"
     try:
         peers, why = connect_peers(process_group, descriptors, (CONTROL + capacity, BELL_SIZE), why)
     finally:

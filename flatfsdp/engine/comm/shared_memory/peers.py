@@ -32,8 +32,8 @@ from .segments import MemorySegment, create, is_sealed
 NAME, SECRET, REASON = 16, 32, 160  # bytes
 SECONDS = 20.0  # limit of the wait for another rank's connection
 BACKLOG = 4096  # connections, also of foreign processes, that may wait to be accepted
-NOBODY = "nobody came of ranks"
-APART = ", or in containers that share no network namespace, or of which some give no right to read /proc"
+NOBODY = "no connection from ranks"
+APART = ", or in containers that do not share a network namespace, or some of which may not read /proc"
 _HANDSHAKE = struct.Struct(f"=I{SECRET}s")
 
 
@@ -64,13 +64,13 @@ class Peer:
 def obstacle() -> str:
     """Why this process cannot share memory with others; "" if it can."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        return f"it needs Linux, this is {sys.platform}"
+        return f"it needs Linux, but this is {sys.platform}"
     if platform.machine() not in ("x86_64", "AMD64"):
-        return f"it needs an x86-64 processor, this is {platform.machine()}"
+        return f"it needs an x86-64 processor, but this is {platform.machine()}"
     try:
         os.close(create(4096))
     except OSError as error:
-        return f"this system gives no memory to share: {error}"
+        return f"this system does not provide shared memory: {error}"
     return ""
 
 
@@ -88,7 +88,7 @@ def connect_peers(
         try:
             listener, name = _listen()
         except OSError as error:
-            obstacle = f"no local socket: {error}"
+            obstacle = f"cannot open a local socket: {error}"
     try:
         answers = _all_gather(process_group, name.ljust(NAME, b"\0") + secret + _host(), obstacle)
         if why := _first_reason(answers):
@@ -177,7 +177,7 @@ def _connect(rank: int, names: list[bytes], secrets_: list[bytes], found: dict[i
         connection.settimeout(SECONDS)
         connection.connect(b"\0" + names[other])
         if not _is_ours(connection):
-            raise ValueError("a process of another user has taken the name of a socket")
+            raise ValueError("a process of another user is listening on the name of this socket")
         connection.sendall(_HANDSHAKE.pack(rank, secrets_[other]))
 
 
@@ -248,7 +248,7 @@ def _receive(other: int, connection: socket.socket, sizes: Sequence[int]) -> lis
     _, descriptors, _, _ = socket.recv_fds(connection, 1, len(sizes))
     try:
         if len(descriptors) != len(sizes) or not all(map(is_sealed, descriptors, sizes)):
-            raise ValueError(f"the memory that rank {other} of the group shares is not sealed at the agreed sizes")
+            raise ValueError(f"the memory shared by rank {other} of the group is not sealed at the agreed sizes")
         return [MemorySegment(*each) for each in zip(descriptors, sizes, strict=True)]
     finally:
         for descriptor in descriptors:
