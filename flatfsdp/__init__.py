@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from . import fsdp_module as _fsdp_module
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from .engine.base.aliases import install as _find_old_names
 from .engine.base.wait_limits import set_collective_timeout
 from .engine.comm.shared_memory.groups import share_host_memory
 from .engine.config import state_dict_configs as _state_dict_configs
@@ -28,8 +27,6 @@ from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .sharded_grad_scaler import ShardedGradScaler
 
 __version__ = "0.1.0"
-
-_find_old_names()
 
 __all__ = [
     "BackwardPrefetch",

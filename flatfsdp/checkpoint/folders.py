@@ -186,9 +186,7 @@ def is_own(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = {each.name for each in folder.iterdir()}
-    if names & _MARKS or all(map(OWN.fullmatch, names)):  # the latter: from versions without markers
-        return True
-    return folder.suffix == ".new" and any(name.endswith(".distcp") for name in names)  # the same, with users' files
+    return not names or bool(names & _MARKS)  # a killed save or removal may leave an empty folder
 
 
 def refuse_link(path: str | os.PathLike[str], *, overwrite: bool) -> None:
@@ -238,7 +236,7 @@ def candidates(place: CheckpointFolder, *, damaged: bool = False) -> list[tuple[
             found.append((folder, read))
         elif not damaged:
             raise read
-    return sorted(found, key=lambda each: each[1].place(place.path.name), reverse=True)
+    return sorted(found, key=lambda each: each[1].order, reverse=True)
 
 
 def refuse_newer(place: CheckpointFolder) -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ..errors import CheckpointError, few, ranks_in_words
 from .folders import CheckpointFolder, candidates, is_own, manifests
 from .loading import is_foreign
-from .manifest import place_of
 from .ranks import CheckpointRanks
 from .reading import verify
 from .validation import prove
@@ -27,8 +26,8 @@ class Listed:
         path: its folder, as an argument of `load`.
         id: identifies the save.
         saved: the time of the save, in seconds since 1970; 0 where it cannot be read.
-        sequence: orders the saves: each save's is one more than the largest in the folder. 0 where it cannot be read,
-            or for a version that wrote none.
+        sequence: orders the saves: each save's is one more than the largest in the folder. 0 where it cannot be
+            read.
         world: how many ranks saved it; 0 where it cannot be read.
         metrics: those given to `save`.
         problem: what is wrong with it; empty where all its files are present in the sizes that were written. Only
@@ -70,7 +69,7 @@ def listing(
     listed = [_united(where / name, [mine.get(name) for mine in seen]) for name in names]
 
     def order(each: Listed) -> tuple[object, ...]:
-        return bool(each.id), *place_of(each.path.name, each.sequence, each.saved), each.path.name
+        return bool(each.id), each.sequence, each.saved, each.path.name
 
     return sorted(listed, key=order)
 

@@ -8,8 +8,7 @@ order, each in one contiguous piece of a file; where nodes share no file system,
 of elements and its offset in bytes.
 
 [Note: order] The order of checkpoints must not depend on clocks, which can be set, nor on steps, which runs may repeat.
-Every save therefore writes as "sequence" one more than the largest of the folder that contains it. Checkpoints of
-versions that wrote none come before all others, by the step in their names.
+Every save therefore writes as "sequence" one more than the largest of the folder that contains it.
 
 CRC-32, because it detects damage by disks and copies, not forgeries: it finds every flipped byte and every truncation,
 and is computed as fast as a disk delivers.
@@ -135,7 +134,7 @@ class Manifest:
         id: identifies this save.
         saved: the time of the save, in seconds since 1970.
         metrics: the metrics given to `save`, which `keep` compares.
-        sequence: [Note: order]; 0 where it was saved by a version that wrote none.
+        sequence: [Note: order].
     """
 
     world: int
@@ -148,16 +147,17 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=lambda: _versions())
     sequence: int = 0
 
-    def place(self, name: str) -> tuple[int, int, float]:
-        """The key that sorts checkpoints in the order of saving ([Note: order]), given the name of the folder."""
-        return place_of(name, self.sequence, self.saved)
+    @property
+    def order(self) -> tuple[int, float]:
+        """The key that sorts checkpoints in the order of saving. [Note: order]"""
+        return self.sequence, self.saved
 
     def to_bytes(self) -> bytes:
         """The file's contents."""
         head = {
             "format": "flatfsdp checkpoint",
             "version": _VERSION,
-            **({"sequence": self.sequence} if self.sequence else {}),
+            "sequence": self.sequence,
             "id": self.id,
             "saved": self.saved,
             "world": self.world,
@@ -208,7 +208,7 @@ class Manifest:
                 id=form.text(read.get("id"), "id"),
                 saved=form.moment(read.get("saved"), "saved"),
                 versions={name: form.text(value, f"version {name!r}") for name, value in versions.items()},
-                sequence=form.whole(read.get("sequence", 0), "sequence"),
+                sequence=form.whole(read.get("sequence"), "sequence"),
             )
         except ValueError as error:
             raise CheckpointError(f"{where} is damaged: {error}") from error
@@ -251,12 +251,6 @@ def _file(read: Any) -> SavedFile:
     if not re.fullmatch("[0-9a-f]{8}", crc32):
         raise ValueError(f"files: the checksum of {name} is {crc32[:20]!r}")
     return SavedFile(name, form.whole(fields[1], f"files: the size of {name}"), int(crc32, 16))
-
-
-def place_of(name: str, sequence: int, saved: float) -> tuple[int, int, float]:
-    """See `Manifest.place`."""
-    numbers = [] if sequence else re.findall(r"\d+", name)
-    return sequence, int(numbers[-1]) if numbers else 0, saved
 
 
 def sequence_in(folder: FilePath) -> int:

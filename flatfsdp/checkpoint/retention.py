@@ -156,7 +156,7 @@ def _saved_in(folder: Path, named: str) -> list[tuple[Path, Manifest]]:
         elif fnmatchcase(inside.name, named) and not inside.name.startswith(".") and not inside.is_symlink():
             there = candidates(CheckpointFolder(inside), damaged=True)
             found += [(path, manifest) for path, manifest in there if path == inside]
-    return sorted(found, key=lambda each: each[1].place(each[0].name))
+    return sorted(found, key=lambda each: each[1].order)
 
 
 def _finish_removal(place: CheckpointFolder) -> None:

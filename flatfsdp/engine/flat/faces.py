@@ -359,8 +359,3 @@ def fact_of(faces: Iterable[Face]) -> tuple[str, str]:
     """The fact about the faces of a unit that ranks compare: the argument that chooses them, and its value."""
     words = next((face.words for face in faces), None)
     return (words.argument, words.value) if words is not None else ("use_orig_params", "")
-
-
-def pickled_face(options: Mapping[str, Any]) -> FaceMaker:
-    """The face that a handle's `options` in pickles of earlier versions name by the argument that chose it."""
-    return OriginalFace if options["use_orig_params"] else FlatFace

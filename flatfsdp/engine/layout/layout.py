@@ -28,7 +28,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -55,10 +55,6 @@ class ParamSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
     part: Part | None = None
-
-    def __setstate__(self, state: list[object]) -> None:
-        for name, value in zip_longest(("name", "shape", "stride", "part"), state):  # older pickles have fewer
-            object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
@@ -256,11 +252,6 @@ class FlatLayout:
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise InternalError(f"a parameter has one place, but these names occur more than once: {twice}")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if "segments" not in state:  # a pickle of a version without segments
-            self.__post_init__()
 
     def _prove_segments(self) -> None:
         """Verify that segments are disjoint and split evenly, and that each parameter is in one."""

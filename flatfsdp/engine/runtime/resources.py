@@ -33,9 +33,6 @@ class ModelSettings:
         return cls(device, config.limit_all_gathers, config.check_values, config.join_units_below)
 
 
-RootSettings = ModelSettings  # in pickles [Note: old names]
-
-
 @dataclass
 class Streams:
     """The streams in addition to that of computation. Those along the shard axis, for which computation waits soonest,

@@ -381,6 +381,7 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: _copy,
 }
 
-# Files contain these names, and `torch.load(weights_only=True)` looks them up: they stay ([Note: old names]).
+# Files contain these names, and `torch.load(weights_only=True)` looks them up: so they do not change with the
+# place of this module, and `flatfsdp/owned.py` has them.
 OwnedInterval.__module__ = _rebuild.__module__ = "flatfsdp.owned"
 torch.serialization.add_safe_globals([OwnedInterval, _rebuild])

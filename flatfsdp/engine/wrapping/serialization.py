@@ -28,8 +28,7 @@ from ..comm.process_groups import plan_over
 from ..config.unit_options import PrefetchTargets, UnitOptions
 from ..device.memory import MemoryTracker
 from ..flat.extensions import TransformedParam, as_transform
-from ..flat.faces import pickled_face
-from ..flat.flat_param import FlatParamHandle, FlatParamOptions
+from ..flat.flat_param import FlatParamHandle
 from ..flat.param_guard import ORIGINAL
 from ..flat.param_refs import ParamRef, marks_of
 from ..flat.states import IDLE
@@ -47,9 +46,7 @@ from .wrapper_support import keep_model
 
 BUILT = ("traits", "mixed_precision", "cpu_offload", "island", "modules")
 OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch", "names_prefetch")
-HANDLE_SETTINGS = ("layout", "rank", "device")
-# For pickles from versions that did not pickle options as one object.
-HANDLE_OPTIONS = ("mixed_precision", "offload", "pin_memory", "trainable", "packed")
+HANDLE_SETTINGS = ("layout", "rank", "device", "options")
 
 T = TypeVar("T")
 # For each unit, the places of the units that it names: those that it prefetches, in forward and in backward, and those
@@ -94,16 +91,11 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     tracker = MemoryTracker()
     handles = []
     for entry in plan["handles"]:
-        options = entry.get("options") or FlatParamOptions(
-            face=pickled_face(entry), **{name: entry[name] for name in HANDLE_OPTIONS}
-        )
         settings = {name: entry[name] for name in HANDLE_SETTINGS}
-        for leaf, (kind, marks) in zip(entry["leaves"], entry.get("kinds", ()), strict=False):
+        for leaf, (kind, marks) in zip(entry["leaves"], entry["kinds"], strict=True):
             leaf.__class__ = kind
             vars(leaf).update(marks)
-        handles.append(
-            FlatParamHandle(entry["leaves"], shard=entry["shard"], options=options, tracker=tracker, **settings)
-        )
+        handles.append(FlatParamHandle(entry["leaves"], shard=entry["shard"], tracker=tracker, **settings))
         check_rank("model", entry["rank"], plan["groups"])
     unit = Unit(
         Entries([wrapper._modules["_fsdp_wrapped_module"]], in_place=False),  # type: ignore[list-item]
@@ -114,8 +106,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
             counts_gradients=plan["backward_prefetch"] is BackwardPrefetch.BACKWARD_MID,
         ),
         groups=plan["groups"],
-        # Earlier pickles lack `names_prefetch`.
-        options=UnitOptions(**{name: plan[name] for name in OPTIONS if name in plan}),
+        options=UnitOptions(**{name: plan[name] for name in OPTIONS}),
         shared_refs=[ParamRef(*each) for each in plan["aliases"]],
     )
     install_extensions(unit, [transformed(unit, leaf, state, found) for leaf, state, found in plan["extended"]])
@@ -126,7 +117,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         each.share_params_of(owners_of(each.shared_refs))
     keep_model(wrapper, model)
     put_at_rest(unit)
-    for residuals, held in zip(residuals_of(unit), plan.get("residuals", ()), strict=True):
+    for residuals, held in zip(residuals_of(unit), plan["residuals"], strict=True):
         residuals.load(held)
 
 
@@ -138,7 +129,7 @@ def _kind_of(leaf: nn.Parameter) -> tuple[type, dict[str, Any]]:
 def handle_plan(handle: FlatParamHandle) -> dict[str, Any]:
     """The data to rebuild a handle from, except its leaves."""
     settings = {name: getattr(handle, name) for name in HANDLE_SETTINGS}
-    return {"shard": handle.shard.detach(), "options": handle.options, **settings}
+    return {"shard": handle.shard.detach(), **settings}
 
 
 def settings_of(unit: Unit) -> ModelSettings:

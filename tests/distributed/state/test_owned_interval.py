@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import re
+import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,19 @@ def piece(spec: ParamSpec, rank: int, world: int, *, fill: float | None = None) 
     span = Span(min(numel, rank * each), min(numel, (rank + 1) * each))
     local = torch.arange(float(span.start), float(span.stop))
     return OwnedInterval(local if fill is None else local.fill_(fill), spec, span, names_empty=rank == 0)
+
+
+def test_pickles_name_a_module_that_stays() -> None:
+    """torch.load(weights_only=True) compares the names, and plain pickle imports the module."""
+    spec = ParamSpec("weight", (3, 2))
+    file = io.BytesIO()
+    torch.save(piece(spec, 1, 2), file)
+    named = {name for name in re.findall(rb"flatfsdp[\w.]+", file.getvalue())}
+    assert named and all(name.startswith((b"flatfsdp.owned", b"flatfsdp.engine.layout")) for name in named), named
+    sys.modules.pop("flatfsdp.owned", None)
+    for safe in (True, False):
+        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=safe)
+        assert torch.equal(loaded.local, piece(spec, 1, 2).local)
 
 
 def save(rank: int, world: int, path: str) -> None:

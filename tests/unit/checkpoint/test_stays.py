@@ -139,16 +139,6 @@ def test_what_a_killed_save_or_removal_has_left_is_known_by_its_mark(tmp_path: P
     raise AssertionError("the save has no end")
 
 
-def test_what_saves_of_versions_without_marks_have_left_holds_up_nobody(tmp_path: Path) -> None:
-    save(tmp_path / "x")
-    for left in ({"__0_0.distcp"}, {"__0_0.distcp", ".metadata", "components.json"}, {"model.safetensors"}, set[str]()):
-        (tmp_path / ".x.new").mkdir()
-        for name in left:
-            (tmp_path / ".x.new" / name).write_text("half of it")
-        save(tmp_path / "x", overwrite=True)
-        assert names(tmp_path) == {"x"}, left
-
-
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
@@ -185,16 +175,6 @@ def as_saved(path: Path, **changes: Any) -> None:
 
     file = path / "flatfsdp.json"
     file.write_bytes(replace(Manifest.from_bytes(file.read_bytes(), "it"), **changes).to_bytes())
-
-
-def test_checkpoints_of_before_come_before_all_others_by_their_steps(tmp_path: Path) -> None:
-    for step, saved in ((30, 5.0), (100, 1.0), (20, 7.0), (9, 9.0)):
-        save(tmp_path / f"step-{step}", step)
-        as_saved(tmp_path / f"step-{step}", sequence=0, saved=saved)
-        assert b"sequence" not in (tmp_path / f"step-{step}" / "flatfsdp.json").read_bytes()
-    save(tmp_path / "step-1")
-    assert listed(tmp_path) == [f"step-{step}" for step in (9, 20, 30, 100, 1)]
-    assert checkpoint.keep(tmp_path, last=2) == [tmp_path / f"step-{step}" for step in (9, 20, 30)]
 
 
 def test_of_two_saves_of_one_place_the_later_is_loaded(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ ROWS = (
     "engine/features",
     "engine/wrapping engine/facade",
     "engine/fully_shard",
-    "fully_sharded_data_parallel fsdp_module sharded_grad_scaler",
+    "fully_sharded_data_parallel fsdp_module sharded_grad_scaler owned",
     "engine/inspection",
     "__init__",
     "as_torch checkpoint",
