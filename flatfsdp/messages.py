@@ -1,4 +1,5 @@
-"""Exchange of plain values between the ranks of a process group, for any backend. [Note: plain data]"""
+"""Exchange of plain values between the ranks of a process group, for any backend, and the loss of one. [Note: plain
+data]"""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from .engine.agreement.object_collectives import description_of
 from .engine.base.plain_data import decode, encode, gathered
 from .engine.device.streams import accelerator
 from .engine.watchdog.regions import expecting
+from .engine.watchdog.termination import end_if_a_rank_is_lost as end_if_a_rank_is_lost
 
 T = TypeVar("T")
 

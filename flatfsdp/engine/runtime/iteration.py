@@ -256,7 +256,8 @@ class Iteration:
             self.substitutes.after_backward()
         self.backward = None
         self.enter(FAILED)
-        if self._knows_none_used_at_rest:  # otherwise `refuse_used_at_rest` names them
+        # Otherwise `refuse_used_at_rest` names them, or other ranks are the reason.
+        if self._knows_none_used_at_rest and not self._failed_with_others:
             self._name_used_at_rest()
         self._knows_none_used_at_rest = False
         self._stop_sharing()
@@ -294,6 +295,11 @@ class Iteration:
                             )
         self._knows_none_used_at_rest = True
 
+    @property
+    def _failed_with_others(self) -> bool:
+        """Whether ranks were lost, or have diverged: an error that the model's own state does not explain."""
+        return self._agreement.peers.verdict is not None
+
     def _name_used_at_rest(self) -> None:
         """A backward failed: warn with the names of parameters at rest that it needs, which autograd does not name."""
         for unit in self.record.entered:
@@ -314,7 +320,7 @@ class Iteration:
         sharing = [unit for unit in self._units if any([grads.occupies_params for grads in unit.grads])]
         if not sharing:
             return
-        if is_new("failed sharing", of=self):
+        if not self._failed_with_others and is_new("failed sharing", of=self):
             warn_once_per_job(
                 f"a backward failed in unit {sharing[0].label}, while gradients took the places of its parameters. If "
                 "autograd complained of a variable that was modified by an inplace operation, a parameter is read "
@@ -329,7 +335,8 @@ class Iteration:
 
     def _drop_gradients(self) -> None:
         """Drop the reduced gradients of a failed backward, and warn of lost residuals. [Note: error feedback]"""
-        if owing := [unit.label for unit in self._units if any([grads.owes_dropped for grads in unit.grads])]:
+        owing = [unit.label for unit in self._units if any([grads.owes_dropped for grads in unit.grads])]
+        if owing and not self._failed_with_others:
             warn_once_per_job(
                 f"a backward failed after gradients had been reduced with error feedback ({len(owing)} units, first "
                 f"{owing[0]}). They are dropped, and so are the residuals of quantized gradients of these units, "

@@ -16,6 +16,7 @@ from ..base.per_group import for_group
 from .process_exit import at_end, in_words
 from .status_report import NORMALLY, ExitRecord
 from .store import StoreClient
+from .termination import explain_termination
 from .watchdog import Watchdog, close_watch, is_lost_connection
 
 
@@ -29,6 +30,7 @@ def _new_watch() -> Watchdog:
     made = Watchdog(store, rank=rank, world=dist.get_world_size(), time_limit=_torch.time_limit(world))
     at_end(functools.partial(_publish_exit_record, weakref.ref(made), store, rank))
     _torch.when_destroyed(world, functools.partial(close_watch, weakref.ref(made)))
+    explain_termination(store, rank, dist.get_world_size())
     return made
 
 

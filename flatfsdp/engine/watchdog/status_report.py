@@ -285,6 +285,11 @@ class ExitRecord(NamedTuple):
     words: str
     cause: str | None = None
 
+    @property
+    def is_normal(self) -> bool:
+        """Whether the process ended without an error."""
+        return self.words.startswith(NORMALLY)
+
     def publish(self, notes: StoreClient, *, alarm: bool) -> None:
         """Write the record to the store; with `alarm`, notify the watches of the other ranks."""
         number = notes.count("ended")
@@ -319,8 +324,17 @@ def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:
         if each.cause is not None:
             return each.cause
     reported = "; ".join(f"rank {each.rank} {each.words}" for each in exit_records)
-    uneven = any(each.words.startswith(NORMALLY) for each in exit_records)
+    uneven = any(each.is_normal for each in exit_records)
     return f"{reported}. The remaining ranks cannot continue{UNEVEN if uneven else ''}"
+
+
+def report_gone(notes: StoreClient, rank: int, process: ProcessIdentity, *, by: int) -> ExitRecord:
+    """The record of a rank whose `process` ended without one. The first rank that calls this notifies all; `by`: this
+    rank."""
+    record = ExitRecord(rank, f"was killed, or crashed: {process} is gone")
+    if notes.set_if_absent(f"gone/{rank}", str(by)) == str(by):
+        record.publish(notes, alarm=True)
+    return record
 
 
 def server_ended() -> str:

@@ -313,8 +313,8 @@ class Watchdog:
             )
             self._local.reports()
         for rank, process in result.unresponsive.items():
-            if process.is_gone() and self.store.set_if_absent(f"gone/{rank}", "reported") == "reported":
-                reports.ExitRecord(rank, f"was killed, or crashed: {process} is gone").publish(self.store, alarm=True)
+            if process.is_gone():
+                reports.report_gone(self.store, rank, process, by=self._rank)
         error: AgreementError | None = None
         stands_again = self._local.proves(result.standing, proving=result.purpose == "prove")
         if self._local.proves_parted(result.parted_in) and announced is not None:

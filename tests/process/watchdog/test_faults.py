@@ -69,6 +69,13 @@ def killed_in_forward(rank: int, world: int) -> None:
     step(model)
 
 
+def killed_in_backward(rank: int, world: int) -> None:
+    model = trained()
+    if rank == 1:
+        model.module.blocks[0].register_full_backward_pre_hook(lambda *unused: killed())
+    step(model)
+
+
 def killed_before_a_state_dict(rank: int, world: int) -> None:
     model = trained()
     if rank == 1:
@@ -223,6 +230,12 @@ LOST: dict[str, tuple[Callable[[int, int], None], int, int, str]] = {
         -signal.SIGKILL,
         r"rank 1 was killed, or crashed: process \d+ on \S+ (does not answer|is gone)",
     ),
+    "killed_in_backward": (
+        killed_in_backward,
+        2,
+        -signal.SIGKILL,
+        r"rank 1 was killed, or crashed: process \d+ on \S+ (does not answer|is gone)",
+    ),
     "killed_before_a_state_dict": (
         killed_before_a_state_dict,
         2,
@@ -276,6 +289,7 @@ def test_a_rank_is_lost(outcomes: list[fresh.Outcome], exit_code: int, text: str
     for outcome in (outcomes[0], *outcomes[2:]):
         assert outcome.exit_code == 1, outcome
         assert re.search(rf"(LostRankError|AgreementError): .*{text}", outcome.output), outcome.output
+        assert "a backward failed" not in outcome.output, outcome.output  # a warning of causes in the model
 
 
 @by_both_ways(frozen_with_the_store, 3)
