@@ -15,6 +15,7 @@ import shlex
 import site
 import sys
 import sysconfig
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 from torch import nn
 
-from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError, few
+from flatfsdp.errors import AgreementError, CheckpointError, ConfigTypeError, ConfigValueError, LostRankError, few
 
 try:
     from flatfsdp.trainer.settings import Settings, dataclass, fields_of, setting
@@ -66,6 +67,7 @@ COMMON = (
 ).split()
 """The settings that people set, for `--help`."""
 
+ANOTHER_FIRST = 1.0  # seconds for the rank that failed to print its traceback, before a launcher ends it with this one
 LIBRARIES = (__file__, mp.__file__)
 
 
@@ -271,6 +273,13 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
             raise
         print(f"flatfsdp.train: {complaint}", file=sys.stderr, flush=True)
         return 2
+    except AgreementError as error:  # likewise
+        if not isinstance(error, LostRankError) and not is_of_libraries(traceback.format_exc()):
+            raise
+        if not isinstance(error, LostRankError):
+            time.sleep(ANOTHER_FIRST)
+        # The place where this rank learned of it is of no use. It is still raised, for the report to the others.
+        raise error.with_traceback(None) from None
     except mp.ProcessRaisedException as error:
         if complaint := complaint_in(str(error)):
             print(f"flatfsdp.train: {complaint}", file=sys.stderr)
@@ -292,11 +301,16 @@ def complaint_in(report: str) -> str:
     found = re.search(rf"^(.*)\nflatfsdp\.errors\.(?:{names}): (.*)$", report, re.DOTALL)
     if found is None:
         return ""
-    libraries = (sysconfig.get_path("stdlib"), *site.getsitepackages(), *(str(Path(f).parent) for f in LIBRARIES))
-    files = re.findall(r'^  File "(.*?)", line', found[1], re.MULTILINE)
-    if not all(file.startswith(("<frozen", *(f"{folder}{os.sep}" for folder in libraries))) for file in files):
+    if not is_of_libraries(found[1]):
         return ""
     return in_flags(found[2].strip(), map(type, groups().values()))
+
+
+def is_of_libraries(report: str) -> bool:
+    """Whether no code of the user is part of the traceback `report`."""
+    libraries = (sysconfig.get_path("stdlib"), *site.getsitepackages(), *(str(Path(f).parent) for f in LIBRARIES))
+    files = re.findall(r'^  File "(.*?)", line', report, re.MULTILINE)
+    return all(file.startswith(("<frozen", *(f"{folder}{os.sep}" for folder in libraries))) for file in files)
 
 
 def groups() -> dict[str, Settings]:

@@ -11,13 +11,17 @@ import atexit
 import logging
 import multiprocessing
 import os
+import pickle
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -141,7 +145,9 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
         The highest exit code of these ranks; 128 plus its number if a signal stopped them.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a spawned rank failed, or was killed.
+        torch.multiprocessing.ProcessRaisedException: a spawned rank failed: the first whose exception is its own, if
+            there is one.
+        torch.multiprocessing.ProcessExitedException: a spawned rank was killed.
     """
     if under_launcher():
         return _run_rank(job, placement, arguments)
@@ -159,8 +165,7 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
             started(ranks.processes)
-            while not ranks.join():
-                pass
+            _join(ranks)
         except mp.ProcessExitedException:
             if not stop.value:
                 raise
@@ -168,6 +173,35 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
         finally:
             _end(ranks.processes)  # after an exception in this process only, they would continue to train
     return 128 + stop.value if stop.value else int(code.value)
+
+
+def _join(ranks: Any) -> None:
+    """Wait until all have ended. After an exception on one of them, the others have some time to end by their own: the
+    first to end may only report the failure of another."""
+    while True:
+        connection.wait([*ranks.sentinels])
+        was_killed = any(process.exitcode is not None and process.exitcode < 0 for process in ranks.processes)
+        try:
+            if ranks.join(grace_period=None if was_killed else PATIENCE):
+                return
+        except mp.ProcessRaisedException as error:
+            reports = {rank: found for rank, file in enumerate(ranks.error_files) if (found := _read_report(file))}
+            own = [rank for rank, report in reports.items() if not _OF_ANOTHER.search(report)]
+            if not own or own[0] == error.error_index:
+                raise
+            report = f"\n\n-- Process {own[0]} terminated with the following error:\n{reports[own[0]]}"
+            raise mp.ProcessRaisedException(report, own[0], ranks.processes[own[0]].pid) from None
+
+
+def _read_report(file: str) -> str:
+    """The traceback that a rank has left for its parent; "" for none."""
+    with suppress(OSError):
+        return str(pickle.loads(Path(file).read_bytes()))
+    return ""
+
+
+# The last lines of the traceback of a rank that failed with another.
+_OF_ANOTHER = re.compile(r"^flatfsdp\.errors\.(Agreement|LostRank)Error: .*\Z", re.MULTILINE | re.DOTALL)
 
 
 def _end(processes: Sequence[Any]) -> None:

@@ -30,6 +30,7 @@ from select import select
 from types import FrameType
 from typing import Any
 
+from flatfsdp.messages import end_if_a_rank_is_lost
 from flatfsdp.trainer.terminal import print_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: sent by Slurm some time before the end
@@ -59,7 +60,8 @@ class StopRequest:
 
         Args:
             peers: the processes of other ranks on this machine. A signal after one of them has ended comes from the
-                process that started the ranks: nothing is announced then, since no step will be completed.
+                process that started the ranks: nothing is announced then, since no step will be completed. If a rank
+                was lost, SIGTERM names it and ends this process (`flatfsdp.messages.end_if_a_rank_is_lost`).
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -139,6 +141,8 @@ def _listen(
                 os.write(before, others)
         for number in (each for each in received if each in numbers):
             if not came:
+                if number == signal.SIGTERM:
+                    end_if_a_rank_is_lost()
                 report_at = time.monotonic() + REPORT_SECONDS
                 if rank == "0" and not any(map(_has_ended, peers)):  # for all ranks: they stop together
                     _print(f"{in_words(meant(number))}: stopping after this step, saving")
