@@ -173,9 +173,7 @@ class CheckpointFolder:
 
     def _require_own(self, folder: Path) -> None:
         if os.path.lexists(folder) and not is_own(folder):
-            raise CheckpointError(
-                f"{folder} lies where saves to {self.path} write, but was not made by one. Move it away"
-            )
+            raise CheckpointError(f"{folder} lies where saves to {self.path} write, but no save made it. Move it away")
 
     def _part(self, folder: Path) -> Path:
         return folder / f"{self.marker}{PART}"
@@ -198,8 +196,8 @@ def refuse_link(path: str | os.PathLike[str], *, overwrite: bool) -> None:
     link = os.path.abspath(path)
     if overwrite and os.path.islink(link):
         raise CheckpointError(
-            f"{link} is a symbolic link to {os.path.realpath(link)}; a save with overwrite=True replaces a folder, and "
-            "never the target of a link. Save to a path that is no link"
+            f"{link} is a symbolic link to {os.path.realpath(link)}; a save with overwrite=True replaces a folder, "
+            "never the target of a link. Save to a path that is not a link"
         )
 
 
@@ -247,7 +245,7 @@ def refuse_newer(place: CheckpointFolder) -> None:
     """
     for _, read in manifests(place):
         if isinstance(read, NewerFormatError):
-            raise CheckpointError(f"{read}; nor is it replaced by this one. Save to another folder")
+            raise CheckpointError(f"{read}, and this version does not replace it. Save to another folder")
 
 
 def choose(seen: Sequence[Sequence[str]], path: Path) -> str:

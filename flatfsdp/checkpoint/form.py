@@ -24,20 +24,20 @@ def parse(data: bytes | bytearray) -> Any:
 
 def _of_kind(kind: type[T], name: str, value: Any, what: str) -> T:
     if not isinstance(value, kind):
-        raise ValueError(f"{what} is {_shown(value)}, no {name}")
+        raise ValueError(f"{what} is {_shown(value)}, not {name}")
     return value
 
 
 # Arguments of each: the value, and a name of it for errors.
-mapping: Callable[[Any, str], dict[str, Any]] = partial(_of_kind, dict, "object")
-items: Callable[[Any, str], list[Any]] = partial(_of_kind, list, "list")
-text: Callable[[Any, str], str] = partial(_of_kind, str, "string")
+mapping: Callable[[Any, str], dict[str, Any]] = partial(_of_kind, dict, "an object")
+items: Callable[[Any, str], list[Any]] = partial(_of_kind, list, "a list")
+text: Callable[[Any, str], str] = partial(_of_kind, str, "a string")
 
 
 def whole(value: Any, what: str, *, least: int = 0) -> int:
     """An integer from `least` on, in the range of sizes of files and tensors."""
     if type(value) is not int or not least <= value < _LARGEST:
-        raise ValueError(f"{what} is {_shown(value)}, no integer of at least {least}")
+        raise ValueError(f"{what} is {_shown(value)}, not an integer of at least {least}")
     return value
 
 
@@ -49,7 +49,7 @@ def is_number(value: Any) -> bool:
 def moment(value: Any, what: str) -> float:
     """A time in seconds since 1970, in the range of calendars."""
     if not is_number(value) or not 0 <= value < 1e11:
-        raise ValueError(f"{what} is {_shown(value)}, no time")
+        raise ValueError(f"{what} is {_shown(value)}, not a time")
     return float(value)
 
 

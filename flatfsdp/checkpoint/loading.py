@@ -67,7 +67,7 @@ class FoundCheckpoint:
         lost = [key for key in keys if not self.sees(frozenset().union(*self.here), key)]
         if lost:
             raise CheckpointError(f"{self._lacks()}. The missing files hold elements of {few(lost)}")
-        warn_once_per_job(f"{self._lacks()}. Nothing that is loaded lies there")
+        warn_once_per_job(f"{self._lacks()}. They hold nothing that is being loaded")
 
     def _lacks(self) -> str:
         names = [str(self.folder / name) for name in self.missing]

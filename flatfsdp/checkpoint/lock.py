@@ -65,8 +65,8 @@ class Lock:
         other = self._other(patient=True)
         if other is not None:
             raise CheckpointError(
-                f"{other} is saving to {self.path} at this moment, or removes it (its lock is {self.file.name}). Let "
-                "every job save to a folder of its own"
+                f"{other} is saving to {self.path} right now, or removing it (its lock is {self.file.name}). Give "
+                "every job a separate folder to save to"
             )
 
     def take_now(self) -> bool:

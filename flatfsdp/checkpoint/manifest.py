@@ -180,7 +180,7 @@ class Manifest:
         body = data[_HEAD_LENGTH:-2]
         if data != _HEAD % zlib.crc32(body) + body + b"}\n":
             _refuse_newer(data, where)
-            raise CheckpointError(f"{where} is damaged: its contents do not have the checksum that it names")
+            raise CheckpointError(f"{where} is damaged: its contents do not match its checksum")
         try:
             read = form.mapping(form.parse(body), "manifest")
             _refuse_later(read, where)

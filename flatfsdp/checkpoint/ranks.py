@@ -51,7 +51,7 @@ class CheckpointRanks:
                 )
         elif group is not None:
             raise ConfigValueError(
-                "process_group: got a group, but torch.distributed is not initialized (or no more). Call "
+                "process_group: got a group, but torch.distributed is not initialized (or no longer). Call "
                 "init_process_group() first, or leave the group out"
             )
 

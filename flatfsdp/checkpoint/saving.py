@@ -69,8 +69,8 @@ class Contents:
             if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or not _is_plain(tensor):
                 raise ConfigTypeError(
                     f"{key}: got a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}. Accepted: "
-                    "dense tensors with values, and those of a sharded state dict of flatfsdp. Others may be saved by "
-                    "torch.distributed.checkpoint itself."
+                    "dense tensors with values, and those of a sharded state dict of flatfsdp. "
+                    "torch.distributed.checkpoint itself may be able to save others."
                 )
         values = {key: encode(leaf, key) for key, leaf in leaves.items() if key not in tensors}
         return cls(tensors, values, paths, ties or {}, buffers)

@@ -142,9 +142,9 @@ class _ModelSection(Section):
         others = [key for key in unread if key not in self._added or not torch.equal(self._own[key], self._added[key])]
         if missing or others:
             raise CheckpointError(
-                f"modules do not load their additional entries of the state dict: {', '.join((missing + others)[:3])} "
-                f"({len(missing + others)} in all), which differ from their own. Make the model as in the run that "
-                "saved (a quantized base of the same weights), and load then"
+                f"modules do not load their extra entries in the state dict: {', '.join((missing + others)[:3])} "
+                f"({len(missing + others)} in all), which differ from their own. Build the model as in the run that "
+                "saved it (a quantized base with the same weights), then load"
             )
 
     def _held_by_no_unit(self, device: torch.device) -> dict[str, torch.Tensor]:
@@ -182,9 +182,9 @@ def _refuse_apart(model: nn.Module) -> None:
         ranks = unit.axes.of(handle).shard.ranks
         raise UsageError(
             f"parameter {unit.entries.fqn(handle.layout.params[0].name)!r} is sharded over {ranks_in_words(ranks)} "
-            "alone, and is no DTensor on a mesh with the others: these have a parameter of their own under its name, "
-            "and a checkpoint holds one. Make it a DTensor on the mesh of the ranks that hold its other parts, before "
-            "it is sharded, or save state dicts of your own"
+            "alone, and is not a DTensor on a mesh with the others: these have another parameter under its name, and a "
+            "checkpoint holds only one. Make it a DTensor on the mesh of the ranks that hold its other parts, before "
+            "it is sharded, or save your own state dicts"
         )
 
 
@@ -317,7 +317,7 @@ class _ResidualSection(Section):
         if self._has_others:
             warn_once_per_job(
                 "the checkpoint has residuals of quantized gradients (reduce_error_feedback) from other ranks, or of "
-                "units with another wrapping: residuals begin at zero again"
+                "units with another wrapping: residuals start at zero again"
             )
         for kind in self._kinds():
             own = {axis: self.state.get(f"{kind.key}.{axis}") for axis in kind.numels}

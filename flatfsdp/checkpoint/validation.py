@@ -47,7 +47,7 @@ def prove(manifest: Manifest, where: str) -> None:
     try:
         unflatten(dict.fromkeys(paths), paths)
     except (TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the keys of tensors and values make no nested state: {error}") from error
+        raise CheckpointError(f"{where}: the keys of tensors and values do not form a nested state: {error}") from error
 
 
 def _occupy(occupied: list[list[tuple[int, int, str]]], manifest: Manifest, key: str, size: int) -> None:

@@ -16,12 +16,12 @@ Ranks = tuple[int, ...]
 _REMEDY = ", except in modules given to ensure_unit_participation()"
 _MIXED = (
     "Values of different units were exchanged for each other, so the gradients of this backward are wrong: resume from "
-    "the checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units "
+    "an earlier checkpoint. Where ranks use different parts of a model, checkpoint activations of each of their units "
     "separately, not of several together or one inside another; otherwise please report this"
 )
 _STAYED = (
     "A unit stays unsharded when no output of its forward requires a gradient, or when only some of its entries have "
-    "run. Use detach(), torch.no_grad() and the entries of a unit alike on all ranks"
+    "run. Use detach(), torch.no_grad() and the entries of a unit in the same way on all ranks"
 )
 
 
@@ -51,8 +51,9 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
         return f"{reported}. {_STAYED}"
     remedy = _REMEDY if all(op.words.startswith(IN_FORWARD) for op in ops.values()) else ""
     found = (
-        f"{reported}. All ranks must run the same units in the same order, as many forwards and backwards, and catch "
-        f"an exception at the same point or not at all; rank-local data must not decide which units run{remedy}"
+        f"{reported}. All ranks must run the same units in the same order, with the same number of forwards and "
+        "backwards, and catch an exception at the same point or not at all; rank-local data must not decide which "
+        f"units run{remedy}"
     )
     return f"{found}. {_STAYED}" if any(op.words.startswith(OTHERS) for op in ops.values()) else found
 
@@ -62,12 +63,12 @@ def _unlike_conditions(found: Mapping[Ranks, StepConditions]) -> str:
     out = []
     if len(ranks := _by(found, "stepped")) > 1:
         out.append(
-            f"{ranks[True]} took an optimizer step since the step before, {ranks[False]} took none. Step on all ranks "
-            "or on none; a rank's own data must not decide it, as with GradScaler: use ShardedGradScaler"
+            f"{ranks[True]} took an optimizer step since the previous step, {ranks[False]} took none. Step on all "
+            "ranks or on none; a rank's own data must not decide it, as with GradScaler: use ShardedGradScaler"
         )
     if len(ranks := _by(found, "loaded")) > 1:
         out.append(
-            f"{ranks[True]} loaded a state dict since the step before, {ranks[False]} loaded none. Load it on all "
+            f"{ranks[True]} loaded a state dict since the previous step, {ranks[False]} loaded none. Load it on all "
             "ranks; to read it on one rank alone, load it with rank0_only=True or broadcast_from_rank0=True"
         )
     if len(ranks := _by(found, "autocast")) > 1:
@@ -97,8 +98,8 @@ def _trained_differently(ops: Mapping[Ranks, Op], names: ModelNames) -> str:
     some, others = _with_and_without(first, sets)
     return (
         f"Parameter {different[0]!r} requires a gradient on {some}, and none on {others}"
-        f"{f'; ranks differ in {few(different[1:])}, too' if different[1:] else ''}. Set requires_grad alike on all "
-        "ranks, between the same two steps"
+        f"{f'; ranks differ in {few(different[1:])}, too' if different[1:] else ''}. Set requires_grad in the same "
+        "way on all ranks, between the same two steps"
     )
 
 

@@ -75,7 +75,9 @@ class SpmdMesh:
             )
         mesh, placements = parameter.device_mesh, parameter.placements
         if mesh != self.mesh:
-            raise UsageError(f"{path!r} is a DTensor on {mesh}; {call} was given {self.mesh}. Both have to be one mesh")
+            raise UsageError(
+                f"{path!r} is a DTensor on {mesh}; {call} was given {self.mesh}. Both must be the same mesh"
+            )
         for place in sorted(self.dp_places):
             if not placements[place].is_replicate():
                 raise UsageError(

@@ -433,5 +433,6 @@ def check_prefetches_on_request(unit: Unit, method: str) -> None:
         if is_made:
             raise ConfigValueError(
                 f"{method}: a {unit.entries.class_name} inside was wrapped with {setting}, which prefetches "
-                f"automatically. Wrap without it, and list the modules to prefetch by set_modules_to_{instead}_prefetch"
+                "automatically. Wrap without it, and list the modules to prefetch with "
+                f"set_modules_to_{instead}_prefetch"
             )

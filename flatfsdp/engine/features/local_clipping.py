@@ -278,7 +278,7 @@ def _comparison(store: StoreClient, key: str, group: Axis, sample: SampleOnHost)
                     _found.append(
                         "ranks clip their gradients by different norms: between a backward and the optimizer's step "
                         f"rank {before} multiplied its gradients by {factor:.4g}, rank {rank} by {mine.factor:.4g}, so "
-                        "that the step goes in another direction. torch.nn.utils.clip_grad_norm_() reads this rank's "
+                        "the step has a different direction. torch.nn.utils.clip_grad_norm_() reads this rank's "
                         "shards only: call model.clip_grad_norm_() of the outermost FullyShardedDataParallel instead, "
                         "on all ranks"
                     )

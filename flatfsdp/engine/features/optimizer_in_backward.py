@@ -82,7 +82,7 @@ class BackwardOptimizers(Observer):
         elif _torch.graph_task() == _scaled:
             problem = (
                 "this one is of a loss that ShardedGradScaler has scaled: whether a gradient overflowed is known only "
-                "when all are there. Train in bfloat16, which needs no scaler"
+                "once all are computed. Train in bfloat16, which needs no scaler"
             )
         else:
             return
@@ -179,8 +179,8 @@ class StepInBackward(Finisher):
             warn_once_per_job(
                 f"a backward failed after the optimizer had stepped {len(labels)} of {len(units)} units "
                 f"({few(labels)}); a step cannot be undone. The others ({few(rest) or 'none'}) have the parameters and "
-                "the optimizer state of the step before. Load a checkpoint to get all of them from one step, or "
-                "continue with the next batch",
+                "the optimizer state of the previous step. Load a checkpoint to restore all of them to the same step, "
+                "or continue with the next batch",
                 names_rank=True,
             )
 
@@ -322,7 +322,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         if taken.intersection(map(id, held)):
             raise UsageError(
                 f"{name}(): a {type(other.optimizer).__name__} that steps in backwards of this model already holds "
-                f"parameters of this {type(optimizer).__name__}. Give each optimizer parameters of its own, or "
+                f"parameters of this {type(optimizer).__name__}. Give each optimizer its own parameters, or "
                 "remove() the other one"
             )
     check_parameters(optimizer)
@@ -342,7 +342,7 @@ def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
         step_alone(trial)
     except Exception as error:
         raise UsageError(
-            f"optimizer_in_backward(): a copy of this {kind} cannot step on a part of its parameters "
+            f"optimizer_in_backward(): a copy of this {kind} cannot step on a subset of its parameters "
             f"({type(error).__name__}: {error}). Call its step() after the backward"
         ) from error
     after = _counts(trial)

@@ -90,7 +90,7 @@ def _check_whole(module: nn.Module, units: list[Unit]) -> None:
         raise ConfigValueError(
             f"{_FUNCTION}: module: got the outermost FullyShardedDataParallel "
             f"({model.outermost.entries.class_name}), which every rank runs, or a part of a model that is not "
-            "wrapped as a whole yet. Wrap the whole, then give the part that depends on a rank's data"
+            "yet wrapped as a whole. Wrap the whole model, then pass the part that depends on a rank's data"
         )
     known = {unit.options.schedule.branch for unit in units} - {None}
     split = [unit for unit in model.units if unit.options.schedule.branch in known and unit not in units]

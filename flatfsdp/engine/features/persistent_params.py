@@ -82,7 +82,7 @@ class NoTraining(Observer):
         if torch.is_grad_enabled() and not _torch.in_backward():
             raise UsageError(
                 f"a forward of unit {unit.label} inside inference() has gradients enabled; parameters are kept there "
-                "for forwards without. Leave the context to train"
+                "for forwards without gradients. Leave the context to train"
             )
         return False
 

@@ -191,9 +191,9 @@ class Joined:
             )
         elif nothing:
             error = UsageError(
-                f"{_LOOP}: {ranks_in_words(nothing)} had no batch at all, so there is nothing to "
-                "stand in while the other ranks go on. Give each rank a batch, or pass one of the same form on every "
-                "rank: joined(batches, stand_in=batch)"
+                f"{_LOOP}: {ranks_in_words(nothing)} had no batch at all, so nothing can stand in "
+                "for one while the other ranks continue. Give each rank a batch, or pass one of the same structure on "
+                "every rank: joined(batches, stand_in=batch)"
             )
         if error is not None:
             self._end()

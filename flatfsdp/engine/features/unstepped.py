@@ -138,8 +138,8 @@ def _warn_of_some(left: list[_ParamSnapshot], model: Model, stepper: str) -> Non
             warn_once(
                 "unstepped in part",
                 f"no optimizer steps on some flat parameters of this model ({few(names)}): they received gradients in "
-                f"two backwards, and the {stepper}. A flat parameter is listed by the module that is wrapped, and "
-                "modules inside of it do not list it. Take all of model.parameters(), wrap modules that need a "
+                f"two backwards, and the {stepper}. Only the wrapped module lists a flat parameter, not the modules "
+                "inside it. Use all of model.parameters(), wrap modules that need a "
                 f"param group of their own{FlatFace.words.or_remedy}. If this is intended, requires_grad_(False) on "
                 "them avoids computing their gradients",
             )

@@ -175,8 +175,8 @@ class ExpandedParameter(torch.Tensor):
         names = _names(each.leaf for each in used if isinstance(each, ExpandedParameter))
         raise UsageError(
             f"{name_of(func)} computes with the result of expand_as() or view_as() of parameter {names}, which is "
-            "sharded: that only leads to its AccumulateGrad node. Compute with whole values in the forward of its "
-            "module, or inside summon_full_params()"
+            "sharded: that only serves to reach its AccumulateGrad node. Compute with whole values in the forward of "
+            "its module, or inside summon_full_params()"
         )
 
 
@@ -337,7 +337,7 @@ def _check_alike(func: Callable[..., Any], used: Sequence[Any], given: Sequence[
         if len(shapes) > 1:
             raise UsageError(
                 f"{_refusal(name_of(func), used)}. Its operands have shapes {sorted(map(tuple, shapes))}: those of "
-                "shards do not fit those of whole tensors"
+                "shards do not match those of whole tensors"
             )
 
 
@@ -365,7 +365,7 @@ def _refusal(operation: str, arguments: Iterable[Any]) -> str:
         f"{operation} reads parameter {_names(_hidden_in(arguments)) or '(unnamed)'} outside the forward of its unit, "
         "in a forward of the model or between it and its backward, where it is sharded. Use it in the forward of the "
         "module that holds it (also a term over parameters, for example an L2 penalty), call unshard() of that unit's "
-        "wrapper before, or let the unit be the module that uses it; to look at values, use summon_full_params() "
+        "wrapper before, or make the module that uses it the unit; to inspect values, use summon_full_params() "
         "between steps" + ("; a hook finds it whole on an output of its unit" if _torch.in_backward() else "")
     )
 
@@ -373,6 +373,6 @@ def _refusal(operation: str, arguments: Iterable[Any]) -> str:
 def _refusal_to_ask(operation: str, arguments: Iterable[Any]) -> str:
     return (
         f"{operation} needs the gradients of parameter {_names(_hidden_in(arguments))}, which are reduced over "
-        "ranks as they come, and show as .grad when the backward is over. Call backward() without inputs=, and read "
-        ".grad; freeze parameters that it should not train before the forward (requires_grad_(False))"
+        "ranks as they arrive, and appear in .grad when the backward is over. Call backward() without inputs=, and "
+        "read .grad; freeze parameters that it should not train before the forward (requires_grad_(False))"
     )

@@ -262,12 +262,12 @@ def check_param_refs(
         if id(held) in names or first.leaf is not param_ref.leaf:
             raise UsageError(
                 f"{where}: it was tied to {names.get(id(held), first.path)!r}. Which unit owns a tied parameter is "
-                "settled by wrapping; tie parameters before it"
+                "decided by wrapping; tie parameters before that"
             )
         if has_hooks(held) or hooks_on(held):
             raise UsageError(
-                f"{where}: it is another parameter now, which has hooks. Its values are taken over, but the parameter "
-                "stays the one that was wrapped, so that the hooks would never run. Assign it, run a forward, and "
+                f"{where}: it is another parameter now, which has hooks. Its values are taken over, but the wrapped "
+                "parameter stays, so the hooks would never run. Assign it, run a forward, and "
                 "register them then; or copy values into the parameter"
             )
         if any(param_ref is alias for alias in shared_refs):

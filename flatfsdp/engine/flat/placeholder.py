@@ -87,5 +87,5 @@ class Placeholder(nn.Parameter):
             return target
         raise PlaceholderReadError(
             f"{name_of(func)} of a parameter whose state dict is being made or loaded: it shows no values now. Call "
-            "state_dict() or load_state_dict() of the wrapper that it is in, which shows modules values that they read"
+            "state_dict() or load_state_dict() of the wrapper around it, which shows modules the values that they read"
         )

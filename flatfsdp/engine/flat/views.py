@@ -429,9 +429,9 @@ def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef]) -> None
             fail(
                 UsageError(
                     f"parameter {spec.name!r} of unit {handle.label}: its forward replaced the .data of a "
-                    f"quantised weight, {tuple(view.shape)}, by {tuple(leaf.shape)} of {leaf.dtype}, which would be "
+                    f"quantized weight, {tuple(view.shape)}, by {tuple(leaf.shape)} of {leaf.dtype}, which would be "
                     "lost when the unit is freed. bitsandbytes does so in evaluation on CPUs with AVX512-BF16: set "
-                    "support_avx512bf16_for_cpu = False on its modules, on models that were not evaluated yet"
+                    "support_avx512bf16_for_cpu = False on its modules, before a model is first evaluated"
                 )
             )
     leaves = set(map(id, handle.leaves))

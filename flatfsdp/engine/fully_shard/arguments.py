@@ -122,14 +122,14 @@ def _modules(given: Any) -> list[nn.Module]:
     for each in modules:
         if not has_forward(each):
             raise ConfigValueError(
-                f"module: got a {plain_class(each).__name__}, which defines no forward, so that nothing would gather "
-                "its parameters. Accepted: modules that are called; shard those inside it, or the one around it."
+                f"module: got a {plain_class(each).__name__}, which defines no forward, so nothing would gather its "
+                "parameters. Accepted: modules that are called; shard those inside it, or the one around it."
             )
         taken = each.__dict__.get("_unit")
         if taken is not None and not isinstance(taken, Unit):
             raise UsageError(
-                f"module: {plain_class(each).__name__} has an attribute of its own that is called _unit, under which "
-                f"{CALL}() keeps its own state. Give the attribute another name"
+                f"module: {plain_class(each).__name__} has an attribute named _unit, the name under which "
+                f"{CALL}() keeps its state. Rename the attribute"
             )
     return _outer(list(dict.fromkeys(modules)))
 

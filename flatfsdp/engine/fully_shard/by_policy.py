@@ -50,7 +50,7 @@ def _plan(
         for name in (name for name in chosen if name not in settings):
             hint = did_you_mean(name, list(settings))
             raise ConfigTypeError(
-                f"auto_wrap_policy, for {planned.path!r}: {name!r} is no argument of {CALL}. Accepted: "
+                f"auto_wrap_policy, for {planned.path!r}: {name!r} is not an argument of {CALL}. Accepted: "
                 f"{', '.join(settings)}.{hint and ' ' + hint}"
             )
         if planned.in_full_precision:

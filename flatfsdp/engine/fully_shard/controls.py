@@ -100,7 +100,7 @@ class FSDP2Controls(ScheduleControls):
         check_bool(f"{method}: enable", enable)
         check_bool(f"{method}: recurse", recurse)
         if not enable:
-            warn(f"{method}: False has no effect: reductions have a communicator of their own in any case")
+            warn(f"{method}: False has no effect: reductions always have a separate communicator")
 
     def set_post_optim_event(self, event: Any) -> None:
         """Order later operations on this stream, and so the next gathers, after `event`, which an optimizer's step on
@@ -131,7 +131,7 @@ class FSDP2Controls(ScheduleControls):
         """
         raise UsageError(
             f"set_custom_all_gather() of unit {self._unit.label}: gathers run in place, between shards and the memory "
-            "that modules compute with, so there is no buffer for a gather of your own to allocate. Leave it out; "
+            "that modules compute with, so there is no buffer for a custom gather to allocate. Leave it out; "
             "share_host_memory() and MixedPrecision(gather_dtype=...) of FullyShardedDataParallel make gathers cheaper"
         )
 
@@ -145,8 +145,8 @@ class FSDP2Controls(ScheduleControls):
             UsageError: always.
         """
         raise UsageError(
-            f"set_custom_reduce_scatter() of unit {self._unit.label}: reductions run where gradients lie, so there is "
-            "no buffer for a reduction of your own to allocate. Leave it out, or change the sum by "
+            f"set_custom_reduce_scatter() of unit {self._unit.label}: reductions run in place on gradients, so there "
+            "is no buffer for a custom reduction to allocate. Leave it out, or change the sum with "
             "set_all_reduce_hook()"
         )
 
@@ -165,7 +165,7 @@ class FSDP2Controls(ScheduleControls):
         if enable:
             raise ConfigValueError(
                 f"{method}: got True, but there are no staging buffers whose memory a process group could allocate: "
-                "collectives read and write parameters and gradients where they lie. Accepted: False"
+                "collectives read and write parameters and gradients in place. Accepted: False"
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
@@ -179,7 +179,7 @@ class FSDP2Controls(ScheduleControls):
         """
         raise ConfigValueError(
             f"set_symm_mem_for_comm: got {backend!r}, but there are no staging buffers to allocate in symmetric "
-            "memory: collectives read and write parameters and gradients where they lie. Leave it out"
+            "memory: collectives read and write parameters and gradients in place. Leave it out"
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:

@@ -93,7 +93,7 @@ def _plans(units: list[Unit]) -> list[UnitPlan]:
         if lacking := [owner for owner in unit.owning_units if owner not in units]:
             raise UsageError(
                 f"unit {unit.label} holds parameters of unit {lacking[0].label}, which is not inside the module that "
-                "is copied or pickled. Take a module with both inside"
+                "is copied or pickled. Copy a module that contains both"
             )
     owned = {
         id(leaf): (number, kind, index)
@@ -259,8 +259,8 @@ def reduce(module: nn.Module, front: type) -> tuple[Any, ...]:
     serialization.refuse_parts(units)
     if any(unit.options.all_reduce_hook is not None for unit in units):
         warn_once_per_job(
-            "the pickle of a module of fully_shard() does not have its all-reduce hooks. Register them again when it "
-            "is loaded, before it trains"
+            "the pickle of a module of fully_shard() does not have its all-reduce hooks. Register them again after "
+            "loading, before training"
         )
     buffer = io.BytesIO()
     with _taking(units), _without_parameters(units):

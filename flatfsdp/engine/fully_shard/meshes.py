@@ -141,7 +141,7 @@ def _mesh(given: Any, argument: str) -> Any:
         raise ConfigValueError(
             f"{argument}: got a {given.ndim}-D mesh. Accepted: {accepted}. Of a mesh with axes for tensor parallelism, "
             'pass the data-parallel part: mesh["dp"], or mesh["dp_replicate", "dp_shard"]; where parameters are '
-            "DTensors on all of it, name that part by dp_mesh_dims="
+            "DTensors on all of it, name that part with dp_mesh_dims="
         )
     if given.ndim == 2 and given.mesh_dim_names is None:
         raise ConfigValueError(
@@ -170,7 +170,7 @@ def _spmd_mesh(given: Any, dims: Any, argument: str) -> SpmdMesh:
     if places != list(range(places[0], places[0] + len(places))) if len(places) > 1 else False:
         raise ConfigValueError(
             f"dp_mesh_dims: got shard={shard!r} of a mesh with dimensions {names}. Dimensions that become one axis of "
-            "shards are neighbors in the mesh, in its order"
+            "shards must be adjacent in the mesh, in its order"
         )
     return SpmdMesh(given, shard, replicate)
 

@@ -353,8 +353,8 @@ class BackwardHooks:
 def _refuse_inside_forward(unit: Unit) -> NoReturn:
     raise UsageError(
         f"unit {unit.label}: a backward inside its own forward reaches its parameters, which are in use until the "
-        "forward ends. Such a backward may go through units whose forward is over: wrap the modules that it goes "
-        "through as units of their own, or call backward() after the forward"
+        "forward ends. Such a backward may only go through units whose forward is over: wrap the modules that it goes "
+        "through as separate units, or call backward() after the forward"
     )
 
 

@@ -105,10 +105,10 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
             on_meta.append(name)
     in_place = any(unit.entries.in_place for unit in units)
     remedy = (
-        "Give them memory by model.to_empty(device=...) and values after that, or load a state dict that has them all "
-        "with assign=True"
+        "Allocate them with model.to_empty(device=...) and then initialize them, or load a complete state dict with "
+        "assign=True"
         if in_place
-        else "Modules that are wrapped are given memory by the constructor; initialize ignored modules, and tensors "
+        else "The constructor allocates and initializes wrapped modules; initialize ignored modules, and tensors "
         "that are moved to the meta device after wrapping, before the first forward"
     )
     if on_meta:
@@ -117,7 +117,7 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
         )
     if elsewhere:
         remedy = (
-            "Move them by .to(), or by to_empty() from the meta device; offloaded parameters stay on the CPU"
+            "Move them with .to(), or with to_empty() from the meta device; offloaded parameters stay on the CPU"
             if in_place
             else "Move the whole model with model.to(device) before wrapping, or pass device_id="
         )
@@ -135,7 +135,7 @@ def check_hooked(units: Iterable[Unit]) -> None:
     without = [unit for unit in units if unit.options.comm_hook is None]
     if without and len(without) < len(units):
         raise UsageError(
-            f"a communication hook was registered on a part of this model, before the whole was wrapped: unit "
+            f"a communication hook was registered on a part of this model, before the whole model was wrapped: unit "
             f"{without[0].label} has none. Wrap the whole model, then call register_comm_hook() on it, once"
         )
 
@@ -150,6 +150,6 @@ def check_targets(units: Sequence[Unit]) -> None:
         for target in (*unit.options.forward_targets.units(), *unit.options.backward_targets.units()):
             if target not in units:
                 raise UsageError(
-                    f"unit {unit.label} lists a {target.entries.class_name} to be gathered ahead, which is no part of "
-                    "the model that runs. List modules inside the same outermost one"
+                    f"unit {unit.label} lists a {target.entries.class_name} to be prefetched, which is not part of the "
+                    "model that runs. List modules inside the same outermost one"
                 )

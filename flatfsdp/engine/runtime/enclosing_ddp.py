@@ -54,7 +54,7 @@ def _check_not_in(ddp: DistributedDataParallel, module: nn.Module) -> None:
                     raise UsageError(
                         f"DistributedDataParallel over {type(module).__name__}: its module {path or '<root>'} "
                         f"({unit.entries.class_name}) is sharded by flatfsdp, and {name!r} is a different piece of the "
-                        "parameter on each rank, which DistributedDataParallel would overwrite by that of rank 0. "
+                        "parameter on each rank, which DistributedDataParallel would overwrite with rank 0's. "
                         f"{_REMEDY}; or use torch's composable replicate(), which leaves sharded modules alone"
                     )
 

@@ -402,7 +402,7 @@ class ForwardDriver:
     def _keep_unsharded(self, unit: Unit) -> None:
         cause = (
             f"unit {unit.label} has trainable parameters, but its forward returned no tensor that requires a "
-            "gradient (or returned them inside an object that flatfsdp cannot look into). "
+            "gradient (or returned it inside an object that flatfsdp cannot inspect). "
         )
         remedy = (
             "Return tensors in tuples, lists, dicts or dataclasses, or call it under torch.no_grad() if it needs no "

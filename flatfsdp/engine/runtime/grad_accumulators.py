@@ -173,8 +173,8 @@ def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
                 )
             if each.before():  # on all ranks, although some nodes on some ranks would work
                 return (
-                    f"{each.name} {where} has a hook of register_prehook() on its AccumulateGrad node. Where that was "
-                    "taken while the parameter showed its shard, gradients come to others, and it would never run. "
-                    "register_hook() of the parameter sees the same gradient"
+                    f"{each.name} {where} has a hook of register_prehook() on its AccumulateGrad node. If the node was "
+                    "obtained while the parameter showed its shard, gradients arrive at another node, and the hook "
+                    "would never run. register_hook() of the parameter sees the same gradient"
                 )
     return None

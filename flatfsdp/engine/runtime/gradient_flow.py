@@ -60,7 +60,7 @@ class OutputHook:
                     UsageError(
                         "a backward through a wrapped module whose wrapper has been deleted since its forward, as in "
                         "FullyShardedDataParallel(module)(x).sum().backward(): nothing would average the gradients. "
-                        "Give the wrapper a name that lives until the backward is over"
+                        "Keep a reference to the wrapper until the backward is over"
                     )
                 )
             if (driver := returner.driver()) is None:

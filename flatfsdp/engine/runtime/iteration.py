@@ -322,10 +322,10 @@ class Iteration:
             return
         if not self._failed_with_others and is_new("failed sharing", of=self):
             warn_once_per_job(
-                f"a backward failed in unit {sharing[0].label}, while gradients took the places of its parameters. If "
-                "autograd complained of a variable that was modified by an inplace operation, a parameter is read "
-                "after its gradient has come (for example a detached use): run the step again; in units of this class "
-                "gradients have memory of their own from now on",
+                f"a backward failed in unit {sharing[0].label}, while gradients were reusing the memory of its "
+                "parameters. If autograd reported a variable that was modified by an inplace operation, a parameter is "
+                "read after its gradient was computed (for example through detach()): run the step again; units of "
+                "this class give gradients separate memory from now on",
                 names_rank=True,
             )
         classes = {unit.entries.class_name for unit in sharing}
@@ -340,7 +340,7 @@ class Iteration:
             warn_once_per_job(
                 f"a backward failed after gradients had been reduced with error feedback ({len(owing)} units, first "
                 f"{owing[0]}). They are dropped, and so are the residuals of quantized gradients of these units, "
-                "which begin at zero again",
+                "which start at zero again",
                 names_rank=True,
             )
         for unit in self._units:

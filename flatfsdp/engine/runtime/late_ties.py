@@ -85,7 +85,7 @@ def _check(unit: Unit, param_ref: ParamRef, place: Place, before: Place, owners:
     owner, kind, index = place
     name = owner.entries.fqn(owner.handles[kind].layout.params[index].name)
     where = f"{param_ref.path!r} of unit {unit.label} was tied to {name!r} after fully_shard()"
-    remedy = "Tie parameters before, and give their modules to fully_shard() in one call, as a list"
+    remedy = "Tie parameters earlier, and pass their modules to fully_shard() in one call, as a list"
     if owner is unit:
         return
     ranks = [each.axes.of(each.handles[at]).shard.ranks for each, at in ((owner, kind), (unit, before[1]))]
@@ -94,7 +94,7 @@ def _check(unit: Unit, param_ref: ParamRef, place: Place, before: Place, owners:
     if any(each.leaf is _leaf(of) for of in (place, before) for each in of[0].views[of[1]].extended):
         raise UsageError(f"{where}, and one of them is a DTensor before it is sharded, or has gather hooks. {remedy}")
     if unit in _owners_of(owner, owners):
-        raise UsageError(f"{where}, whose unit holds parameters of this one, too, so that none comes first. {remedy}")
+        raise UsageError(f"{where}, whose unit holds parameters of this one, too, so neither comes first. {remedy}")
 
 
 def _owners_of(unit: Unit, owners: Mapping[Unit, Sequence[Unit]]) -> set[Unit]:

@@ -87,8 +87,8 @@ def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[n
         for inside in ignored.modules():
             for unit in units_at(inside):
                 raise ConfigValueError(
-                    f"ignored_modules: {unit.entries.class_name} is wrapped by "
-                    "FullyShardedDataParallel already, and sharded; give the modules to ignore unwrapped"
+                    f"ignored_modules: {unit.entries.class_name} is already "
+                    "wrapped by FullyShardedDataParallel, and sharded; pass the modules to ignore unwrapped"
                 )
         modules.update(ignored.modules())
     params = set(config.ignored_params)

@@ -103,8 +103,8 @@ def _check_reduced(optimizer: torch.optim.Optimizer, model: Model) -> None:
         if any(window.is_stepped_by(held) for window in windows) and is_new("unreduced"):
             warn_once_per_job(
                 f"{type(optimizer).__name__} steps on gradients that are not averaged over ranks: they were "
-                "accumulated under no_sync(), and no backward has reduced them, so that each rank's shard follows the "
-                "data of that rank alone. Run the last backward before a step outside of no_sync(), under fully_shard "
+                "accumulated under no_sync(), and no backward has reduced them, so each rank's shard depends on that "
+                "rank's data alone. Run the last backward before a step outside of no_sync(), under fully_shard "
                 "after set_requires_gradient_sync(True)"
             )
 
@@ -182,15 +182,15 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if (name := adoptions.name_in_place_of(parameter)) is not None:
                 raise UsageError(
-                    f"param group {number} of the optimizer holds a parameter that was put in the place of {name!r} "
-                    "after wrapping. A forward, or the end of summon_full_params(), takes over values alone, and the "
-                    "parameter stays the one that was wrapped, so that this one would never be updated. Build the "
+                    f"param group {number} of the optimizer holds a parameter that replaced {name!r} "
+                    "after wrapping. A forward, or the end of summon_full_params(), takes over only the values; the "
+                    "wrapped parameter stays, so this one would never be updated. Build the "
                     "optimizer after that, or copy values into the parameter"
                 )
             if isinstance(parameter, FlatParameter) and not parameter.has_handle and is_new("copied flat"):
                 warn_once_per_job(
-                    f"param group {number} of the optimizer holds a flat parameter that no module computes with. Either"
-                    " it was copied with the module inside of a wrapper (as by copy.deepcopy(model.module)), or its "
+                    f"param group {number} of the optimizer holds a flat parameter that no module computes with. "
+                    "Either it was copied with the module inside a wrapper (as by copy.deepcopy(model.module)), or its "
                     "model was deleted. Copy the wrapper, or the module before wrapping"
                 )
             unit = registry.owner_of(parameter)

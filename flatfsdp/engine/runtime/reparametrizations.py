@@ -60,8 +60,8 @@ def _refusing(function: Callable[..., Any], words: str) -> Callable[..., Any]:
         refs = () if unit is None else (*unit.param_refs, *unit.shared_refs)
         if unit is not None and any(each.attribute == name and each.module_ref() is module for each in refs):
             raise UsageError(
-                f"{name!r} of a {plain_class(module).__name__} is a parameter of unit {unit.label}, and cannot become "
-                f"a result of torch.nn.utils.{words}. Call that before the module is sharded"
+                f"{name!r} of a {plain_class(module).__name__} is a parameter of unit {unit.label}, and cannot be "
+                f"reparametrized by torch.nn.utils.{words}. Call it before the module is sharded"
             )
         return function(*args, **kwargs)
 

@@ -108,5 +108,6 @@ def differences(peers: RankExchange, rows: Sequence[Replicated]) -> str:
     return (
         f"replicas differ in {len(different)} of {len(rows)} parameters: {few([first, *rest])}. {first!r} is one on "
         f"{', another on '.join(map(ranks_in_words, different[first]))}. Gradients are averaged over replicas as if "
-        "they were one model. Load the same checkpoint on all ranks, and write to parameters on all of them alike"
+        "they were one model. Load the same checkpoint on all ranks, and write the same values to parameters on all of "
+        "them"
     )

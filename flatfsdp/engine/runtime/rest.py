@@ -229,8 +229,8 @@ def reshard(unit: Unit) -> None:
         quiesce([unit], shards=False)
     if is_read or unit.backward.keep_unsharded or unit.phase is not IDLE:
         raise UsageError(
-            f"reshard() of unit {unit.label}: its parameters are still read, by its own forward or by a backward that "
-            "needs them as they are. Call it after that"
+            f"reshard() of unit {unit.label}: its parameters are still being read, by its own forward or by a backward "
+            "that needs them unchanged. Call it afterwards"
         )
     model.agreement.check_request(unit.place.index, "reshard")
     if iteration.is_at_rest:

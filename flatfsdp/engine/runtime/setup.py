@@ -122,7 +122,7 @@ class Setup:
         self.ready = True
         for plan in {id(plan): plan for unit in units for plan in unit.axes.all if plan.replicate is not None}.values():
             logger.info("%s over %s: %s", plan.strategy.name, extent_of(plan), groups_in_words(plan))
-        logger.debug("initialised %d units: %s", len(units), ", ".join([unit.label for unit in units]))
+        logger.debug("initialized %d units: %s", len(units), ", ".join([unit.label for unit in units]))
 
     def _take_over(self, units: list[Unit]) -> None:
         """Take over tensors that were loaded instead of parameters, on the meta device or not, and tied after that."""
@@ -194,7 +194,7 @@ class Setup:
                 raise UsageError(
                     f"unit {unit.label}: set_unshard_async_op() was called on a {unit.entries.class_name} that an "
                     f"outer {outermost.entries.class_name} was wrapped around later. Gathers of a model share one "
-                    "order: call it on the outermost wrapper, when all are made"
+                    "order: call it on the outermost wrapper, once all exist"
                 )
         self.resources.gather_on_callers_stream(on_callers)
 

@@ -213,9 +213,9 @@ class Unit:
             if grads.slots.shares and grads.arrived:
                 fail(
                     UsageError(
-                        f"unit {self.label}: its forward runs again inside a backward, after gradients have taken the "
-                        "places of its parameters; no backward before did that. Catch this on all ranks and run the "
-                        "step again: in units of this class gradients have memory of their own from now on"
+                        f"unit {self.label}: its forward runs again inside a backward, after gradients have reused the "
+                        "memory of its parameters; no earlier backward did that. Catch this on all ranks and run the "
+                        "step again: units of this class give gradients separate memory from now on"
                     )
                 )
             if handle.state is SHARDED:

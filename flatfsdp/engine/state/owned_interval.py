@@ -199,7 +199,7 @@ class OwnedInterval(torch.Tensor):
         else:
             raise UsageError(
                 f"full_tensor() of {spec.name!r}: this rank has elements {self.span} of shape {spec.shape}, and the "
-                "value has no record of the ranks that have the others: it was pickled or comes from a file. Load it "
+                "value has no record of the ranks that hold the others: it was pickled or comes from a file. Load it "
                 "into a model, and take its state_dict() under StateDictType.FULL_STATE_DICT"
             )
         unsharded = flat.view(spec.shape) if spec.stride is None else flat.as_strided(spec.shape, spec.stride)
@@ -351,7 +351,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         if source.span.numel != source.spec.numel or not (source.spec.part is None or source.spec.part.is_whole):
             raise UsageError(
                 f"copying {source.spec.name!r} into a whole tensor: this rank owns only elements {source.span} of "
-                f"shape {source.spec.shape}; full_tensor() is the whole" + _STAGED * (not source.spec.shape)
+                f"shape {source.spec.shape}; full_tensor() returns the whole value" + _STAGED * (not source.spec.shape)
             )
         for box in source.boxes:
             block_of(target, box.offsets, box.sizes).copy_(source.data_of(box), non_blocking=non_blocking)

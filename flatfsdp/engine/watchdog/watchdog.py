@@ -329,8 +329,8 @@ class Watchdog:
             error = WaitError(f"ranks waited for {limit}: {'; '.join(result.lines)}")
         elif stands_again:
             error = AgreementError(
-                f"ranks wait for each other, and none can go on: {'; '.join(result.lines)}. Make collective calls on "
-                "all ranks, in the same order"
+                f"ranks wait for each other, and none can continue: {'; '.join(result.lines)}. Make collective calls "
+                "on all ranks, in the same order"
             )
         leave = functools.partial(self._polls.let_all_read, f"poll/{number}", result.answered)
         if error is not None:

@@ -74,7 +74,7 @@ def apply_to_tensors(
     for handle in unit.handles:
         if handle.options.packed and (dtype := change(handle.shard.new_empty(0)).dtype) != handle.shard.dtype:
             raise UsageError(
-                f"unit {unit.label}: parameter {handle.layout.params[0].name!r} is a quantised weight, whose bytes are "
+                f"unit {unit.label}: parameter {handle.layout.params[0].name!r} is a quantized weight, whose bytes are "
                 f"stored as {handle.shard.dtype}: as {dtype} they would be others. Change the dtype of single modules "
                 "before wrapping, or compute in another one with mixed_precision="
             )

@@ -220,8 +220,8 @@ def part(rank: int, world: int, case: str) -> str:
 
 
 PARTING = (
-    ". All ranks must run the same units in the same order, as many forwards and backwards, and catch an exception at "
-    "the same point or not at all; rank-local data must not decide which units run"
+    ". All ranks must run the same units in the same order, with the same number of forwards and backwards, and catch "
+    "an exception at the same point or not at all; rank-local data must not decide which units run"
 )
 REMEDY = ", except in modules given to ensure_unit_participation()"
 
@@ -338,8 +338,8 @@ def test_a_backward_that_mixed_units_brings_no_gradients(pool2: Run, after: int)
         f"ranks diverged at step {after + 1}: "
         f"rank 0 gathered in its backward the units 'blocks.2', 'blocks.1', 'blocks.0', {reduced}; "
         f"rank 1 gathered in its backward the units 'blocks.2', 'blocks.0', 'blocks.1', {reduced}. Values of "
-        "different units were exchanged for each other, so the gradients of this backward are wrong: resume from the "
-        "checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units "
+        "different units were exchanged for each other, so the gradients of this backward are wrong: resume from an "
+        "earlier checkpoint. Where ranks use different parts of a model, checkpoint activations of each of their units "
         "separately, not of several together or one inside another; otherwise please report this"
     )
     assert kept == (after == 0, True)

@@ -417,7 +417,7 @@ def test_a_failed_backward_reports_what_was_stepped(pool2: Run) -> None:
     assert re.sub(r"^rank [01]: ", "", text) == (
         "a backward failed after the optimizer had stepped 1 of 5 units ('blocks.3'); a step cannot be undone. The "
         "others ('blocks.0', 'blocks.1', 'blocks.2' and 1 more) have the parameters and the optimizer state of the "
-        "step before. Load a checkpoint to get all of them from one step, or continue with the next batch"
+        "previous step. Load a checkpoint to restore all of them to the same step, or continue with the next batch"
     )
     assert all(only_those and goes_on for _, only_those, goes_on in results)
 
@@ -608,7 +608,7 @@ def test_what_cannot_be_is_refused_in_words(pool2: Run) -> None:
         "model": "optimizer_in_backward: model: got Linear(in_features=1, out_features=1, bias=True) (Linear).",
         "optimizer": "optimizer_in_backward: optimizer: got 'SGD' (str). Accepted: an optimizer of torch.optim",
         "nested": "optimizer_in_backward() was called on a nested unit (Feedforward); call it on the outermost",
-        "closure": "a copy of this LBFGS cannot step on a part of its parameters (TypeError:",
+        "closure": "a copy of this LBFGS cannot step on a subset of its parameters (TypeError:",
         "counting": "a step of this Counting changes state that all parameters share (k of param group 0)",
         "twice": "a SGD that steps in backwards of this model already holds parameters of this Adam",
         "clip": "clip_grad_norm_: SGD steps during backwards, so gradients are gone before their norm is known",

@@ -223,8 +223,8 @@ def ends(rank: int, world: int, case: str) -> str:
     [
         (
             "nothing",
-            "the loop of flatfsdp.join(): rank 0 had no batch at all, so there is nothing to stand in while the other "
-            "ranks go on. Give each rank a batch, or pass one of the same form on every rank: joined(batches, "
+            "the loop of flatfsdp.join(): rank 0 had no batch at all, so nothing can stand in for one while the other "
+            "ranks continue. Give each rank a batch, or pass one of the same structure on every rank: joined(batches, "
             "stand_in=batch)",
         ),
         (

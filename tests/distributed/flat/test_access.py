@@ -351,7 +351,7 @@ def parameters_replaced_inside(rank: int, world: int) -> list[str]:
         lines += [f"{orig}, {how}: {name}" for name in unlike(found, expected)]
         found, expected = map(full_gradients, reversed(models))
         lines += [f"{orig}, {how}: the gradient of {name}" for name in unlike(found, expected)]
-        if rank == 0 and "put in the place of 'head.weight'" not in (texts := raised(late.step)):
+        if rank == 0 and "replaced 'head.weight'" not in (texts := raised(late.step)):
             lines.append(f"{orig}, {how}: {texts!r}")
     return lines
 

@@ -140,7 +140,7 @@ def test_the_dtype_of_packed_bytes_stays() -> None:
     with fake_world(2):
         model = wrapped(build(torch.float16), mixed_precision=BF16)
         assert "float16 frozen," in summary(model)
-        with pytest.raises(UsageError, match=r"'base.weight' is a quantised weight, whose bytes are stored"):
+        with pytest.raises(UsageError, match=r"'base.weight' is a quantized weight, whose bytes are stored"):
             model.to(torch.bfloat16)
 
 
@@ -159,7 +159,7 @@ def test_bytes_in_another_order_are_refused() -> None:
         layer.register_forward_pre_hook(lambda *_: setattr(layer.weight, "data", layer.weight.data.view(4, 4)))
         layer.forward = lambda x: x
         refusal = (
-            r"'base.weight' of unit '1': its forward replaced the .data of a quantised weight, \(16, 1\), by \(4, 4\)"
+            r"'base.weight' of unit '1': its forward replaced the .data of a quantized weight, \(16, 1\), by \(4, 4\)"
         )
         with pytest.raises(UsageError, match=refusal), torch.no_grad():
             model(batch(0, 0))
@@ -265,7 +265,7 @@ def resumed(rank: int, world: int, folder: str) -> Iterator[str]:
         yield "scales that nobody loads were taken for loaded"
     except CheckpointError as error:
         entries = "0.base.weight.scales, 1.base.weight.scales"
-        if f"modules do not load their additional entries of the state dict: {entries}" not in str(error):
+        if f"modules do not load their extra entries in the state dict: {entries}" not in str(error):
             yield str(error)
 
 

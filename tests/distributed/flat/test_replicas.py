@@ -55,8 +55,8 @@ def write(model: Any, rank: int, by: int) -> None:
 
 TEXT = (
     "replicas differ in 1 of 12 parameters: 1.up.weight. '1.up.weight' is one on {}, another on {}. Gradients are "
-    "averaged over replicas as if they were one model. Load the same checkpoint on all ranks, and write to parameters "
-    "on all of them alike"
+    "averaged over replicas as if they were one model. Load the same checkpoint on all ranks, and write the same "
+    "values to parameters on all of them"
 )
 
 

@@ -184,7 +184,7 @@ def refused(rank: int, world: int) -> list[str]:
     for what, words in (
         (later, "'weight' of unit 'head' was changed after wrapping: it was tied to 'embedding.weight'"),
         (one_object_in_two_places, "'head.weight' of unit <root> was changed .*tied to 'embedding.weight'"),
-        (both_ways, "tied to '0.bias' after fully_shard.*none comes first"),
+        (both_ways, "tied to '0.bias' after fully_shard.*neither comes first"),
         (elsewhere, "'head.weight' of unit <root> was tied to 'embedding.weight' .*over other ranks"),
     ):
         try:

@@ -156,7 +156,7 @@ def test_ignoring_a_wrapper(world: None) -> None:
     assert_expected_inline(
         message,
         """\
-ignored_modules: Linear is wrapped by FullyShardedDataParallel already, and sharded; give the
+ignored_modules: Linear is already wrapped by FullyShardedDataParallel, and sharded; pass the
 modules to ignore unwrapped""",
     )
 
@@ -316,9 +316,9 @@ def test_left_on_the_meta_device(world: None, orig: bool) -> None:
         reported(lambda: model(torch.ones(2, 4))),
         """\
 these parameters or buffers are on the meta device, which has no values: 1.weight, 1.bias, 2.weight,
-2.bias, 2.running_mean, 2.running_var, 2.num_batches_tracked. Modules that are wrapped are given
-memory by the constructor; initialize ignored modules, and tensors that are moved to the meta device
-after wrapping, before the first forward""",
+2.bias, 2.running_mean, 2.running_var, 2.num_batches_tracked. The constructor allocates and
+initializes wrapped modules; initialize ignored modules, and tensors that are moved to the meta
+device after wrapping, before the first forward""",
     )
 
 
@@ -398,8 +398,9 @@ def test_stepping_a_flat_parameter_that_was_copied_without_its_model(world: None
         optimizer.step()
     assert_expected_inline(
         in_lines(caught[0].message),
-        """param group 0 of the optimizer holds a flat parameter that no module computes with. Either it was
-copied with the module inside of a wrapper (as by copy.deepcopy(model.module)), or its model was
+        """\
+param group 0 of the optimizer holds a flat parameter that no module computes with. Either it was
+copied with the module inside a wrapper (as by copy.deepcopy(model.module)), or its model was
 deleted. Copy the wrapper, or the module before wrapping""",
     )
 
@@ -523,9 +524,10 @@ def test_a_parameter_with_hooks_in_place_of_another(world: None, orig: bool, met
     hook = getattr(new, method)(lambda _: None)
     assert_expected_inline(
         reported(lambda: model(torch.ones(1, 4))),
-        """'weight' of unit <root> was changed after wrapping: it is another parameter now, which has hooks.
-Its values are taken over, but the parameter stays the one that was wrapped, so that the hooks would
-never run. Assign it, run a forward, and register them then; or copy values into the parameter""",
+        """\
+'weight' of unit <root> was changed after wrapping: it is another parameter now, which has hooks.
+Its values are taken over, but the wrapped parameter stays, so the hooks would never run. Assign it,
+run a forward, and register them then; or copy values into the parameter""",
     )
     hook.remove()
     assert not model(torch.ones(1, 4)).any()
@@ -558,7 +560,7 @@ def test_a_tie_made_after_wrapping(world: None, orig: bool, classes: set[type[nn
     unit = "'head'" if nn.Linear in classes else "<root>"
     place = "'weight'" if nn.Linear in classes else "'head.weight'"
     assert message.startswith(f"{place} of unit {unit} was changed after wrapping: it was tied to 'embedding.weight'")
-    assert message.endswith("Which unit owns a tied parameter is settled by wrapping; tie parameters before it")
+    assert message.endswith("Which unit owns a tied parameter is decided by wrapping; tie parameters before that")
 
 
 @pytest.mark.parametrize("orig", [True, False])
@@ -644,7 +646,7 @@ def test_norms_of_weights_of_what_is_sharded(
         for whole in (True, False):
             with FullyShardedDataParallel.summon_full_params(model) if whole else nullcontext():
                 text = reported(call)
-            assert f"cannot become a result of torch.nn.utils.{words}" in text.replace("\n", " ")
+            assert f"cannot be reparametrized by torch.nn.utils.{words}" in text.replace("\n", " ")
             assert "before the module is sharded" in text.replace("\n", " ")
     model(torch.ones(1, 4)).sum().backward()
     assert getattr(torch.nn.utils, norm)(linear())(torch.ones(1, 4)).requires_grad
@@ -747,7 +749,7 @@ def test_a_parameter_used_between_forward_and_backward(world: None) -> None:
 pow() reads parameter 'weight' of unit '0' outside the forward of its unit, in a forward of the
 model or between it and its backward, where it is sharded. Use it in the forward of the module that
 holds it (also a term over parameters, for example an L2 penalty), call unshard() of that unit's
-wrapper before, or let the unit be the module that uses it; to look at values, use
+wrapper before, or make the module that uses it the unit; to inspect values, use
 summon_full_params() between steps"""
     assert_expected_inline(reported(lambda: weight.pow(2)), expected)
     for use in (lambda: 2 * weight, lambda: torch.stack([weight]), lambda: torch._foreach_norm([weight])):

@@ -100,7 +100,7 @@ def test_2_detached_use_of_a_parameter(pool2: Run) -> None:
         assert not lines
         assert set(steps) == {1}  # the first step shows that sharing pays, the second that it does not
         messages += texts  # one of the ranks with the same message reports it
-    assert any("while gradients took the places of its parameters" in text for text in messages), messages
+    assert any("while gradients were reusing the memory of its parameters" in text for text in messages), messages
 
 
 def test_2_a_parameter_whose_place_its_gradient_has_taken_is_not_read() -> None:
@@ -153,7 +153,7 @@ def peeked(rank: int, world: int, begins: int) -> tuple[list[str], list[int]]:
         try:
             loss.backward()
         except UsageError as error:
-            assert "runs again inside a backward, after gradients have taken the places" in str(error)
+            assert "runs again inside a backward, after gradients have reused the memory" in str(error)
             steps.append(step)
             model(x).sum().backward()
         if len(seen) != (step >= begins) or not all(torch.allclose(each, plain[0](x), atol=1e-6) for each in seen):

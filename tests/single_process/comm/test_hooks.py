@@ -205,5 +205,5 @@ def test_a_part_of_a_model_cannot_have_a_hook_alone() -> None:
         inner = wrapped("FULL_SHARD")
         register(inner, comm_hooks.allreduce_hook)
         outer = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(1, 1)))
-        with refused(UsageError, "registered on a part of this model, before the whole was wrapped: unit <root>"):
+        with refused(UsageError, "registered on a part of this model, before the whole model was wrapped: unit <root>"):
             forward(outer)

@@ -648,7 +648,7 @@ def test_an_optimizer_of_what_was_put_in_a_parameters_place_is_refused() -> None
         model.module.weight = nn.Parameter(torch.zeros(2, 2))
         late = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(flatfsdp.errors.UsageError, match="put in the place of 'weight' after wrapping"):
+        with pytest.raises(flatfsdp.errors.UsageError, match="replaced 'weight' after wrapping"):
             late.step()
         wrapped.step()
         assert model.state_dict()["weight"].eq(-0.1).all()

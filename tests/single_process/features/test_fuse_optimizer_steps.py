@@ -615,7 +615,7 @@ def test_what_cannot_step_flat_is_refused() -> None:
             flatfsdp.fuse_optimizer_steps(optim.AdamW(parameters, differentiable=True))
         optimizer = optim.AdamW(parameters)
         flatfsdp.fuse_optimizer_steps(optimizer)
-        with pytest.raises(UsageError, match="already steps flat"):
+        with pytest.raises(UsageError, match="is already fused"):
             flatfsdp.fuse_optimizer_steps(optimizer)
 
 

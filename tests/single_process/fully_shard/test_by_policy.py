@@ -48,7 +48,7 @@ def test_a_policy_gives_units_arguments_of_their_own() -> None:
     model = net()
     fully_shard_by_policy(model, CustomPolicy(chosen), forward_prefetch=True, reshard_after_forward=True)
     assert [inspect.unit(model[at]).schedule.reshard_after_forward for at in (0, 2)] == [False, True]
-    with pytest.raises(ConfigTypeError, match=r"'sharding_strategy' is no argument of fully_shard_by_policy"):
+    with pytest.raises(ConfigTypeError, match=r"'sharding_strategy' is not an argument of fully_shard_by_policy"):
         fully_shard_by_policy(net(), CustomPolicy(lambda module: {"sharding_strategy": "NO_SHARD"}))
 
 

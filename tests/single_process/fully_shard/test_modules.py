@@ -349,7 +349,7 @@ UNNAMED = SimpleNamespace(ndim=2, get_group=lambda: None, mesh_dim_names=None)
         (inside_a_wrapper, UsageError, r"sharded by fully_shard\(\).*FullyShardedDataParallel"),
         (wrapped, UsageError, r"given to fully_shard\(\) already"),
         (scalar, ConfigValueError, r"'scale' is a scalar"),
-        (taken, UsageError, r"called _unit"),
+        (taken, UsageError, r"named _unit"),
     ],
 )
 def test_misuse_is_refused_in_words(call: Any, kind: type[FlatFSDPError], words: str) -> None:
@@ -416,7 +416,7 @@ def test_what_is_gathered_ahead_is_listed_before_the_root_is_known() -> None:
     other = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4))))
     apart = fully_shard(nn.Linear(4, 4))
     other[0].set_modules_to_forward_prefetch([apart])
-    with pytest.raises(UsageError, match="no part of the model"):
+    with pytest.raises(UsageError, match="not part of the model"):
         other(torch.ones(2, 4))
     with pytest.raises(ConfigTypeError, match="modules of fully_shard"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])

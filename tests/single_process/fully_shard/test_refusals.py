@@ -135,7 +135,7 @@ REFUSED: list[tuple[str, Callable[[], Any], type[FlatFSDPError], str]] = [
         "_fsdp_param: another mesh",
         lambda: on_all_axes(Replicate(), Replicate(), dims=DP, given=lambda m: m["tp", "dp"]),
         UsageError,
-        "'weight' is a DTensor on .*was given .*one mesh",
+        "'weight' is a DTensor on .*was given .*the same mesh",
     ),
     (
         "_fsdp_param: split already",
@@ -159,7 +159,7 @@ REFUSED: list[tuple[str, Callable[[], Any], type[FlatFSDPError], str]] = [
         "_fsdp_init: no neighbors",
         lambda: on_all_axes(*[Replicate()] * 3, dims=DataParallelMeshDims(("dp", "cp")), names=("dp", "tp", "cp")),
         ConfigValueError,
-        "neighbors in the mesh",
+        "adjacent in the mesh",
     ),
     (
         "_fsdp_init: another device",

@@ -87,7 +87,7 @@ def test_a_process_of_this_machine_that_is_gone_holds_up_nobody(tmp_path: Path) 
 def test_a_process_of_this_machine_that_runs_has_its_lock_however_still_it_stands(tmp_path: Path) -> None:
     file = left_by(tmp_path / "x", Other(pid=9))
     machine = Other(processes={7: "100", 9: "100"})
-    with pytest.raises(CheckpointError, match=r"^process 9 on node \(train\.py\) is saving to .*/x at this moment"):
+    with pytest.raises(CheckpointError, match=r"^process 9 on node \(train\.py\) is saving to .*/x right now"):
         Lock(tmp_path / "x", machine).take()
     assert machine.clock == 0.0 and file.exists()
 
@@ -254,9 +254,9 @@ def test_saves_exports_and_removals_leave_what_another_job_writes(tmp_path: Path
     left_by(tmp_path / "step-6", Other())
     keeping = checkpoint.Keeping(last=1, unfinished=True)
     with locked(tmp_path / "step-1", tmp_path / "step-4", tmp_path / "e"):
-        with pytest.raises(CheckpointError, match=r"step-4: process \d+ on .* is saving to .*/step-4 at this moment"):
+        with pytest.raises(CheckpointError, match=r"step-4: process \d+ on .* is saving to .*/step-4 right now"):
             save(tmp_path / "step-4", overwrite=True, keeping=keeping)
-        with pytest.raises(CheckpointError, match=r"/e: process \d+ on .* is saving to .*/e at this moment"):
+        with pytest.raises(CheckpointError, match=r"/e: process \d+ on .* is saving to .*/e right now"):
             checkpoint.export_safetensors(torch.nn.Linear(1, 1), tmp_path / "e")
         save(tmp_path / "step-7", keeping=keeping)
         assert {each.name for each in tmp_path.iterdir()} >= {"step-1", ".step-4.new", "step-7", ".step-1.lock"}
@@ -270,7 +270,10 @@ def test_a_run_sets_nothing_aside_that_another_job_writes(tmp_path: Path) -> Non
     for step in (1, 2, 3):
         save(tmp_path / f"step-{step:08}")
     run = CheckpointManager(tmp_path, asynchronous=False)
-    with locked(tmp_path / "step-00000003"), pytest.raises(CheckpointError, match=r"is saving to .*/step-00000003 at"):
+    with (
+        locked(tmp_path / "step-00000003"),
+        pytest.raises(CheckpointError, match=r"saving to .*/step-00000003 right now"),
+    ):
         run.set_aside(tmp_path / "step-00000001")
     assert {each.name for each in tmp_path.iterdir()} == {f"step-{step:08}" for step in (1, 2, 3)}
 

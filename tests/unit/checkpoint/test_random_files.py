@@ -289,7 +289,7 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda read: row(read).__setitem__(3, 10**9),
         r"'model\.w': elements \[0, 40\) end at byte 10+160 of",
     ),
-    "before": (lambda read: row(read).__setitem__(3, -1), r"'model\.w': chunks is -1, no integer of at least 0"),
+    "before": (lambda read: row(read).__setitem__(3, -1), r"'model\.w': chunks is -1, not an integer of at least 0"),
     "file": (lambda read: row(read).__setitem__(0, 9), r"'model\.w': it is in file number 9, and there are"),
     "shared": (
         lambda read: row(read).__setitem__(3, row(read, "extra.rng")[3]),
@@ -338,7 +338,7 @@ def test_a_file_that_is_lost_is_named_with_what_lies_in_it(good: dict[str, Path]
     for verify in (True, False):
         with pytest.raises(CheckpointError, match=r"/x/__0_0\.distcp is missing\. .* hold elements of extra\.rng"):
             checkpoint.load(path, verify=verify)
-    with pytest.warns(FlatFSDPWarning, match=r"__0_0\.distcp is missing\. .* Nothing that is loaded lies there"):
+    with pytest.warns(FlatFSDPWarning, match=r"__0_0\.distcp is missing\. .* They hold nothing that is being loaded"):
         assert checkpoint.load(path, strict=False, extra=lambda keys: keys == ("step",)) == {"step": 7}
 
 
@@ -356,7 +356,7 @@ def test_a_newer_flatfsdps_checkpoint_is_neither_damaged_nor_replaced(good: dict
         for place in (path, tmp_path / f".{path.name}.new", tmp_path / f".{path.name}.old"):
             if place != path:
                 path.rename(place)
-            with pytest.raises(CheckpointError, match=r"newer flatfsdp.* nor is it replaced by this one"):
+            with pytest.raises(CheckpointError, match=r"newer flatfsdp.* this version does not replace it"):
                 checkpoint.save(path, extra=EXTRA, overwrite=True)
             checkpoint.save(tmp_path / "last", extra={"a": 1}, overwrite=True, keeping=keeping)
             checkpoint.keep(tmp_path)

@@ -88,7 +88,7 @@ def test_folders_of_others_in_the_places_of_saves_are_left_alone(tmp_path: Path)
     (run / ".step-2.new").symlink_to(foreign)
     (run / ".w.123-4.token").symlink_to(foreign)
     for name in (".step-1.new", ".step-2.new"):
-        with pytest.raises(CheckpointError, match=rf"{name} lies where saves to .* not made by one"):
+        with pytest.raises(CheckpointError, match=rf"{name} lies where saves to .* no save made it"):
             save(run / name[1:-4], keeping=keeping)
     save(run / "step-3", keeping=keeping)
     save(run / "step-4", keeping=keeping)

@@ -313,7 +313,7 @@ def test_ranks_that_all_wait_in_different_places_prove_a_deadlock(texts: list[st
     for model in world.models:
         assert type(model.error) is AgreementError
         assert re.fullmatch(
-            r"ranks wait for each other, and none can go on: rank 0: waits for notes, for \d+ s; rank 1: lists, for "
+            r"ranks wait for each other, and none can continue: rank 0: waits for notes, for \d+ s; rank 1: lists, for "
             r"\d+ s\. Make collective calls on all ranks, in the same order",
             str(model.error),
         )

@@ -216,11 +216,13 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
             "is, pass fuse_optimizer_steps(optimizer, elementwise=True)"
         )
     if not {"state", "param_groups"} <= vars(optimizer).keys():
-        raise UsageError(f"{name}(): this {kind.__name__} has no state of its own; call it with the optimizer in it")
+        raise UsageError(
+            f"{name}(): this {kind.__name__} has no state of its own; call it with the optimizer that it wraps"
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UsageError(f"{name}(): a {kind.__name__} with differentiable=True steps on each parameter, in its graph")
     if optimizer in _stepping_flat:
-        raise UsageError(f"{name}(): this {kind.__name__} already steps flat; call remove() of its FusedSteps")
+        raise UsageError(f"{name}(): this {kind.__name__} is already fused; call remove() of its FusedSteps")
     _stepping_flat.add(optimizer)
     _drop_grads_quickly(optimizer)
     return FusedSteps(optimizer, across_padding=kind in ELEMENTWISE)

@@ -255,7 +255,7 @@ def test_a_step_on_gradients_that_were_not_reduced_is_reported_once(pool2: Run, 
     (message,) = [each for found in pool2(unreduced, False, use_orig_params=orig) for each in found]
     assert message == (
         "SGD steps on gradients that are not averaged over ranks: they were accumulated under no_sync(), and no "
-        "backward has reduced them, so that each rank's shard follows the data of that rank alone. Run the last "
+        "backward has reduced them, so each rank's shard depends on that rank's data alone. Run the last "
         "backward before a step outside of no_sync(), under fully_shard after set_requires_gradient_sync(True)"
     )
     assert pool2(unreduced, True, use_orig_params=orig) == [[], []]
@@ -286,8 +286,8 @@ def test_flat_parameters_that_no_optimizer_has_beside_others_are_reported_once(p
     assert others == []
     assert message == (
         "no optimizer steps on some flat parameters of this model (_flat_param): they received gradients in two "
-        "backwards, and the SGD has others (1 of its 2 param groups are empty). A flat parameter is listed by the "
-        "module that is wrapped, and modules inside of it do not list it. Take all of model.parameters(), wrap "
+        "backwards, and the SGD has others (1 of its 2 param groups are empty). Only the wrapped module lists a "
+        "flat parameter, not the modules inside it. Use all of model.parameters(), wrap "
         "modules that need a param group of their own, or wrap with use_orig_params=True. If this is intended, "
         "requires_grad_(False) on them avoids computing their gradients"
     )
