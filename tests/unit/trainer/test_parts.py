@@ -139,13 +139,16 @@ def test_a_program_requests_and_a_signal_goes_first() -> None:
         assert stop.number == signal.SIGTERM
 
 
-DEAF = """
-import ctypes, importlib.util, os, signal, sys, time, types
+ALONE = """
+import importlib.util, os, signal, subprocess, sys, time, types
 print_line = lambda text: print(text, file=sys.stderr, flush=True)
 sys.modules["flatfsdp.trainer.terminal"] = types.SimpleNamespace(print_line=print_line)  # torch need not be imported
 spec = importlib.util.spec_from_file_location("preemption", sys.argv[1])
 preemption = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(preemption)
+"""
+DEAF = f"""{ALONE}
+import ctypes
 preemption.ECHO_SECONDS, preemption.REPORT_SECONDS, preemption.BLOCKED_SECONDS = 0.1, 0.2, 0.1
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 
@@ -369,24 +372,23 @@ def test_activations_are_storages_that_operations_keep_and_no_parameters() -> No
 @pytest.mark.parametrize("reaped", [False, True])
 def test_a_signal_after_a_peer_has_ended_announces_no_save(reaped: bool) -> None:
     """It comes from the process that started the ranks, which ends the others."""
-    program = """if True:
-        import os, signal, subprocess, sys, time
-        from flatfsdp.trainer.preemption import StopRequest
-        peer = subprocess.Popen(["true"] if sys.argv[1] != "lives" else ["sleep", "60"])
-        if sys.argv[1] == "reaped":
-            peer.wait()
-        if sys.argv[1] == "zombie":
-            os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
-        stop = StopRequest()
-        with stop.handling_signals([peer.pid]):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)
-        peer.kill()
-        print(stop.number)
-    """
+    program = f"""{ALONE}
+peer = subprocess.Popen(["true"] if sys.argv[2] != "lives" else ["sleep", "60"])
+if sys.argv[2] == "reaped":
+    peer.wait()
+if sys.argv[2] == "zombie":
+    os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
+stop = preemption.StopRequest()
+with stop.handling_signals([peer.pid]):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+peer.kill()
+print(stop.number)
+"""
 
     def output_with(peer: str) -> tuple[str, str]:
-        done = subprocess.run([sys.executable, "-c", program, peer], capture_output=True, text=True, timeout=60)
+        command = [sys.executable, "-c", program, preemption.__file__, peer]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return done.stdout, done.stderr
 
     assert output_with("reaped" if reaped else "zombie") == ("15\n", "")
