@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.forkserver
 import time
 from collections import Counter
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
 
+from tests.harness import processes
 from tools import run_random
 from tools.run_random import BLOCK, FILES, Seed
 
@@ -24,6 +27,25 @@ def _of_this_folder() -> Any:
         yield
 
 
+class _Forked(processes._Rank):
+    """A player that the server forked, as it forks that player's ranks: neither imports torch anew."""
+
+    def _bootstrap(self, *args: Any) -> NoReturn:
+        multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+        super()._bootstrap(*args)
+
+
+class _Forking(ForkServerContext):
+    Process = _Forked
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For seeds that do not hang: only ranks whose server the player started are killed with it."""
+    monkeypatch.setattr(run_random.multiprocessing, "get_context", lambda _: _Forking())
+
+
+@pytest.mark.usefixtures("forked")
 def test_failing_and_dying_seeds_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, report = tmp_path / "results.jsonl", tmp_path / "report.md"
     command = ["--models", "8", "--programs", "0", "--first", "0", "--results", str(results), "--report", str(report)]
@@ -65,11 +87,12 @@ def test_a_seed_that_hangs_is_killed_with_its_ranks(tmp_path: Path, monkeypatch:
         while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-        assert player.play(Seed(RANKS, 0), 200.0).outcome == "right"
+        assert player.play(Seed(PROCESS, 0), 200.0).outcome == "right"
     finally:
         player.end()
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_interrupted_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.jsonl"
     command = ["--models", "8", "--programs", "0", "--first", "4", "--processes", "1", "--results", str(results)]
