@@ -113,7 +113,9 @@ def test_killed_on_two_ranks_stopped_on_three_and_ended_on_one(
     stopped = start(tmp_path, 3, 0.0, "SIGTERM", 6)  # of two microbatches a step
     assert stopped.returncode == 128 + 15, stopped.stderr
     runs.append(seen(tmp_path))
-    assert runs[1][0][0] == complete + 1, "nothing since the last complete checkpoint was lost"
+    # The other rank may have ended between the last file of a checkpoint and its name, which the next run gives it.
+    resumed = runs[1][0][0] - 1
+    assert complete <= resumed <= len(runs[0]) and resumed % SAVE_EVERY == 0, "no complete checkpoint was lost"
     ended = start(tmp_path, 1, 0.0)
     assert ended.returncode == 0, ended.stderr
     runs.append(seen(tmp_path))
