@@ -25,8 +25,8 @@ PRESERVING = {  # FSDP2 calls these
 }
 
 
-class Gathered(torch.Tensor):
-    """A tensor around another one, with hooks that change the gathered form. Calls of hooks are counted."""
+class Around(torch.Tensor):
+    """A tensor around another one, which it does not name. Calls of hooks are counted."""
 
     calls: ClassVar[list[str]] = []
     _data: torch.Tensor
@@ -40,13 +40,6 @@ class Gathered(torch.Tensor):
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_data"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Any:
-        return cls(inner["_data"])
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{type(self).__name__}({self._data})"
 
@@ -54,7 +47,7 @@ class Gathered(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(Gathered, lambda each: each._data, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Around, lambda each: each._data, (args, kwargs or {}))
         made = func(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, cls, made) if func in PRESERVING else made
 
@@ -63,7 +56,18 @@ class Gathered(torch.Tensor):
         return torch.cat([self._data, self._data.new_zeros(rows - self.shape[0], *self.shape[1:])])
 
 
-class AsBfloat16(Gathered):
+class Gathered(Around):
+    """A tensor around another one, with hooks that change the gathered form."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_data"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Any:
+        return cls(inner["_data"])
+
+
+class Halving(Around):
     """Half the bytes of float32; modules compute in `param_dtype`, in memory that is freed with the parameter."""
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
@@ -81,6 +85,31 @@ class AsBfloat16(Gathered):
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
             out.copy_(tensor[: out.shape[0]])
         return None
+
+
+class AsBfloat16(Halving, Gathered):
+    """`Halving`, which names its inner tensor."""
+
+
+class Same(Around):
+    """Gathered as it is stored."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        return (self._padded(mesh, outer_size),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        (tensor,) = outputs
+        if out is None:
+            made = tensor.to(param_dtype)
+            return made, (tensor, made)
+        if out.data_ptr() != tensor.data_ptr():
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(tensor[: out.shape[0]])
+        return None
+
+
+class SameAround(Same, Gathered):
+    """`Same`, which names its inner tensor."""
 
 
 class AsInt8(Gathered):

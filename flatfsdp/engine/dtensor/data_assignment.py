@@ -17,6 +17,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _dtensor
+from ..flat.gather_hooks import has_gather_hooks
 
 _TORCHS: Any = torch.Tensor.data
 
@@ -61,7 +62,8 @@ def _assign(this: Any, value: Any) -> None:
             f"{what} was replaced by a tensor of {local.dtype} on {local.device}; expected {held.dtype} on "
             f"{held.device}. Convert the value, or the whole model by its .to(){remedy}"
         )
-    if local.data_ptr() != held.data_ptr() or local.stride() != held.stride() or not local.numel():
+    apart = has_gather_hooks(held) or local.data_ptr() != held.data_ptr() or local.stride() != held.stride()
+    if apart or not local.numel():
         _dtensor.set_local(this, local, spec)
 
 

@@ -56,9 +56,9 @@ class GatherExtensions(Transform):
         return tensor, ExtendedParam(GatherHooks(path, tensor, self._policy), outer)
 
     def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, ExtendedParam]:
-        """The master of `parameter`, or of this rank's part of it."""
+        """The master of `parameter`, or of this rank's part of it; a tensor on the meta device if there is none."""
         tensor, state = self._taken(path, parameter)
-        return state.hooks.master_of(tensor).contiguous(), state
+        return state.hooks.stored_of(tensor), state
 
     def attach(self, state: ExtendedParam, module: nn.Module, mesh: Any) -> None:
         """Set the `module` that computes with the parameter, and the `mesh` that shards it."""
@@ -88,8 +88,10 @@ class GatherExtensions(Transform):
         """True unless it has a DTensor, which cannot be pickled."""
         return state.outer is None
 
-    def around(self, stored: torch.Tensor, state: ExtendedParam) -> torch.Tensor:
-        """A tensor of the parameter's class that holds `stored` itself."""
+    def around(self, stored: torch.Tensor, state: ExtendedParam) -> torch.Tensor | None:
+        """A tensor of the parameter's class that holds `stored` itself, if it can."""
+        if state.hooks.keeps_rows:
+            return None
         made = state.hooks.around(stored)
         return made if state.outer is None else self._parallel.around(made, state.outer)
 
@@ -116,8 +118,9 @@ def _save_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
             value is not parameter
             and _dtensor.is_dtensor(value)
             and has_gather_hooks(local := _dtensor.local_of(value))
+            and (master := master_of(local)) is not None
         ):
-            state_dict[prefix + name] = _dtensor.dtensor(master_of(local), _dtensor.spec_of(value))
+            state_dict[prefix + name] = _dtensor.dtensor(master, _dtensor.spec_of(value))
 
 
 class _Seen(torch.autograd.Function):

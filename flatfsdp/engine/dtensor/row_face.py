@@ -18,7 +18,7 @@ from ...errors import UsageError
 from ..base import _dtensor, _torch
 from ..device.fake_tensors import is_memoryless
 from ..flat.faces import Face, FaceWords, Sums, adoptions, assign_grad, set_grad
-from ..flat.gather_hooks import GatherHooks
+from ..flat.gather_hooks import GatherHooks, hollow, inner_of
 from ..flat.layout_views import ShardViews
 from ..flat.param_refs import ParamRef
 from ..flat.write_tracker import FlatParameter
@@ -112,8 +112,15 @@ class _Rows:
     def held(self, piece: torch.Tensor) -> torch.Tensor:
         """`local` as the parameter holds it: in a storage of its own, and as a tensor of the parameter's class if that
         is not a plain one."""
+        if self.kept is not None:
+            return self.kept
         local = self.local(_apart(piece))
         return local if self.hooks is None else self.hooks.around(local)
+
+    @property
+    def kept(self) -> torch.Tensor | None:
+        """The rows, if the parameter's class keeps them. [Note: rows of their class]"""
+        return None if self.hooks is None else self.hooks.rows
 
     def plain(self, value: torch.Tensor) -> torch.Tensor:
         """The value of `value`, which may be of the parameter's class, for the shard."""
@@ -223,7 +230,8 @@ class RowFace(Face):
         # An operation on a DTensor increments its own version, one on its local tensor the shard's; except for local
         # tensors of another class, which have the shard inside.
         apart = [local for local, rows in zip(self._locals, self._rows, strict=True) if rows.hooks is not None]
-        self.counters[:] = [*self.holders, *apart]
+        kept = [inner for rows in self._rows if rows.kept is not None for inner in inner_of(rows.kept)]
+        self.counters[:] = [*self.holders, *apart, *kept]
 
     def replaced(self) -> list[int]:
         others = map(is_not, map(_LOCAL, self.holders), self._locals)
@@ -232,6 +240,8 @@ class RowFace(Face):
     def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
         rows = self._rows[index]
         if not _dtensor.is_dtensor(held) and held.shape == self.holders[index].shape:
+            if rows.kept is not None:
+                return hollow(self._at_rest.views[index])  # `adopt` takes the value
             return rows.plain(held.detach())  # the full tensor, from which the shard takes its part
         rows.check(held, "the parameter")
         local = _dtensor.local_of(held).detach()
@@ -240,11 +250,17 @@ class RowFace(Face):
                 f"the parameter {rows.name!r} was replaced by one on the meta device, which has no values. Load with "
                 "values, or give the module memory by to_empty() first"
             )
+        if rows.kept is not None:
+            return hollow(self._at_rest.views[index])
         return rows.piece(rows.plain(local), self._at_rest.views[index])
 
     def adopt(self, index: int, held: nn.Parameter) -> None:
+        rows, view = self._rows[index], self._at_rest.views[index]
+        if rows.hooks is not None and rows.kept is not None:
+            rows.hooks.take(_dtensor.local_of(held) if _dtensor.is_dtensor(held) else held)
+            if not _dtensor.is_dtensor(held):
+                held = self.holders[index]
         if _dtensor.is_dtensor(held):
-            rows, view = self._rows[index], self._at_rest.views[index]
             before = self.holders[index]
             if held is not before:
                 if held.grad is None and before.grad is not None:

@@ -8,21 +8,24 @@ are built from it once, and refilled later. Leaves show their shape meanwhile, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...errors import UsageError
 from ..base import _torch
 from ..base.plain_data import decode, encode, gathered
 from ..comm.transport import Transport
 from ..device.fake_tensors import is_memoryless
-from ..device.memory import FlatBuffer
+from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, PendingWork, Stream
 from ..layout.layout import FlatLayout, ParamSpec
+from ..layout.part import Part
 from .flat_param import FlatParamHandle, FlatParamOptions
-from .gather_hooks import GatherHooks, Input, described, fitting, listed
+from .gather_hooks import GatherHooks, Input, described, fitting, hollow, listed
 from .sources import UnshardedParam, UnshardSource
 from .write_tracker import VERSION
 
@@ -177,7 +180,71 @@ class ExtendedSource(UnshardSource):
 
 
 class ExtendedHandle(FlatParamHandle):
-    """A handle whose parameters have gather hooks, `options.gathers`. [Note: opaque bytes]"""
+    """A handle whose parameters have gather hooks, `options.gathers` ([Note: opaque bytes]). The classes of all of them
+    keep their rows, or of none ([Note: rows of their class])."""
+
+    def __init__(
+        self,
+        leaves: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        shard: torch.Tensor,
+        *,
+        rank: int,
+        device: torch.device,
+        options: FlatParamOptions,
+        tracker: MemoryTracker,
+    ) -> None:
+        if (rows := options.gathers[0].rows) is not None:
+            shard = hollow(shard, rows.device)
+        super().__init__(leaves, layout, shard, rank=rank, device=device, options=options, tracker=tracker)
+
+    @classmethod
+    def flatten(
+        cls,
+        leaves: Sequence[nn.Parameter],
+        names: Sequence[str],
+        *,
+        world: int,
+        rank: int,
+        device: torch.device,
+        options: FlatParamOptions,
+        tracker: MemoryTracker,
+        parts: Mapping[int, Part] = MappingProxyType({}),
+    ) -> FlatParamHandle:
+        home = torch.device("cpu") if options.offload else device
+        for hooks in options.gathers:
+            if hooks.keeps_rows:
+                hooks.cut(rank, world, home, pinned=options.offload and options.pin_memory)
+        return super().flatten(
+            leaves, names, world=world, rank=rank, device=device, options=options, tracker=tracker, parts=parts
+        )
+
+    @property
+    def has_memory(self) -> bool:
+        return self.options.gathers[0].rows is None
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.shard.nbytes if self.has_memory else sum(hooks.nbytes for hooks in self.options.gathers)
+
+    def replace_shard(self, shard: torch.Tensor) -> None:
+        if not self.has_memory:
+            shard = hollow(shard)
+            for hooks in self.options.gathers:
+                if hooks.rows is not None and hooks.rows.is_meta and not shard.is_meta:
+                    hooks.rows = torch.empty_like(hooks.rows, device=shard.device)
+        super().replace_shard(shard)
+
+    def changed_by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+        if self.has_memory:
+            return super().changed_by(change)
+        every = self.options.gathers
+        made = [hooks.changed(change) for hooks in every]
+        if all(one is hooks.rows for one, hooks in zip(made, every, strict=True)):
+            return None
+        for one, hooks in zip(made, every, strict=True):
+            hooks.rows = one
+        return torch.zeros((), dtype=made[0].dtype, device=made[0].device).expand(self.shard.shape)
 
     @property
     def rows(self) -> list[torch.Tensor]:

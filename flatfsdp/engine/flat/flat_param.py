@@ -12,7 +12,7 @@ have one of their own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -149,7 +149,6 @@ class FlatParamHandle:
         self.device = device
         self.tracker = tracker
         self.state = SHARDED
-        tracker.add("shard", shard.nbytes)
         self._unsharded: dict[torch.dtype, UnshardedParam] = {}
         self.unsharded = self._not_unsharded
         self.pending: PendingWork | None = None
@@ -157,6 +156,8 @@ class FlatParamHandle:
         self.persistence: ParamPersistence | None = None
         self.accumulator_was_requested = False
         self.shard = shard
+        self._counted = self.shard_bytes
+        tracker.add("shard", self._counted)
         self.flat_param = FlatParameter(shard, requires_grad=options.trainable)
         self.flat_param._handle_ref = weakref.ref(self)
         self.face: Face = options.face(self.leaves, self.flat_param, layout, rank)
@@ -246,24 +247,42 @@ class FlatParamHandle:
                 f"unit {self.label}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while "
                 f"{self.state.value}"
             )
-        self.tracker.remove("shard", self.shard.nbytes)
-        self.tracker.add("shard", shard.nbytes)
         self.precision = self.options.precision(shard.dtype)
         if not self.options.offload:
             self.device = shard.device
-        elif self.options.pin_memory:
+        elif self.options.pin_memory and self.has_memory:
             shard = pin(shard)
         if self.shard.is_meta and not shard.is_meta:
             self.flat_param = FlatParameter(shard, requires_grad=self.options.trainable)
             self.flat_param._handle_ref = weakref.ref(self)
         self.shard = shard
         self.flat_param.data = shard
+        self.tracker.remove("shard", self._counted)
+        self._counted = self.shard_bytes
+        self.tracker.add("shard", self._counted)
         self._refresh_views()
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the shard has the parameters' values. [Note: rows of their class]"""
+        return True
+
+    @property
+    def shard_bytes(self) -> int:
+        """The size of this rank's part of the parameters at rest."""
+        return self.shard.nbytes
+
+    def changed_by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+        """The shard after `change`, a move or a cast, for `replace_shard`; None if that leaves it as it is."""
+        before = self.shard.data_ptr()
+        changed = change(self.shard)
+        # share_memory_() also moves it
+        return changed.detach() if changed is not self.shard or changed.data_ptr() != before else None
 
     def move_to_tracker(self, tracker: MemoryTracker) -> None:
         """Count this handle's bytes in `tracker` from now on (the unit joined another root)."""
-        self.tracker.remove("shard", self.shard.nbytes)
-        tracker.add("shard", self.shard.nbytes)
+        self.tracker.remove("shard", self._counted)
+        tracker.add("shard", self._counted)
         self.tracker = tracker
         self._unsharded.clear()
 

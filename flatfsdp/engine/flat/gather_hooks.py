@@ -4,10 +4,16 @@
 master is stored, sharded by rows and trained as any parameter is; gradients come in high precision. But the gathered
 tensors are the result of `fsdp_pre_all_gather` for this rank's rows (float8 and its scale, for example), and modules
 compute with the result of `fsdp_post_all_gather` for those of all ranks. The whole master is never allocated.
+
+[Note: rows of their class] A tensor without such a master (made of several tensors, quantized in blocks), or one that
+cannot be rebuilt around other memory, is split by its own operations, those that FSDP2 uses: `split`, `new_zeros`,
+`slice`, `copy_`. Optimizers, loads and state dicts use its rows as they are. Their handle has the layout for gradients,
+but no values: its shard has a length, and memory for one zero.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +25,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
+from ..device.streams import pin
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -51,25 +58,59 @@ def has_gather_hooks(tensor: torch.Tensor) -> bool:
 
 
 def _master_in(tensor: Any) -> str | None:
-    """The name of the inner tensor of the wrapper subclass `tensor` that is its master."""
-    names = tensor.__tensor_flatten__()[0]
-    alike = (
-        name for name in names if (inner := getattr(tensor, name)).shape == tensor.shape and inner.dtype == tensor.dtype
-    )
-    return next(alike, None)
+    """The name of the inner tensor of the wrapper subclass `tensor` that is its master; None if it has none.
+
+    The answer is the same for the whole tensor and for rows of it."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    alike = [name for name, one in inner.items() if (one.shape, one.dtype) == (tensor.shape, tensor.dtype)]
+    if not alike or any(one.dim() for name, one in inner.items() if name != alike[0]):
+        return None
+    try:
+        with torch.no_grad():
+            made = _unflatten(type(tensor), inner, context, tensor.shape, tensor.stride())
+    except Exception:  # FSDP2 never calls it, so that it may be missing, or wrong
+        return None
+    return alike[0] if type(made) is type(tensor) and getattr(made, alike[0], None) is inner[alike[0]] else None
 
 
-def master_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The master of a tensor with gather hooks."""
-    found: torch.Tensor = getattr(tensor, _master_in(tensor) or "")
-    return found
+def _unflatten(kind: Any, inner: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any) -> Any:
+    """A tensor of class `kind` around the `inner` ones; some classes take no strides."""
+    make = kind.__tensor_unflatten__
+    known = inspect.signature(make).parameters.values()
+    given = inner, context, shape, stride
+    if any(each.kind is each.VAR_POSITIONAL for each in known):
+        return make(*given)
+    return make(*given[: len([each for each in known if each.kind is not each.KEYWORD_ONLY])])
+
+
+def master_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The master of a tensor with gather hooks; None if its class keeps its rows. [Note: rows of their class]"""
+    name = _master_in(tensor)
+    return None if name is None else getattr(tensor, name)
+
+
+def inner_of(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors that `tensor` is made of; itself if it is plain."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [plain for name in tensor.__tensor_flatten__()[0] for plain in inner_of(getattr(tensor, name))]
+    if not has_gather_hooks(tensor):
+        return [tensor]
+    return [plain for each in vars(tensor).values() if isinstance(each, torch.Tensor) for plain in inner_of(each)]
+
+
+def hollow(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Zeros of the shape and dtype of `like` in the memory of one."""
+    return torch.zeros((), dtype=like.dtype, device=device or like.device).expand(like.shape)
 
 
 def rebuilt(tensor: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
     """A parameter like `tensor`, built from the results of `change` for its inner tensors."""
     names, context = tensor.__tensor_flatten__()
     inner = {name: change(getattr(tensor, name)) for name in names}
-    made = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    made = _unflatten(type(tensor), inner, context, tensor.shape, tensor.stride())
     return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
 
@@ -80,10 +121,15 @@ class GatherHooks:
         name: of the parameter, for messages.
         kind: the class of its tensor.
         seen: the tensor that modules compute with, while the parameter is unsharded.
+        keeps_rows: whether its class keeps the rows, and the shard has none. [Note: rows of their class]
+        rows: then this rank's rows, after `cut`.
     """
 
+    keeps_rows = False  # in older pickles
+    rows: torch.Tensor | None = None
+
     def __init__(self, name: str, tensor: torch.Tensor, policy: Any) -> None:
-        """Refuse a `tensor` that cannot be rebuilt around other memory. `policy`: the user's, for hooks."""
+        """The hooks of `tensor`, the whole parameter. `policy`: the user's, for hooks."""
         self.name = name
         self.seen: torch.Tensor | None = None
         self.kind = type(tensor)
@@ -101,52 +147,98 @@ class GatherHooks:
                 f"{self._what}: its {PRE} takes {self._takes} arguments; expected (mesh), or (mesh, outer_size, "
                 "outer_stride, module, mp_policy)"
             )
-        self._others: dict[str, torch.Tensor] = {}
-        self._attribute = self._find_master(tensor)
-        master = self.master_of(tensor)
-        with torch.no_grad():
-            made = self.around(master)
-        if type(made) is not self.kind or getattr(made, self._attribute, None) is not master:
-            raise UsageError(
-                f"{self._what}: its __tensor_unflatten__ made a {type(made).__name__} of another tensor; expected one "
-                f"of {self.kind.__name__} around the very tensor {self._attribute!r} that it was given"
-            )
+        self._attribute = _master_in(tensor) or ""
+        self.keeps_rows = not self._attribute
+        self._whole: torch.Tensor | None = tensor if self.keeps_rows else None
+        if not self.keeps_rows:
+            names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            self._others = {name: getattr(tensor, name) for name in names if name != self._attribute}
 
     @property
     def _what(self) -> str:
         return f"parameter {self.name!r} ({self.kind.__name__})"
-
-    def _find_master(self, tensor: Any) -> str:
-        try:
-            names, self._context = tensor.__tensor_flatten__()
-        except AttributeError:
-            raise UsageError(
-                f"{self._what} has {PRE}, but no __tensor_flatten__, so it is unknown which tensor is to be "
-                "sharded. Define __tensor_flatten__ and __tensor_unflatten__, as traceable wrapper subclasses have them"
-            ) from None
-        inner = {name: getattr(tensor, name) for name in names}
-        master = _master_in(tensor)
-        rest = {name: each for name, each in inner.items() if name != master}
-        if master is None or any(each.numel() != 1 for each in rest.values()):
-            found = ", ".join(f"{name} {each.dtype} {tuple(each.shape)}" for name, each in inner.items())
-            raise UsageError(
-                f"{self._what} of {tensor.dtype} and shape {tuple(tensor.shape)} is made of {found}; expected one "
-                "tensor of its own dtype and shape, which is sharded and trained, and scalars"
-            )
-        self._others = rest
-        return master
 
     # -- the tensor at rest ------------------------------------------------------------------------------------------
 
     def around(self, master: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's class around `master`, the whole or some rows of it."""
         inner = {self._attribute: master, **self._others}
-        make: Callable[..., torch.Tensor] = self.kind.__tensor_unflatten__  # type: ignore[attr-defined]
-        return make(inner, self._context, master.shape, master.stride())
+        made: torch.Tensor = _unflatten(self.kind, inner, self._context, master.shape, master.stride())
+        return made
+
+    def stored_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor to lay out for the whole `tensor`: its master; one on the meta device if its class keeps rows."""
+        if self.keeps_rows:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return self.master_of(tensor).contiguous()
 
     def master_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The master of `tensor`; `tensor` itself if it is of another class."""
         return getattr(tensor, self._attribute) if isinstance(tensor, self.kind) else tensor
+
+    # -- rows that the class keeps [Note: rows of their class] -------------------------------------------------------
+
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether the tensor that `cut` will split is on the meta device."""
+        return self._whole is not None and self._whole.is_meta
+
+    def cut(self, rank: int, world: int, home: torch.device, *, pinned: bool) -> None:
+        """Keep the rows of `rank`, one of `world` ranks, on `home`, and not the whole tensor. Precondition: the class
+        keeps rows."""
+        assert self._whole is not None
+        whole, self._whole = self._whole, None
+        rows = self._rows_of(whole, rank, world)
+        if rows.device != home and not rows.is_meta:
+            rows = rows.to(home)
+        self.rows = pin(rows) if pinned and not rows.is_meta else rows
+        self._place = rank, world
+
+    @torch.no_grad()
+    def _rows_of(self, whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+        """The rows of `rank`, in memory of their own, by the operations and in the order of FSDP2's."""
+        chunks = torch.chunk(whole, world)
+        padded = whole.new_zeros(chunks[0].size())
+        own = chunks[rank].size(0) if rank < len(chunks) else 0
+        if own and padded.numel():
+            padded.narrow(0, 0, own).copy_(chunks[rank])
+        return padded.narrow(0, 0, own)
+
+    def take(self, value: torch.Tensor) -> None:
+        """Keep a copy of `value`, a user's, the whole or this rank's rows, of the class or plain."""
+        assert self.rows is not None
+        value, before = value.detach(), self.rows
+        with torch.no_grad(), torch.inference_mode(False):
+            if value.shape != before.shape:
+                value = self._rows_of(value, *self._place)
+            home = value.device if before.is_meta else before.device
+            if isinstance(value, self.kind):
+                self.rows = (value if value.device == home else value.to(home)).clone()
+            else:
+                self.rows = torch.empty_like(before, device=home)
+                self.rows.copy_(value)
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The result of `change`, a move or a cast, for the kept rows.
+
+        Raises:
+            UsageError: it is of another class.
+        """
+        assert self.rows is not None
+        made = change(self.rows)
+        if not isinstance(made, self.kind):
+            raise UsageError(
+                f"{self._what}: a move or cast of its rows made a {type(made).__name__}; expected one of its class. "
+                "Leave it out, or convert the module before sharding it"
+            )
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the kept rows."""
+        return sum(each.nbytes for each in inner_of(self.rows))
+
+    # -- the unit ----------------------------------------------------------------------------------------------------
 
     def attach(self, module: nn.Module, mesh: Any) -> None:
         """Set the `module` that computes with the parameter, and the `mesh` whose last dimension shards it."""
@@ -156,6 +248,7 @@ class GatherHooks:
     def __deepcopy__(self, memo: dict[int, Any]) -> GatherHooks:
         twin = memo[id(self)] = GatherHooks.__new__(GatherHooks)
         twin.__setstate__(self.__getstate__())
+        twin.rows = copy.deepcopy(self.rows, memo)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -245,7 +338,7 @@ class GatherHooks:
                 )
             seen, inner = made
             if seen.shape != self._size and seen.shape[1:] == self._size[1:] and seen.shape[0] > self._size[0]:
-                seen = seen.as_strided(self._size, self._stride, 0)  # without the padding rows
+                seen = seen.narrow(0, 0, self._size[0])  # without the padding rows, wherever it lies in our buffer
         if seen.shape != self._size or not seen.dtype.is_floating_point:
             raise UsageError(
                 f"{self._what}: its {POST} returned {seen.dtype} of shape {tuple(seen.shape)}; expected a "

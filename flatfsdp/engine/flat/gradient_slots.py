@@ -186,7 +186,7 @@ class GradientSlots:
                     [slots[i] for i in fresh], [grads[i] for i in fresh] if again else list(grads.values())
                 )
             if again:
-                _torch.foreach_add_([slots[i] for i in again], [grads[i] for i in again])
+                _torch.foreach_add_([slots[i] for i in again], [_plain(grads[i]) for i in again])
         except RuntimeError:
             _check_gradients(handle, grads)
             raise
@@ -353,6 +353,13 @@ class Accumulation:
         for mark in dropped:
             slots.filled.difference_update(mark.indices)
         return bool(marks) and len(dropped) == len(marks)
+
+
+def _plain(grad: torch.Tensor) -> torch.Tensor:
+    """`grad`, as a plain tensor has it after a copy: a class with several tensors would add each of them."""
+    if type(grad) is torch.Tensor:
+        return grad
+    return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def _check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) -> None:

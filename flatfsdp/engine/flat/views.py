@@ -309,7 +309,10 @@ class ParamViews:
         if not handle.shard.is_meta and handle.state in (SHARDED, UNSHARDED):
             if handle.state is UNSHARDED:
                 free(handle)
-            self._move_shard(handle.shard)
+            if handle.has_memory:
+                self._move_shard(handle.shard)
+            else:
+                handle.drop_kept_source()
         for index, value, what in zip(indices, values, words, strict=True):
             self._store(index, value, what)
 
@@ -372,6 +375,8 @@ class ParamViews:
         view = handle.at_rest.views[index]
         spec = handle.layout.params[index]
         self._check_stored(index, value, what)
+        if not handle.has_memory:
+            return  # the face keeps the value
         with torch.no_grad():
             if value.shape == view.shape:
                 view.copy_(value)

@@ -15,6 +15,7 @@ from torch import nn
 
 from ...errors import ConfigValueError, refuse_type
 from ..base import _dtensor
+from ..flat.gather_hooks import has_gather_hooks
 from ..layout.layout import stride_by_rows
 from ..runtime.param_registry import owner_of
 from .meshes import ChosenMesh
@@ -108,8 +109,9 @@ def _laid_out(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _is_made_of_others(parameter: nn.Parameter) -> bool:
-    """Whether its local tensor is a tensor that is made of others."""
-    return hasattr(type(_local(parameter)), "__tensor_flatten__")
+    """Whether its local tensor is a tensor that is made of others, or defines which tensors are gathered for it."""
+    local = _local(parameter)
+    return hasattr(type(local), "__tensor_flatten__") or has_gather_hooks(local)
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:

@@ -133,7 +133,7 @@ def _summary_of(name: str, unit: Unit) -> UnitSummary:
         name=name,
         module=unit.entries.class_name,
         parameters=parameters,
-        bytes_per_rank=sum(handle.shard.numel() * handle.shard.element_size() for handle in unit.handles),
+        bytes_per_rank=sum(handle.shard_bytes for handle in unit.handles),
         padding=sum(handle.layout.padded_numel for handle in unit.handles) - parameters,
         strategy=unit.built.traits.strategy.name,
         ranks=", ".join(dict.fromkeys(map(extent_of, unit.axes.all))),

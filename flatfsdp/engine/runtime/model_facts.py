@@ -108,7 +108,7 @@ def initial_checksums(units: Sequence[Unit], known: dict[Unit, InitialChecksums]
     for unit in units:
         if (each := known.pop(unit, None)) is not None:
             peers: dict[str, int] = {}
-            for handle in unit.handles:
+            for handle in [handle for handle in unit.handles if handle.has_memory]:
                 places = [axis.group.rank for axis in beside(unit.axes.of(handle), parts)]
                 places += unit.axes.of(handle).shard.ranks if handle in own else ()
                 peers.update(dict.fromkeys((spec.name for spec in handle.layout.params), hash63(str(places))))
@@ -122,6 +122,7 @@ def own_pieces(unit: Unit) -> dict[str, Tensor]:
     return {
         handle.layout.params[owned.index].name: handle.shard[owned.in_shard.slice]
         for handle in unit.handles
+        if handle.has_memory
         for owned in handle.layout.owned(handle.rank)
     }
 

@@ -187,7 +187,8 @@ def begin_request(unit: Unit, *, at_rest: bool) -> None:
     unit.kept.by_choice = (at_rest or unit.shows_shard) and unit.axes.is_spread
     compares = unit.kept.by_choice and not (unit.resources.device.has_streams or is_memoryless())
     if compares and any([handle.face.is_distributed for handle in unit.handles]):
-        unit.kept.shards = [handle.shard.detach().clone() for handle in unit.handles]
+        shards = [(handle.shard.detach(), handle.has_memory) for handle in unit.handles]
+        unit.kept.shards = [shard.clone() if has_memory else shard for shard, has_memory in shards]
     elif unit.kept.shards:
         unit.kept.shards.clear()
 

@@ -273,10 +273,11 @@ def _shard(
         param_refs, transformed = transform(param_refs, transforms)
         _check_plain(param_refs)
         leaves = leaves_of(param_refs)
-        initial_checksums = InitialChecksums(leaves) if config.check_values != "off" else None
         packed = {id(param_ref.leaf) for param_ref in param_refs if param_ref.is_packed}
         parts = {id(each.leaf): part for each in transformed if (part := each.part) is not None}
         hooks = {id(each.leaf): found for each in transformed if (found := each.transform.gather_hooks(each.state))}
+        valued = [each for each in leaves if not ((its := hooks.get(id(each[0]))) and its.keeps_rows)]
+        initial_checksums = InitialChecksums(valued) if config.check_values != "off" else None
         mesh_of = {id(param_ref.leaf): mesh for param_ref, mesh in zip(param_refs, over, strict=True)}
         faced = partial(faces, transformed)
         handles = _flatten(leaves, packed, parts, hooks, config, mesh_of, device, tracker, faced)
@@ -304,9 +305,12 @@ def _flatten(
     `packed`: the ids of packed bytes. By ids: `parts`: positions of parts in their wholes, `hooks`: the gather hooks of
     some leaves, `mesh_of`: the ranks over which each leaf is sharded.
     """
-    kinds: dict[tuple[DataMesh, torch.dtype, bool, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
+    kinds: dict[tuple[DataMesh, torch.dtype, bool, bool, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:
-        kind = leaf.dtype, leaf.requires_grad, id(leaf) in packed, leaf.is_meta, id(leaf) in hooks
+        its = hooks.get(id(leaf))
+        keeps_rows = its is not None and its.keeps_rows
+        on_meta = its.is_on_meta if its is not None and keeps_rows else leaf.is_meta
+        kind = leaf.dtype, leaf.requires_grad, id(leaf) in packed, on_meta, keeps_rows, its is not None
         kinds.setdefault((mesh_of[id(leaf)], *kind), []).append((leaf, path))
     mixed = config.mixed_precision
     of_hooks = replace(mixed, gather_dtype=None) if hooks else mixed  # gather hooks return bytes, not numbers
@@ -330,7 +334,7 @@ def _flatten(
             tracker=tracker,
             parts=parts,
         )
-        for (mesh, _, trainable, is_packed_kind, _, is_extended), members in kinds.items()
+        for (mesh, _, trainable, is_packed_kind, *_, is_extended), members in kinds.items()
     ]
     return list(zip(made, [mesh for mesh, *_ in kinds], strict=True))
 

@@ -20,6 +20,7 @@ from ..comm.comm_stats import CommStats
 from ..comm.transport import Transport, transport
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
+from ..flat.gather_hooks import inner_of
 
 
 def meeting_axes(groups: ProcessGroups, device: Device) -> list[Transport]:
@@ -90,11 +91,12 @@ def synchronize(
                 continue
             # The ranks of a DTensor's own axes have the same part; other ranks of the unit may have other parts.
             here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            on_device = here.detach().to(axes[0].device.device).contiguous()
-            for axis in same:
-                axis.broadcast(on_device)
-            if on_device.data_ptr() != here.data_ptr():
-                here.copy_(on_device)
+            for plain in inner_of(here.detach()):
+                on_device = plain.to(axes[0].device.device).contiguous()
+                for axis in same:
+                    axis.broadcast(on_device)
+                if on_device.data_ptr() != plain.data_ptr():
+                    plain.copy_(on_device)
 
 
 def _in_words(error: BaseException | None) -> str:

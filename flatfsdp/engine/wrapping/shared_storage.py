@@ -31,6 +31,7 @@ from ..base import _dtensor, _torch
 from ..base._torch import storage_uses
 from ..base.fqns import clean, fqn
 from ..device.fake_tensors import is_memoryless
+from ..flat.gather_hooks import has_gather_hooks, inner_of
 from ..flat.param_refs import ParamRef, marks_of
 from ..runtime.module_tree import units_in
 from ..runtime.param_registry import owner_of
@@ -251,6 +252,8 @@ def _inner(tensor: Any) -> list[torch.Tensor]:
     if hasattr(type(tensor), "__tensor_flatten__") and not _is_fake(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _inner(getattr(tensor, name))]
+    if has_gather_hooks(tensor) and not _is_fake(tensor):  # it does not name them
+        return inner_of(tensor)
     return [tensor] if tensor.layout is torch.strided else []
 
 

@@ -94,10 +94,8 @@ def apply_to_tensors(
         return
     with torch.inference_mode(False), torch.no_grad():
         for handle, views in zip(unit.handles, unit.views, strict=True):
-            before = handle.shard.data_ptr()
-            changed = change(handle.shard)
-            if changed is not handle.shard or changed.data_ptr() != before:  # share_memory_() also moves it
-                views.replace_shard(changed.detach())
+            if (changed := handle.changed_by(change)) is not None:
+                views.replace_shard(changed)
     model_of(unit).setup.placed = False
 
 

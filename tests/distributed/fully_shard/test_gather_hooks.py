@@ -408,21 +408,10 @@ class NoPost(Gathered):
         raise AssertionError
 
 
-class TwoTensors(AsInt8):
-    def __tensor_flatten__(self) -> Any:
-        return ["_data", "_scales"], None
-
-    @property
-    def _scales(self) -> torch.Tensor:
-        return self._data[:, :1]
-
-
 AT_ONCE: list[tuple[Any, str]] = [
     (NoPost, "'weight' \\(NoPost\\) has fsdp_pre_all_gather but no fsdp_post_all_gather"),
     (variant(fsdp_pre_all_gather=lambda self, mesh, more: None), "takes 2 arguments; expected \\(mesh\\), or"),
     (variant(__tensor_flatten__=lambda self: (["_data"], None)), ""),
-    (variant(__tensor_unflatten__=staticmethod(lambda *a: a[0]["_data"])), "made a Tensor of another tensor"),
-    (TwoTensors, r"is made of _data torch.float32 \(4, 3\), _scales torch.float32 \(4, 1\); expected one tensor"),
 ]
 AT_FIRST: list[tuple[Any, str]] = [
     (gives(), "returned no tensor; expected one at least"),

@@ -19,6 +19,7 @@ from flatfsdp import ShardedGradScaler, fuse_optimizer_steps, optimizer_in_backw
 from tests.conftest import Run
 from tests.distributed.runtime.test_random_models import STEPS, WIDTH, How, Nest, Net, _losses, assert_documented
 from tests.harness.front import whole
+from tests.harness.gather_hooks import Around, Same, SameAround
 from tests.harness.gradients import gradients_of, unlike
 from tests.harness.meshes import named_mesh
 from tests.harness.played_memory import assign_gradients, assign_values, drawn_memory, without_marks
@@ -34,7 +35,7 @@ def sharded(net: Net, how: How, drawn: random.Random) -> Any:
     columns = drawn.random() < 0.3
     settings: dict[str, Any] = {
         "mesh": named_mesh(*shape),
-        "shard_placement_fn": (lambda parameter: Shard(1)) if columns else None,
+        "shard_placement_fn": (lambda each: None if isinstance(each, Around) else Shard(1)) if columns else None,
     }
     ways = [None, True, False] + [how.neighbors] * (how.neighbors is not None)
     counted = Counter(each.data_ptr() for _, each in net.units.named_parameters(remove_duplicate=False))
@@ -53,10 +54,25 @@ def sharded(net: Net, how: How, drawn: random.Random) -> Any:
     return flatfsdp.fully_shard(net, reshard_after_forward=drawn.choice(ways), **settings)
 
 
+def extended(net: Net, seed: int) -> Net:
+    """`net`, in which at times the weights of some layers are tensors with gather hooks, of one of the two kinds: with
+    rows in the shard, or kept by their class."""
+    drawn = random.Random(f"hooks {seed}")
+    if drawn.random() < 0.3:
+        kind = drawn.choice([Same, SameAround])
+        uses = Counter(each.data_ptr() for _, each in net.named_parameters(remove_duplicate=False))
+        for module in net.modules():
+            if type(module) is nn.Linear and uses[module.weight.data_ptr()] == 1 and drawn.random() < 0.5:
+                weight = nn.Parameter(kind(module.weight.detach()), module.weight.requires_grad)
+                vars(weight).update(vars(module.weight))
+                module.weight = weight
+    return net
+
+
 def train(rank: int, world: int, seed: int, how: How) -> list[str]:
     """Parameters, and kept gradients, that differ from those of one process that runs all ranks' batches."""
     drawn = random.Random(f"front {seed}")
-    model, alone = sharded(drawn_memory(Net(seed, how), seed), how, drawn), Net(seed, how)
+    model, alone = sharded(extended(drawn_memory(Net(seed, how), seed), seed), how, drawn), Net(seed, how)
     optimizer, plain = how.optimizer(model), how.optimizer(alone)
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10) if how.stepping == "scaled" else None
     in_backward = how.stepping == "in the backward"

@@ -256,7 +256,7 @@ def _sorted_out(
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
             if unit is not None and id(parameter) not in places:
-                fusable = (each for each in unit.handles if not each.face.is_flat)
+                fusable = (each for each in unit.handles if each.has_memory and not each.face.is_flat)
                 places |= {id(holder): (each, i) for each in fusable for i, holder in enumerate(each.face.holders)}
             if unit is None or id(parameter) not in places:
                 alone[-1].append(parameter)
