@@ -290,13 +290,13 @@ class ScheduleControls(GradientControls):
         )
 
     def keep_frozen_unsharded(self, max_bytes: int | None = None, *, on: str = "device") -> None:
-        """Keep frozen parameters of this wrapper, and of those inside, once they were gathered: the next forward
+        """Keep frozen parameters of this wrapper, and of those inside, once they are gathered: the next forward
         gathers them, later forwards and backwards do not. Replaces earlier calls.
 
         All frozen parameters of a wrapper are kept, or none; wrappers are taken in the order of their modules, parents
         last, up to `max_bytes`, and those that do not fit are left out. Every rank chooses the same, which the next
         forward compares; that one gathers. The next forward sees values that are loaded into them, or written to them
-        on all ranks. Parameters that are trained later are not kept any more. `flatfsdp.summary` shows the kept ones.
+        on all ranks. Parameters that are trained later are no longer kept. `flatfsdp.summary` shows the kept ones.
 
         Args:
             max_bytes: the bytes of unsharded parameters that each rank keeps, in the dtype in which they compute; None
@@ -315,7 +315,7 @@ class ScheduleControls(GradientControls):
 
         They then allocate their memory there, so that on an accelerator none is tied up in the pool of another stream;
         they still overlap with computation, but casts and uploads before them do not. There is no automatic prefetch,
-        on CPU either: BACKWARD_PRE, the default of `backward_prefetch`, has no effect. Prefetch by
+        on CPU either: BACKWARD_PRE, the default of `backward_prefetch`, has no effect. Prefetch with
         `set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`, or `unshard()`.
 
         Args:

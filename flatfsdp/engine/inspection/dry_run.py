@@ -35,7 +35,7 @@ def dry_run(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator
             both cases.
 
     Raises:
-        ConfigValueError: `rank` is none of `ranks`.
+        ConfigValueError: `rank` is not one of the `ranks` ranks.
         UsageError: a process group exists: a dry run makes its own.
 
     Example:

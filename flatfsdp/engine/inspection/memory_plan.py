@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """The most that is held at one time, except activations and an optimizer's temporary memory during its step."""
+        """The most held at one time, except activations and an optimizer's temporary memory during its step."""
         during_step = self.params + self.grads + self.residuals
         return max(sum(self.at_peak.values()), during_step) + sum(self.optimizer.values()) + self.buffers
 

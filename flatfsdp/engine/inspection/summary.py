@@ -31,7 +31,7 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
 
     - *parameters*: elements that the unit owns, over all ranks; a tied parameter counts in the unit that owns it.
     - *bytes/rank*: the memory that each rank keeps for them between iterations, padding included.
-    - *padding*: elements that fill the unit's flat parameters up, over all ranks of the shard group.
+    - *padding*: elements that pad the unit's flat parameters, over all ranks of the shard group.
     - *ranks*: shards x replicas; the lines below the table list the groups of this rank.
     - *kinds*: the dtypes of its flat parameters, `frozen` if nothing was trainable at construction, the dtype of
       computation, the dtype of communication (`by int8`, `gradients by 4 bits`), with error feedback the bytes of
@@ -102,7 +102,7 @@ class UnitSummary:
         module: the class of its module.
         parameters: elements that it owns, over all ranks.
         bytes_per_rank: of its shards, padding included.
-        padding: elements that fill its flat parameters up, over all ranks of the shard group.
+        padding: elements that pad its flat parameters, over all ranks of the shard group.
         strategy: the name of its sharding strategy.
         ranks: shards x replicas.
         kinds: its flat parameters in words.
@@ -246,12 +246,12 @@ class Stats:
 
     @property
     def bytes_unsharded_peak(self) -> int:
-        """The most of `bytes_unsharded` at one time since the last `reset()`."""
+        """The peak of `bytes_unsharded` since the last `reset()`."""
         return sum(model.resources.tracker.peak("unsharded") for model in self._models())
 
     @property
     def bytes_peak(self) -> int:
-        """The most bytes of all kinds at one time since the last `reset()`: shards, unsharded parameters, gradients in
+        """The peak of the bytes of all kinds together since `reset()`: shards, unsharded parameters, gradients in
         flight, buffers of collectives. It does not include `.grad`, nor memory of the program and its optimizer."""
         return sum(model.resources.tracker.peak_total for model in self._models())
 
@@ -260,7 +260,7 @@ class Stats:
         """Kind to bytes at that time; their sum is `bytes_peak`.
 
         Kinds: `shard`, `unsharded`, `post_forward_shard` (of parameters, between forward and backward), `arrived`
-        (large gradients as they came, that are reduced in a wider dtype), `slots` (unsharded gradients), `exchange`
+        (large gradients as they arrived, to be reduced in a wider dtype), `slots` (unsharded gradients), `exchange`
         (scratch of a reduction), `staging` (of several small units), `quantized` (data sent in few bits), `residual`
         (their errors), `reduced` (gradient shards before they become `.grad`), `partial` (sums that await an
         all-reduce), `summoned`, and `host copy` (of `keep_frozen_unsharded`).
