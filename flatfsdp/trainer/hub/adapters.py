@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError, few
+from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError, did_you_mean, few
 from flatfsdp.trainer.hub.cache import library
 from flatfsdp.trainer.model.fronts import inside, whole_parameters
 from flatfsdp.trainer.process_group import TrainerRanks
-from flatfsdp.trainer.settings.references import check_all_taken
+from flatfsdp.trainer.settings import nearest
+from flatfsdp.trainer.settings.references import takes
 from flatfsdp.trainer.settings.types import PlainValidator, options, separate
 
 ADAPTER = "adapter_config.json"
@@ -48,27 +50,47 @@ def add_lora(model: nn.Module, given: Mapping[str, Any], *, wanted_by: str, clas
             other arguments of PEFT's `LoraConfig` by their names there.
 
     Raises:
-        ConfigValueError: PEFT is missing, does not take an option, or finds nothing to adapt.
+        ConfigValueError: PEFT is missing, does not take an option, or finds nothing to adapt; or a target names no module.
     """
     peft = library("peft", wanted_by=f"{wanted_by}, lora")
     chosen = {_SHORT.get(name, name): value for name, value in {"rank": 8, **given}.items()}
-    check_all_taken(chosen, {"peft.LoraConfig": peft.LoraConfig}, argument="lora")
+    for name in given:
+        if name not in _SHORT and not takes(peft.LoraConfig, name):
+            known = [*_SHORT, *inspect.signature(peft.LoraConfig).parameters]
+            raise ConfigValueError(f"lora: there is no option {name!r}. {nearest(name, known)}")
     chosen.setdefault("lora_alpha", 2 * chosen["r"])
+    _check_targets(model, chosen.get("target_modules"))
     kind = "SEQ_CLS" if classifies else "CAUSAL_LM"
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of PEFT's calls
             adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **chosen))
-    except (TypeError, ValueError) as error:
-        linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigValueError(
-            f"lora: PEFT refuses {dict(given)}: {error}{'' if str(error).endswith('.') else '.'} "
-            f"Linear layers of the model: {', '.join(sorted(linear)) or 'none'}"
+            f"lora: PEFT rejects {dict(given)}: {error}{'' if str(error).endswith('.') else '.'} {_linear_layers(model)}"
         ) from error
     for layer in adapted.modules():
         if isinstance(layer, peft.tuners.lora.LoraLayer):
             _give_values(layer)
     return adapted
+
+
+def _check_targets(model: nn.Module, targets: Any) -> None:
+    """Refuse targets that name no module: PEFT ignores them if at least one other target names some."""
+    paths = [path for path, _ in model.named_modules()]
+    for target in targets if isinstance(targets, list) else ():
+        if not any(path == target or path.endswith(f".{target}") for path in paths):
+            ends = dict.fromkeys(path.rpartition(".")[2] for path in paths)
+            hint = did_you_mean(target, (end for end in ends if end and not end.isdigit()))
+            raise ConfigValueError(
+                f"lora: the model has no module named {target!r}, which targets lists. "
+                f"{hint}{' ' * bool(hint)}{_linear_layers(model)}"
+            )
+
+
+def _linear_layers(model: nn.Module) -> str:
+    names = {path.rpartition(".")[2] for path, each in model.named_modules() if isinstance(each, nn.Linear)}
+    return f"Its linear layers: {', '.join(sorted(names)) or 'none'}"
 
 
 def _give_values(layer: Any) -> None:

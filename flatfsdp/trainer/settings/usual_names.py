@@ -30,7 +30,8 @@ _BY_SETTING = {
     "keep_last": "save_total_limit keep_last_n",
     "layers": "n_layer n_layers num_layers num_hidden_layers",
     "log_every": "logging_steps log_interval log_every_n_steps log_freq",
-    "lora": "use_lora lora_r lora_rank lora_alpha use_peft",
+    "lora": "use_lora lora_r lora_rank lora_alpha lora_dropout lora_targets lora_target_modules target_modules "
+    "lora_modules_to_save peft_config use_peft",
     "lr": "learning_rate max_lr peak_lr",
     "min_lr": "min_learning_rate eta_min",
     "minutes": "max_time max_minutes",
