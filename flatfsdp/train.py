@@ -17,13 +17,24 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.multiprocessing as mp
 from torch import nn
 
-from flatfsdp.errors import AgreementError, CheckpointError, ConfigTypeError, ConfigValueError, LostRankError, few
+from flatfsdp.errors import (
+    AgreementError,
+    CheckpointError,
+    ConfigTypeError,
+    ConfigValueError,
+    FlatFSDPWarning,
+    LostRankError,
+    few,
+)
 
 try:
     from flatfsdp.trainer.settings import Settings, dataclass, fields_of, setting
@@ -53,9 +64,9 @@ from flatfsdp.trainer.watching.named import check_callbacks
 
 PROGRAM = "python -m flatfsdp.train"
 DESCRIPTION = (
-    "Train under FullyShardedDataParallel: a model of your own, one of transformers (--model hf:NAME), or a byte-level "
-    "transformer that shows what it learned. Started plainly it spawns its own ranks on this machine; under torchrun "
-    "it joins that world."
+    "Train with FullyShardedDataParallel: your own model, one of transformers (--model hf:NAME), or, by default, a "
+    "byte-level transformer that generates text at the end. Started directly, it spawns its ranks on this machine; "
+    "under torchrun, it joins the ranks that torchrun started."
 )
 ONE_LINE = (ConfigValueError, ConfigTypeError, CheckpointError)
 """Errors whose message is enough, unless code of the user is part of the traceback."""
@@ -76,43 +87,42 @@ class Command(Settings):
     """Actions other than training."""
 
     export: FilePath | None = setting(
-        None, "train nothing: export the model of the checkpoint that --resume names, as a Hugging Face folder"
+        None, "instead of training, export the checkpoint that --resume names as a Hugging Face folder"
     )
-    overwrite: bool = setting(False, "with --export: replace an existing export (and nothing else)")
-    dry_run: bool = setting(False, "train nothing: print units, bytes per rank and traffic; needs no device")
+    overwrite: bool = setting(False, "with --export: replace an existing export, and nothing else")
+    dry_run: bool = setting(False, "instead of training, print units, bytes per rank and traffic; needs no accelerator")
     world_size: Count | None = setting(
         None, "with --dry-run: number of ranks to plan for; none for the number that would start"
     )
-    measure: bool = setting(
-        False, "with --dry-run: also run one real step, and print the size of the saved activations"
-    )
+    measure: bool = setting(False, "with --dry-run: also run one real step and print the size of the saved activations")
 
     generate: Text | None = setting(
-        None, "train nothing: continue this prompt with a model of transformers, or with the checkpoint --resume names"
+        None, "instead of training, continue this prompt, with the checkpoint that --resume names, if any"
     )
     max_new_tokens: Count = setting(100, "with --generate: maximum number of tokens to add")
-    temperature: NotNegative = setting(0.8, "with --generate: sampling temperature; 0 for the likeliest tokens")
+    temperature: NotNegative = setting(0.8, "with --generate: sampling temperature; 0 for the most likely tokens")
 
     def __post_init__(self) -> None:
         for name, default in (("max_new_tokens", 100), ("temperature", 0.8)):
             if getattr(self, name) != default and self.generate is None:
-                self.refuse(name, f"it belongs to {self.called('generate')}")
+                self.refuse(name, f"it applies only with {self.called('generate')}")
         if self.generate is not None and (self.dry_run or self.export is not None):
-            self.refuse("generate", f"{self.called('dry_run' if self.dry_run else 'export')} does something else")
+            other = "dry_run" if self.dry_run else "export"
+            self.refuse("generate", f"it cannot be combined with {self.called(other)}")
         for name in ("world_size", "measure"):
             if getattr(self, name) and not self.dry_run:
-                self.refuse(name, f"it belongs to {self.called('dry_run')}")
+                self.refuse(name, f"it applies only with {self.called('dry_run')}")
         if self.overwrite and self.export is None:
-            self.refuse("overwrite", f"it belongs to {self.called('export')}")
+            self.refuse("overwrite", f"it applies only with {self.called('export')}")
         if self.export is not None and self.dry_run:
             self.refuse("export", f"{self.called('dry_run')} writes nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask(Task):
-    """A model and data of your own, each by name, or as "module:name" of the object itself or of its factory.
+    """Your own model and data: names, or "module:name" of an object or of a function that makes it.
 
-    Without a model the demonstration's is trained.
+    Without a model, the demonstration's is trained.
     """
 
     model: Module | None = setting(
@@ -147,22 +157,24 @@ class Job:
 
     def __call__(self, world: RankContext) -> int:
         """Run; returns the exit code."""
+        with warnings_with_flags():  # a spawned process has its own
+            return self._run(world)
+
+    def _run(self, world: RankContext) -> int:
         trainer = Trainer(self.task, self.training, self.fsdp, callbacks=self.callbacks())
         if self.command.measure:
             kept = trainer.measure()
             if world.leads:
-                print(
-                    f"\nactivations kept for the backward, measured on {world.size} ranks: {sizes_in_words(kept)}",
-                    flush=True,
-                )
+                what = f"activations saved for the backward pass, measured on {world.size} ranks"
+                print(f"\n{what}: {sizes_in_words(kept)}", flush=True)
             return 0
         if self.command.export is not None:
             trainer.resume()
             if trainer.checkpoint is None:
-                raise ConfigValueError(f"--export: {self.training.output} has no checkpoint whose model to write")
+                raise ConfigValueError(f"--export: {self.training.output} has no checkpoint to export")
             trainer.export(self.command.export, overwrite=self.command.overwrite)
             if world.leads:
-                print(f"wrote the model of {trainer.checkpoint} to {self.command.export}", flush=True)
+                print(f"exported the model of {trainer.checkpoint} to {self.command.export}", flush=True)
             return 0
         if self.command.generate is not None:
             self._generate(trainer, self.command.generate)
@@ -171,7 +183,7 @@ class Job:
         if world.leads:
             goes_on = {"--resume": "latest", "--output": str(trainer.output)}
             if result.stopped_by:
-                print_line(f"stopped by {in_words(result.stopped_by)} after step {result.steps}; to resume it:")
+                print_line(f"stopped by {in_words(result.stopped_by)} after step {result.steps}; to resume:")
                 print_line(f"  {self.program} {shlex.join(changed(self.given, goes_on))}")
             elif self.demo is not None:
                 print_line(self._what_next(result.steps, goes_on), sys.stdout)
@@ -258,12 +270,13 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
 
     A wrong option raises `SystemExit(2)` after one line on stderr, before any process is started.
     """
-    job = read(sys.argv[1:] if arguments is None else arguments, program)
-    if job.command.dry_run:
-        ranks = job.command.world_size or job.placement.ranks
-        print(forecast(job.meta_model, fsdp=job.fsdp, training=job.training, ranks=ranks).render(), flush=True)
-        if not job.command.measure:
-            return 0
+    with warnings_with_flags():
+        job = read(sys.argv[1:] if arguments is None else arguments, program)
+        if job.command.dry_run:
+            ranks = job.command.world_size or job.placement.ranks
+            print(forecast(job.meta_model, fsdp=job.fsdp, training=job.training, ranks=ranks).render(), flush=True)
+    if job.command.dry_run and not job.command.measure:
+        return 0
     if job.command.export is None and job.command.generate is None and not announced and not under_launcher():
         print_line(job.announcement())
     try:
@@ -308,9 +321,31 @@ def complaint_in(report: str) -> str:
 
 def is_of_libraries(report: str) -> bool:
     """Whether no code of the user is part of the traceback `report`."""
+    return not any(map(is_of_user, re.findall(r'^  File "(.*?)", line', report, re.MULTILINE)))
+
+
+def is_of_user(file: str) -> bool:
+    """Whether a source file is of neither Python, nor torch, nor an installed package, nor flatfsdp."""
     libraries = (sysconfig.get_path("stdlib"), *site.getsitepackages(), *(str(Path(f).parent) for f in LIBRARIES))
-    files = re.findall(r'^  File "(.*?)", line', report, re.MULTILINE)
-    return all(file.startswith(("<frozen", *(f"{folder}{os.sep}" for folder in libraries))) for file in files)
+    return not file.startswith(("<frozen", *(f"{folder}{os.sep}" for folder in libraries)))
+
+
+@contextmanager
+def warnings_with_flags() -> Iterator[None]:
+    """A context in which warnings of flatfsdp are one line that names flags, with a place only in code of the user."""
+    before = warnings.formatwarning
+
+    def form(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        if not issubclass(category, FlatFSDPWarning):
+            return before(message, category, filename, lineno, line)
+        place = f" ({filename}:{lineno})" if is_of_user(filename) else ""
+        return f"flatfsdp.train: warning: {in_flags(str(message), map(type, groups().values()))}{place}\n"
+
+    warnings.formatwarning = form
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def groups() -> dict[str, Settings]:
@@ -342,11 +377,11 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
     try:
         task = with_options(task, model, data)
         if not shows and (flag := changed_flag(demo)):
-            raise ConfigValueError(f"{flag} belongs to the demonstration, and --model is given")
+            raise ConfigValueError(f"{flag} applies only to the demonstration model, but --model is given")
         if shows and (flag := changed_flag(task)):
-            raise ConfigValueError(f"{flag} belongs to a model of your own: --model is not given")
+            raise ConfigValueError(f"{flag} applies only to your own model, but --model is not given")
         if command.generate is not None and shows:
-            raise ConfigValueError("--generate belongs to a model of your own or of transformers: --model is not given")
+            raise ConfigValueError("--generate applies only to a model that --model names, but --model is not given")
         if command.export is not None and training.resume is None:
             raise ConfigValueError("--export: name the checkpoint to export: --resume latest, best or a path")
         if command.export is not None and not command.overwrite:
@@ -355,7 +390,7 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
             refuse_missing(Path(training.resume))  # nodes with disks of their own may lack it
         placement = Placement.of(training.ranks, training.device)
         if fsdp.replicas is not None and placement.ranks % fsdp.replicas:
-            raise ConfigValueError(f"--replicas: {placement.ranks} ranks cannot form {fsdp.replicas} equal replicas")
+            raise ConfigValueError(f"--replicas: {placement.ranks} ranks do not make {fsdp.replicas} equal replicas")
         if shows:
             demo.held_out()  # reads the sizes of its files
         own = demo.task() if shows else task
@@ -418,7 +453,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigValueError(f"--output: cannot make the folder {str(path)!r}: {error.strerror}") from None
+        raise ConfigValueError(f"--output: cannot create the folder {str(path)!r}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

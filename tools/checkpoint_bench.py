@@ -179,7 +179,9 @@ def main() -> int:
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to write; on a disk with room (default: a temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder to write to, on a disk with enough room (default: a temporary one)"
+    )
     given = parser.parse_args()
     size = Size(given.width, given.depth)
     numel = size.depth * size.width * (size.width + 1)

@@ -138,7 +138,7 @@ def trained(rank: int, world: int, name: str, kind: str, way: str, seed: int) ->
 def main() -> int:
     """Train, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a file to write the table to, besides")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     given = parser.parse_args()
     seconds, rows = 0.0, []
     most, spread = dict.fromkeys(WAYS, 0.0), 0.0
@@ -164,14 +164,14 @@ def main() -> int:
             print(rows[-1], flush=True)
     lines = [
         f"{datetime.date.today()}, torch {torch.__version__}, {RANKS} ranks, FULL_SHARD, {STEPS} steps of "
-        f"{RANKS} x {BATCH} x {LENGTH} bytes, {len(SEEDS)} seeds; losses are of {HELD_OUT:,} bytes held out, in nats. "
+        f"{RANKS} x {BATCH} x {LENGTH} bytes, {len(SEEDS)} seeds; losses in nats, over {HELD_OUT:,} held-out bytes. "
         f"Made by `tools/few_bits.py` in {seconds:.0f} seconds of CPU time.",
         "",
-        "Farthest from full precision, of all models and seeds: "
+        "Largest deviation from full precision, over all models and seeds: "
         + "; ".join(f"{way}: {each:.2%}" for way, each in most.items() if way != "full precision")
         + f". Seeds of one model in full precision differ by up to {spread:.1%}.",
         "",
-        "| model, optimizer | way | validation loss, by seed | from full precision | KiB reduced a step |",
+        "| model, optimizer | setting | validation loss, by seed | from full precision | KiB reduced per step |",
         "|---|---|---|---|---|",
         *rows,
     ]

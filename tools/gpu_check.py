@@ -1,15 +1,15 @@
-"""Checks that need CUDA, on one card in at most 8 minutes: `python tools/gpu_check.py`.
+"""Checks that need CUDA, on one GPU, in at most 8 minutes: `python tools/gpu_check.py`.
 
 It runs the parts listed in tools/gpu/parts.py, each in a separate process with a time limit, and those without timings
-side by side. A part that fails, hangs or dies leaves its findings so far, and the others run. The newest results are
-always in tools/bench_results/gpu: results.json, results.md (a row for each goal), log.txt and the traces. They show
+side by side. If a part fails, hangs or dies, its findings so far are kept, and the other parts run. The newest results
+are always in tools/bench_results/gpu: results.json, results.md (a row for each goal), log.txt and the traces. They show
 whether results are right, with every strategy and both fronts; whether memory stays below that of FSDP1 and FSDP2; the
 host cost and the kernels of a step; whether collectives overlap with computation; and whether anything waits.
 
 Needs torch 2.11 to 2.13 with CUDA, and compute-sanitizer for two of the parts (COMPUTE_SANITIZER names it if it is in
-an unusual place). `--device cpu --brief` tries all parts without a card.
+an unusual place). `--device cpu --brief` tries all parts without a GPU.
 
-Exit status: 0 where no goal is missed, 1 where one is, 2 without a card. Unchecked goals are counted.
+Exit status: 0 if no goal is missed, 1 if one is, 2 without a GPU. Unchecked goals are counted.
 """
 
 from __future__ import annotations
@@ -41,12 +41,23 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", type=Path, metavar="FOLDER", help=f"where to write (default: tools/bench_results/gpu; on cpu {TRIAL})")
-    add("--minutes", type=float, default=MINUTES, help="the budget of all parts together (default: 8)")
-    add("--parts", type=_parts, default=list(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)} (default: all)")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a card, to try the parts")
-    add("--brief", action="store_true", help="of each part the least that shows that it runs")
-    add("--commit", help="the measured commit, where git does not report it")
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help=f"folder to write to (default: tools/bench_results/gpu; on cpu {TRIAL})",
+    )
+    add("--minutes", type=float, default=MINUTES, help="time limit of all parts together (default: 8)")
+    add(
+        "--parts",
+        type=_parts,
+        default=list(PARTS),
+        metavar="A,B",
+        help=f"parts to run, of {', '.join(PARTS)} (default: all)",
+    )
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the parts without a GPU")
+    add("--brief", action="store_true", help="run only enough of each part to show that it works")
+    add("--commit", help="the measured commit, if git does not report it")
     return parser.parse_args()
 
 
@@ -62,7 +73,7 @@ def main() -> int:
     given = arguments()
     given.out = (given.out or (RESULTS if given.device == "cuda" else TRIAL)).resolve()
     if given.device == "cuda" and not torch.cuda.is_available():
-        print("gpu_check: this machine has no card that torch can use; --device cpu tries the parts", file=sys.stderr)
+        print("gpu_check: this machine has no GPU that torch can use; --device cpu tries the parts", file=sys.stderr)
         return 2
     given.out.mkdir(parents=True, exist_ok=True)
     log = given.out / "log.txt"
@@ -81,7 +92,7 @@ def main() -> int:
         outcomes = runner.run_all(chosen, command, Path(scratch), log, 60 * (given.minutes - START), write)
     unmet = sum(outcome.unmet for outcome in [first, *outcomes])
     unseen = sum(row.met is None and bool(row.goal) for each in [first, *outcomes] for row in each.found.rows)
-    print(f"{unmet} goals are not met, {unseen} could not be looked at.", flush=True)
+    print(f"{unmet} goals are not met, {unseen} could not be checked.", flush=True)
     print(f"Written to {given.out}: results.md, results.json", flush=True)
     return 1 if unmet else 0
 

@@ -238,7 +238,7 @@ def main() -> None:
     """Predict, train, compare, plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own = Path(__file__).with_suffix(".png")
-    parser.add_argument("picture", type=Path, nargs="?", default=own, help=f"the file to draw (default: {own})")
+    parser.add_argument("picture", type=Path, nargs="?", default=own, help=f"the image file to write (default: {own})")
     path: Path = parser.parse_args().picture
     predicted = forecast(GPT, fsdp=FSDP, training=TRAINING, ranks=RANKS)
     with tempfile.TemporaryDirectory() as folder:

@@ -116,10 +116,10 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/programs", description=__doc__)
-    parser.add_argument("names", nargs="*", help="names, or parts of names: only these programs run")
-    parser.add_argument("--limit", type=float, default=180, help="seconds that one run of a program may take")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the table's path, without .json or .md")
-    parser.add_argument("--list", action="store_true", help="print the programs")
+    parser.add_argument("names", nargs="*", help="run only programs whose names contain one of these")
+    parser.add_argument("--limit", type=float, default=180, help="time limit of one run of a program, in seconds")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="path of the table, without .json or .md")
+    parser.add_argument("--list", action="store_true", help="list the programs")
     arguments = parser.parse_args()
     cases = [case for case in CASES if not arguments.names or any(chosen(case.name, each) for each in arguments.names)]
     tests = [each for each in TESTS if not arguments.names or any(chosen(each, name) for name in arguments.names)]

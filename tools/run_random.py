@@ -1,13 +1,13 @@
-"""Plays random models and random training programs of the suite on 2 to 4 ranks, as many as asked for, and prints the
-seeds that fail, each with the command that plays it again.
+"""Runs random models and random training programs of the test suite on 2 to 4 ranks, as many as requested, and prints
+the seeds that fail, each with the command that runs it again.
 
-Each finished seed is a line of the results file. A later call with the same file plays what is left: the seeds that no
-call has finished, and those that failed. A line has the commit that it was played at.
+Each finished seed is a line in the results file. A later call with the same file runs what is left: the seeds that no
+call has finished, and those that failed. Each line has the commit at which the seed was run.
 
 What a seed draws, and what is expected of it, is in the tests: this command calls each test of a seed that
-`tests.harness.thorough.seeds` draws. A new one in these files is played without a change here.
+`tests.harness.thorough.seeds` draws. A new test in these files is run without a change here.
 
-Several processes each play one seed at a time, in pools of ranks that stay. A seed that does not end within the limit
+Several processes each run one seed at a time, in pools of ranks that stay. A seed that does not end within the limit
 has failed: its process is killed with its ranks, and the next seed gets a new one.
 """
 
@@ -118,7 +118,7 @@ def random_tests_in(file: str) -> dict[str, Test]:
 def drawn(tests: list[str], number: int, first: int) -> list[Seed]:
     """`number` seeds, from all tests in turn."""
     if number > BLOCK * len(tests):
-        raise SystemExit(f"{len(tests)} tests have {BLOCK * len(tests):,} seeds; {number:,} are asked for")
+        raise SystemExit(f"{len(tests)} tests have {BLOCK * len(tests):,} seeds, but {number:,} were requested")
     return [
         Seed(tests[index % len(tests)], first + BLOCK * (index % len(tests)) + index // len(tests))
         for index in range(number)
@@ -334,16 +334,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tools/random_runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("seeds", nargs="*", type=Seed.named, metavar="FILE::TEST[SEED]", help="only these, with errors")
+    parser.add_argument(
+        "seeds", nargs="*", type=Seed.named, metavar="FILE::TEST[SEED]", help="run only these, and show their errors"
+    )
     parser.add_argument("--models", type=int, default=5000, metavar="N", help="number of models (default: 5000)")
     parser.add_argument("--programs", type=int, default=2000, metavar="N", help="number of programs (default: 2000)")
     parser.add_argument("--first", type=int, default=100_000, metavar="SEED", help="the first seed (default: 100000)")
-    parser.add_argument("--processes", type=int, default=2, metavar="P", help="seeds at a time (default: 2)")
     parser.add_argument(
-        "--limit", type=float, default=300, metavar="S", help="seconds that a seed may take (default: 300)"
+        "--processes", type=int, default=2, metavar="P", help="number of seeds to run at the same time (default: 2)"
     )
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="FILE", help="the results (default: build/random_runs.jsonl)"
+        "--limit", type=float, default=300, metavar="S", help="time limit of a seed, in seconds (default: 300)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="FILE",
+        help="the results file (default: build/random_runs.jsonl)",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="also write the report to this file")
     given = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """Step times over a slow link, simulated: flatfsdp with few-bit communication, with full precision, and torch's FSDP1.
 
 `python tools/slow_link.py [--out FILE]`: two ranks on this machine, each sending through a link of the bandwidth in the
-table's head (tests/harness/slow_link.py). This compares bytes with the work of packing them, not networks.
+header of the table (tests/harness/slow_link.py). This compares bytes with the work of packing them, not networks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measure(rank: int, world: int, way: str, bandwidth: float) -> tuple[list[flo
 def main() -> int:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a file to write the table to, besides")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     given = parser.parse_args()
     found: dict[tuple[str, str], list[float]] = {}
     sent: dict[str, int] = {}
@@ -85,9 +85,10 @@ def main() -> int:
     numel = sum(parameter.numel() for parameter in build().parameters())
     lines = [
         f"{numel / 1e6:.1f}M parameters in {LAYERS} units, {RANKS} ranks, torch {torch.__version__}; medians of "
-        f"{ROUNDS} x {STEPS} steps. The links are simulated, {DELAY * 1e6:.0f} us and the bandwidth above each column.",
+        f"{ROUNDS} x {STEPS} steps. The links are simulated, with a delay of {DELAY * 1e6:.0f} us and "
+        "the bandwidth above each column.",
         "",
-        f"| way | MiB sent per rank and step | {' | '.join(f'ms, {link}' for link in LINKS)} |",
+        f"| setting | MiB sent per rank and step | {' | '.join(f'ms, {link}' for link in LINKS)} |",
         f"|---|---|{'---|' * len(LINKS)}",
     ]
     for way in WAYS:

@@ -100,67 +100,67 @@ class FSDPArguments(Settings):
     """
 
     front: Front = setting(
-        "wrapper", "API of the engine: the FullyShardedDataParallel wrapper, or fully_shard, with DTensors"
+        "wrapper", "engine API: wrapper for FullyShardedDataParallel, or fully_shard for parameters that are DTensors"
     )
     strategy: Strategy = setting(
-        "full_shard", "sharding strategy: which parts of the state are sharded over ranks, and when"
+        "full_shard", "sharding strategy: which parts of the training state are sharded across ranks, and when"
     )
     reshard_after_forward: Count | bool | None = setting(
         None,
-        "whether parameters are resharded between forward and backward, or the number of ranks to reshard "
-        "over; none for the strategy's own",
+        "whether to reshard parameters between forward and backward, or the number of ranks to reshard over; "
+        "none for the strategy's default",
     )
     replicas: Count | None = setting(None, "number of model replicas in the hybrid strategies; none for one per node")
     units: Units = setting(
         "auto", "submodules to shard as units: auto, none, a path or a class, or several separated by commas"
     )
-    units_fallback: bool = setting(False, "shard the whole model as one unit if units matches nothing")
+    units_fallback: bool = setting(False, "shard the whole model as one unit if units= matches nothing")
     bf16: bool = setting(False, "compute in bf16 and reduce gradients in fp32; sets param_dtype and reduce_dtype")
     fp16: bool = setting(
         False, "compute in fp16 with loss scaling and reduce gradients in fp32; sets param_dtype and reduce_dtype"
     )
-    param_dtype: DType | None = setting(None, "dtype to compute in, such as bf16; none for that of the parameters")
-    reduce_dtype: DType | None = setting(
-        None, "dtype in which gradients are reduced; none for the dtype of the computation"
-    )
-    buffer_dtype: DType | None = setting(None, "dtype of buffers in the computation; none for their own")
+    param_dtype: DType | None = setting(None, "dtype to compute in, such as bf16; none for the parameters' own dtype")
+    reduce_dtype: DType | None = setting(None, "dtype in which gradients are reduced; none for the compute dtype")
+    buffer_dtype: DType | None = setting(None, "dtype of buffers during computation; none for their own")
     gather_dtype: PackedDType | None = setting(
         None,
-        "dtype in which parameters are all-gathered: int8 or fp8, with a scale per 256 values; none for "
-        "the dtype of the computation",
+        "dtype in which parameters are all-gathered: int8 or fp8 (float8_e4m3fn), with a scale per 256 "
+        "values; none for the compute dtype",
     )
     reduce_bits: Bits | None = setting(
         None,
         "bits per value in which gradients are reduced, 8 or 4, with a scale per 256 values; none for reduce_dtype",
     )
     reduce_error_feedback: bool = setting(
-        False, "add the error of earlier reductions in reduce_bits to the next gradients; kept on the device"
+        False, "carry the rounding errors of reduce_bits over to the next gradients; the errors stay on the device"
     )
     cpu_offload: bool = setting(False, "keep shards, gradients and optimizer state in host memory")
     use_orig_params: bool = setting(
-        True, "show the optimizer the original parameters rather than one flat parameter per unit"
+        True, "give the optimizer the original parameters rather than one flat parameter per unit"
     )
     layout: Layout | None = setting(
         None,
-        "how a unit is split over ranks: all its parameters as one flat one, with the least padding "
-        "(flat), or each parameter by whole rows (rows); none for the front's default: flat for the "
-        "wrapper, rows for fully_shard",
+        "how a unit is split across ranks: flat (all its parameters as a single flat one, with the least "
+        "padding) or rows (each parameter by whole rows); none for the default: flat for the wrapper, "
+        "rows for fully_shard",
     )
-    activation_checkpointing: bool = setting(False, "recompute the activations of each unit in the backward")
-    checkpoint_every: Count = setting(1, "with activation_checkpointing: checkpoint every Nth unit only")
+    activation_checkpointing: bool = setting(False, "recompute the activations of each unit in the backward pass")
+    checkpoint_every: Count = setting(1, "with activation_checkpointing: checkpoint only every Nth unit")
     checkpoint_policy: CheckpointPolicy | None = setting(
         None,
-        "with activation_checkpointing: which operations to recompute, as a policy_fn of "
+        "with activation_checkpointing: which operations to recompute, given as a policy_fn of "
         "torch.utils.checkpoint.create_selective_checkpoint_contexts; none for all",
     )
     compile: bool = setting(False, "compile each unit with torch.compile")
     keep_frozen_unsharded: bool = setting(
-        False, "gather frozen parameters once and keep them unsharded, for adapters on a model that fits into memory"
+        False, "gather frozen parameters once and keep them unsharded, for adapters on a model that fits in memory"
     )
     backward_prefetch: Prefetch | None = setting(
-        "backward_pre", "when the backward prefetches the next unit (none: not before it is needed)"
+        "backward_pre",
+        "when the backward pass prefetches the next unit: backward_pre (before the current unit), backward_mid "
+        "(during it), backward_post (after it) or none (when it is needed)",
     )
-    forward_prefetch: bool = setting(False, "prefetch the next unit in the forward, too")
+    forward_prefetch: bool = setting(False, "also prefetch the next unit in the forward pass")
     limit_all_gathers: bool = setting(True, "delay all-gathers until the memory of earlier units has been freed")
     sync_module_states: bool = setting(False, "broadcast parameters and buffers from rank 0 at the start")
 
@@ -173,7 +173,7 @@ class FSDPArguments(Settings):
         self._set_precision()
         for name in ("checkpoint_every", "checkpoint_policy"):
             if getattr(self, name) not in (1, None) and not self.activation_checkpointing:
-                self.refuse(name, f"it belongs to {self.called('activation_checkpointing')}")
+                self.refuse(name, f"it applies only with {self.called('activation_checkpointing')}")
         if self.replicas is not None and self.strategy not in _HYBRIDS:
             self.refuse(
                 "replicas", f"only {' and '.join(_HYBRIDS)} replicate, and {self.called('strategy')} is {self.strategy}"
@@ -181,23 +181,23 @@ class FSDPArguments(Settings):
         if self.strategy in _HYBRIDS and self.replicas is None and self.units == "none":
             self.refuse("units", f"{self.called('strategy')} {self.strategy} needs units, or {self.called('replicas')}")
         if self.reduce_error_feedback and self.reduce_bits is None:
-            self.refuse("reduce_error_feedback", f"without {self.called('reduce_bits')} gradients lose nothing")
+            self.refuse("reduce_error_feedback", f"without {self.called('reduce_bits')} there are no errors")
         self._check_front()
         if self.strategy == "no_shard":
             for name in ("reshard_after_forward", "forward_prefetch", "gather_dtype"):
                 if getattr(self, name):
-                    self.refuse(name, f"with {self.called('strategy')} no_shard parameters are never gathered")
+                    self.refuse(name, f"with {self.called('strategy')} no_shard, parameters are never gathered")
 
     def _check_front(self) -> None:
         if self.front != "fully_shard":
             return
         front = f"with {self.called('front')} fully_shard"
         if self.strategy == "no_shard":
-            self.refuse("strategy", f"{front} parameters are always split over ranks; the wrapper can leave them whole")
+            self.refuse("strategy", f"{front}, parameters are always sharded; the wrapper can leave them whole")
         if not self.use_orig_params:
-            self.refuse("use_orig_params", f"{front} each parameter is a DTensor; flat ones belong to the wrapper")
+            self.refuse("use_orig_params", f"{front}, each parameter is a DTensor; flat ones need the wrapper")
         if self.layout == "flat":
-            self.refuse("layout", f"{front} ranks split each parameter by rows")
+            self.refuse("layout", f"{front}, each parameter is split by rows")
 
     def _set_precision(self) -> None:
         """Set the dtypes that `bf16` and `fp16` stand for."""
@@ -223,46 +223,47 @@ class TrainingArguments(Settings):
     output: FilePath = setting(Path("train-out"), "folder for checkpoints, metrics and plots")
     steps: Count | None = setting(None, "stop after N optimizer steps")
     epochs: Count | None = setting(None, "stop after N passes over the data")
-    minutes: Positive | None = setting(None, "stop after this many minutes of training, by the clock of rank 0")
+    minutes: Positive | None = setting(None, "stop after this many minutes of training, by rank 0's clock")
 
     batch: Count = setting(8, "samples per rank and microbatch")
     accumulate: Count = setting(1, "microbatches per optimizer step")
     global_batch: Count | None = setting(
-        None, "samples per optimizer step over all ranks, in as many microbatches as needed; instead of accumulate"
+        None, "samples per optimizer step across all ranks, in as many microbatches as needed; replaces accumulate="
     )
     data_mode: DataMode = setting("sharded", "sharded: each rank reads its own samples; dispatch: rank 0 reads for all")
     shuffle: bool = setting(True, "shuffle the samples in each epoch")
-    workers: Whole = setting(0, "data loading processes per rank that reads")
+    workers: Whole = setting(0, "data-loading processes on each rank that reads data")
     drop_last: bool = setting(False, "drop the last samples of an epoch if they do not fill a step")
 
     optimizer: OptimizerName = setting(
-        "adamw", "a name of torch.optim, or module:function, which is called with the parameters and optimizer_options"
+        "adamw",
+        "name of an optimizer in torch.optim, or module:function, called with the parameters and optimizer_options",
     )
     lr: Positive = setting(1e-3, "peak learning rate")
     weight_decay: NotNegative = setting(0.01, "weight decay; norms and biases are excluded")
-    optimizer_options: Options = setting({}, "further arguments of the optimizer, such as betas=[0.9,0.95]")
-    optimizer_in_backward: bool = setting(False, "step each unit as soon as its gradients are reduced, and free them")
+    optimizer_options: Options = setting({}, "additional arguments of the optimizer, such as betas=[0.9,0.95]")
+    optimizer_in_backward: bool = setting(False, "step each unit as soon as its gradients are reduced, then free them")
     scheduler: SchedulerName = setting(
         "cosine",
-        "learning rate schedule: constant, linear, cosine, wsd, or module:function, which is called with "
-        "the optimizer and the number of steps",
+        "learning rate schedule: constant, linear, cosine, wsd, or module:function, called with the "
+        "optimizer and the number of steps",
     )
-    warmup: Annotated[NotNegative, Field(lt=1)] = setting(0.0, "fraction of the run over which the learning rate rises")
-    warmup_steps: Whole = setting(0, "steps over which the learning rate rises; instead of warmup")
+    warmup: Annotated[NotNegative, Field(lt=1)] = setting(0.0, "fraction of the run for warming up the learning rate")
+    warmup_steps: Whole = setting(0, "number of warmup steps; replaces warmup=")
     min_lr: NotNegative = setting(0.0, "learning rate at the end of the schedule")
     decay: Annotated[Positive, Field(le=1)] | None = setting(
         None,
-        "with scheduler wsd: fraction of the run after the warmup over which the learning rate falls, at "
-        "its end; none for 0.2",
+        "with scheduler=wsd: fraction of the run (without the warmup) at its end over which the learning rate "
+        "decays; none for 0.2",
     )
-    clip: Positive | None = setting(None, "maximum gradient norm, over all ranks")
-    fused_loss: bool = setting(False, "compute head and loss in chunks, so that the logits are never all in memory")
-    seed: Whole = setting(0, "seed of the weights, the order of samples, and dropout")
+    clip: Positive | None = setting(None, "maximum gradient norm, computed across all ranks")
+    fused_loss: bool = setting(False, "compute head and loss in chunks, so that the full logits are never in memory")
+    seed: Whole = setting(0, "seed for the weights, the order of samples, and dropout")
 
     eval_every: Count | None = setting(None, "evaluate every N steps")
     eval_at_end: bool = setting(True, "evaluate at the end if there is evaluation data")
     eval_batches: Count | None = setting(
-        None, "evaluate on the first N microbatches only, counted over all ranks; none for all"
+        None, "evaluate only the first N microbatches, counted across all ranks; none for all"
     )
 
     save_every: Count | None = setting(None, "save a checkpoint every N steps")
@@ -270,35 +271,37 @@ class TrainingArguments(Settings):
     save_async: bool = setting(True, "write checkpoints in the background")
     save_format: SaveFormat = setting("safetensors", "format of the weights in a checkpoint")
     save_frozen: bool = setting(
-        False, "with lora: save the frozen weights of the base model in each checkpoint, too, rather than its name"
+        False, "for adapters: save the frozen weights of the base model in each checkpoint, rather than only its name"
     )
-    save_on_each_node: bool = setting(False, "save to a local disk of each node rather than to a shared one")
+    save_on_each_node: bool = setting(False, "save to a local disk on each node rather than to a shared one")
     keep_last: Count = setting(2, "keep the last N checkpoints")
     keep_best: Whole = setting(0, "also keep the best N checkpoints")
-    best_by: Text = setting("eval_loss", "metric that decides which checkpoints are best")
-    best_mode: Extremum = setting("min", "whether a smaller or a larger value of that metric is better")
+    best_by: Text = setting("eval_loss", "metric that determines which checkpoints are best")
+    best_mode: Extremum = setting("min", "whether lower (min) or higher (max) values of that metric are better")
     resume: Resume | None = setting(
-        None, "latest, best or a path: checkpoint to resume from, or Hugging Face folder whose weights to start with"
+        None, "checkpoint to resume from: latest, best or a path; or a Hugging Face folder of weights to start from"
     )
 
     log_every: Count = setting(1, "log metrics every N steps")
     progress: bool = setting(True, "show a progress bar")
     callbacks: Named = setting(
         (),
-        "callbacks of the run: tensorboard, wandb, early_stop, loss_plot or module:function, with options "
-        "as in wandb:project=mine,mode=offline; in a file also as tables with a name",
+        "callbacks of the run: 'tensorboard', 'wandb', 'early_stop', 'loss_plot' or 'module:function', with "
+        "options as in wandb:project=mine,mode=offline; in a file, also as tables with a name",
     )
-    early_stop: Count | None = setting(None, "stop when best_by has not improved in N evaluations in a row")
-    profile: Steps | None = setting(None, "record a trace of these steps, such as 10..12, into the output folder")
+    early_stop: Count | None = setting(None, "stop when best_by has not improved for N evaluations in a row")
+    profile: Steps | None = setting(
+        None, "record a profiler trace of these steps, such as 10..12, in the output folder"
+    )
     peak_tflops: Positive | None = setting(
         None,
-        "peak TFLOPS of a device, for the utilization in the metrics; none for the figure in its data sheet",
+        "peak TFLOPS of a device, for the utilization in the metrics; none for the value in its data sheet",
     )
-    plot: bool = setting(False, "plot the losses to a picture in the output folder")
-    device: Text = setting("auto", "cpu, cuda or another accelerator; auto picks an accelerator if there is one")
-    ranks: Count | None = setting(None, "processes to start; none for one per accelerator, or 2 on a CPU")
+    plot: bool = setting(False, "plot the loss to an image in the output folder")
+    device: Text = setting("auto", "cpu, cuda or another accelerator; auto uses an accelerator if there is one")
+    ranks: Count | None = setting(None, "processes to start; none for one per accelerator, or 2 on CPU")
     detect_nonfinite: bool = setting(
-        False, "stop at the first NaN or inf and report where it occurred; slow, since every value is checked"
+        False, "stop at the first NaN or inf and report where it occurred; slow, because every value is checked"
     )
 
     @property
@@ -308,25 +311,25 @@ class TrainingArguments(Settings):
 
     def __post_init__(self) -> None:
         if self.global_batch is not None and self.accumulate != 1:
-            self.refuse("accumulate", f"{self.called('global_batch')} {self.global_batch} decides how many are needed")
+            self.refuse("accumulate", f"{self.called('global_batch')} {self.global_batch} determines their number")
         if self.clip is not None and self.optimizer_in_backward:
             self.refuse(
-                "clip", f"with {self.called('optimizer_in_backward')} gradients are gone before their norm is known"
+                "clip", f"with {self.called('optimizer_in_backward')}, gradients are freed before their norm is known"
             )
         if self.keep_best and self.best_by.startswith("eval") and self.eval_every is None:
             self.refuse(
-                "keep_best", f"{self.best_by} is known of evaluated checkpoints only: set {self.called('eval_every')}"
+                "keep_best", f"{self.best_by} is known only for evaluated checkpoints: set {self.called('eval_every')}"
             )
         if self.early_stop is not None and self.eval_every is None:
-            self.refuse("early_stop", f"nothing is evaluated meanwhile: set {self.called('eval_every')}")
+            self.refuse("early_stop", f"nothing is evaluated during the run: set {self.called('eval_every')}")
         if self.eval_batches is not None and self.eval_every is None and not self.eval_at_end:
             self.refuse(
                 "eval_batches", f"nothing is evaluated: set {self.called('eval_every')} or {self.called('eval_at_end')}"
             )
         for name in ("lr", "weight_decay", "params"):
             if name in self.optimizer_options:
-                other = "the model's" if name == "params" else f"set by {self.called(name)}"
-                self.refuse("optimizer_options", f"{name!r} is {other}")
+                other = "are the model's parameters" if name == "params" else f"is set by {self.called(name)}"
+                self.refuse("optimizer_options", f"{name!r} {other}")
         if not (isinstance(self.scheduler, str) and self.scheduler in SCHEDULERS):
             for name in ("warmup", "warmup_steps", "min_lr"):
                 if getattr(self, name):
@@ -335,9 +338,9 @@ class TrainingArguments(Settings):
             self.refuse("warmup_steps", f"{self.called('warmup')} is {self.warmup}")
         for name, useless in (("decay", self.scheduler != "wsd"), ("min_lr", self.scheduler == "constant")):
             if useless and getattr(self, name):
-                self.refuse(name, f"{self.called('scheduler')} {self.scheduler!r} makes no use of it")
+                self.refuse(name, f"{self.called('scheduler')} {self.scheduler!r} does not use it")
         if self.min_lr > self.lr:
-            self.refuse("min_lr", f"{self.called('lr')}, the highest, is {self.lr}")
+            self.refuse("min_lr", f"the peak learning rate, {self.called('lr')}, is {self.lr}")
 
 
 @dataclass(frozen=True)
@@ -361,17 +364,18 @@ class Task(Settings):
     )
     eval_data: Data | None = setting(None, "the evaluation dataset, or a function that returns it")
     objective: Annotated[Any, PlainValidator(Name(thing="an objective or a function"))] | None = setting(
-        None, "the objective to minimize; none for the loss that the model computes itself"
+        None, "the objective to minimize; none for the loss that the model itself computes"
     )
     collate: Annotated[Any, PlainValidator(Name(thing="a function", is_thing=callable))] | None = setting(
-        None, "makes a microbatch from a list of samples; none for torch's default"
+        None, "function that makes a microbatch from a list of samples; none for torch's default"
     )
     tokenizer: Annotated[Any, PlainValidator(Name(thing="a tokenizer, a processor or a function"))] | None = setting(
-        None, "tokenizer or processor, saved with the model"
+        None, "tokenizer or processor; it is saved with the model"
     )
     metrics: Annotated[Any, PlainValidator(Name(thing="a function", is_thing=callable))] | None = setting(
         None,
-        "further evaluation metrics: a function from logits and a batch to sums over the tokens that count, by name",
+        "additional evaluation metrics: a function of logits and a batch that returns, by name, sums over the counted "
+        "tokens",
     )
     options: Options = setting({}, "arguments for these functions, by name")
 
@@ -383,10 +387,10 @@ def check_run(training: TrainingArguments, task: Task, fsdp: FSDPArguments) -> N
         ConfigValueError: evaluations without data for them; steps in the backward of losses that are scaled.
     """
     if training.optimizer_in_backward and fsdp.scales_losses:
-        training.refuse("optimizer_in_backward", "fp16 needs its losses scaled, and gradients looked at before a step")
+        training.refuse("optimizer_in_backward", "with fp16, gradients must be checked before each step")
     if task.eval_data is None:
         for name in ("eval_every", "eval_batches"):
             if getattr(training, name) is not None:
-                training.refuse(name, "there is nothing to evaluate on: the task has no eval_data")
+                training.refuse(name, "there is nothing to evaluate on: eval_data is not set")
     if training.fused_loss and task.metrics is not None:
-        training.refuse("fused_loss", "metrics are computed of logits, which are never whole then")
+        training.refuse("fused_loss", "metrics= needs the full logits, which are then never in memory")

@@ -105,7 +105,7 @@ def keep_earlier(trainer: Run, name: str) -> None:
         folders = (trainer.output / ASIDE.format(number) for number in count(1))
         trainer.aside = next(each for each in folders if not each.exists())
         trainer.aside.mkdir()
-        print_line(f"{trainer.output} has files of an earlier run, which are in {trainer.aside} now")
+        print_line(f"files of an earlier run in {trainer.output} have been moved to {trainer.aside}")
     if trainer.begins and trainer.aside is not None:
         path.rename(trainer.aside / name)
     elif trainer.aside is not None:  # a branch continues it
@@ -136,7 +136,9 @@ class EarlyStop(Callback):
 
     def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         if self._by not in metrics:
-            raise ConfigValueError(f"EarlyStop: no metric {self._by!r} in an evaluation; there are {sorted(metrics)}")
+            raise ConfigValueError(
+                f"EarlyStop: evaluations have {', '.join(sorted(metrics))}, but no metric {self._by!r}"
+            )
         value = self._sign * metrics[self._by]
         if value < self._best - self._least:
             self._best, self._since = value, 0
@@ -292,7 +294,9 @@ class LossPlot(Callback):
                 trainer.written["plot"] = trainer.output / PICTURE
             except ImportError:
                 install = "pip install '.[train]' in a clone of flatfsdp"
-                logging.getLogger("flatfsdp").warning(f"no plot of the loss, which needs matplotlib: {install}")
+                logging.getLogger("flatfsdp").warning(
+                    f"the loss is not plotted: matplotlib is not installed ({install})"
+                )
 
 
 def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -312,7 +316,7 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.plot(numbers, losses, color="tab:blue", alpha=0.25, linewidth=1)
         axes.plot(numbers, smoothed(losses), color="tab:blue", label="training")
     if evaluations:
-        label = f"evaluation, {evaluations[-1][1]:.3f} at the end"
+        label = f"evaluation (last: {evaluations[-1][1]:.3f})"
         axes.plot(*zip(*evaluations, strict=True), "o-", color="tab:orange", label=label)
     axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
     if steps or evaluations:
@@ -450,7 +454,7 @@ class Summary(Callback):
         training, planned = trainer.training, trainer.planned_steps()
         limits = [] if planned is None else [f"step {planned:,}"]
         limits += [] if training.minutes is None else [f"{training.minutes:g} minutes of training"]
-        return f"until {' or '.join(limits) or 'the data end'}, into {trainer.output}"
+        return f"training until {' or '.join(limits) or 'the data end'}; output folder: {trainer.output}"
 
     @staticmethod
     def facts(trainer: Run, result: TrainingResult) -> dict[str, str]:
@@ -460,7 +464,7 @@ class Summary(Callback):
             f"{kind} {sizes_in_words(size)} in {calls} call{'' if calls == 1 else 's'}"
             for kind, (calls, size) in sorted(result.communication.items())
         )
-        held = f", {sizes_in_words(result.footprint.parameters)} of them per rank" if result.taken else ""
+        held = f", {sizes_in_words(result.footprint.parameters)} per rank" if result.taken else ""
         facts = {
             "ranks": f"{world.size} on {world.device.type}, {trainer.fsdp.strategy}"
             + (f", computing in {str(dtype).removeprefix('torch.')}" if isinstance(dtype, torch.dtype) else ""),
@@ -469,7 +473,7 @@ class Summary(Callback):
         }
         if result.taken:  # measured in a step
             facts |= {"per rank": f"{result.footprint}", "per step": sent or "no communication"}
-        facts |= {"steps": f"{result.steps:,} of {result.tokens:,} tokens", "stopped because": result.ended_by}
+        facts |= {"steps": f"{result.steps:,} ({result.tokens:,} tokens)", "stopped because": result.ended_by}
         steps = f"{result.taken:,} step{'' if result.taken == 1 else 's'}"
         facts["speed"] = f"{steps} at {result.tokens_per_second:,.0f} tokens/s" if result.taken else "no step was taken"
         if result.losses:

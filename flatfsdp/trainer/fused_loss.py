@@ -55,7 +55,7 @@ def fused(objective: Objective, model: nn.Module, *, example: Any = None, rows: 
         batch = _two_tokens(model) if example is None else example
         head = find_head(model, lambda: logits_of(call(model, batch)))
     except NoHeadError as reason:
-        warn_for_all(f"fused_loss: without effect, logits will be whole in memory: {reason}")
+        warn_for_all(f"fused_loss has no effect, and the full logits will be in memory: {reason}")
         return objective
     return _FusedCausalLM(objective, ref(head), rows)
 
@@ -138,7 +138,7 @@ def find_head(model: nn.Module, logits: Callable[[], Tensor]) -> nn.Linear:
     for module, name in names.items():
         if module is not head and is_recomputed(module) and head in set(module.modules()):
             raise NoHeadError(
-                f"{names[head]!r} is inside {name!r}, which is computed again in the backward, then as it is"
+                f"{names[head]!r} is inside {name!r}, which is recomputed in the backward pass, without the fused loss"
             )
     return head
 
@@ -163,7 +163,7 @@ def _tried(logits: Callable[[], Tensor]) -> Tensor:
         raise
     except Exception as error:
         raise NoHeadError(
-            f"a forward to try failed (another example= may help): {type(error).__name__}: {error}"
+            f"a trial forward failed (another example= may help): {type(error).__name__}: {error}"
         ) from error
 
 

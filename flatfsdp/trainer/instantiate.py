@@ -42,7 +42,7 @@ def _checked(model: Any, task: Task) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     accepted = "a torch.nn.Module, or a function that makes one"
-    raise ConfigValueError(f"model: {task.model} came to a {type(model).__name__}. Accepted: {accepted}")
+    raise ConfigValueError(f"model: {task.model} gives a {type(model).__name__}. Accepted: {accepted}")
 
 
 def collate_for(task: Task) -> Any:
@@ -65,7 +65,7 @@ def check_options(task: Task) -> None:
         _ = model.folder  # found, or downloaded, before anything is started
     elif "model" not in functions:
         _checked(model, task)
-    check_all_taken(task.options, functions, argument="options")
+    check_all_taken(task.options, {f"{name}=": each for name, each in functions.items()}, argument="options")
 
 
 def named(task: Task, name: str) -> Any:

@@ -102,7 +102,7 @@ class Placement:
             given = int(os.environ["WORLD_SIZE"])
             if ranks not in (None, given):
                 raise ConfigValueError(
-                    f"ranks: the launcher started {given} ranks, not {ranks}; leave ranks out under a launcher"
+                    f"ranks: the launcher started {given} ranks, not {ranks}; leave out ranks= under a launcher"
                 )
             ranks, here = given, int(os.environ.get("LOCAL_WORLD_SIZE", given))
         else:

@@ -105,7 +105,7 @@ class Loop:
     def _ended_by(self) -> str:
         training, step = self._trainer.training, self._trainer.progress.step
         if self.stopped_by:
-            return f"{in_words(self.stopped_by)} asked for it"
+            return f"{in_words(self.stopped_by)} requested a stop"
         if self._planned is not None and step >= self._planned:
             return "all planned steps completed"
         if self._trainer.time_over >= 1:

@@ -32,14 +32,14 @@ _WORDS = {
     "unsharded": "parameters, gathered",
     "post_forward_shard": "parameters, kept by neighbors",
     "host copy": "parameters, kept on the host",
-    "arrived": "gradients, as they came",
-    "slots": "gradients, to be reduced",
-    "partial": "gradients, to be all-reduced",
+    "arrived": "gradients, from autograd",
+    "slots": "gradients, to reduce",
+    "partial": "gradients, to all-reduce",
     "reduced": "gradients, reduced (shards)",
-    "exchange": "scratch of reductions",
-    "staging": "small units, joined",
-    "quantized": "quantized, on their way",
-    "residual": "gradients, lost in few bits",
+    "exchange": "reduction scratch",
+    "staging": "small units, coalesced",
+    "quantized": "quantized, in transit",
+    "residual": "gradients, rounding errors",
 }
 _KINDS = {
     "all_gather": "all-gather, parameters",
@@ -81,7 +81,7 @@ class MemoryEstimate:
 
     def _title(self) -> str:
         where = "accelerators, NCCL" if self.accelerator else "CPUs, gloo"
-        steps = f", {self.microbatches} microbatches a step" if self.microbatches > 1 else ""
+        steps = f", {self.microbatches} microbatches per step" if self.microbatches > 1 else ""
         return f"{self.ranks:,} rank{'s' * (self.ranks > 1)} ({where}), {self.optimizer}{steps}"
 
     def _memory(self) -> list[str]:
@@ -97,23 +97,23 @@ class MemoryEstimate:
                 between = size_in_words(held.get(kind, 0))
                 rows.append((_WORDS.get(kind, kind), between, size_in_words(count)))
         rows += [(name, size_in_words(count), size_in_words(count)) for name, count in always if count]
-        rows.append(("total, besides activations", size_in_words(plan.between_steps), size_in_words(plan.peak)))
+        rows.append(("total, without activations", size_in_words(plan.between_steps), size_in_words(plan.peak)))
         if self.cpu_offload and self.accelerator:
             host = sum(count for kind, count in at_peak.items() if kind in _ON_HOST)
-            rows.append(("of it on the host", size_in_words(plan.params + state), size_in_words(host + state)))
+            rows.append(("of which on the host", size_in_words(plan.params + state), size_in_words(host + state)))
         return _aligned(rows, right=(1, 2))
 
     def _traffic(self) -> list[str]:
         traffic = self.plan.comm.items()
         rows = [(_KINDS.get(kind, kind), f"{calls:,}", size_in_words(size)) for kind, (calls, size) in traffic]
         rows = rows or [("nothing", "", "")]
-        return _aligned([("sent in a step", "calls", "of"), *rows], right=(1, 2))
+        return _aligned([("sent per step", "calls", "bytes"), *rows], right=(1, 2))
 
     def _left_out(self) -> Iterator[str]:
-        yield "Not in it: activations; temporary memory of the optimizer's step; torch, the backend and fragmentation."
+        yield "Not included: activations; temporary memory of the optimizer step; torch, the backend and fragmentation."
         if self.optimizer_unknown:
-            yield f"Nor the optimizer's state: {self.optimizer_unknown}"
-        yield "Units are taken to run once each, in the order in which the model declares them."
+            yield f"Not included, either: the optimizer's state: {self.optimizer_unknown}"
+        yield "Each unit is assumed to run once, in the order in which the model declares them."
 
 
 def forecast(
@@ -136,7 +136,7 @@ def forecast(
         UsageError: this process is a rank of a job already.
     """
     if ranks < 1:
-        raise ConfigValueError(f"forecast: expected ranks of at least 1, found {ranks}")
+        raise ConfigValueError(f"forecast: ranks: got {ranks}. Accepted: a whole number from 1")
     with torch.device("meta"):
         model = make_model()
     accelerator = training.device != "cpu" and (training.device != "auto" or torch.accelerator.is_available())

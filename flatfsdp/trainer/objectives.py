@@ -146,14 +146,14 @@ class FromOutput:
         mean = _found(output, "loss")
         if mean is None or mean.dim():
             raise UsageError(
-                f"FromOutput: expected a loss without dimensions from {type(model).__name__} and found "
-                f"{type(output).__name__}. Does the batch hold labels? Else choose CausalLM or Classification, or "
+                f"FromOutput: expected a scalar loss from {type(model).__name__} and found "
+                f"{type(output).__name__}. Does the batch have labels? Otherwise choose CausalLM or Classification, or "
                 "write an objective with weight(batch) and loss(model, batch)"
             )
         if not weight:
             raise UsageError(
-                f"FromOutput: the batch holds nothing to average over, so the mean of {type(model).__name__} is not a "
-                "number. Leave such batches out, or choose CausalLM or Classification, which sum"
+                f"FromOutput: the batch has nothing to average over, so the mean loss of {type(model).__name__} is "
+                "undefined. Drop such batches, or choose CausalLM or Classification, which sum"
             )
         return mean.float() * weight
 
@@ -166,8 +166,8 @@ def check_fit(logits: Tensor, targets: Tensor, model: nn.Module) -> None:
     if logits.shape[:-1] != targets.shape:
         raise UsageError(
             f"CausalLM: expected logits for each of the targets {tuple(targets.shape)} and found "
-            f"{tuple(logits.shape)} of {type(model).__name__}. Give targets as the model gives logits: a mapping's "
-            '"labels" are shifted by one, those of a pair (tokens, targets) are not'
+            f'{tuple(logits.shape)} of {type(model).__name__}. Targets must match the logits: the "labels" of a '
+            "mapping are shifted by one, the targets of a pair (tokens, targets) are not"
         )
 
 
@@ -228,7 +228,7 @@ def _found(output: Any, name: str) -> Tensor | None:
 def _pair(batch: Any, objective: str) -> tuple[Any, Tensor]:
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], torch.Tensor)):
         raise UsageError(
-            f"{objective}: expected a mapping or a pair (inputs, targets), and found {type(batch).__name__}. Let "
-            "collate= make one of them"
+            f"{objective}: expected a mapping or a pair (inputs, targets), and found {type(batch).__name__}. Convert "
+            "it with collate="
         )
     return batch[0], batch[1]

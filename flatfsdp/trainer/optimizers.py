@@ -44,7 +44,9 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
         if takes(factory, name):
             options[name] = getattr(arguments, name)
         elif getattr(arguments, name) != getattr(TrainingArguments(), name):
-            raise ConfigValueError(f"{name}: got {getattr(arguments, name)!r}, but {shown(factory)} has no {name}")
+            raise ConfigValueError(
+                f"{name}: got {getattr(arguments, name)!r}, but {shown(factory)} takes no argument {name!r}"
+            )
     parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ConfigValueError("optimizer: no parameter of the model is trainable; each has requires_grad=False")
@@ -53,10 +55,10 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
     try:
         optimizer = factory(parameters, **options)
     except (TypeError, ValueError) as error:  # for the value of an option
-        raise ConfigValueError(f"optimizer_options: {shown(factory)} refuses {options}: {error}") from error
+        raise ConfigValueError(f"optimizer_options: {shown(factory)} rejects {options}: {error}") from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigTypeError(
-            f"optimizer: {shown(factory)} made {shown(optimizer)}. Accepted: a torch.optim.Optimizer."
+            f"optimizer: {shown(factory)} returned {shown(optimizer)}. Accepted: a torch.optim.Optimizer."
         )
     if type(optimizer) in OPTIMIZERS.values():
         flatfsdp.fuse_optimizer_steps(optimizer)
@@ -91,8 +93,8 @@ def warn_of_other_rates(scheduler: LRScheduler, *, leads: bool) -> Iterator[None
     kept = _base_rates(scheduler)
     if leads and kept != given and not isinstance(scheduler, WarmupDecayLR):
         warn(
-            f"lr: the learning rates {few(kept)} of the run that is resumed are kept, and {few(given)} of this one are "
-            f"not: {shown(type(scheduler))} has them in its state. To go on with others leave base_lrs out of its "
+            f"lr: the learning rates {few(kept)} of the resumed run are kept, not {few(given)} of this one: "
+            f"{shown(type(scheduler))} has them in its state. To change them, leave base_lrs out of its "
             f"state_dict(), set them in on_begin of a callback, or choose one of {', '.join(SCHEDULERS)}"
         )
 
@@ -226,10 +228,12 @@ def make_scheduler(optimizer: Optimizer, arguments: TrainingArguments, steps: in
         )
     if steps is None:
         raise ConfigValueError(
-            f"scheduler: {shown(found)} is to be called with the number of steps, and this run has none: it is limited "
-            f"by the clock. Set steps or epochs, or one of {', '.join(SCHEDULERS)}."
+            f"scheduler: {shown(found)} needs the number of steps, but this run is limited only by the clock. "
+            f"Set steps= or epochs=, or choose one of {', '.join(SCHEDULERS)}."
         )
     scheduler = found(optimizer, steps)
     if not isinstance(scheduler, LRScheduler):
-        raise ConfigTypeError(f"scheduler: {shown(found)} made {shown(scheduler)}. Accepted: an LRScheduler of torch.")
+        raise ConfigTypeError(
+            f"scheduler: {shown(found)} returned {shown(scheduler)}. Accepted: an LRScheduler of torch."
+        )
     return scheduler

@@ -66,13 +66,13 @@ class TrainerRanks:
             self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
                 raise ConfigValueError(
-                    f"process_group: rank {dist.get_rank()} is not in the group. Make this on ranks of the group only"
+                    f"process_group: rank {dist.get_rank()} is not in the group. Create this only on ranks of the group"
                 )
             if self.world > 1:
                 self.host = _for_host(group if group is not None else dist.group.WORLD)
         elif group is not None:
             raise ConfigValueError(
-                "process_group: got a group, but torch.distributed is not initialized (or no more). Call "
+                "process_group: got a group, but torch.distributed is not (or no longer) initialized. Call "
                 "init_process_group() first, or leave the group out"
             )
 

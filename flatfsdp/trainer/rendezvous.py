@@ -61,7 +61,7 @@ def _request(store: dist.Store, rank: int) -> str:
         if answered == number:
             return name
         time.sleep(_PAUSE)
-    raise UsageError(f"rank 0 has not started within {PATIENCE.total_seconds() / 60:g} minutes; see what it printed")
+    raise UsageError(f"rank 0 has not started within {PATIENCE.total_seconds() / 60:g} minutes; check its output")
 
 
 def _answer(store: dist.Store, world: int, name: str, over: threading.Event) -> None:

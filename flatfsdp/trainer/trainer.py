@@ -48,7 +48,7 @@ from flatfsdp.trainer.terminal import print_line
 from flatfsdp.trainer.utilization import flops_per_token
 from flatfsdp.trainer.watching.named import callbacks_of
 
-_NO_END = "a dataset of unknown length does not show how much of the run is over: set steps or minutes"
+_NO_END = "the dataset has no known length, so the end of the run is unknown: set steps= or minutes="
 
 
 class Trainer(Run):
@@ -205,9 +205,9 @@ class Trainer(Run):
         if not self.world.leads or self.training.resume is None:
             return
         if self.checkpoint is None:
-            print_line(f"resume: no checkpoint in {self.output} yet, a new run begins")
+            print_line(f"nothing to resume: {self.output} has no checkpoint yet, so a new run begins")
         else:
-            print_line(f"resume: from {self.shown(self.checkpoint)}, after step {self.progress.step:,}")
+            print_line(f"resuming from {self.shown(self.checkpoint)}, after step {self.progress.step:,}")
 
     def measure(self) -> int:
         """Run forwards and backwards for the next step's samples, which consumes them, and drop the gradients.
@@ -217,7 +217,7 @@ class Trainer(Run):
         """
         step = self.loader.next_step()
         if step is None:
-            raise ConfigValueError("train_data: there is no sample to measure a step of")
+            raise ConfigValueError("train_data: there is no sample to measure a step with")
         with activations_counted() as activations:
             add_gradients(self.model, step, self.objective, world=self.world, scale=self.scaler.scale)
         self.optimizer.zero_grad(set_to_none=True)
@@ -252,12 +252,12 @@ class Trainer(Run):
         training, planned = self.training, self.planned_steps()
         if planned == 0 and self.progress.step == 0:
             raise ConfigValueError(
-                f"drop_last: the data do not fill one step of {self.loader.global_batch} samples, so that there is "
-                "nothing to train on"
+                f"drop_last: the data do not fill one step of {self.loader.global_batch} samples, so there is nothing "
+                "to train on"
             )
         if planned is None and training.minutes is None and isinstance(self.scheduler, WarmupDecayLR):
             if training.warmup:
-                training.refuse("warmup", f"{_NO_END}; else the learning rate would stay at its first value")
+                training.refuse("warmup", f"{_NO_END}; otherwise the learning rate would stay at its initial value")
             if training.scheduler != "constant":
                 training.refuse("scheduler", f"{_NO_END}, or scheduler='constant'")
 

@@ -90,5 +90,3 @@ class AdaptedModel(nn.Module):
         base = self.get_base_model().name_or_path
         config = {**vars(self.peft_config["default"]), "base_model_name_or_path": base, "inference_mode": True}
         (folder / "adapter_config.json").write_text(json.dumps(config))
-
-

@@ -51,25 +51,41 @@ def arguments() -> argparse.Namespace:
     )
     models, engines = ", ".join(MODELS), ", ".join(ENGINES)
     add = parser.add_argument
-    add("--models", type=names(MODELS), metavar="A,B", help=f"of {models} (default: all)")
-    add("--engines", type=names(ENGINES), metavar="A,B", default=list(ENGINES), help=f"of {engines} (default: all)")
-    add("--rounds", type=int, help="how often engines take turns (default: 3; 1 with --quick)")
-    add("--minutes", type=float, help="begin no round that would end after so many (default: no limit)")
+    add("--models", type=names(MODELS), metavar="A,B", help=f"models to measure, of {models} (default: all)")
+    add(
+        "--engines", type=names(ENGINES), metavar="A,B", default=list(ENGINES),
+        help=f"engines to measure, of {engines} (default: all)",
+    )  # fmt: skip
+    add("--rounds", type=int, help="number of rounds over all engines (default: 3; 1 with --quick)")
+    add("--minutes", type=float, help="start no round that would end after this many (default: no limit)")
     add("--steps", type=int, help="timed steps per round (default: by model; 2 with --quick)")
-    add("--quick", action="store_true", help=f"for a look: {', '.join(QUICK)}, one round, few steps")
-    add("--sweep", action="store_true", help="instead, MLP stacks of 1 to 64 units, and of 1 to 8 times the size")
-    add("--shared-memory", choices=tuple(shared_memory.PARTS), help="instead, one part of the table of shared memory")
-    add("--profile", action="store_true", help="instead, whose code a step's CPU time goes to (takes py-spy)")
+    add("--quick", action="store_true", help=f"a quick look: {', '.join(QUICK)}, one round, few steps")
+    add(
+        "--sweep",
+        action="store_true",
+        help="instead, measure MLP stacks of 1 to 64 units, and of 1 to 8 times the size",
+    )
+    add(
+        "--shared-memory",
+        choices=tuple(shared_memory.PARTS),
+        help="instead, measure one part of the table of shared memory",
+    )
+    add("--profile", action="store_true", help="instead, measure whose code takes a step's CPU time (needs py-spy)")
     add(
         "--instructions",
         action="store_true",
-        help="instead, a unit's host time in machine instructions (takes valgrind)",
+        help="instead, count the machine instructions of a unit on the host (needs valgrind)",
     )
-    add("--exchange", action="store_true", help="instead, a unit's exchanges as one flat tensor, and as a list")
+    add("--exchange", action="store_true", help="instead, measure a unit's exchanges as one flat tensor, and as a list")
     add(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL over all GPUs, and a fake group of 8 ranks"
     )
-    add("--out", type=Path, metavar="FOLDER", help=f"where to write (default: {RESULTS.name}; {SKETCH} with --quick)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help=f"folder to write to (default: {RESULTS.name}; {SKETCH} with --quick)",
+    )
     given = parser.parse_args()
     given.models = given.models or (list(QUICK) if given.quick else list(MODELS))
     if TRUTH not in given.engines:
@@ -87,7 +103,7 @@ def main() -> int:
         print("tools/bench: this machine has no GPU that torch can use", file=sys.stderr)
         return 2
     if given.profile and not profile.is_possible():
-        print("tools/bench: profiles are taken by py-spy, which is not there: pip install py-spy", file=sys.stderr)
+        print("tools/bench: --profile needs py-spy, which is not installed: pip install py-spy", file=sys.stderr)
         return 2
     if given.instructions and (missing := instructions.why_not()):
         print(f"tools/bench: {missing}", file=sys.stderr)
@@ -96,7 +112,7 @@ def main() -> int:
     if given.shared_memory == "memory":
         memory.return_at_once()
     if given.device == "cpu" and draws and not memory.preload():
-        print("no C compiler (cc): the table has no bytes of live tensors", file=sys.stderr)
+        print("there is no C compiler (cc), so the table has no bytes of live tensors", file=sys.stderr)
     command = f"tools/bench {shlex.join(sys.argv[1:])}".strip()
     results: dict[str, Any] = {"machine": {**describe(given.device), "command": command}}
     if given.shared_memory:

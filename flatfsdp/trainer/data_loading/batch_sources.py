@@ -145,12 +145,13 @@ def _raise_failures(ranks: TrainerRanks, local: LocalFailure | None, failure: Da
 
 def _difference(found: Sequence[int]) -> str:
     each = "; ".join(
-        f"{ranks_in_words(ranks)}: {'no sample more' if position == END else f'{position} samples so far'}"
+        f"{ranks_in_words(ranks)}: {'no more samples' if position == END else f'{position} samples so far'}"
         for position, ranks in ranks_by_value(dict(enumerate(found))).items()
     )
     return (
-        f"ranks read different data ({each}). In sharded mode the dataset has to give every rank the same samples, of "
-        'which each rank takes its own; give it the whole stream, or read it on rank 0 with mode="dispatch"'
+        f"ranks read different data ({each}). In sharded mode, the dataset must give every rank the same samples, of "
+        'which each rank takes its own. Give every rank the whole stream, or let rank 0 read it: data_mode="dispatch", '
+        'of a Loader mode="dispatch"'
     )
 
 

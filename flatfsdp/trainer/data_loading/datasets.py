@@ -41,8 +41,8 @@ class TokenWindows:
             )
         if context < 2 or tokens.numel() < context:
             raise ConfigValueError(
-                f"context: got {context}. Accepted: from 2, to predict one token from another, up to the "
-                f"{tokens.numel()} tokens that there are."
+                f"context: got {context}. Accepted: from 2 (one token predicts another) to {tokens.numel()}, "
+                "the number of tokens."
             )
         self.tokens = tokens
         self.context = context
@@ -125,14 +125,14 @@ class PadCollate:
         for sample in samples:
             if sample.keys() != first.keys():
                 raise ConfigValueError(
-                    f"PadCollate: a sample has {', '.join(map(str, sample))}, the first one "
+                    f"PadCollate: a sample has {', '.join(map(str, sample))}, but the first one has "
                     f"{', '.join(map(str, first))}; all need the same"
                 )
         fills = {"input_ids": self.pad, "labels": self.label_pad, "attention_mask": 0, "token_type_ids": 0}
         names = [name for name in first if name in fills and not isinstance(first[name], int)]
         padded = {name: [_row(name, sample[name]) for sample in samples] for name in names}
         if not padded:
-            raise ConfigValueError(f"PadCollate: a sample has {', '.join(map(str, first))}, and no 'input_ids' to pad")
+            raise ConfigValueError(f"PadCollate: a sample has {', '.join(map(str, first))}, but no 'input_ids' to pad")
         lengths = [row.numel() for row in next(iter(padded.values()))]
         for name, rows in padded.items():
             if [row.numel() for row in rows] != lengths:

@@ -221,36 +221,36 @@ class Loader(AbstractContextManager["Loader"]):
         missing = sorted(self.state_dict().keys() - state.keys())
         if missing:
             raise CheckpointError(
-                f"data position: the state of the loader lacks {', '.join(map(repr, missing))}; give a result "
-                "of state_dict() of a Loader, or resume without its data position"
+                f"data position: the state of the loader lacks {', '.join(map(repr, missing))}; pass the "
+                "state_dict() of a Loader, or resume without the data position"
             )
         length = _length(self._extent)
         if state["length"] != length:
             raise CheckpointError(
-                f"data position: it was saved over {_in_words(state['length'])}, and this loader is over "
-                f"{_in_words(length)}; a position means nothing in other data: give the dataset of the run that is "
-                "resumed, or resume without its data position"
+                f"data position: it was saved for {_in_words(state['length'])}, but this loader has "
+                f"{_in_words(length)}. A position means nothing in other data: pass the dataset of the resumed run, "
+                "or resume without the data position"
             )
         for name, given in (("shuffle", self._shuffle), ("seed", self._seed)):
             if state[name] != given:
                 self._ranks.warn(
-                    f"data position: {name}={state[name]!r} of the run that is resumed is kept; with {name}={given!r} "
-                    "some samples would be seen twice, and others not at all"
+                    f"data position: {name}={state[name]!r} of the resumed run is kept; with {name}={given!r}, some "
+                    "samples would be seen twice, and others not at all"
                 )
         self.close()
         self._shuffle, self._seed = state["shuffle"], state["seed"]
         if self._plan.global_batch is None:
             if self.global_batch != state["global_batch"]:
                 self._ranks.warn(
-                    f"data position: a step of the run that is resumed has {state['global_batch']} samples, and keeps "
-                    f"them; batch, accumulate and ranks as they are now would make {self.global_batch}: set "
-                    f"global_batch={self.global_batch} to go on with as many"
+                    f"data position: a step keeps the {state['global_batch']} samples of the resumed run; batch=, "
+                    f"accumulate= and ranks= as they are now would make {self.global_batch}: set "
+                    f"global_batch={self.global_batch} to use as many"
                 )
             self.global_batch = state["global_batch"]
         elif self._plan.global_batch != state["global_batch"]:
             self._ranks.warn(
-                f"data position: the run that is resumed took {state['global_batch']} samples a step; from here on it "
-                f"is global_batch={self._plan.global_batch}, as asked for"
+                f"data position: the resumed run took {state['global_batch']} samples per step; from now on, it is "
+                f"global_batch={self._plan.global_batch}, as requested"
             )
         self._place = DataPosition(**{name: state[name] for name in asdict(DataPosition())})
         self._is_over = False
@@ -304,18 +304,18 @@ class Loader(AbstractContextManager["Loader"]):
     def _warn_of_what_has_no_effect(self) -> None:
         if self._extent.is_stream and self._plan.shuffle and not hasattr(self._dataset, "set_epoch"):
             self._ranks.warn(
-                "Loader: shuffle=True has no effect on an iterable dataset, whose order is its own. Give it a method "
-                "set_epoch(epoch) that makes it begin each epoch in another order, or set shuffle=False"
+                "Loader: shuffle=True has no effect on an iterable dataset, which has its own order. Give it a method "
+                "set_epoch(epoch) that changes the order of each epoch, or set shuffle=False"
             )
         if self._extent.is_stream and self._plan.workers > 1:
             self._ranks.warn(
-                f"Loader: workers={self._plan.workers} are one worker for an iterable dataset: its order is read by one"
+                f"Loader: workers={self._plan.workers} has the effect of 1 for an iterable dataset, to keep its order"
             )
         if self.global_batch < self._ranks.world:
             self._ranks.warn(
                 f"Loader: a step of global_batch={self.global_batch} samples leaves "
-                f"{self._ranks.world - self.global_batch} of {self._ranks.world} ranks without one; they compute "
-                "one of others, which counts for nothing"
+                f"{self._ranks.world - self.global_batch} of {self._ranks.world} ranks without a sample; they compute "
+                "one of another rank, which does not count"
             )
 
 

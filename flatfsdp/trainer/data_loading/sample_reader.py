@@ -263,12 +263,12 @@ class StreamSource(IterableDataset[Any]):
                     yield epoch, found - 1, sample
             if found < passed:
                 raise DataError(
-                    f"the dataset ended after {found} samples of epoch {epoch}, of which {passed} are consumed; go on "
-                    "with the data that the run began with"
+                    f"the dataset ended after {found} samples of epoch {epoch}, but {passed} were consumed before; "
+                    "resume with the data that the run began with"
                 )
             if not found:
                 raise DataError(
-                    f"the dataset gave no sample in epoch {epoch}; an iterable that can be read only once, such as "
+                    f"the dataset yielded no samples in epoch {epoch}; an iterable that can be read only once, such as "
                     "a generator, works only with epochs=1"
                 )
             begun += found

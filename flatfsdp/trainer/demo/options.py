@@ -40,21 +40,22 @@ DEFAULTS = TrainingArguments(
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(Settings):
-    """The text and the model over its bytes.
+    """The text, and the model of its bytes.
 
     Raises:
         ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
     """
 
     text: FilePath | None = setting(
-        None, "a file, or a folder whose files are read in sorted order; none for the sources of Python's library"
+        None,
+        "a file, or a folder whose files are read in sorted order; none for the sources of Python's standard library",
     )
     valid_part: Annotated[float, Field(gt=0, lt=1)] = setting(
-        0.05, "fraction of the bytes, at the end, that is held out for evaluation"
+        0.05, "fraction of the bytes, at the end, to hold out for evaluation"
     )
     layers: Count = setting(2, "number of transformer blocks")
     width: Count = setting(128, "features per position")
-    heads: Count = setting(4, "attention heads, which divide the width")
+    heads: Count = setting(4, "number of attention heads; twice as many must divide the width")
     context: Annotated[int, Field(ge=2)] = setting(64, "bytes per sequence")
     sample: Whole = setting(300, "bytes of text to generate at the end")
     prompt: Text = setting("def ", "beginning of that text")
@@ -62,7 +63,7 @@ class DemoOptions(Settings):
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
             # Rotary positions turn pairs of features, so every head needs an even number of them.
-            self.refuse("heads", f"{self.called('width')} {self.width} must be a multiple of twice {self.heads}")
+            self.refuse("heads", f"{self.called('width')} {self.width} must be a multiple of twice the number of heads")
 
     def held_out(self, size: int | None = None) -> int:
         """The number of bytes held out at the end of a text of `size` bytes; None for this text's size, from its files.
@@ -74,8 +75,8 @@ class DemoOptions(Settings):
         valid = int(size * self.valid_part)
         if min(size - valid, valid) < self.context:
             raise ConfigValueError(
-                f"text: {size} bytes make {size - valid} to train on and {valid} to evaluate on; "
-                f"context {self.context} needs as many of each"
+                f"text: {size} bytes leave {size - valid} for training and {valid} for evaluation; "
+                f"context={self.context} needs at least that many of each"
             )
         return valid
 

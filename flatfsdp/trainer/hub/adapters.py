@@ -50,9 +50,9 @@ def add_lora(model: nn.Module, given: Mapping[str, Any], *, wanted_by: str, clas
             other arguments of PEFT's `LoraConfig` by their names there.
 
     Raises:
-        ConfigValueError: PEFT is missing, does not take an option, or finds nothing to adapt; or a target names no module.
+        ConfigValueError: PEFT is missing, has no such option, or rejects it; or a target names no module.
     """
-    peft = library("peft", wanted_by=f"{wanted_by}, lora")
+    peft = library("peft", wanted_by=f"{wanted_by} with lora")
     chosen = {_SHORT.get(name, name): value for name, value in {"rank": 8, **given}.items()}
     for name in given:
         if name not in _SHORT and not takes(peft.LoraConfig, name):
@@ -66,9 +66,8 @@ def add_lora(model: nn.Module, given: Mapping[str, Any], *, wanted_by: str, clas
             warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of PEFT's calls
             adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **chosen))
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise ConfigValueError(
-            f"lora: PEFT rejects {dict(given)}: {error}{'' if str(error).endswith('.') else '.'} {_linear_layers(model)}"
-        ) from error
+        why = f"{error}{'' if str(error).endswith('.') else '.'}"
+        raise ConfigValueError(f"lora: PEFT rejects {dict(given)}: {why} {_linear_layers(model)}") from error
     for layer in adapted.modules():
         if isinstance(layer, peft.tuners.lora.LoraLayer):
             _give_values(layer)

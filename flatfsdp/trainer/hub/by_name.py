@@ -23,7 +23,7 @@ def with_options(task: Task, model: ModelOptions, data: DataOptions) -> Task:
     if isinstance(task.model, str) and task.model.startswith(PREFIX):
         changes["model"] = Pretrained(task.model.removeprefix(PREFIX), **vars(model))
     elif flag := changed_flag(model):
-        raise ConfigValueError(f"{flag} belongs to a model of transformers: --model {PREFIX}NAME")
+        raise ConfigValueError(f"{flag} applies only to a model of transformers: --model {PREFIX}NAME")
     for field, split in (("train_data", data.train_split), ("eval_data", data.eval_split)):
         value = getattr(task, field)
         if isinstance(value, str) and value.partition(":")[0] in SOURCES:
@@ -31,10 +31,10 @@ def with_options(task: Task, model: ModelOptions, data: DataOptions) -> Task:
     texts = [each for field, each in changes.items() if field != "model"]
     for name in ("train_split", "eval_split"):
         if texts and not any(each.name.startswith(PREFIX) for each in texts) and flag_of(name) in changed_flags(data):
-            raise ConfigValueError(f"{flag_of(name)} belongs to a dataset of the library: {PREFIX}NAME")
+            raise ConfigValueError(f"{flag_of(name)} applies only to a dataset: {PREFIX}NAME")
     if not texts and (flag := changed_flag(data)):
         raise ConfigValueError(
-            f"{flag} belongs to text by name: --train-data {' or '.join(f'{s}:...' for s in SOURCES)}"
+            f"{flag} applies only to text given by name: --train-data {' or '.join(f'{s}:...' for s in SOURCES)}"
         )
     return dataclasses.replace(task, **changes) if changes else task
 

@@ -24,7 +24,7 @@ def library(name: str, *, wanted_by: str) -> Any:
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(name)
         install = f"pip install '.[{extra}]' in a clone of flatfsdp" if extra else f"pip install {name}"
-        raise ConfigValueError(f"{wanted_by}: needs {error.name}, which is not installed: {install}") from error
+        raise ConfigValueError(f"{wanted_by}: {error.name} is required but not installed: {install}") from error
 
 
 def folder_of(name: str, *, kind: str = "model") -> Path:
@@ -47,6 +47,6 @@ def folder_of(name: str, *, kind: str = "model") -> Path:
             reason = error
     why = str(reason).strip().partition("\n")[0]
     raise ConfigValueError(
-        f"hf:{name}: there is no folder of that name here, and the Hugging Face Hub gave none: "
+        f"hf:{name}: there is no local folder of that name, and it could not be downloaded from the Hugging Face Hub: "
         f"{type(reason).__name__}: {why}"
     ) from reason

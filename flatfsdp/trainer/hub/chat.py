@@ -28,7 +28,7 @@ class Encoded:
     def pairs(self) -> list[tuple[int, int]]:
         """Each token with its label."""
         if isinstance(self.labels, int):
-            raise ConfigValueError("packing: samples that have a class cannot be joined")
+            raise ConfigValueError("packing: samples with a class label cannot be packed")
         return list(zip(self.tokens, self.labels, strict=True))
 
 
@@ -42,7 +42,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, where:
         ConfigValueError: there is no chat template, or it renders earlier turns differently once more turns follow.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigValueError(f"{where}: records are conversations, and the tokenizer has no chat template")
+        raise ConfigValueError(f"{where}: the records are conversations, but the tokenizer has no chat template")
     if "generation %}" in str(tokenizer.chat_template):
         made = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
         tokens, counts = made["input_ids"], made["assistant_masks"]
@@ -56,8 +56,8 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, where:
         end = _written(tokenizer, messages[: place + 1])
         if tokens[: len(start)] != start or tokens[: len(end)] != end:
             raise ConfigValueError(
-                f"{where}: the chat template writes the turns before an answer in another way once more follow, so its "
-                "place cannot be found. Use a template with {% generation %} marks, or records of prompt and completion"
+                f"{where}: the chat template renders earlier turns differently once more turns follow, so the answers "
+                "cannot be located. Use a template with {% generation %} marks, or records of prompt and completion"
             )
         labels[len(start) : len(end)] = tokens[len(start) : len(end)]
     return Encoded(tokens, labels)

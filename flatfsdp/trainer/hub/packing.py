@@ -39,12 +39,11 @@ def packed_on_disk(records: Records, encode: Any, length: int) -> TokenWindows:
                 _write(path, records, encode)
     except OSError as error:
         raise ConfigValueError(
-            f"packing: tokens are kept in {path.parent}, which cannot be written to: {error.strerror}. Set {FOLDER} to "
-            "another folder"
+            f"packing: cannot write the tokens to {path.parent}: {error.strerror}. Set {FOLDER} to another folder"
         ) from None
     count = path.stat().st_size // 8
     if count < length:
-        raise ConfigValueError(f"{records.name}: its {count} tokens do not fill one sample of {length}")
+        raise ConfigValueError(f"{records.name}: its {count} tokens do not fill one sample of sequence_length={length}")
     tokens, labels = torch.from_file(str(path), shared=False, size=2 * count, dtype=torch.int32).view(2, count).unbind()
     return TokenWindows(tokens, context=length, labels=labels)
 

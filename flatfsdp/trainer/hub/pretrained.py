@@ -26,21 +26,21 @@ class ModelOptions(Settings):
     """Changes to a model of transformers, `--model hf:NAME`, before it is sharded."""
 
     from_scratch: bool = setting(False, "start from random weights, using only the model's configuration")
-    labels: Count | None = setting(None, "number of classes: train the model with a sequence classification head")
+    labels: Count | None = setting(None, "number of classes; the model gets a head that classifies sequences")
     lora: LoraOptions | None = setting(
         None,
         "train low-rank adapters only: rank=8, alpha=16, targets=q_proj,v_proj or all-linear, and other "
         "arguments of PEFT's LoraConfig",
     )
     quantize: Annotated[str, PlainValidator(Name(_FOUR_BITS))] | None = setting(
-        None, "hold the frozen weights under the adapters in 4 bits, using bitsandbytes"
+        None, "keep the frozen weights under the adapters in 4 bits, with bitsandbytes"
     )
 
     def __post_init__(self) -> None:
         if self.quantize is not None and self.lora is None:
-            self.refuse("quantize", f"weights in 4 bits cannot be trained; it belongs to {self.called('lora')}")
+            self.refuse("quantize", f"4-bit weights cannot be trained: it applies only with {self.called('lora')}")
         if self.quantize is not None and self.from_scratch:
-            self.refuse("quantize", f"{self.called('from_scratch')} has no weights to hold")
+            self.refuse("quantize", f"{self.called('from_scratch')} loads no weights to quantize")
 
 
 class Pretrained:
@@ -70,7 +70,7 @@ class Pretrained:
         """The folder of its files. Raises ConfigValueError where there is none."""
         folder = folder_of(self.name)
         if not (folder / "config.json").is_file():
-            raise ConfigValueError(f"{self}: {folder} has no config.json, so it is no model of transformers")
+            raise ConfigValueError(f"{self}: {folder} has no config.json, so it is not a model of transformers")
         return folder
 
     @property
@@ -132,7 +132,7 @@ class Pretrained:
     def _quantized(self) -> dict[str, Any]:
         if self.options.quantize is None:
             return {}
-        library("bitsandbytes", wanted_by=f"{self}, quantize={self.options.quantize}")
+        library("bitsandbytes", wanted_by=f"{self} with quantize={self.options.quantize}")
         transformers = library("transformers", wanted_by=str(self))
         config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=self.options.quantize)
         return {"quantization_config": config}

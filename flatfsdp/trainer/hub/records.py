@@ -86,13 +86,13 @@ def records_of(name: str, *, split: str, streaming: bool = False) -> Records:
     if kind == "hf":
         return _of_library(name, rest, split, streaming)
     if streaming:
-        raise ConfigValueError(f"streaming: {name} is read from files of this machine. It is for hf:DATASET")
+        raise ConfigValueError(f"streaming: {name} is read from local files; only hf:DATASET can be streamed")
     path = Path(rest).expanduser()
     if kind == "jsonl":
         return Records(name, JsonLines(path), _identity([path]))
     files = files_below(path)
     if not files:
-        raise ConfigValueError(f"{name}: there is no file, nor a folder with files, at {str(path)!r}")
+        raise ConfigValueError(f"{name}: there is no file, and no folder with files, at {str(path)!r}")
     return Records(name, _TextFiles(files), _identity(files))
 
 
@@ -109,7 +109,7 @@ def _of_library(name: str, rest: str, split: str, streaming: bool) -> Records:
             found = datasets.load_dataset(place, config or None, split=split, streaming=streaming)
     except Exception as error:  # many classes: of files, of the network, of names
         why = str(error).strip().partition("\n")[0]
-        raise ConfigValueError(f"{name}: split {split!r} cannot be loaded: {type(error).__name__}: {why}") from error
+        raise ConfigValueError(f"{name}: cannot load split {split!r}: {type(error).__name__}: {why}") from error
     return Records(name, found, json.dumps([rest, split, getattr(found, "_fingerprint", "")]))
 
 

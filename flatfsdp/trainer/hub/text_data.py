@@ -27,12 +27,12 @@ __all__ = ["SOURCES", "DataOptions", "TextData"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(Settings):
-    """Conversion of named text, `--train-data text:PATH`, `jsonl:FILE` or `hf:DATASET`, to samples."""
+    """How text given by name (`--train-data text:PATH`, `jsonl:FILE` or `hf:DATASET`) becomes samples."""
 
     column: Text = setting("text", "column that holds the text, for records that are not conversations")
     sequence_length: Count = setting(512, "maximum number of tokens per sample")
     packing: bool | None = setting(
-        None, "concatenate samples and cut them to that length; none to do so for plain text only"
+        None, "concatenate samples and cut them to sequence_length; none to do so only for plain text"
     )
     streaming: bool = setting(False, "hf: stream the dataset rather than download it first")
     train_split: Text = setting("train", "hf: split to train on")
@@ -73,7 +73,7 @@ class TextData:
             ConfigValueError: there is no tokenizer or no such data; records have no column of that name.
         """
         if tokenizer is None:
-            raise ConfigValueError(f"{self}: text needs a tokenizer, and the task has none: set tokenizer")
+            raise ConfigValueError(f"{self}: text needs a tokenizer, but the task has none: set tokenizer=")
         options = self.options
         records = records_of(self.name, split=self.split, streaming=options.streaming)
         encode = Encode(self.name, tokenizer, options.column, options.sequence_length)
@@ -123,7 +123,7 @@ class Encode:
             return Encoded([*before, *after], [*[IGNORED] * len(before), *after])
         if self.column not in record:
             there = ", ".join(map(repr, record))
-            raise ConfigValueError(f"{self.name}: a record has no column {self.column!r}; it has {there}. Set column")
+            raise ConfigValueError(f"{self.name}: a record has no column {self.column!r}; it has {there}. Set column=")
         tokens = [*self._tokens(record[self.column], special=True), *end]
         return Encoded(tokens, int(record["label"]) if "label" in record else tokens)
 

@@ -112,7 +112,7 @@ def load_whole_state(model: nn.Module, state: dict[str, Tensor], ranks: TrainerR
     own = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict(keep_vars=True).items()}
     if others := [name for name, value in own.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(
-            f"{doing}: with the front fully_shard extra state is not loaded from a file of whole "
+            f"{doing}: with front='fully_shard', extra state is not loaded from a file of whole "
             f"weights: {few(others)}. Resume from a checkpoint of flatfsdp, or load it in your own program"
         )
     ranks.collective_call(doing, lambda: _check_fits(state, own) if ranks.rank == 0 else None)
@@ -127,7 +127,7 @@ def load_whole_state(model: nn.Module, state: dict[str, Tensor], ranks: TrainerR
 def _check_fits(state: dict[str, Tensor], own: dict[str, Any]) -> None:
     missing, unexpected = own.keys() - state.keys(), state.keys() - own.keys()
     shapes = [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
-    lines = {"missing": missing, "not in the model": unexpected, "of another shape": shapes}
+    lines = {"missing": missing, "not in the model": unexpected, "with another shape": shapes}
     if any(lines.values()):
         raise CheckpointError("; ".join(f"{words}: {few(sorted(names))}" for words, names in lines.items() if names))
 

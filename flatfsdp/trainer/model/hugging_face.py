@@ -130,7 +130,7 @@ def initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
         missing = [name for name, tensor in floating if tensor.isnan().any()]
         if missing:
             raise UsageError(
-                f"{', '.join(missing)} of a {type(module).__name__} on the meta device got no values from "
+                f"{', '.join(missing)} of a {type(module).__name__} on the meta device were not initialized by "
                 f"{type(owners.get(module, module)).__name__}. Build the model on the CPU, or pass param_init_fn="
             )
 

@@ -75,7 +75,7 @@ def shard(
     if arguments.activation_checkpointing:
         chosen = resolve(arguments.checkpoint_policy, argument="checkpoint_policy")
         if not recompute_units(sharded, every=arguments.checkpoint_every, policy=chosen):
-            warn_for_all("activation_checkpointing: without effect, as units name no module to compute again")
+            warn_for_all("activation_checkpointing has no effect: units= names no module to recompute")
     if arguments.compile:
         compile_units(sharded)
     if arguments.keep_frozen_unsharded:
@@ -142,18 +142,18 @@ def _count_of_nodes() -> int:
     world = dist.get_world_size()
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or torch.accelerator.device_count()
     if not of_node or world % of_node:
-        hint = "How many ranks a node has is not known: launch with torchrun, or give the number."
+        hint = "The number of ranks per node is unknown: launch with torchrun, or set replicas=."
         refuse_value("replicas", None, f"a divisor of the {world} ranks", hint=hint)
     return world // of_node
 
 
 def _check_can_recompute(model: nn.Module, policy: Any) -> None:
     if policy is None:
-        hint = "With it each unit inside the model keeps its inputs only; name some by units."
+        hint = "It recomputes units inside of the model; name some with units=."
         refuse_value("activation_checkpointing", True, "False for a model that is a single unit", hint=hint)
     own = [path for path, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True]
     if own:
-        hint = f"{own[0] or type(model).__name__!r} has its own, which would run within; leave one of them out."
+        hint = f"{own[0] or type(model).__name__!r} has its own, which would run inside of it; disable one of them."
         refuse_value("activation_checkpointing", True, "False for a model that checkpoints activations", hint=hint)
 
 

@@ -244,22 +244,23 @@ def _complain(
     kind = type(model).__name__
     absent = [_absence(model, each) for each in missing]
     if not fallback and any(each != AUTO for each in missing):
-        one = f"units_fallback=True takes {kind} as one unit, all of it gathered at once on every rank"
-        raise ConfigValueError(f"units: {'; '.join(absent)}. {one}: {size_in_words(_bytes([model], param_dtype))}")
+        whole = size_in_words(_bytes([model], param_dtype))
+        one = f"units_fallback=True makes {kind} a single unit, all of it ({whole}) gathered at once on every rank"
+        raise ConfigValueError(f"units: {'; '.join(absent)}. {one}")
     words = f"units: {'; '.join(absent)}"
     if not alone:
-        warn_for_all(f"{words}. It is left out; the other units that were named stay")
+        warn_for_all(f"{words}. It is ignored; the other units that were named are used")
         return
     whole = size_in_words(_bytes([model], param_dtype))
     blocks = {} if AUTO in missing else repeated_blocks(model)
-    instead = "Name them by a path or a class, or pass units='none' if this is intentional"
+    instead = "Name its units by path or class, or pass units='none' if this is intentional"
     if blocks:
         largest = max(_bytes([block], param_dtype) for block in blocks.values())
         rest = _bytes([model], param_dtype) - _bytes(blocks.values(), param_dtype)
         path, block = next(iter(blocks.items()))
         instead = (
-            f"units='auto' would make {len(blocks)} units of it ({path!r}, a {type(block).__name__}, and the others "
-            f"like it), {size_in_words(largest)} the largest, and leave {size_in_words(rest)} to the whole"
+            f"units='auto' would make {len(blocks)} units of it ({path!r}, a {type(block).__name__}, and others like "
+            f"it), the largest of {size_in_words(largest)}, and leave {size_in_words(rest)} to the root unit"
         )
     warn_for_all(
         f"{words}. The model becomes a single unit: all of it, {whole}, is gathered at once on every rank. {instead}"
@@ -269,11 +270,11 @@ def _complain(
 def _absence(model: nn.Module, units: Any) -> str:
     kind = type(model).__name__
     if units == AUTO:
-        return f"'auto' finds no list of modules of one class with parameters in {kind}"
+        return f"'auto' finds no list of modules of the same class with parameters in {kind}"
     name = units if isinstance(units, str) else units.__name__
     near = _nearest(model, name)
     nearest = f" (nearest: {', '.join(map(repr, near))})" if near else ""
-    return f"{name!r} is no submodule of {kind} with parameters, nor the class of one{nearest}"
+    return f"{name!r} is neither a submodule of {kind} with parameters nor the class of one{nearest}"
 
 
 def _nearest(model: nn.Module, name: str) -> list[str]:

@@ -100,7 +100,7 @@ def nearest(name: str, known: Collection[str]) -> str:
     """A sentence with the known name for the same thing, the nearest one, or all of them where none is near."""
     if (ours := USUAL_NAMES.get(name)) in [*known]:
         return f"Did you mean {ours!r}?"
-    return did_you_mean(name, known) or f"Accepted: {', '.join(known) or 'none'}."
+    return did_you_mean(name, known) or f"Accepted: {', '.join(map(repr, known)) or 'none'}."
 
 
 def _complaint(cls: type, error: ValidationError) -> FlatFSDPError:

@@ -19,6 +19,8 @@ from flatfsdp.trainer.settings.usual_names import USUAL_NAMES
 # Names of types in the help. A flag takes several values of the first two types, added to those of the file.
 _WORDS = {tuple: "NAME", dict: "KEY=VALUE", int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
+QUOTES = "'\""
+
 
 class Parser(argparse.ArgumentParser):
     """Reads `--config FILE` and a flag for every field of its groups; errors are one line.
@@ -54,7 +56,7 @@ class Parser(argparse.ArgumentParser):
             title = (given.__doc__ or "").partition("\n")[0] if shown & fields.keys() else None
             flags = self.add_argument_group(group, title)
             for name, parts in fields.items():
-                text = _help(given, name, parts) if name in shown else argparse.SUPPRESS
+                text = self._help(given, name, parts) if name in shown else argparse.SUPPRESS
                 self._flags += flags.add_argument(flag_of(name), help=text, **_form(parts)).option_strings
 
     def error(self, message: str) -> NoReturn:
@@ -91,10 +93,21 @@ class Parser(argparse.ArgumentParser):
         except (ConfigTypeError, ConfigValueError) as error:
             self.error(str(error))
 
+    def _help(self, given: Any, name: str, parts: Sequence[Any]) -> str:
+        """The meaning of a field with its names, and its default, except for false and none."""
+        default, meaning = getattr(given, name), given.__pydantic_fields__[name].description or ""
+        names = [each for part in parts if isinstance(part, Name) for each in part.names]
+        if not all(each in meaning for each in names):
+            meaning += f"; values: {', '.join(names)}"
+        meaning = in_flags(meaning, map(type, self.groups.values()))
+        if default not in (None, False, {}, ()):
+            meaning += " (the default)" if default is True else f" (default: {default})"
+        return meaning.replace("%", "%%")
+
     def _check_names(self, names: Mapping[str, Any], known: Mapping[str, Any], place: str) -> None:
         for name in (each for each in names if each not in known):
             home = next((group for group, given in self.groups.items() if name in fields_of(type(given))), None)
-            hint = f"It belongs into [{home}]." if home else nearest(name, known)
+            hint = f"It belongs in [{home}]." if home else nearest(name, known)
             raise ConfigValueError(f"{place} {name!r}. {hint}")
 
     def _made(self, group: str, path: str, table: Any, flags: Mapping[str, Any]) -> Any:
@@ -123,17 +136,20 @@ def flag_of(name: str) -> str:
 
 
 def in_flags(message: str, groups: Iterable[type[Settings]]) -> str:
-    """`message` with flags where it names settings as in a program: "--resume latest" for "resume='latest'"."""
+    """`message` with flags where it names settings as in a program: "--resume latest" for "resume='latest'".
+
+    Messages write a setting whose name is one word as in a call, `steps=`, to distinguish it from that word.
+    """
     names = "|".join(dict.fromkeys(name for group in groups for name in fields_of(group)))
-    several = "|".join(name for name in names.split("|") if "_" in name)  # others may also be plain words
+    several = "|".join(name for name in names.split("|") if "_" in name)
     message = re.sub(rf"^(?:\w+\.)?({names}): ", lambda found: f"argument {flag_of(found[1])}: ", message)
-    message = re.sub(rf"(?<![\w'\".-])({names})=('[^']*'|[\w.]+)", _as_flag, message)
+    message = re.sub(rf"(?<![\w'\".-])({names})=('[^']*'|\"[^\"]*\"|[\w.]*\w|)", _as_flag, message)
     return re.sub(rf"(?<![\w'\"./-])({several})(?![\w'\"./=-])", lambda found: flag_of(found[1]), message)
 
 
 def _as_flag(found: re.Match[str]) -> str:
     switches = {"True": flag_of(found[1]), "False": flag_of(f"no_{found[1]}")}
-    return switches.get(found[2], f"{flag_of(found[1])} {found[2].strip(chr(39))}")
+    return switches.get(found[2], f"{flag_of(found[1])} {found[2].strip(QUOTES)}".rstrip())
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -144,13 +160,13 @@ def read_file(path: str) -> dict[str, Any]:
     """
     kind = Path(path).suffix.lower()
     if kind not in (".toml", ".json"):
-        raise ConfigValueError(f"{path}: its name ends with {kind!r}. Accepted: .toml or .json.")
+        raise ConfigValueError(f"{path}: the name ends with {kind!r}. Accepted: .toml or .json.")
     try:
         found = (toml if kind == ".toml" else json).loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigValueError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # from both parsers, and for bytes that are not text
-        raise ConfigValueError(f"{path}: no valid {kind[1:].upper()}: {error}") from None
+        raise ConfigValueError(f"{path}: not valid {kind[1:].upper()}: {error}") from None
     if not isinstance(found, dict):
         raise ConfigValueError(f"{path}: got a {type(found).__name__}. Accepted: an object with one table per group.")
     return found
@@ -163,14 +179,3 @@ def _form(parts: Sequence[Any]) -> dict[str, Any]:
     kind = next((kind for kind in _WORDS if kind in parts), object)
     several = {"action": "extend", "nargs": "+"} if kind in (dict, tuple) else {"type": Word}
     return {"metavar": _WORDS.get(kind, "VALUE"), **several}
-
-
-def _help(given: Any, name: str, parts: Sequence[Any]) -> str:
-    """The meaning of a field with its names, and its default, except for false and none."""
-    default, meaning = getattr(given, name), given.__pydantic_fields__[name].description or ""
-    names = [each for part in parts if isinstance(part, Name) for each in part.names]
-    if not all(each in meaning for each in names):
-        meaning += f": {', '.join(names)}"
-    if default not in (None, False, {}, ()):
-        meaning += " (the default)" if default is True else f" (default: {default})"
-    return meaning.replace("%", "%%")

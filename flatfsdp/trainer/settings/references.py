@@ -47,7 +47,7 @@ def resolve(reference: Any, *, argument: str) -> Any:
             there = [each for each in dir(error.obj) if each.isidentifier() and not each.startswith("_")]
             hint = did_you_mean(name, there) or f"There are {', '.join(there) or 'no public names'}."
             raise ConfigValueError(f"{argument}: {owner} has no {name!r}. {hint}") from None
-        raise ConfigValueError(f"{argument}: importing {reference!r} failed: {why}") from error
+        raise ConfigValueError(f"{argument}: failed to import {reference!r}: {why}") from error
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
@@ -70,6 +70,6 @@ def check_all_taken(options: Mapping[str, Any], functions: Mapping[str, Callable
     for option in options:
         if not any(takes(function, option) for function in functions.values()):
             known = {name: None for function in functions.values() for name in inspect.signature(function).parameters}
-            who = " and ".join(functions) or "nothing"
-            who += " take" if len(functions) > 1 else " takes"
-            raise ConfigValueError(f"{argument}: {who} no {option!r}. {nearest(option, known)}")
+            who = " and ".join(functions)
+            who = f"{who} take{'s' * (len(functions) == 1)} no option" if who else "nothing takes an option"
+            raise ConfigValueError(f"{argument}: {who} {option!r}. {nearest(option, known)}")

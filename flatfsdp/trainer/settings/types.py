@@ -55,7 +55,7 @@ class Name:
     prefix: str = ""  # that names may have
 
     def __call__(self, value: Any) -> Any:
-        things = ["'package.module:name'", f"or from Python {self.thing}"] if self.thing else []
+        things = ["'package.module:name'", f"or (in Python) {self.thing}"] if self.thing else []
         things = [*(f"'{scheme}:...'" for scheme in self.schemes), *things]
         accepted = f"Accepted: {'' if things else 'one of '}{', '.join([*self.names, *things])}."
         text = as_text(value) if not isinstance(value, Path) else value
@@ -87,7 +87,7 @@ def options(value: Any) -> dict[str, Any]:
         pair = re.fullmatch(r"\s*([^={\s][^=]*)=(.*)", each, re.DOTALL) if isinstance(each, str) else None
         table = {pair[1]: _JSON.validate_python(pair[2])} if pair else _JSON.validate_python(each)
         if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table):
-            raise ConfigTypeError("Accepted: a table of names and values; as text key=value, or a JSON object.")
+            raise ConfigTypeError("Accepted: a table of names and values, key=value, or a JSON object.")
         found |= table
     return found
 
@@ -100,7 +100,7 @@ def separate(text: str) -> list[str]:
 def _units(value: Any) -> Any:
     accepted = (
         "Accepted: 'auto', 'none', the dotted path of a container of layers or of a module, the name of a class, "
-        "a list of paths and classes, or from Python an auto_wrap_policy."
+        "a list of paths and classes, or (in Python) an auto_wrap_policy."
     )
     match value:
         case str() if "," in value:
@@ -108,7 +108,7 @@ def _units(value: Any) -> Any:
         case [*several] if any(isinstance(each, str) for each in several):
             for each in several:
                 if not isinstance(each, str) or not _DOTTED.fullmatch(each) or each in ("auto", "none"):
-                    raise ConfigValueError(f"{each!r} is not one of several. {accepted}")
+                    raise ConfigValueError(f"{each!r} cannot be in a list. {accepted}")
             return tuple(several)
         case str() if not _DOTTED.fullmatch(value):
             raise ConfigValueError(accepted)
@@ -126,7 +126,7 @@ def _name_with_options(value: Any) -> tuple[str, dict[str, Any]]:
             return name, dict(given)
         case str() if parts := re.fullmatch(r"([\w.]+(?::[A-Za-z_][\w.]*)?)(?::(\w+=.*))?", value):
             return parts[1], options(separate(parts[2]) if parts[2] else [])
-    raise ConfigTypeError("Accepted: names as wandb:project=mine,mode=offline, or tables with a name.")
+    raise ConfigTypeError("Accepted: names, with options as in wandb:project=mine,mode=offline, or tables with a name.")
 
 
 def _steps(value: Any) -> tuple[int, int]:
@@ -136,7 +136,7 @@ def _steps(value: Any) -> tuple[int, int]:
     found = re.fullmatch(r"(?:steps=)?(\d+)(?:\.\.(\d+))?", str(value))
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
-        raise ConfigValueError("Accepted: steps as 10..12, from 1 on.")
+        raise ConfigValueError("Accepted: steps such as 10..12, counted from 1.")
     return first, last
 
 

@@ -223,10 +223,10 @@ class CheckpointManager:
         whole = [each for each in there if not each.problem]
         damaged = [each for each in there if each.problem and not each.unfinished]
         if not whole and damaged:
-            raise CheckpointError(f"no checkpoint of {self.folder} is whole: {_listed(damaged)}")
+            raise CheckpointError(f"no checkpoint in {self.folder} is intact: {_listed(damaged)}")
         for each in there:
             if each.problem:
-                self._ranks.warn(f"{each.path} is passed over: {each.problem}")
+                self._ranks.warn(f"skipping {each.path}: {each.problem}")
         if which == "latest" or not whole:
             return whole[-1].path if whole else None
         sign = -1.0 if self._best_mode == "max" else 1.0
@@ -234,7 +234,7 @@ class CheckpointManager:
         measured = [path for path, value in values.items() if not math.isnan(value)]
         if not measured:
             raise CheckpointError(
-                f"no checkpoint of {self.folder} has the metric {self._best_by!r}, by which the best is to be found: "
+                f"no checkpoint in {self.folder} has the metric {self._best_by!r}, which determines the best: "
                 f"{_listed(whole)}"
             )
         return min(measured, key=values.__getitem__)  # of equal ones, the later
@@ -250,7 +250,7 @@ class CheckpointManager:
         if all(self._ranks.collective_call(f"looking for {path}", lambda: bool(_weights_in(path)))):
             return path
         inside, beside = self._listing(path), self._listing(path.parent)
-        around = f"in it are {_listed(inside)}" if inside else f"beside it are {_listed(beside)}" if beside else ""
+        around = f"it contains {_listed(inside)}" if inside else f"next to it are {_listed(beside)}" if beside else ""
         raise CheckpointError(
             f"{path} is neither a checkpoint nor a folder with *.safetensors or {WHOLE}, on all ranks"
             f"{'; ' * bool(around)}{around}"
@@ -317,8 +317,8 @@ class CheckpointManager:
 
         self._ranks.collective_call(doing, move)
         self._ranks.warn(
-            f"this run resumes from {path.name}; the later checkpoints, {few([each.name for each in later])}, are in "
-            f"{aside} now"
+            f"this run resumes from {path.name}; later checkpoints ({few([each.name for each in later])}) have been "
+            f"moved to {aside}"
         )
         return aside
 
@@ -370,11 +370,11 @@ class CheckpointManager:
         saved_over = str(trainer.get("base", ""))
         if saved_over and names is None:
             raise CheckpointError(
-                f"{where} holds only adapters, over {saved_over}: resume with that model and lora, or load its adapter "
-                "files by PEFT"
+                f"{where} holds only the adapters of {saved_over}: resume with that model and lora=, or load its "
+                "adapter files with PEFT"
             )
         if saved_over not in ("", base):
-            self._ranks.warn(f"{where} holds adapters over {saved_over}, which are now over {base}")
+            self._ranks.warn(f"{where} holds adapters of {saved_over}; they are now applied to {base}")
         selected = names if saved_over else None
         try:
             extra = checkpoint.load(
@@ -394,7 +394,7 @@ class CheckpointManager:
             _load_whole(model, path, self._ranks)
         else:
             checkpoint.load_safetensors(model, path, process_group=self._ranks.group)
-        note = f"{path} holds weights only: optimizer, schedule, data and random numbers start over"
+        note = f"{path} holds only weights: optimizer, schedule, data position and random numbers start over"
         return self._loaded(path, None, None, [note])
 
     def _loaded(self, path: Path, step: int | None, world: int | None, notes: list[str]) -> LoadResult:

@@ -211,8 +211,8 @@ def _divided(components: Sequence[Component], ranks: TrainerRanks, doing: str) -
     for rank, each in enumerate(declared):
         if each != declared[0]:
             raise AgreementError(
-                f"{doing}: ranks have other components: {_few(declared[0], each)} on rank 0, {_few(each, declared[0])} "
-                f"on rank {rank}. Give every rank the same, in the same order"
+                f"{doing}: ranks have different components: {_few(declared[0], each)} on rank 0, "
+                f"{_few(each, declared[0])} on rank {rank}. Give every rank the same, in the same order"
             )
     nodes = [name for name, _ in answers]
     divided: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -229,7 +229,7 @@ def _divided(components: Sequence[Component], ranks: TrainerRanks, doing: str) -
             if odd:
                 raise AgreementError(
                     f"{doing}: component {component.name!r}: the group of rank {rank} is {list(members)}, that of rank "
-                    f"{odd[0]} is {list(sets[odd[0]])}. Each rank is in one group of a component"
+                    f"{odd[0]} is {list(sets[odd[0]])}. Each rank must be in exactly one group of a component"
                 )
         divided[component.name] = {str(members[0]): members for members in dict.fromkeys(sets)}
     return divided
@@ -281,17 +281,17 @@ def choose(
                 warnings.append(f"component {name!r} is {why}; it {_begins(component)}")
     if missing:
         raise CheckpointError(
-            f"required components are missing: {'; '.join(missing)}. It has {', '.join(table) or 'none'}. Nothing has "
-            "been loaded"
+            f"required components are missing: {'; '.join(missing)}. The checkpoint has {', '.join(table) or 'none'}. "
+            "Nothing has been loaded"
         )
     unknown = [name for name in table if name not in parts]
     if unknown:
-        warnings.append(f"the checkpoint has {', '.join(unknown)}, for which this run has no component; left out")
+        warnings.append(f"the checkpoint has {', '.join(unknown)}, for which this run has no component; ignored")
     return parts, warnings
 
 
 def _begins(component: Component) -> str:
-    return "stays as it was made" if component.restart is None else "starts anew"
+    return "keeps its initial state" if component.restart is None else "starts over"
 
 
 def give(
@@ -343,8 +343,8 @@ def verify(components: Sequence[Component], ranks: TrainerRanks) -> None:
             f"component {name!r} differs in {key or 'its state'} between rank 0 and {ranks_in_words(others)}"
         )
     raise AgreementError(
-        f"{'; '.join(problems)}. It is declared replicated: all ranks must hold the same; declare it per_rank, or "
-        "global where rank 0's is the one to keep"
+        f"{'; '.join(problems)}. It is declared replicated, so all ranks must have the same state; declare it "
+        "per_rank, or global to keep rank 0's"
     )
 
 

@@ -37,9 +37,9 @@ def callbacks_of(training: TrainingArguments) -> Iterator[Callback]:
         try:
             made = factory(**options)
         except TypeError as error:
-            raise ConfigValueError(f"callbacks: {name} refuses {dict(options)}: {error}") from error
+            raise ConfigValueError(f"callbacks: {name} rejects {dict(options)}: {error}") from error
         if not isinstance(made, Callback):
-            raise ConfigTypeError(f"callbacks: {name} made a {type(made).__name__}. Accepted: a Callback.")
+            raise ConfigTypeError(f"callbacks: {name} returned a {type(made).__name__}. Accepted: a Callback.")
         yield made
     if training.early_stop is not None:
         yield EarlyStop(training.early_stop, by=training.best_by, mode=training.best_mode)

@@ -1,5 +1,5 @@
-"""The files of adapters that a run writes: beside its checkpoints and by its export, in the format of PEFT, which is not
-needed here: a model with its names takes its place, and is compared with it where it is installed."""
+"""The files of adapters that a run writes, with its checkpoints and by its export: in the format of PEFT, which is not
+needed here. A model with its names takes its place, and is compared with it where it is installed."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_model_in_place_of_one_of_peft_writes_the_same_files(tmp_path: Path)
     [
         (["nonexistent"], ""),
         (["q_prj"], "Did you mean 'q_proj'? "),
-        (["q_proj", "layers.2.down_proj"], ""),
+        (["q_proj", "layers.2.down_proj"], "Did you mean 'down_proj'? "),
     ],
 )
 def test_a_target_that_names_no_module_is_refused_with_the_nearest(targets: list[str], hint: str) -> None:

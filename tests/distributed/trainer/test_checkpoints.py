@@ -271,17 +271,15 @@ def test_the_last_and_the_best_stay_and_are_found(pool2: Any, tmp_path: Path) ->
     for answers in pool2(found, path, "latest", "best", steps[1], **settings):
         assert answers == [steps[2], steps[0], steps[1]]
     for (text,) in pool2(found, path, "best"):
-        assert text.startswith(
-            f"no checkpoint of {path} has the metric 'eval_loss', by which the best is to be found: "
-        )
+        assert text.startswith(f"no checkpoint in {path} has the metric 'eval_loss', which determines the best: ")
         assert text.endswith("step-00000006, step-00000005, step-00000004")
     for (text,) in pool2(found, path, f"{path}/step-00000007"):
         assert text == (
             f"{path}/step-00000007 is neither a checkpoint nor a folder with *.safetensors or pytorch_model.bin, on "
-            "all ranks; beside it are step-00000006, step-00000005, step-00000004"
+            "all ranks; next to it are step-00000006, step-00000005, step-00000004"
         )
     for (text,) in pool2(found, path, path):
-        assert text.endswith("in it are step-00000006, step-00000005, step-00000004")
+        assert text.endswith("it contains step-00000006, step-00000005, step-00000004")
 
 
 def test_what_is_not_whole_is_passed_over(pool2: Any, tmp_path: Path) -> None:
@@ -295,12 +293,12 @@ def test_what_is_not_whole_is_passed_over(pool2: Any, tmp_path: Path) -> None:
     (tmp_path / ".step-00000004.new").mkdir()
     first, other = pool2(found, path, "latest")
     assert first[0] == other[0] == str(two)
-    assert f"{three} is passed over: {three}/model.safetensors has {len(weights) - 1} bytes, " in "\n".join(first)
-    assert f"{tmp_path}/step-00000004 is passed over: it has no flatfsdp.json: its save did not finish" in first
+    assert f"skipping {three}: {three}/model.safetensors has {len(weights) - 1} bytes, " in "\n".join(first)
+    assert f"skipping {tmp_path}/step-00000004: it has no flatfsdp.json: its save did not finish" in first
     for name in (one, two):
         (name / "__1_0.distcp").unlink()
     for (text,) in pool2(found, path, "latest"):
-        assert text.startswith(f"no checkpoint of {path} is whole: step-00000003 (")
+        assert text.startswith(f"no checkpoint in {path} is intact: step-00000003 (")
     for (text,) in pool2(found, path, str(one)):
         assert text == f"{one} cannot be loaded: __1_0.distcp is missing"
 
@@ -377,7 +375,9 @@ def test_a_folder_of_weights_gives_the_weights_only(pool2: Any, tmp_path: Path, 
     for file in (tmp_path / "step-00000003").glob("model.safetensors" if format == "safetensors" else "*.bin"):
         file.rename(plain / file.name)
     for notes in pool2(weights_only, str(plain)):
-        assert notes == [f"{plain} holds weights only: optimizer, schedule, data and random numbers start over"]
+        assert notes == [
+            f"{plain} holds only weights: optimizer, schedule, data position and random numbers start over"
+        ]
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------

@@ -137,8 +137,8 @@ def test_what_belongs_to_a_rank_needs_as_many_ranks_or_a_rule(run: Any, tmp_path
     for rank, (values, notes, texts) in enumerate(run(2, loaded, path, restarts=False)):
         assert values == [7, rank, rank, -1]
         assert notes == [
-            "component 'new' is not in the checkpoint and stays as it was made",
-            "the checkpoint has left, rng, for which this run has no component; left out",
+            "component 'new' is not in the checkpoint and keeps its initial state",
+            "the checkpoint has left, rng, for which this run has no component; ignored",
         ]
         assert len(texts) == (2 if rank == 0 else 0)
     for world in (3, 1):
@@ -146,14 +146,14 @@ def test_what_belongs_to_a_rank_needs_as_many_ranks_or_a_rule(run: Any, tmp_path
             assert values == [7, -1, -1, -1] and "needed: anew at 5" in notes
             assert (
                 "component 'wanted' is per_rank: 2 ranks saved 2 parts, none is for "
-                f"{world} ranks; it stays as it was made" in notes
+                f"{world} ranks; it keeps its initial state" in notes
             )
         for values, (error,), _ in run(world, loaded, path, restarts=False):
             assert values == [-1] * 4
             assert error == (
                 f"{path}/step-00000005: required components are missing: needed (per_rank: 2 ranks saved 2 parts, none "
-                f"is for {world} ranks divided as they are now). It has all, needed, wanted, left, rng. Nothing has "
-                "been loaded"
+                f"is for {world} ranks divided as they are now). The checkpoint has all, needed, wanted, left, rng. "
+                "Nothing has been loaded"
             )
 
 
@@ -163,7 +163,7 @@ def test_all_that_is_missing_is_listed(tmp_path: Any) -> None:
     manager.save(1, model=model, components=[Held("there", Sharing.GLOBAL, 1).component])
     wanted = [Held(name, Sharing.GLOBAL, 1).component for name in ("there", "one", "two")]
     with pytest.raises(
-        CheckpointError, match=r"missing: one \(not in the checkpoint\); two \(not in the .*It has there"
+        CheckpointError, match=r"missing: one \(not in the checkpoint\); two \(not in the .*The checkpoint has there"
     ):
         manager.load(tmp_path / "step-00000001", model=model, components=wanted)
 
@@ -176,13 +176,13 @@ def test_what_no_trainer_saved_has_no_components(tmp_path: Any) -> None:
         checkpoint.save(path, model=model, extra=extra)
         again = torch.nn.Linear(2, 2)
         optional = Held("a", Sharing.GLOBAL, 5, required=False)
-        with pytest.warns(FlatFSDPWarning, match="component 'a' is not in the checkpoint and stays as it was made"):
+        with pytest.warns(FlatFSDPWarning, match="component 'a' is not in the checkpoint and keeps its initial state"):
             loaded = CheckpointManager(tmp_path).load(path, model=again, components=[optional.component])
         assert (loaded.step, loaded.world, optional.value) == (None, None, 5) and torch.equal(
             again.weight, model.weight
         )
         with pytest.raises(
-            CheckpointError, match=r"required components are missing: b \(not in the checkpoint\). It has"
+            CheckpointError, match=r"required components are missing: b \(not in the checkpoint\)\. The checkpoint has"
         ):
             CheckpointManager(tmp_path).load(path, model=again, components=[Held("b", Sharing.GLOBAL, 5).component])
 
@@ -224,12 +224,12 @@ def test_ranks_that_differ_get_the_same_error(run: Any) -> None:
     answers = run(3, differing)
     assert all(messages == answers[0] for messages in answers)
     names, sharing, twice, broken, odd = answers[0]
-    assert "ranks have other components: ('b', 'global', True) on rank 0, ('a', 'global', True) on rank 1" in names
+    assert "ranks have different components: ('b', 'global', True) on rank 0, ('a', 'global', True) on rank 1" in names
     assert "('a', 'global', True) on rank 0, ('a', 'per_rank', True) on rank 1" in sharing
     assert "components: 2 of them are named 'a'; rename all but one" in twice
     assert broken == "saving the components of the run: rank 1: component 'broken': OSError: no such device"
     assert odd.startswith(
-        "component 'odd' differs in value between rank 0 and rank 2. It is declared replicated: all ranks must"
+        "component 'odd' differs in value between rank 0 and rank 2. It is declared replicated, so all ranks must"
     )
 
 

@@ -96,9 +96,7 @@ def test_a_scheduler_of_the_users_that_keeps_its_rates_is_reported(run: Run, tmp
     (rates, texts), (same, silent) = run(2, train_noting_warnings, tmp_path / "own", again)
     assert rates == same == pytest.approx(dict.fromkeys(range(1, 7), 0.1) | dict.fromkeys(range(7, 13), 0.05))
     assert len(texts) == 1 and silent == []
-    assert texts[0].startswith(
-        "lr: the learning rates 0.1 of the run that is resumed are kept, and 0.3 of this one are not"
-    )
+    assert texts[0].startswith("lr: the learning rates 0.1 of the resumed run are kept, not 0.3 of this one")
     run(2, train, tmp_path / "ours", {"scheduler": "constant"})
     again = {"scheduler": "constant", "epochs": 2, "resume": "latest", "lr": 0.3}
     for rates, texts in run(2, train_noting_warnings, tmp_path / "ours", again):

@@ -246,7 +246,7 @@ def test_other_models_have_no_files(tmp_path: Path) -> None:
 def test_what_a_model_leaves_without_a_value_on_the_meta_device_is_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Own(), nn.Linear(2, 2))
-    with fake_world(1), pytest.raises(UsageError, match="bias of a Own on the meta device got no values from Own"):
+    with fake_world(1), pytest.raises(UsageError, match="bias of a Own on the meta device were not initialized by Own"):
         shard(model, FSDPArguments(units="none"), device=CPU)
     with torch.device("meta"):
         model = nn.Sequential(Own(), nn.Linear(2, 2))

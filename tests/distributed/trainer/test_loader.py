@@ -459,19 +459,21 @@ def test_a_resumed_loader_keeps_the_global_batch_and_the_order() -> None:
     other = Loader(Numbers(10), batch=1, seed=5, epochs=1)
     other.load_state_dict(state)
     assert [each.ids for each in other.next_step().microbatches] == [(number,) for number in rest]
-    with pytest.warns(FlatFSDPWarning, match="seed=5 of the run that is resumed is kept; with seed=6"):
+    with pytest.warns(FlatFSDPWarning, match="seed=5 of the resumed run is kept; with seed=6"):
         (resumed := Loader(Numbers(10), batch=4, seed=6, epochs=1)).load_state_dict(state)
     assert resumed.next_step().microbatches[0].ids == rest and resumed.state_dict()["seed"] == 5
-    with pytest.warns(FlatFSDPWarning, match="took 4 samples a step; from here on it is global_batch=3, as asked for"):
+    with pytest.warns(
+        FlatFSDPWarning, match="took 4 samples per step; from now on, it is global_batch=3, as requested"
+    ):
         (asked := Loader(Numbers(10), batch=4, global_batch=3, seed=5, epochs=1)).load_state_dict(state)
     assert asked.next_step().microbatches[0].ids == rest[:3]
 
 
 def test_a_state_of_other_data_is_refused() -> None:
     state = Loader(Numbers(10), batch=4).state_dict()
-    with pytest.raises(CheckpointError, match="saved over 10 samples, and this loader is over 11 samples; a position"):
+    with pytest.raises(CheckpointError, match=r"saved for 10 samples, but this loader has 11 samples\. A position"):
         Loader(Numbers(11), batch=4).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="this loader is over an iterable dataset"):
+    with pytest.raises(CheckpointError, match="this loader has an iterable dataset"):
         Loader(Stream(10), batch=4).load_state_dict(state)
     with pytest.raises(CheckpointError, match="the state of the loader lacks 'position', 'seed'"):
         Loader(Numbers(10), batch=4).load_state_dict(
@@ -490,7 +492,7 @@ def test_a_stream_that_became_shorter_is_reported() -> None:
 def test_what_gives_samples_only_once_is_reported_in_its_second_epoch() -> None:
     loader = Loader((number for number in range(4)), batch=4, shuffle=False)
     assert loader.next_step().microbatches[0].ids == (0, 1, 2, 3)
-    with pytest.raises(DataError, match=r"no sample in epoch 1; .* works only with epochs=1"):
+    with pytest.raises(DataError, match=r"no samples in epoch 1; .* works only with epochs=1"):
         loader.next_step()
 
 
@@ -517,7 +519,7 @@ def test_a_dataset_has_to_be_one() -> None:
 def test_settings_without_effect_are_reported() -> None:
     with pytest.warns(FlatFSDPWarning, match="shuffle=True has no effect on an iterable dataset"):
         Loader((number for number in range(3)), batch=1)
-    with pytest.warns(FlatFSDPWarning, match="workers=2 are one worker for an iterable dataset"):
+    with pytest.warns(FlatFSDPWarning, match="workers=2 has the effect of 1 for an iterable dataset"):
         Loader(Stream(3), batch=1, workers=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -536,5 +538,7 @@ def given_up(rank: int, world: int, accumulate: int) -> tuple[int, list[str]]:
 def test_a_batch_that_a_resumed_run_does_not_take_is_reported(pool2: Run) -> None:
     (size, texts), (_, by_another) = pool2(given_up, 3)
     assert (size, by_another) == (4, [])
-    assert len(texts) == 1 and "has 4 samples, and keeps them" in texts[0] and "set global_batch=12" in texts[0]
+    assert (
+        len(texts) == 1 and "keeps the 4 samples of the resumed run" in texts[0] and "set global_batch=12" in texts[0]
+    )
     assert pool2(given_up, 1) == [(4, []), (4, [])]

@@ -165,14 +165,14 @@ def test_an_objective_is_chosen_for_a_model() -> None:
     [
         (CausalLM(), (TOKENS, TOKENS[:, 1:]), r"logits for each of the targets \(2, 5\) and found \(2, 6, 19\)"),
         (CausalLM(), TOKENS, r"CausalLM: expected a mapping or a pair \(inputs, targets\), and found Tensor"),
-        (FromOutput(), (TOKENS,), "expected a loss without dimensions from Transformer and found Tensor"),
-        (FromOutput(lambda batch: 0), {"tokens": TOKENS}, "FromOutput: expected a loss without dimensions"),
+        (FromOutput(), (TOKENS,), "expected a scalar loss from Transformer and found Tensor"),
+        (FromOutput(lambda batch: 0), {"tokens": TOKENS}, "FromOutput: expected a scalar loss"),
     ],
 )
 def test_what_does_not_fit_is_explained(objective: Any, batch: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         objective.loss(transformer(), batch)
-    with pytest.raises(UsageError, match="holds nothing to average over"):
+    with pytest.raises(UsageError, match="has nothing to average over"):
         FromOutput(lambda batch: 0).loss(Answering(), {"input_ids": TOKENS, "labels": TOKENS})
 
 
@@ -386,11 +386,11 @@ UNFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "cast": (lambda: Ending(lambda logits: logits.bfloat16()), CHANGED),
     "reshaped": (
         lambda: Ending(lambda logits: logits.view(*logits.shape[:2], 19)),
-        "a forward to try failed .* RuntimeError: ",
+        "a trial forward failed .* RuntimeError: ",
     ),
     "no linear layer": (lambda: nn.Sequential(nn.Embedding(19, 19)), "no nn.Linear of .* the shape of its logits"),
     "called twice": (twice, "'inside.head' is called more than once"),
-    "not for two tokens": (transformer, r"a forward to try failed \(another example= may help\): RuntimeError"),
+    "not for two tokens": (transformer, r"a trial forward failed \(another example= may help\): RuntimeError"),
 }
 
 
@@ -401,7 +401,7 @@ def test_a_model_whose_head_cannot_be_fused_reports_why_and_trains_on(how: str) 
     with fake_world(1):
         model = FullyShardedDataParallel(build())
         objective = CausalLM()
-        with pytest.warns(FlatFSDPWarning, match=f"fused_loss: without effect, logits will be whole .*{words}"):
+        with pytest.warns(FlatFSDPWarning, match=f"fused_loss has no effect, and the full logits .*{words}"):
             assert fused(objective, model, example=example) is objective
         objective.loss(model, (TOKENS, TOKENS)).backward()
 
@@ -417,5 +417,5 @@ def test_a_head_inside_of_what_is_computed_again_is_not_fused() -> None:
     with fake_world(1):
         given = FSDPArguments(units=["1.0", "Sequential"], activation_checkpointing=True)
         sharded = shard(model, given, device=CPU)
-        with pytest.warns(FlatFSDPWarning, match=r"'1\.1' is inside '1', which is computed again"):
+        with pytest.warns(FlatFSDPWarning, match=r"'1\.1' is inside '1', which is recomputed"):
             fused(CausalLM(), sharded)

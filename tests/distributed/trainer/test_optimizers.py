@@ -144,7 +144,7 @@ def test_a_function_gets_what_it_takes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "complaint"),
     [
-        ({"optimizer_options": {"beta": 1}}, ConfigValueError, "AdamW takes no 'beta'. Did you mean 'betas'?"),
+        ({"optimizer_options": {"beta": 1}}, ConfigValueError, "AdamW takes no option 'beta'. Did you mean 'betas'?"),
         ({"optimizer_options": {"eps": -1}}, ConfigValueError, "Invalid epsilon value: -1"),
         ({"optimizer": "rprop", "weight_decay": 0.5}, ConfigValueError, "weight_decay: got 0.5, but the class Rprop"),
         ({"optimizer": "torch.optim:nosuch"}, ConfigValueError, "optimizer: torch.optim has no 'nosuch'"),
@@ -267,8 +267,8 @@ def test_a_function_makes_the_scheduler_of_the_number_of_steps() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "steps", "complaint"),
     [
-        (lambda optimizer, steps: None, None, "is to be called with the number of steps, and this run has none"),
-        (lambda optimizer, steps: steps, 3, "made 3 (int). Accepted: an LRScheduler of torch."),
+        (lambda optimizer, steps: None, None, "needs the number of steps, but this run is limited only by"),
+        (lambda optimizer, steps: steps, 3, "returned 3 (int). Accepted: an LRScheduler of torch."),
         ("math:pi", 3, "scheduler: math:pi is 3.14"),
     ],
 )

@@ -117,7 +117,7 @@ def check(folder: Path, log: str, *, killed_after: int) -> None:
     text = (folder / log).read_text()
     rows = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    resumed = re.findall(r"resume: from run/step-(\d{8})", text)
+    resumed = re.findall(r"resuming from run/step-(\d{8})", text)
     assert resumed, text[-2000:]
     assert int(resumed[-1]) >= killed_after
 

@@ -63,7 +63,7 @@ def test_a_plain_start_trains_on_two_ranks_and_reports(text: Path, tmp_path: Pat
     assert found["ranks"] == "2 on cpu, full_shard"
     assert found["units"] == "3"
     parameters = 2 * (2 * 16 + 12 * 16 * 16) + ((4 + 1) * 256 + 3 * 4096) * 16 + 16
-    assert found["parameters"].startswith(f"{parameters:,} in total, {parameters * 4 / 2 / 1024:.1f} KiB of them")
+    assert found["parameters"].startswith(f"{parameters:,} in total, {parameters * 4 / 2 / 1024:.1f} KiB per rank")
     # Small as they are, the three units are gathered, gathered again for backward (the root stays) and reduced as one.
     assert re.search(r"all_gather.* in 2 calls", found["per step"])
     assert re.search(r"reduce_scatter.* in 1 call", found["per step"])
@@ -84,7 +84,7 @@ def test_under_torchrun_it_joins_the_world(text: Path, tmp_path: Path) -> None:
     found = facts(done.stdout)
     assert done.stdout.count("summary\n") == 1
     assert found["ranks"] == "2 on cpu, shard_grad_op"
-    assert found["steps"].startswith("4 of ")
+    assert found["steps"].startswith("4 (")
     # SHARD_GRAD_OP keeps parameters gathered for the first microbatch for the second.
     assert re.search(r"all_gather.* in 1 call", found["per step"])
     assert sorted(path.name for path in (tmp_path / "train-out").iterdir()) == [
@@ -222,9 +222,9 @@ def test_in_a_terminal(text: Path, tmp_path: Path) -> None:
     assert any(line.startswith("SIGINT: stopping after this step, saving") for line in shown.lines), shown.lines
     found = facts("\n".join(shown.lines))
     stopped = int(found["steps"].partition(" ")[0])
-    assert found["stopped because"] == "SIGINT asked for it"
+    assert found["stopped because"] == "SIGINT requested a stop"
     assert found["checkpoint"] == f"run/step-{stopped:08}"
-    assert f"stopped by SIGINT after step {stopped}; to resume it:" in shown.lines
+    assert f"stopped by SIGINT after step {stopped}; to resume:" in shown.lines
     assert "summary" in shown.lines, "no bar is in its line"
     table = shown.lines[shown.lines.index("summary") :][: len(found) + 3]
     assert max(map(len, table)) <= 80 and not any("SIGTERM" in line for line in shown.lines)
@@ -233,7 +233,7 @@ def test_in_a_terminal(text: Path, tmp_path: Path) -> None:
     done = commands.run(*train[1:], *longer, folder=tmp_path, environment=environment())
     assert done.returncode == 0, done.stderr
     lines = (done.stdout + done.stderr).splitlines()
-    assert f"resume: from run/step-{stopped:08}, after step {stopped}" in lines
+    assert f"resuming from run/step-{stopped:08}, after step {stopped}" in lines
     found = facts(done.stdout)
     assert (found["stopped because"], found["metrics"]) == ("all planned steps completed", "run/metrics.jsonl")
     assert "summary" in lines and "try next" in lines

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import re
 import traceback
+import warnings
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from flatfsdp import train
-from flatfsdp.errors import ConfigTypeError
+from flatfsdp.errors import ConfigTypeError, FlatFSDPWarning
 from flatfsdp.trainer import FSDPArguments
 from flatfsdp.trainer.settings.command_line import flag_of, in_flags
 from flatfsdp.trainer.settings.usual_names import USUAL_NAMES
@@ -58,25 +59,25 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
         ),
         ("--save_every 8", "unknown argument '--save_every'. Did you mean '--save-every'?"),
         ("--layers 0", "argument --layers: got '0'. Input should be greater than or equal to 1."),
-        ("--heads 3", "argument --heads: got 3, but --width 128 must be a multiple of twice 3"),
-        ("--ranks 3 --strategy hybrid_shard --replicas 2", "--replicas: 3 ranks cannot form 2 equal replicas"),
+        ("--heads 3", "argument --heads: got 3, but --width 128 must be a multiple of twice the number of heads"),
+        ("--ranks 3 --strategy hybrid_shard --replicas 2", "--replicas: 3 ranks do not make 2 equal replicas"),
         (
             "--front fully_shard --strategy no_shard",
             "argument --strategy: got 'no_shard', but with --front",
         ),
         ("--device nosuch", "argument --device: this machine has no 'nosuch' device that torch can use"),
         ("--text /no/such/file", "argument --text: there is no file or folder '/no/such/file'"),
-        ("--output /dev/null", "--output: cannot make the folder '/dev/null': File exists"),
+        ("--output /dev/null", "--output: cannot create the folder '/dev/null': File exists"),
         ("--export folder", "--export: name the checkpoint to export: --resume latest, best or a path"),
         ("--resume no/such", "--resume: there is no folder 'no/such'. Accepted: latest, best, or a path"),
-        ("--overwrite", "argument --overwrite: got True, but it belongs to --export"),
-        ("--measure", "argument --measure: got True, but it belongs to --dry-run"),
+        ("--overwrite", "argument --overwrite: got True, but it applies only with --export"),
+        ("--measure", "argument --measure: got True, but it applies only with --dry-run"),
         ("--model a:b", "argument --model: got 'a:b', but --train-data is not given"),
-        ("--model os:path --train-data os:path", "argument --model: os:path came to a module. Accepted: a torch.nn"),
+        ("--model os:path --train-data os:path", "argument --model: os:path gives a module. Accepted: a torch.nn"),
         ("--callbacks tensorbord", "argument --callbacks: got 'tensorbord'. Did you mean 'tensorboard'?"),
-        ("--tokenizer a:b", "--tokenizer belongs to a model of your own: --model is not given"),
-        (f"{' '.join(OWN)} --layers 3", "--layers belongs to the demonstration, and --model is given"),
-        (f"{' '.join(OWN)} --options depth=3", "argument --options: model and --train-data take no 'depth'. "),
+        ("--tokenizer a:b", "--tokenizer applies only to your own model, but --model is not given"),
+        (f"{' '.join(OWN)} --layers 3", "--layers applies only to the demonstration model, but --model is given"),
+        (f"{' '.join(OWN)} --options depth=3", "argument --options: --model and --train-data take no option 'depth'. "),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(
@@ -116,15 +117,34 @@ def test_names_of_other_trainers_lead_to_settings() -> None:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ("lora: PEFT refuses it", "argument --lora: PEFT refuses it"),
+        ("lora: PEFT rejects it", "argument --lora: PEFT rejects it"),
         ("TrainingArguments.min_lr: got 1", "argument --min-lr: got 1"),
         ("it is full; pass overwrite=True: then", "it is full; pass --overwrite: then"),
         ("pass resume='a/b-1': set global_batch=2", "pass --resume a/b-1: set --global-batch 2"),
+        ("set steps= or epochs=; batch= is 3.", "set --steps or --epochs; --batch is 3."),
+        (
+            'read on rank 0: data_mode="dispatch", a plan of steps',
+            "read on rank 0: --data-mode dispatch, a plan of steps",
+        ),
+        ("epochs=1. Or lora=, text='' and units='none'", "--epochs 1. Or --lora, --text and --units none"),
         ("with 'save_every' in /a/save_every, not plot=False", "with 'save_every' in /a/save_every, not --no-plot"),
     ],
 )
 def test_messages_of_a_command_line_name_flags(message: str, expected: str) -> None:
     assert in_flags(message, map(type, train.groups().values())) == expected
+
+
+def test_a_warning_is_one_line_that_names_flags() -> None:
+    """Its place is shown only in code of the user; warnings of others are shown as before."""
+    outside = warnings.formatwarning
+    message = "units: a warning. Name its units, or pass units='none'"
+    shown = "flatfsdp.train: warning: argument --units: a warning. Name its units, or pass --units none"
+    with train.warnings_with_flags():
+        form = warnings.formatwarning
+        assert form(FlatFSDPWarning(message), FlatFSDPWarning, train.__file__, 3) == f"{shown}\n"
+        assert form(FlatFSDPWarning(message), FlatFSDPWarning, "/home/model.py", 3) == f"{shown} (/home/model.py:3)\n"
+        assert form(UserWarning(message), UserWarning, "/m.py", 3) == f"/m.py:3: UserWarning: {message}\n"
+    assert warnings.formatwarning is outside
 
 
 def failed_in(code: str, file: str) -> str:
@@ -177,9 +197,9 @@ def test_help_has_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("--generate text", "--generate belongs to a model of your own or of transformers"),
-        ("--temperature 0", "argument --temperature: got 0.0, but it belongs to --generate"),
-        ("--generate text --dry-run", "argument --generate: got 'text', but --dry-run does something else"),
+        ("--generate text", "--generate applies only to a model that --model names"),
+        ("--temperature 0", "argument --temperature: got 0.0, but it applies only with --generate"),
+        ("--generate text --dry-run", "argument --generate: got 'text', but it cannot be combined with --dry-run"),
     ],
 )
 def test_generation_is_of_a_model_by_name(
@@ -198,7 +218,7 @@ def test_a_config_file_sets_what_flags_do_not(
     line = ["--config", str(path), "--dry-run", "--device", "cpu", "--accumulate", "2", "--text", __file__]
     assert train.main(line) == 0
     shown = capsys.readouterr().out
-    assert "2 ranks (CPUs, gloo), SGD, 2 microbatches a step" in shown
+    assert "2 ranks (CPUs, gloo), SGD, 2 microbatches per step" in shown
     assert "NO_SHARD" in shown
 
 

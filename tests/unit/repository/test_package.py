@@ -156,7 +156,7 @@ def test_a_picture_of_memory_shows_what_it_takes(
     monkeypatch.setattr(sys, "argv", ["memory_picture.py", "--help"])
     with pytest.raises(SystemExit) as raised:
         memory_picture.main()
-    assert raised.value.code == 0 and "picture     the file to draw" in capsys.readouterr().out
+    assert raised.value.code == 0 and "picture     the image file to write" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="tools are for bash")

@@ -55,7 +55,7 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path: Path) -
 def test_an_empty_folder_and_a_short_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigValueError, match="holds no files"):
         corpus_files(tmp_path)
-    with pytest.raises(ConfigValueError, match="100 bytes make 95 to train on and 5 to evaluate on; context 8 needs"):
+    with pytest.raises(ConfigValueError, match="100 bytes leave 95 for training and 5 for evaluation; context=8 needs"):
         DemoOptions(valid_part=0.05, context=8).held_out(100)
 
 

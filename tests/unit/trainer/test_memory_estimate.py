@@ -40,7 +40,7 @@ def test_a_forecast_for_people() -> None:
     assert_expected_inline(
         FORECAST.render(),
         """\
-64 ranks (accelerators, NCCL), AdamW, 4 microbatches a step
+64 ranks (accelerators, NCCL), AdamW, 4 microbatches per step
 
 unit  module  ...
 (the table of flatfsdp.summary)
@@ -48,20 +48,20 @@ unit  module  ...
 each rank holds                       between steps  at the peak
 parameters (shards)                         448 MiB      448 MiB
 parameters, gathered                            0 B     2.00 GiB
-gradients, to be reduced                        0 B     26.0 GiB
+gradients, to reduce                            0 B     26.0 GiB
 gradients, reduced (shards)                     0 B     12.0 MiB
 novel                                           0 B          7 B
 optimizer: step, exp_avg, exp_avg_sq        896 MiB      896 MiB
 buffers                                    12.0 KiB     12.0 KiB
-total, besides activations                 1.31 GiB     29.3 GiB
+total, without activations                 1.31 GiB     29.3 GiB
 
-sent in a step             calls        of
+sent per step              calls     bytes
 all-gather, parameters       212   110 GiB
 reduce-scatter, gradients     27  26.0 GiB
 norms                          1       4 B
 
-Not in it: activations; temporary memory of the optimizer's step; torch, the backend and fragmentation.
-Units are taken to run once each, in the order in which the model declares them.""",
+Not included: activations; temporary memory of the optimizer step; torch, the backend and fragmentation.
+Each unit is assumed to run once, in the order in which the model declares them.""",
     )
 
 
@@ -73,9 +73,9 @@ def test_host_and_device_are_distinguished_and_what_is_unknown_is_reported() -> 
     assert_expected_inline(
         "\n".join(texts),
         """\
-of it on the host                  448 MiB      460 MiB
-Not in it: activations; temporary memory of the optimizer's step; torch, the backend and fragmentation.
-Nor the optimizer's state: a step of Odd fails""",
+of which on the host               448 MiB      460 MiB
+Not included: activations; temporary memory of the optimizer step; torch, the backend and fragmentation.
+Not included, either: the optimizer's state: a step of Odd fails""",
     )
 
 
@@ -97,12 +97,12 @@ buffers                                    12.0 KiB     12.0 KiB""",
 def test_what_quantized_gradients_lose_is_held_between_steps() -> None:
     plan = replace(FIGURES, residuals=2 * GIB, at_peak=FIGURES.at_peak | {"residual": 2 * GIB})
     lines = replace(FORECAST, plan=plan).render().splitlines()
-    found = [line for line in lines if line.startswith(("gradients, lost", "total"))]
+    found = [line for line in lines if line.startswith(("gradients, rounding", "total"))]
     assert_expected_inline(
         "\n".join(found),
         """\
-gradients, lost in few bits                2.00 GiB     2.00 GiB
-total, besides activations                 3.31 GiB     31.3 GiB""",
+gradients, rounding errors                 2.00 GiB     2.00 GiB
+total, without activations                 3.31 GiB     31.3 GiB""",
     )
 
 

@@ -129,7 +129,7 @@ def test_windows_cut_a_text_into_samples() -> None:
     assert windows[0]["input_ids"].dtype is torch.int64
     with pytest.raises(IndexError, match="window 2 of 2"):
         windows[2]
-    with pytest.raises(ConfigValueError, match=r"context: got 12. Accepted: from 2, .* up to the 11 tokens"):
+    with pytest.raises(ConfigValueError, match=r"context: got 12. Accepted: from 2 .* to 11, the number of tokens"):
         TokenWindows(torch.arange(11), context=12)
     with pytest.raises(ConfigValueError, match=r"tokens: got torch.float32 of shape \(11,\)"):
         TokenWindows(torch.arange(11.0), context=4)
@@ -164,13 +164,13 @@ def test_samples_of_different_lengths_are_padded_to_the_longest() -> None:
 
 
 def test_samples_that_cannot_be_padded_are_refused_in_words() -> None:
-    with pytest.raises(ConfigValueError, match="a sample has input_ids, the first one input_ids, labels; all need the"):
+    with pytest.raises(ConfigValueError, match="a sample has input_ids, but the first one has input_ids, labels; all"):
         PadCollate()([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}])
     with pytest.raises(ConfigValueError, match="'labels' of a sample is not as long as its 'input_ids'"):
         PadCollate()([{"input_ids": [1, 2], "labels": [1]}])
     with pytest.raises(ConfigValueError, match=r"'input_ids' of a sample has shape \(1, 2\)"):
         PadCollate()([{"input_ids": torch.ones(1, 2)}])
-    with pytest.raises(ConfigValueError, match="a sample has x, and no 'input_ids' to pad"):
+    with pytest.raises(ConfigValueError, match="a sample has x, but no 'input_ids' to pad"):
         PadCollate()([{"x": 1}])
     with pytest.raises(ConfigTypeError, match=r"got 3 \(int\) as a sample"):
         PadCollate()([3])

@@ -92,11 +92,11 @@ def test_values_have_one_normal_form() -> None:
         (lambda: FSDPArguments(reduce_bits=16), "FSDPArguments.reduce_bits: got 16 (int). Accepted: one of 8, 4."),
         (
             lambda: FSDPArguments(reduce_error_feedback=True),
-            "FSDPArguments.reduce_error_feedback: got True, but without reduce_bits gradients lose nothing",
+            "FSDPArguments.reduce_error_feedback: got True, but without reduce_bits there are no errors",
         ),
         (
             lambda: FSDPArguments(gather_dtype="int8", strategy="no_shard"),
-            "FSDPArguments.gather_dtype: got torch.int8, but with strategy no_shard parameters are never gathered",
+            "FSDPArguments.gather_dtype: got torch.int8, but with strategy no_shard, parameters are never gathered",
         ),
         (
             lambda: FSDPArguments(replicas=2),
@@ -114,15 +114,15 @@ def test_values_have_one_normal_form() -> None:
         ),
         (
             lambda: FSDPArguments(front="fully_shard", strategy="no_shard"),
-            "FSDPArguments.strategy: got 'no_shard', but with front fully_shard parameters are always split over ranks",
+            "FSDPArguments.strategy: got 'no_shard', but with front fully_shard, parameters are always sharded",
         ),
         (
             lambda: FSDPArguments(front="fully_shard", use_orig_params=False),
-            "FSDPArguments.use_orig_params: got False, but with front fully_shard each parameter is a DTensor",
+            "FSDPArguments.use_orig_params: got False, but with front fully_shard, each parameter is a DTensor",
         ),
         (
             lambda: FSDPArguments(front="fully_shard", layout="flat"),
-            "FSDPArguments.layout: got 'flat', but with front fully_shard ranks split each parameter by rows",
+            "FSDPArguments.layout: got 'flat', but with front fully_shard, each parameter is split by rows",
         ),
         (
             lambda: FSDPArguments(reshard_after_forward=0),
@@ -130,7 +130,7 @@ def test_values_have_one_normal_form() -> None:
         ),
         (
             lambda: FSDPArguments(units=["blocks", 3]),
-            "FSDPArguments.units: got ['blocks', 3]. 3 is not one of seve",
+            "FSDPArguments.units: got ['blocks', 3]. 3 cannot be in a li",
         ),
         (
             lambda: FSDPArguments(units="model layers"),
@@ -170,7 +170,7 @@ def test_values_have_one_normal_form() -> None:
         (
             lambda: TrainingArguments(optimizer="adanw"),
             "TrainingArguments.optimizer: got 'adanw'. Accepted: adamw, adam, sgd, adadelta, adagrad, adamax, asgd, "
-            "nadam, radam, rmsprop, rprop, 'package.module:name', or from Python a callable (params, **options) -> "
+            "nadam, radam, rmsprop, rprop, 'package.module:name', or (in Python) a callable (params, **options) -> "
             "Optimizer. Did you mean 'adamw'?",
         ),
         (lambda: TrainingArguments(optimizer="Muon"), "Muon looks at whole matrices, of which a rank may have parts."),
@@ -179,14 +179,14 @@ def test_values_have_one_normal_form() -> None:
         (lambda: TrainingArguments(optimizer_options={"lr": 1}), "'lr' is set by lr"),
         (
             lambda: TrainingArguments(global_batch=64, accumulate=2),
-            "TrainingArguments.accumulate: got 2, but global_batch 64 decides how many are needed",
+            "TrainingArguments.accumulate: got 2, but global_batch 64 determines their number",
         ),
         (
             lambda: TrainingArguments(clip=1, optimizer_in_backward=True),
-            "TrainingArguments.clip: got 1.0, but with optimizer_in_backward gradients are gone before their norm is "
-            "known",
+            "TrainingArguments.clip: got 1.0, but with optimizer_in_backward, gradients are freed before their norm "
+            "is known",
         ),
-        (lambda: TrainingArguments(keep_best=1), "eval_loss is known of evaluated checkpoints only: set eval_every"),
+        (lambda: TrainingArguments(keep_best=1), "eval_loss is known only for evaluated checkpoints: set eval_every"),
         (
             lambda: TrainingArguments(eval_batches=1, eval_at_end=False),
             "nothing is evaluated: set eval_every or eval_at",
@@ -194,11 +194,11 @@ def test_values_have_one_normal_form() -> None:
         (lambda: TrainingArguments(scheduler="a.b:c", warmup=0.1), "scheduler 'a.b:c' sets all learning rates itself"),
         (
             lambda: Task(None, "a:b"),
-            "Task.model: got None (NoneType). Accepted: 'hf:...', 'package.module:name', or from Python ",
+            "Task.model: got None (NoneType). Accepted: 'hf:...', 'package.module:name', or (in Python) ",
         ),
         (
             lambda: Task("my model", "a:b"),
-            "Task.model: got 'my model'. Accepted: 'hf:...', 'package.module:name', or from Python",
+            "Task.model: got 'my model'. Accepted: 'hf:...', 'package.module:name', or (in Python)",
         ),
         (
             lambda: FSDPArguments(strategy="torch.full_shard"),
@@ -224,7 +224,7 @@ def test_a_field_that_there_is_not_is_named_with_the_nearest_one() -> None:
         "TrainingArguments: unknown setting 'save_evry'. Did you mean 'save_every'?"
     )
     assert sentence(lambda: Model(**{"qqq": 3})) == (
-        "Model: unknown setting 'qqq'. Accepted: layers, width, dropout, text."
+        "Model: unknown setting 'qqq'. Accepted: 'layers', 'width', 'dropout', 'text'."
     )
     task: Any = Task
     assert sentence(lambda: task("a:b")) == "Task.train_data: not given, and it has no default"
@@ -238,9 +238,7 @@ def test_settings_travel_to_other_processes() -> None:
 
 def test_a_run_has_no_evaluations_that_its_task_cannot_give() -> None:
     report = sentence(lambda: check_run(TrainingArguments(eval_every=5), Task("a:b", "c:d"), FSDPArguments()))
-    assert (
-        report == "TrainingArguments.eval_every: got 5, but there is nothing to evaluate on: the task has no eval_data"
-    )
+    assert report == "TrainingArguments.eval_every: got 5, but there is nothing to evaluate on: eval_data is not set"
     check_run(TrainingArguments(eval_every=5), Task("a:b", "c:d", "e:f"), FSDPArguments())
     check_run(TrainingArguments(), Task("a:b", "c:d"), FSDPArguments())
 
@@ -266,10 +264,10 @@ def test_toml_and_json_mean_the_same(tmp_path: Path) -> None:
     ("tables", "complaint"),
     [
         ({"trainin": {}}, "unknown table 'trainin'. Did you mean 'training'?"),
-        ({"qqq": {}}, "unknown table 'qqq'. Accepted: training, fsdp."),
+        ({"qqq": {}}, "unknown table 'qqq'. Accepted: 'training', 'fsdp'."),
         ({"training": {"save_evry": 3}}, "training: unknown setting 'save_evry'. Did you mean 'save_every'?"),
-        ({"training": {"strategy": "x"}}, "training: unknown setting 'strategy'. It belongs into [fsdp]."),
-        ({"strategy": "x"}, "unknown table 'strategy'. It belongs into [fsdp]."),
+        ({"training": {"strategy": "x"}}, "training: unknown setting 'strategy'. It belongs in [fsdp]."),
+        ({"strategy": "x"}, "unknown table 'strategy'. It belongs in [fsdp]."),
         ({"fsdp": 3}, "fsdp: got 3 (int). Accepted: a table of settings."),
         ({"training": {"batch": "8"}}, "training.batch: got '8' (str). Input should be a valid integer."),
         ({"training": {"shuffle": 1}}, "training.shuffle: got 1 (int). Input should be a valid boolean."),
@@ -291,10 +289,10 @@ def test_a_wrong_table_is_named_with_its_place(
     ("name", "text", "complaint"),
     [
         ("no.json", None, "no.json: cannot be read: No such file or directory"),
-        ("run.yaml", "a: 3", "run.yaml: its name ends with '.yaml'. Accepted: .toml or .json."),
-        ("run.json", "{", "run.json: no valid JSON: Expecting property name"),
+        ("run.yaml", "a: 3", "run.yaml: the name ends with '.yaml'. Accepted: .toml or .json."),
+        ("run.json", "{", "run.json: not valid JSON: Expecting property name"),
         ("run.json", "[1]", "run.json: got a list. Accepted: an object with one table per group."),
-        ("run.json", "\udcff", "run.json: no valid JSON: 'utf-8' codec can't decode"),
+        ("run.json", "\udcff", "run.json: not valid JSON: 'utf-8' codec can't decode"),
     ],
 )
 def test_a_wrong_file_is_reported_by_its_name(tmp_path: Path, name: str, text: str | None, complaint: str) -> None:
@@ -379,12 +377,12 @@ def test_a_word_for_a_precision_stands_in_its_fields() -> None:
     ("given", "message"),
     [
         ({"warmup": 0.1, "warmup_steps": 3}, "warmup_steps: got 3, but warmup is 0.1"),
-        ({"lr": 0.1, "min_lr": 0.2}, "min_lr: got 0.2, but lr, the highest, is 0.1"),
-        ({"scheduler": "constant", "min_lr": 1e-4}, "min_lr: got 0.0001, but scheduler 'constant' makes no use of it"),
-        ({"decay": 0.1}, "decay: got 0.1, but scheduler 'cosine' makes no use of it"),
-        ({"early_stop": 2}, "early_stop: got 2, but nothing is evaluated meanwhile: set eval_every"),
-        ({"profile": "5..4"}, "profile: got '5..4'. Accepted: steps as 10..12, from 1 on."),
-        ({"callbacks": [3]}, "callbacks: got 3 (int). Accepted: names as wandb:project=mine"),
+        ({"lr": 0.1, "min_lr": 0.2}, "min_lr: got 0.2, but the peak learning rate, lr, is 0.1"),
+        ({"scheduler": "constant", "min_lr": 1e-4}, "min_lr: got 0.0001, but scheduler 'constant' does not use it"),
+        ({"decay": 0.1}, "decay: got 0.1, but scheduler 'cosine' does not use it"),
+        ({"early_stop": 2}, "early_stop: got 2, but nothing is evaluated during the run: set eval_every"),
+        ({"profile": "5..4"}, "profile: got '5..4'. Accepted: steps such as 10..12, counted from 1."),
+        ({"callbacks": [3]}, "callbacks: got 3 (int). Accepted: names, with options as in wandb:project=mine"),
     ],
 )
 def test_settings_that_contradict(given: dict[str, Any], message: str) -> None:
@@ -434,16 +432,16 @@ def test_flags_count_over_the_file_and_the_file_over_the_defaults(config: str) -
          "integer."),
         ("--steps 0", "argument --steps: got '0'. Input should be greater than or equal to 1."),
         ("--optimizer-options lr", "argument --optimizer-options: got 'lr' (str). Accepted: a table of names "
-         "and values; as text key=value, or a JSON object."),
+         "and values, key=value, or a JSON object."),
         (
             "--optimizer-options {x}",
-            "argument --optimizer-options: got '{x}' (str). Accepted: a table of names and values; as text "
-            "key=value, or a JSON object.",
+            "argument --optimizer-options: got '{x}' (str). Accepted: a table of names and values, key=value, "
+            "or a JSON object.",
         ),
         ("--replicas 2", "argument --replicas: got 2, but only hybrid_shard and hybrid_shard_zero2 replicate, and "
          "--strategy is full_shard"),
         ("--config no.json", "no.json: cannot be read: No such file or directory"),
-        ("--config {config}", "{config}: unknown table 'model'. Accepted: training, fsdp."),
+        ("--config {config}", "{config}: unknown table 'model'. Accepted: 'training', 'fsdp'."),
     ],
 )  # fmt: skip
 def test_a_wrong_line_is_one_line_and_exit_code_2(
@@ -459,7 +457,7 @@ def test_a_wrong_line_is_one_line_and_exit_code_2(
 def test_what_contradicts_is_called_as_it_was_given(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read("--config", config, "--optimizer-in-backward", training=TrainingArguments(), model=Model())
-    assert f"{config}: training.clip: got 1.0, but with --optimizer-in-backward gradients" in capsys.readouterr().err
+    assert f"{config}: training.clip: got 1.0, but with --optimizer-in-backward, gradients" in capsys.readouterr().err
 
 
 def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -472,7 +470,7 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
     assert "weight decay; norms and biases are excluded (default: 0.01)" in shown
     assert "dropout (default: 77)" in shown
     assert "save a checkpoint at the end (the default)" in shown
-    assert "format of the weights in a checkpoint: safetensors, torch (default: safetensors)" in shown
+    assert "format of the weights in a checkpoint; values: safetensors, torch (default: safetensors)" in shown
 
 
 # factories
@@ -509,12 +507,12 @@ def test_references_are_imported_from_the_current_directory_too(here: Path) -> N
         ("my_task_of_this_test:Model.huge", "model: Model has no 'huge'. There are tiny."),
         (
             "broken_task_of_this_test:x",
-            "importing 'broken_task_of_this_test:x' failed: ModuleNotFoundError: No module",
+            "failed to import 'broken_task_of_this_test:x': ModuleNotFoundError: No module",
         ),
-        ("failing_task_of_this_test:x", "importing 'failing_task_of_this_test:x' failed: ZeroDivisionError: division"),
+        ("failing_task_of_this_test:x", "failed to import 'failing_task_of_this_test:x': ZeroDivisionError: division"),
         (
             "failing_task_of_this_test.inner.x",
-            "importing 'failing_task_of_this_test.inner.x' failed: ZeroDivision",
+            "failed to import 'failing_task_of_this_test.inner.x': ZeroDivision",
         ),
         ("my_task_of_this_test.Model.huge", "model: Model has no 'huge'. There are tiny."),
         ("model", "model: got 'model'. Accepted: 'package.module:name'."),
@@ -537,9 +535,9 @@ def test_what_a_setting_makes_is_called_and_what_it_is_stays() -> None:
     assert made(functools.partial(torch.nn.Linear, 5), {"out_features": 1}, "model").weight.shape == (1, 5)
     assert made([1, 2], options, "train_data") == [1, 2]
     for other in ("os:path", lambda: 3):
-        with pytest.raises(ConfigValueError, match=r"model: .* came to a (module|int)\. Accepted: a torch.nn.Module"):
+        with pytest.raises(ConfigValueError, match=r"model: .* gives a (module|int)\. Accepted: a torch.nn.Module"):
             made(other, {}, "model")
-    with pytest.raises(ConfigValueError, match="model: os:path came to a module"):
+    with pytest.raises(ConfigValueError, match="model: os:path gives a module"):
         check_options(Task(model="os:path", train_data=[1]))
 
 
@@ -555,5 +553,5 @@ def test_functions_get_the_options_that_they_take_and_no_option_is_lost() -> Non
     assert made(data, options, "train_data") == options
     check_all_taken(options, {"model": model, "train_data": data}, argument="task.options")
     assert sentence(lambda: check_all_taken({"layer": 1}, {"model": model}, argument="task.options")) == (
-        "task.options: model takes no 'layer'. Did you mean 'layers'?"
+        "task.options: model takes no option 'layer'. Did you mean 'layers'?"
     )

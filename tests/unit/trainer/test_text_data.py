@@ -76,7 +76,7 @@ def test_only_the_answers_of_a_conversation_count(tmp_path: Path) -> None:
     assert "".join(map(chr, tokens)) == "<uq><ayes><ur><ano>"
     assert "".join("." if each == OFF else chr(each) for each in labels.tolist()) == "......yes>......no>"
     assert len(samples(name, sequence_length=5)[0][0]) == 5
-    with pytest.raises(ConfigValueError, match="writes the turns before an answer in another way"):
+    with pytest.raises(ConfigValueError, match="renders earlier turns differently"):
         samples(name, Letters("drops"))
     with pytest.raises(ConfigValueError, match="the tokenizer has no chat template"):
         samples(name, Letters(None))
@@ -96,9 +96,9 @@ def test_a_class_is_one_label_for_a_text(tmp_path: Path) -> None:
     ("records", "options", "message"),
     [
         ([{"body": "a"}], {}, "a record has no column 'text'; it has 'body'. Set column"),
-        ([{"text": "a"}], {"sequence_length": 9}, "its 3 tokens do not fill one sample of 9"),
+        ([{"text": "a"}], {"sequence_length": 9}, "its 3 tokens do not fill one sample of sequence_length=9"),
         ([3], {}, "a record is a int"),
-        ([{"text": "a"}], {"streaming": True}, "streaming: jsonl:.* is read from files of this machine"),
+        ([{"text": "a"}], {"streaming": True}, "streaming: jsonl:.* is read from local files"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, records: list[Any], options: dict[str, Any], message: str) -> None:
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, records: list[Any], options:
 def test_names_that_there_are_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigValueError, match="Accepted: text:"):
         TextData("csv:a")
-    with pytest.raises(ConfigValueError, match="there is no file, nor a folder with files"):
+    with pytest.raises(ConfigValueError, match="there is no file, and no folder with files"):
         samples(f"text:{tmp_path / 'none'}")
     with pytest.raises(ConfigValueError, match="text needs a tokenizer"):
         TextData(f"text:{tmp_path}").make(None)

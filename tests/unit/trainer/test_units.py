@@ -170,12 +170,12 @@ def test_what_names_nothing_ends_a_run_with_the_nearest_names() -> None:
     with pytest.raises(ConfigValueError) as refused:
         policy_for(Transformer(tied=False, depth=3), "block", param_dtype=torch.bfloat16)
     assert str(refused.value) == (
-        "units: 'block' is no submodule of Transformer with parameters, nor the class of one (nearest: 'blocks', "
-        "'Block'). units_fallback=True takes Transformer as one unit, all of it gathered at once on every rank: "
-        "11.4 KiB"
+        "units: 'block' is neither a submodule of Transformer with parameters nor the class of one (nearest: 'blocks', "
+        "'Block'). units_fallback=True makes Transformer a single unit, all of it (11.4 KiB) gathered at once on every "
+        "rank"
     )
     for units in (nn.Conv2d, {nn.Conv2d, nn.Conv1d}, ["layers", nn.Conv2d]):
-        with pytest.raises(ConfigValueError, match=r"^units: .*'Conv2d' is no submodule of Tower with"):
+        with pytest.raises(ConfigValueError, match=r"^units: .*'Conv2d' is neither a submodule of Tower with"):
             policy_for(Tower(2), units)
     with pytest.raises(ConfigValueError, match=r"\(nearest: 'encoder.layers'\)"):  # the end of a path
         policy_for(Translator(), "layers")
@@ -187,16 +187,16 @@ def test_a_fallback_that_was_requested_is_reported_with_what_it_costs() -> None:
         assert policy_for(model, "block", fallback=True, param_dtype=torch.bfloat16) is None
     (message,) = [str(each.message) for each in caught]
     assert message == (
-        "units: 'block' is no submodule of Transformer with parameters, nor the class of one (nearest: 'blocks', "
+        "units: 'block' is neither a submodule of Transformer with parameters nor the class of one (nearest: 'blocks', "
         "'Block'). The model becomes a single unit: all of it, 11.4 KiB, is gathered at once on every "
-        "rank. units='auto' would make 3 units of it ('blocks.0', a Block, and the others like it), 3.39 KiB the "
-        "largest, and leave 1.26 KiB to the whole"
+        "rank. units='auto' would make 3 units of it ('blocks.0', a Block, and others like it), the largest of "
+        "3.39 KiB, and leave 1.26 KiB to the root unit"
     )
 
 
 def test_with_a_fallback_one_of_several_names_that_is_wrong_leaves_the_others() -> None:
     model = Tower(2)
-    with pytest.warns(FlatFSDPWarning, match=r"'Leyer'.*nearest: 'Layer'.*It is left out; the other units"):
+    with pytest.warns(FlatFSDPWarning, match=r"'Leyer'.*nearest: 'Layer'.*It is ignored; the other units"):
         assert list(unit_modules(model, ["Leyer", "layers"], fallback=True)) == numbered("layers", 2)
 
 
@@ -206,7 +206,7 @@ def test_a_model_without_repetition_is_reported() -> None:
 
 
 def test_a_submodule_without_parameters_is_no_unit() -> None:
-    with pytest.raises(ConfigValueError, match="'1' is no submodule of Sequential with parameters"):
+    with pytest.raises(ConfigValueError, match="'1' is neither a submodule of Sequential with parameters"):
         policy_for(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "1")
 
 
