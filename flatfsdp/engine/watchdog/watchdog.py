@@ -52,6 +52,7 @@ from . import status_report as reports
 from .local_waits import BlockFailure, LocalWaits, SharedBlocks, Timekeeper
 from .process_exit import end_process_unless, in_words, print_immediately
 from .store import AlarmReader, StoreClient, StoreGone, does_not_answer, where_it_was
+from .wake import Wake
 
 JOIN = 10.0  # seconds that the thread has to finish its output when the interpreter exits
 LAST_ERRANDS = 0.3  # seconds that errands have then
@@ -72,7 +73,7 @@ class Watchdog:
         self._left: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # models, with their `publish`
         self._open: list[str] = []  # alarms that models have yet to process
         self._lock = threading.Lock()
-        self._wake = threading.Event()
+        self._wake = Wake()  # [Note: finalizers]
         self._thread: threading.Thread | None = None
         self._closed = False
         self._store_is_gone = False
@@ -226,7 +227,6 @@ class Watchdog:
         try:
             while self._wanted():
                 self._wake.wait(self._polls.period / 2 if self._polls.is_open else self._polls.period)
-                self._wake.clear()
                 if not self._closed:
                     self.look()
             if not self._closed:
@@ -380,7 +380,6 @@ class Watchdog:
         gone_at = time.monotonic()
         while self._wanted():
             self._wake.wait(self._polls.period)
-            self._wake.clear()
             since, _ = self._local.waited()
             if time.monotonic() - max(since, gone_at) > 3 * reports.ANSWER * self._polls.period and math.isfinite(
                 since
