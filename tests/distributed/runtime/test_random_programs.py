@@ -74,6 +74,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.spare = nn.Parameter(torch.ones(2 * WIDTH))
         self.fails, self.uses_spare, self.returns_views = "", False, False
+        self.hook = self.callers_hook = ""  # on its output
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(self.norm(x))
@@ -84,7 +85,37 @@ class Block(nn.Module):
         if self.fails == "backward" and y.requires_grad:
             y.register_hook(_fail)
         x = x + self.down(F.gelu(y))
-        return x[:] if self.returns_views else x
+        return hooked(x[:] if self.returns_views else x, self, self.hook)
+
+
+# Kinds of hooks on outputs.
+HOOKS = ("", "", "", "plain", "node", "retained", "implicit")
+
+
+def hooked(y: Tensor, part: Any, kind: str) -> Tensor:
+    """`y`, an output of a `part`, with a hook of this kind that reads a weight of that part."""
+    if not kind or y.grad_fn is None:
+        return y
+
+    def row() -> Tensor:
+        return (part.before if hasattr(part, "before") else part.up).weight[0]
+
+    def scaled(grad: Tensor) -> Tensor:
+        return grad * (1.0 + 0.1 * row().detach().tanh())
+
+    def implicit(grad: Tensor) -> Tensor:
+        """As implicit layers solve for gradients."""
+        with torch.enable_grad():
+            start = grad.detach().clone().requires_grad_()
+            return grad + 0.1 * torch.autograd.grad((start * row()).tanh().sum(), start)[0]
+
+    if kind == "retained":
+        y.retain_grad()
+    if kind == "node":
+        y.grad_fn.register_prehook(lambda grads: tuple(None if each is None else scaled(each) for each in grads))
+    else:
+        y.register_hook(implicit if kind == "implicit" else scaled)
+    return y
 
 
 def _fail(grad: Tensor) -> Tensor:
@@ -98,10 +129,11 @@ class Outer(nn.Module):
         super().__init__()
         self.before, self.block, self.scale = nn.Linear(WIDTH, WIDTH), Block(), nn.Parameter(torch.ones(WIDTH))
         self.returns_views = False
+        self.hook = self.callers_hook = ""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.block(x + self.before(x)) * self.scale
-        return x[:] if self.returns_views else x
+        return hooked(x[:] if self.returns_views else x, self, self.hook)
 
 
 class Net(nn.Module):
@@ -143,6 +175,8 @@ class Net(nn.Module):
         for index in self.order[:most]:
             part, recompute = self.parts[index], self.recompute[index]
             x = part(x) if recompute is None else checkpoint(part, x, use_reentrant=recompute)
+            if recompute is not True:  # what that returns is no output of a unit
+                x = hooked(x, part, part.callers_hook)
             if self.writes and recompute is not True:  # refused by torch of reentrant checkpoints
                 x.mul_(1.1)
         if self.asks:
@@ -168,6 +202,12 @@ class Player:
                 for part in each.modules():
                     if isinstance(part, (Block, Outer)):
                         part.returns_views = True
+        if random.Random(f"hooked {seed}").random() < 0.4:
+            for each in self.alone, net:
+                kinds = random.Random(f"hooks {seed}")
+                for part in each.modules():
+                    if isinstance(part, (Block, Outer)):
+                        part.hook, part.callers_hook = kinds.choice(HOOKS), kinds.choice(HOOKS)
         strategies = ["FULL_SHARD"] * 3 + ["SHARD_GRAD_OP", "NO_SHARD"] + ["HYBRID_SHARD"] * 2 * (world == 4)
         strategy = drawn.choice(strategies)
         self.original = drawn.random() < 0.6
@@ -187,6 +227,9 @@ class Player:
         )
         if random.Random(f"wide {seed}").random() < 0.3:
             self.settings["mixed_precision"] = MixedPrecision(reduce_dtype=torch.float64)
+        if random.Random(f"computes in another dtype {seed}").random() < 0.3:  # with casts, and without rounding
+            mixed = self.settings["mixed_precision"] or MixedPrecision()
+            self.settings["mixed_precision"] = replace(mixed, param_dtype=torch.float64)
         # Gradients in few bits, with error feedback.
         self.owes = random.Random(f"few bits {seed}").random() < 0.3
         if self.owes:
@@ -276,6 +319,8 @@ class Player:
         return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * self.number + of))
 
     def same(self, what: str, found: Tensor | None, expected: Tensor | None) -> None:
+        if found is not None and expected is not None:
+            found = found.to(expected.dtype)  # computed with casts
         if unlikeness := unlike(found, expected, rtol=1e-3, atol=1e-5):
             self.wrong.append(f"{what}: {unlikeness}")
 
@@ -351,6 +396,7 @@ class Player:
     def writes_in_between_stay(self) -> bool:
         """Whether writes between forward and backward change the parameters between steps."""
         stay = self.strategy == "NO_SHARD" and not self.settings["cpu_offload"].offload_params
+        stay = stay and getattr(self.settings["mixed_precision"], "param_dtype", None) is None
         # A wrapped part is recomputed with the written values, and in one process no part is wrapped.
         return stay and not any(isinstance(module, CheckpointWrapper) for module in self.model.modules())
 
