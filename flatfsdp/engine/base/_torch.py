@@ -234,6 +234,23 @@ def custom_backward() -> Any:
     return node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
 
 
+def custom_function_of(tensor: torch.Tensor) -> str | None:
+    """The name of the innermost custom Function whose forward or backward runs, if it has `tensor` in a variable."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            values = frame.f_locals
+            node = values["ctx"]
+            if isinstance(node, torch.autograd.function.BackwardCFunction) and any(
+                each is tensor for each in values.values()
+            ):
+                return type(node).__name__.removesuffix("Backward")
+            return None
+        frame = frame.f_back
+    return None
+
+
 def is_recomputing() -> bool:
     """Whether the caller runs in the recomputation of a checkpoint, of either kind."""
     return in_backward() and (bool(segments()) or custom_backward() is not None)
@@ -270,6 +287,30 @@ def will_accumulate(node: Any) -> bool:
 def shape_awaited(node: Any) -> torch.Size:
     """The shape that gradients for `node`, which belongs to a leaf, must have."""
     return torch.Size(node._input_metadata[0].shape)
+
+
+# The number that this thread gives to the next node that it adds to a graph; a thread numbers its nodes in turn.
+next_sequence_nr: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+_RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+def roots_of_backwards() -> list[Any]:
+    """The nodes at which the running backwards of this thread began; on a device's thread, those of all threads. Found
+    in the stack, because torch has no function for them."""
+    found = _roots_in(sys._getframe())
+    for frame in () if found else sys._current_frames().values():
+        found += _roots_in(frame)
+    return found
+
+
+def _roots_in(frame: FrameType | None) -> list[Any]:
+    found: list[Any] = []
+    while frame is not None:
+        if frame.f_code is _RUNS_BACKWARD:
+            outputs = frame.f_locals.get("t_outputs", ())
+            found += [each.grad_fn if isinstance(each, torch.Tensor) else each.node for each in outputs]
+        frame = frame.f_back
+    return found
 
 
 any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _lacking("_any_requires_grad"))

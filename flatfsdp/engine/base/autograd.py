@@ -210,6 +210,17 @@ def flows_past(nodes: Iterable[Any], leaves: Iterable[torch.Tensor]) -> bool:
     return any(id(getattr(each, "variable", None)) not in known for each in ends)
 
 
+def leaves_used_in(intervals: Iterable[tuple[int, int]], roots: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The leaves that are arguments of those nodes whose numbers lie in one of `intervals` (from the first to before
+    the second), and that a backward reaches from the nodes `roots`."""
+    for node in _downstream(roots):
+        number = node._sequence_nr()
+        if any([first <= number < after for first, after in intervals]):
+            for following, _ in node.next_functions:
+                if following is not None and not following.next_functions and hasattr(following, "variable"):
+                    yield following.variable
+
+
 def _downstream(nodes: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[Any]:
     """`nodes` and all nodes that a backward reaches from them, not beyond those in `until`."""
     seen = {None, *until}
@@ -280,13 +291,10 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _unheld = 0  # the reference count, at that point, of a node without other references; measured when first needed
 
 
-def held_nodes(leaves: Sequence[torch.Tensor]) -> dict[int, Any]:
-    """The gradient accumulation nodes of `leaves` that other Python code holds references to; by the id of the
-    leaf."""
+def held_nodes(leaves: Sequence[torch.Tensor], counts: Sequence[int]) -> dict[int, Any]:
+    """The gradient accumulation nodes of `leaves` that other Python code holds references to; by the id of the leaf.
+    `counts`: the use counts of `leaves`."""
     global _unheld
-    counts = list(map(_torch.use_count, leaves))
-    if max(counts, default=0) <= 1:
-        return {}
     maybe_held = itertools.compress(leaves, map((1).__lt__, counts))  # between iterations usually none
     if not (leaves := [*filter(_REQUIRES_GRAD, maybe_held)]):
         return {}

@@ -106,6 +106,8 @@ _OF_SHARD = frozenset(
     "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device __len__".split()
 )
 
+_LAYOUT = frozenset("shape size dim numel nelement stride __len__ data data_ptr untyped_storage".split())
+
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -134,6 +136,11 @@ class UnusableParameter(DescribedAsShard):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        name = property_of(func) or getattr(func, "__name__", "")
+        if (name in _LAYOUT or _is_elementwise(func)) and not torch.is_grad_enabled():
+            for each in args:
+                if isinstance(each, UnusableParameter) and each.requires_grad:
+                    _refuse_in_custom_function(each)
         if is_query(func):
             return super().__torch_function__(func, types, args, kwargs)
         if property_of(func) == "data" and (len(args) > 1 or not _torch.in_backward()):
@@ -326,6 +333,17 @@ def call_with_shards(
     result = func(*given, **named)
     # In place: return the parameter itself, as users expect.
     return args[0] if args and result is not None and result is given[0] else result
+
+
+def _refuse_in_custom_function(leaf: torch.Tensor) -> None:
+    """Raise if a custom autograd Function, which is called like a function of whole tensors, has got `leaf`: autograd
+    would refuse the shape of its gradient, without names."""
+    if (function := _torch.custom_function_of(leaf)) is not None:
+        raise UsageError(
+            f"the custom autograd Function {function} was given parameter {_names([leaf])} outside the forward of its "
+            "unit, where it shows this rank's shard or nothing. Call the Function inside the forward of the module "
+            "that holds the parameter, or call unshard() of that unit's wrapper before"
+        )
 
 
 def _check_alike(func: Callable[..., Any], used: Sequence[Any], given: Sequence[Any]) -> None:

@@ -94,6 +94,9 @@ class BackwardHooks:
             iteration.wait_for_gradients()
         if iteration.requested:
             iteration.follow_requests()
+        uses = iteration.uses_of_shards
+        if uses.at_rest_from is not None and iteration.awaits_backward:
+            uses.rest_ends()  # an evaluation may have begun one
         record = iteration.record
         with _torch.as_plain_tensors():  # leaves may be hidden
             follow_requires_grad(self.setup.units)
@@ -101,7 +104,8 @@ class BackwardHooks:
         backward = self._plan(record, flags)
         record.consumed = True
         iteration.begin_backward(backward)
-        iteration.refuse_used_at_rest()
+        if uses.made or uses.maybe or not uses.none_known:
+            uses.look(record.entered)
         self.accumulators.look_before_backward(self.setup.units)
         with _torch.as_plain_tensors():
             for grads in [grads for unit in record.begun for grads in unit.grads]:

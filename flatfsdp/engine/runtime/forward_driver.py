@@ -80,12 +80,17 @@ class ForwardDriver:
         )
         if iteration.stage is FAILED:
             iteration.finish_interrupted()
+        if (uses := iteration.uses_of_shards).at_rest_from == _torch.next_sequence_nr():
+            uses.at_rest_from = None  # without a call in most steps
+        else:
+            uses.rest_ends()
         try:
             if iteration.is_at_rest and iteration.ahead:
                 iteration.retire_requests()
             setup.write_back(setup.units)
             if training:
                 self.accumulators.look_before_forward(setup.units)
+                iteration.uses_of_shards.starts_clean = not self.accumulators.graphs_exist
                 agreement.compare_values(setup.checksums)
         except BaseException:
             iteration.close(Outcome.ABANDONED)
@@ -134,6 +139,7 @@ class ForwardDriver:
             for each in self.setup.units:
                 if not each.backward.keep_unsharded:
                     each.reset_to_idle(keep_unsharded=each.options.schedule.reshard_after_forward is False)
+            iteration.uses_of_shards.rest_begins()
             self.resources.limiter.free_all()
 
     def _end_inner_failure(self) -> None:

@@ -82,6 +82,12 @@ class ForwardGathers(ForwardSchedule[Unit]):
             for act in self.observers.first_gather_agreed:
                 act()
         record = self.iteration.record
+        if (uses := self.iteration.uses_of_shards).starts_clean and torch.is_grad_enabled():
+            with _torch.as_plain_tensors():  # leaves may be hidden
+                for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
+                    for handle in each.handles:
+                        if max(map(_torch.use_count, handle.leaves), default=1) > 1 and each not in record.entered:
+                            uses.maybe = True
         if torch.is_grad_enabled() or (self.iteration.training and unit in self.iteration.turns.conditional):
             record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
             for owning_unit in unit.owning_units:

@@ -53,10 +53,13 @@ class GradAccumulators:
 
     Attributes:
         expects_gradients: the handles with hooks or optimizers that await their sharded gradients.
+        graphs_exist: whether graphs over any parameter, or something that holds its accumulator, existed at the last
+            look.
     """
 
     def __init__(self) -> None:
         self.expects_gradients: set[FlatParamHandle] = set()
+        self.graphs_exist = False
         self._held: dict[FlatParamHandle, list[HeldAccumulator]] = {}
         self._stepped: dict[FlatParamHandle, list[nn.Parameter]] = {}  # by optimizers of their own
 
@@ -111,7 +114,9 @@ class GradAccumulators:
                     if not handle.face.holds_leaves:
                         leaves += handle.face.holders
         with _torch.as_plain_tensors():
-            found = hooks.held_nodes(leaves)
+            counts = list(map(_torch.use_count, leaves))
+            self.graphs_exist = max(counts, default=2) > 1
+            found = hooks.held_nodes(leaves, counts) if self.graphs_exist else {}
         if found:
             for handle, views in places:
                 self._add(handle, views, found)

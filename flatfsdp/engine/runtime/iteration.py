@@ -12,11 +12,12 @@ from __future__ import annotations
 import enum
 import functools
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...errors import InternalError, UsageError, fail, is_new
+from ...errors import InternalError, is_new
 from ..agreement.agreement import Agreement
 from ..agreement.once_per_job import warn_once_per_job
 from ..base import _torch
@@ -38,6 +39,7 @@ from .unit import Unit
 from .unit_state import UnitBackward
 from .user_hooks import run_user_hooks
 from .user_writes import check_left_unsharded, retire_request
+from .uses_of_shards import UsesOfShards
 
 
 class Stage(enum.Enum):
@@ -96,6 +98,7 @@ class Iteration:
         turns: of units in the forward. [Note: turns]
         pending: gradients of the last backward that are still being reduced. [Note: deferred gradients]
         left_unreduced: the last backward with reductions computed no gradient on any rank. [Note: left unreduced]
+        uses_of_shards: [Note: uses of shards]
         substitutes: in the arguments of forwards that a backward may recompute in part. [Note: substitutes]
     """
 
@@ -119,7 +122,7 @@ class Iteration:
         self.has_freed = self.training = self.left_unreduced = False
         self.turns = PLAIN
         self.pending: PendingGradients | None = None
-        self._knows_none_used_at_rest = False
+        self.uses_of_shards = UsesOfShards(units)
         self._units = units
         self._resources = resources
         self._agreement = agreement
@@ -164,6 +167,8 @@ class Iteration:
     def end_forward(self, *, empty: bool) -> None:
         """The outermost forward has ended; `empty`: no backward can follow. A backward inside of it may still have to
         be finished."""
+        uses = self.uses_of_shards
+        uses.forward_ended_at, uses.thread = _torch.next_sequence_nr(), threading.get_ident()
         if self.stage is FORWARD:
             self.enter(IDLE if empty else AWAITING_BACKWARD)
             if not (empty or self.has_freed) and self._units[-1].groups.shard.size > 1:
@@ -256,10 +261,10 @@ class Iteration:
             self.substitutes.after_backward()
         self.backward = None
         self.enter(FAILED)
-        # Otherwise `refuse_used_at_rest` names them, or other ranks are the reason.
-        if self._knows_none_used_at_rest and not self._failed_with_others:
+        # Otherwise `uses_of_shards` has named them, or other ranks are the reason.
+        if self.uses_of_shards.none_known and not self._failed_with_others:
             self._name_used_at_rest()
-        self._knows_none_used_at_rest = False
+        self.uses_of_shards.none_known = False
         self._stop_sharing()
         backward.finisher.backward_failed(self._units)
         self._agreement.publish_abandoned(None)
@@ -272,28 +277,6 @@ class Iteration:
                 f"first {lost[0]}). Run the window again from its first microbatch",
                 names_rank=True,
             )
-
-    def refuse_used_at_rest(self) -> None:
-        """Raise if the first backward, or the first one after a failed one, brings gradients to accumulators that were
-        created while parameters showed the shard: autograd would refuse their shapes, without names."""
-        if self._knows_none_used_at_rest:
-            return
-        with _torch.as_plain_tensors():
-            for unit in self.record.entered:
-                for handle in unit.handles:
-                    for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True):
-                        if leaf.requires_grad and hooks.will_accumulate(leaf, unless=spec.shape):
-                            fail(
-                                UsageError(
-                                    f"this backward brings gradients to {spec.name!r} of unit {unit.label}, with which "
-                                    "something was computed outside the forward of that unit, where it is sharded, of "
-                                    f"shape {tuple(hooks.shape_awaited(leaf))} instead of {tuple(spec.shape)}: a term "
-                                    "over parameters (for example an L2 penalty), or a custom autograd Function of "
-                                    "another unit. Compute it inside the forward of the module that holds the "
-                                    "parameter, or under torch.no_grad()"
-                                )
-                            )
-        self._knows_none_used_at_rest = True
 
     @property
     def _failed_with_others(self) -> bool:
@@ -368,6 +351,8 @@ class Iteration:
             self._drop_gradients() if failed else self._forget_forward()
             for unit in units if failed else self._units:
                 unit.reset_to_idle()
+            if not self.depth:
+                self.uses_of_shards.rest_begins()
             self._resources.limiter.free_all()
             if not failed:
                 rest()
@@ -378,6 +363,8 @@ class Iteration:
         self.is_at_rest = not self.depth
         for unit in units:
             unit.reset_to_idle(keep_unsharded=unit in kept)
+        if not self.depth:
+            self.uses_of_shards.rest_begins(anew=True)
         self._resources.streams.await_downloads()
         finisher = backward.finisher if backward is not None else Finisher()
         finished = finisher.backward_ended(units, backward.deferred if backward is not None else ())
@@ -454,6 +441,8 @@ class Iteration:
                 unit.reset_to_idle()
             self._resources.limiter.free_all()
             self.is_at_rest = True
+            if not self.depth:
+                self.uses_of_shards.rest_begins()
 
 
 def _reshard_unused(unit: Unit) -> None:

@@ -23,7 +23,7 @@ from ..flat.views import unaliased
 from ..runtime.model import model_of
 from ..runtime.model_facts import names_of_leaves, own_axes
 from ..runtime.module_tree import put_at_rest, register_leaves
-from ..runtime.rest import collective_call, quiesce
+from ..runtime.rest import collective_call, models_of, quiesce
 from ..runtime.unit import Unit
 from .consolidate import consolidated, gather_shard, is_first, scatter, store
 from .parts import broadcast_tensor
@@ -241,6 +241,9 @@ def summon(
     with `writeback` and `rank0_only`)."""
     quiesce(units, check=partial(_check_summonable, with_grads=with_grads))
     with ExitStack() as undo:
+        for model in models_of(units):
+            model.iteration.uses_of_shards.rest_ends()
+            undo.callback(model.iteration.uses_of_shards.rest_begins)
         summoned = []
         with collective_call(units, f"summon_full_params({'with_grads=True' if with_grads else ''})"):
             for unit in units:
