@@ -206,6 +206,7 @@ class Agreement:
             self.member.take("began a backward")
         self.sequence.came = False
         self.sequence.next(op, opens=not self._sharded, completes=not reduces)
+        self.sequence.progress.backwards += 1
         if reduces:
             self.unused.begin(self.sequence.position, op.code)
 

@@ -9,7 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import few, ranks_by_value, ranks_in_words
-from .ops import IN_FORWARD, ISSUED, OTHERS, STAYED, Op, StepConditions, UnitEntry
+from ..watchdog.status_report import ALIKE, SKIPPED, UNEVEN
+from .ops import (
+    BACKWARD,
+    EVALUATION,
+    IN_FORWARD,
+    ISSUED,
+    OTHERS,
+    STAYED,
+    TRAINING,
+    UNREDUCED,
+    Op,
+    StepConditions,
+    UnitEntry,
+    forward_in_words,
+)
 
 Ranks = tuple[int, ...]
 
@@ -49,6 +63,8 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
         return f"{reported}. {differently}"
     if any(STAYED in op.words for op in ops.values()):
         return f"{reported}. {_STAYED}"
+    if skipped := _skipped({rank: op.words for ranks, op in ops.items() for rank in ranks}):
+        return f"{reported}. {skipped}"
     remedy = _REMEDY if all(op.words.startswith(IN_FORWARD) for op in ops.values()) else ""
     found = (
         f"{reported}. All ranks must run the same units in the same order, with the same number of forwards and "
@@ -58,13 +74,48 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
     return f"{found}. {_STAYED}" if any(op.words.startswith(OTHERS) for op in ops.values()) else found
 
 
+def _skipped(did: Mapping[int, str]) -> str:
+    """The message about ranks that skipped a batch, or the backward of one, by what each rank `did`; "" for others."""
+    training, evaluation = forward_in_words(TRAINING), forward_in_words(EVALUATION)
+    trains = [rank for rank, words in did.items() if words.startswith(training)]
+    backward = [rank for rank, words in did.items() if words.startswith(BACKWARD)]
+    calls = [
+        rank
+        for rank, words in did.items()
+        if words.startswith(evaluation) or (words.startswith("called ") and " of unit " not in words)
+    ]
+    without = [rank for rank in backward if did[rank].startswith(f"{BACKWARD}{UNREDUCED}")]
+    if trains and calls and len(trains) + len(calls) == len(did):
+        some = ranks_in_words(sorted(calls))
+        return (
+            f"{some[0].upper()}{some[1:]} had one batch less than {ranks_in_words(sorted(trains))}, unless the program "
+            f"parts here by its own decision: {some} {SKIPPED}. {ALIKE}{UNEVEN}"
+        )
+    if backward and (ahead := sorted(trains + calls)) and len(backward) + len(ahead) == len(did):
+        some = ranks_in_words(ahead)
+        return (
+            f"{some[0].upper()}{some[1:]} skipped the backward that {ranks_in_words(sorted(backward))} began (as by "
+            "`continue` after a loss that is not finite). Run a backward on all ranks or on none; rank-local data must "
+            "not decide it"
+        )
+    if without and len(without) < len(backward) == len(did):
+        return (
+            f"{ranks_in_words(sorted(without)).capitalize()} accumulated gradients under no_sync() where "
+            f"{ranks_in_words(sorted(set(backward).difference(without)))} reduced them. Decide that alike: "
+            f"if it depends on the number of the batch, a rank skipped a batch. {ALIKE}"
+        )
+    return ""
+
+
 def _unlike_conditions(found: Mapping[Ranks, StepConditions]) -> str:
     """The conditions in which ranks differ, and the remedies; "" if there are none."""
     out = []
     if len(ranks := _by(found, "stepped")) > 1:
         out.append(
             f"{ranks[True]} took an optimizer step since the previous step, {ranks[False]} took none. Step on all "
-            "ranks or on none; a rank's own data must not decide it, as with GradScaler: use ShardedGradScaler"
+            "ranks or on none; a rank's own data must not decide it, as with GradScaler: use ShardedGradScaler. If it "
+            "depends on the number of the batch, as in gradient accumulation, a rank skipped a batch: skip it on all "
+            "ranks or on none"
         )
     if len(ranks := _by(found, "loaded")) > 1:
         out.append(

@@ -28,7 +28,7 @@ from ..base.wait_limits import blocked_since, unfinished_since
 from ..comm.comm_stats import CommStats
 from ..comm.shared_memory.exchange import OtherCollectiveError
 from ..watchdog.process_exit import end_process_unless, print_immediately
-from ..watchdog.status_report import ExitRecord, in_one_sentence
+from ..watchdog.status_report import ExitRecord, Progress, in_one_sentence
 from ..watchdog.store import PERIOD
 from ..watchdog.watchdog import PATIENCE, is_lost_connection
 from . import deleted_models, ops
@@ -133,7 +133,8 @@ class Meetings:
         ended = [each for each in exits if each.rank in peers.ranks and each.cause is None]
         peers.store.let_all_read(place, len(peers.ranks), READING)
         if ended:
-            return LostRankError(in_one_sentence(ended))
+            assert peers.watch is not None
+            return LostRankError(in_one_sentence(ended, peers.watch.progress, rank=peers.rank))
         return AgreementError(self._words({tuple(ranks): text for text, ranks in texts.items()}, step))
 
     def is_different(self, at: int) -> bool:
@@ -160,6 +161,7 @@ class OpSequence:
         meetings: the meetings of ranks whose ops were not expected.
         unused: the agreement on parameters without gradients on any rank.
         position: the number of ops so far.
+        progress: the number of steps and backwards so far.
         abandoned: the op with which the last iteration was abandoned here, until ranks have met there.
         announced: an op that this rank has left a note of, until it meets the other ranks there.
         came: whether gradients of parameters have come in the current or last backward.
@@ -180,7 +182,7 @@ class OpSequence:
         self._peers = peers
         self._predictor = SequencePredictor()
         self._logged: deque[tuple[int, Op, int]] = deque(maxlen=REMEMBERED)  # converted to `LoggedOp` when read
-        self._step = 0
+        self.progress = Progress()
         self.abandoned: LoggedOp | None = None
         self.announced: Op | None = None
         self.came = False
@@ -205,6 +207,7 @@ class OpSequence:
                 deleted_models.record(logged, rank=rank, scope=scope, store=store)
 
         peers.watch.add(self, publish_last)
+        peers.watch.follow(scope, self.progress)
 
     # -- the parts of an iteration -----------------------------------------------------------------------------------
 
@@ -250,15 +253,15 @@ class OpSequence:
                     self.require_same(answers, op)
             elif peers.watch is not None:
                 self.meetings.announce(self.position, op)
-                self.meetings.meet(self.position, self._step)
+                self.meetings.meet(self.position, self.progress.steps)
         self._predictor.learn(op.code, unit=unit, completes=completes)
-        self._logged.append((self.position, op, self._step))
-        self._step += opens
+        self._logged.append((self.position, op, self.progress.steps))
+        self.progress.steps += opens
         self.position += 1
 
     def require_same(self, answers: Mapping[int, list[int]], op: Op) -> None:
         """Fail unless the codes in the `answers` of all ranks are equal; `op` is that of this rank."""
-        self.meetings.require_same({rank: code for rank, (code, _) in answers.items()}, op, self._step)
+        self.meetings.require_same({rank: code for rank, (code, _) in answers.items()}, op, self.progress.steps)
 
     def show(self, op: Op, *, issued: int | None = None) -> None:
         """Do `op`, which other ranks may not do: if it was not expected all ranks meet. Not collective.
@@ -267,7 +270,7 @@ class OpSequence:
         """
         if self._predictor.expected() != op.code:
             self.meetings.announce(self.position, op, issued=issued)
-            self.meetings.meet(self.position, self._step)
+            self.meetings.meet(self.position, self.progress.steps)
         self._follow(op, completes=True)
 
     def announce(self, op: Op) -> None:
@@ -284,7 +287,7 @@ class OpSequence:
         if self.announced is not None:
             self.meetings.announce_end(self.position, self.issued)
             op, self.announced = self.announced, None
-            self.meetings.meet(self.position, self._step)
+            self.meetings.meet(self.position, self.progress.steps)
             self._follow(op, completes=True)
 
     def expects(self, *among: Op) -> bool:
@@ -294,7 +297,7 @@ class OpSequence:
 
     def _follow(self, op: Op, *, completes: bool = False) -> None:
         self._predictor.learn(op.code, completes=completes)
-        self._logged.append((self.position, op, self._step))
+        self._logged.append((self.position, op, self.progress.steps))
         self.position += 1
 
     def _logged_at(self, at: int) -> LoggedOp | None:
@@ -308,9 +311,9 @@ class OpSequence:
             at, op = self.abandoned.at, self.abandoned.op
             unmet = self._unmet
             if unmet is not None:
-                self.meetings.meet(unmet, self._step)
+                self.meetings.meet(unmet, self.progress.steps)
                 self._unmet = None
-            self.meetings.meet(at, self._step, noted_early=unmet is not None)
+            self.meetings.meet(at, self.progress.steps, noted_early=unmet is not None)
             self.abandoned = None
             self._predictor.forget_present()
             self.unused.forget()
@@ -335,7 +338,7 @@ class OpSequence:
         issued = self.issued
         because = f" after {type(error).__name__}: {error}" if error is not None else self._refused
         op = ops.abandoned(issued, part, because)
-        self.abandoned = LoggedOp(self.position, op, self._step)
+        self.abandoned = LoggedOp(self.position, op, self.progress.steps)
         try:
             self.meetings.announce(self.position, op, issued=issued)
         except RuntimeError as lost:  # the store is gone; the current exception matters more
@@ -351,7 +354,7 @@ class OpSequence:
             last = "; ".join(map(str, self._events.tail(2)))
             op = Op(hash63(f"other {peers.rank}"), f"{ops.OTHERS}{self.part} (last: {last})")
             self.meetings.announce(self.position, op, issued=self.issued)
-            peers.verdict = self.meetings.judge(self.position, self._step)
+            peers.verdict = self.meetings.judge(self.position, self.progress.steps)
         elif peers.verdict is None and is_lost_connection(error):
             # The note with the reason may arrive later.
             found = peers.watch.explain(error, lambda: peers.verdict)
@@ -373,7 +376,7 @@ class OpSequence:
     @property
     def doing(self) -> tuple[str, float]:
         """The activity of this rank with the model, in words that follow "rank 0: ", and the time at which it began."""
-        part, since, when = self.part, self._since, f"in step {max(1, self._step)}"
+        part, since, when = self.part, self._since, f"in step {max(1, self.progress.steps)}"
         if part is None:
             left = f"since {self._last} {when}" if self._last else "before the model's first step"
             unfinished = "" if math.isinf(unfinished_since()) else "; its device has not finished a collective"
@@ -387,7 +390,7 @@ class OpSequence:
     def last_step(self) -> str:
         """The last part of this rank with the model, in words that follow a sentence; "" if it did not run yet."""
         last = self.part or self._last
-        return f", after {last} in step {max(1, self._step)}" if last else ""
+        return f", after {last} in step {max(1, self.progress.steps)}" if last else ""
 
     def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
         """Set the verdict to `error` if this model needs one of `ranks` (None: any other); returns whether it does."""
@@ -422,7 +425,7 @@ class OpSequence:
         if not meetings.is_different(at):
             return False
         quoted = self._logged_at(at)
-        error = meetings.judge(at, quoted.step if quoted is not None else self._step)
+        error = meetings.judge(at, quoted.step if quoted is not None else self.progress.steps)
         if peers.verdict is None:
             print_immediately(f"[flatfsdp, rank {peers.rank}] {type(error).__name__}: {error}")
             self.fail(error, None)

@@ -132,10 +132,16 @@ CAME = Op(hash63("came"), "computed gradients of parameters in its backward")
 NONE_CAME = Op(hash63("none came"), "ended a backward that computed no gradient of a parameter")
 ENDED = {kind: Op(hash63(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
 IN_FORWARD = ("entered unit ", "ended its forward")  # ops of ranks that differ only in the units that a forward runs
+BACKWARD, UNREDUCED = "began a backward", " under no_sync()"
 RUNS = " inside of its own forward"
 STAYED = ", which had stayed unsharded"
 ISSUED = "gathered in its backward the units"
 OTHERS = "issued other collectives in "
+
+
+def forward_in_words(kind: str) -> str:
+    """That a forward of this kind begins."""
+    return f"began {kind} forward"
 
 
 def entered(index: int, unit: UnitEntry, gathered: str = "") -> Op:
@@ -166,7 +172,7 @@ def opening(kind: str, unit: int, label: str, schedule: str, conditions: StepCon
     """A forward of this kind begins; `flags`: whether each parameter requires a gradient in it."""
     trained = f"{bits_of(flags):x}" if flags else ""
     code = hash63(f"{kind} {unit} {schedule} {conditions} {trained}")
-    words = f"began {kind} forward at unit {label}{_with(schedule)}"
+    words = f"{forward_in_words(kind)} at unit {label}{_with(schedule)}"
     return Op(code, words, f"{(1 << len(flags)) - 1:x}" if flags else "", trained, conditions)
 
 
@@ -179,8 +185,8 @@ def backward(
     if begun_with is not None:
         conditions, flags = begun_with
         trained &= bits_of(flags)  # parameters that were frozen in the forward get no gradient
-    how = "" if plan.sync else " under no_sync()"
-    words = f"began a backward{how} through {len(plan.ended)} units, {len(plan.flats)} flat gradients"
+    how = "" if plan.sync else UNREDUCED
+    words = f"{BACKWARD}{how} through {len(plan.ended)} units, {len(plan.flats)} flat gradients"
     words += _with(plan.schedule)
     if plan.post_forward:
         words += f"; {len(plan.post_forward)} units with post-forward shards"

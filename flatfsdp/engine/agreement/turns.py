@@ -141,7 +141,7 @@ class Turns(OpSequence):
         try:
             if self._predictor.expected() != op.code:
                 self.meetings.announce(self.position, op)
-                self.meetings.meet(self.position, self._step)
+                self.meetings.meet(self.position, self.progress.steps)
             self._follow(op)
         except AgreementError as error:
             self.fail(error, None)

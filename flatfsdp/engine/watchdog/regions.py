@@ -14,7 +14,7 @@ from ..base import _torch
 from ..base import wait_limits as waits
 from ..base.per_group import for_group
 from .process_exit import at_end, in_words
-from .status_report import NORMALLY, ExitRecord
+from .status_report import NORMALLY, ExitRecord, Progress, numbers_of
 from .store import StoreClient
 from .termination import explain_termination
 from .watchdog import Watchdog, close_watch, is_lost_connection
@@ -28,14 +28,18 @@ def current_watch() -> Watchdog:
 def _new_watch() -> Watchdog:
     world, store, rank = dist.group.WORLD, StoreClient(), dist.get_rank()
     made = Watchdog(store, rank=rank, world=dist.get_world_size(), time_limit=_torch.time_limit(world))
-    at_end(functools.partial(_publish_exit_record, weakref.ref(made), store, rank))
+    at_end(functools.partial(_publish_exit_record, weakref.ref(made), made.progress, store, rank))
     _torch.when_destroyed(world, functools.partial(close_watch, weakref.ref(made)))
     explain_termination(store, rank, dist.get_world_size())
     return made
 
 
 def _publish_exit_record(
-    watch: weakref.ref[Watchdog], store: StoreClient, rank: int, error: BaseException | None
+    watch: weakref.ref[Watchdog],
+    progress: dict[str, Progress],
+    store: StoreClient,
+    rank: int,
+    error: BaseException | None,
 ) -> None:
     """At the end of the process, notify the others, also ranks that poll after this one destroyed its process group."""
     found = watch()
@@ -45,7 +49,7 @@ def _publish_exit_record(
     if store.unanswered_for() > 1.0:  # the process could not end
         return
     with contextlib.suppress(RuntimeError):
-        ExitRecord(rank, words, cause).publish(store, alarm=error is not None)
+        ExitRecord(rank, words, cause, numbers_of(progress)).publish(store, alarm=error is not None)
 
 
 def expecting(ranks: Sequence[int], what: str) -> contextlib.AbstractContextManager[None]:

@@ -26,7 +26,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast, get_args
 
 from ...errors import ranks_by_value, ranks_in_words
@@ -41,12 +42,38 @@ ENTERED = 64  # places in an answer: the last ones that a rank entered
 REFUSALS = 5  # attempts after which the claim of a poll without an alarm is ignored
 NORMALLY = "exited normally"
 UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
+SKIPPED = "skipped a batch (as by `continue` before its forward), or its data ended earlier"
+ALIKE = "Skip a batch on all ranks or on none"
 MOST_RECORDS = 64  # ends of processes that a poll reads at most
 
 # Purposes of a poll: ranks may wait in different places ("meet"); a wait is to be reported, or is to be an error, by
 # the user's limit ("raise") or the process group's ("timeout"); a deadlock is to be proved; a connection was lost.
 Purpose = Literal["meet", "report", "prove", "raise", "timeout", "lost"]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
+
+
+@dataclass
+class Progress:
+    """How many steps and backwards a rank has begun with a model. A step is an outermost forward; a backward if nothing
+    is sharded."""
+
+    steps: int = 0
+    backwards: int = 0
+
+
+def numbers_of(progress: Mapping[str, Progress]) -> dict[str, tuple[int, int]]:
+    """The steps and backwards with each model, by its name in the store, without models that did not begin a step."""
+    return {scope: (each.steps, each.backwards) for scope, each in [*progress.items()] if each.steps}
+
+
+def _numbers_in(found: Mapping[object, object]) -> dict[str, tuple[int, int]]:
+    """The decoded result of `numbers_of`, without anything else."""
+    numbers = {}
+    for scope, pair in found.items():
+        match scope, pair:
+            case str(name), [int(steps), int(backwards)]:
+                numbers[name] = steps, backwards
+    return numbers
 
 
 class RankStatus(NamedTuple):
@@ -59,6 +86,7 @@ class RankStatus(NamedTuple):
         stands: identifies its waits, by the times of their beginnings on its own clock; empty if it does anything else.
             Equal in two answers if the rank has not moved.
         entered: by the digest of a place that ranks must all reach: its number of entries; the last places only.
+        progress: its steps and backwards with each model.
     """
 
     doing: str
@@ -66,16 +94,22 @@ class RankStatus(NamedTuple):
     waits_for: tuple[int, ...] = ()
     stands: tuple[float, ...] = ()
     entered: dict[str, int] = {}  # noqa: RUF012 (never written to)
+    progress: dict[str, tuple[int, int]] = {}  # noqa: RUF012 (never written to)
 
     @classmethod
     def of(cls, text: str | None) -> RankStatus | None:
         """The answer that `text` has; None if it is not an answer."""
         match parse(text):
-            case [str(doing), int(seconds) | float(seconds), [*waits_for], [*stands], dict(entered)] if all(
-                type(each) is int for each in (*waits_for, *entered.values())
-            ):
+            case [
+                str(doing),
+                int(seconds) | float(seconds),
+                [*waits_for],
+                [*stands],
+                dict(entered),
+                dict(progress),
+            ] if all(type(each) is int for each in (*waits_for, *entered.values())):
                 since = tuple(each for each in stands if type(each) is float)
-                return cls(doing, seconds, tuple(waits_for), since, entered)
+                return cls(doing, seconds, tuple(waits_for), since, entered, _numbers_in(progress))
         return None
 
 
@@ -260,6 +294,7 @@ class StatusPoll:
                     for rank, process in unresponsive.items()
                 ),
                 *([f"{ranks_in_words(absent)}: has not used flatfsdp yet"] if absent else []),
+                *steps_behind({rank: answer.progress for rank, answer in answers.items()}),
             ],
             lost=[*ended.values()],
             unresponsive=unresponsive,
@@ -279,11 +314,13 @@ class ExitRecord(NamedTuple):
     Attributes:
         words: complete "rank 0 ...".
         cause: the message of the disagreement with which it ended, which the others raise as well; or None.
+        progress: its steps and backwards with each model.
     """
 
     rank: int
     words: str
     cause: str | None = None
+    progress: dict[str, tuple[int, int]] = {}  # noqa: RUF012 (never written to)
 
     @property
     def is_normal(self) -> bool:
@@ -306,8 +343,8 @@ class ExitRecord(NamedTuple):
     def of(cls, found: object) -> ExitRecord | None:
         """The record that was decoded to `found`; None if it is not one."""
         match found:
-            case [int(rank), str(words), str() | None as cause]:
-                return cls(rank, words, cause)
+            case [int(rank), str(words), str() | None as cause, dict(progress)]:
+                return cls(rank, words, cause, _numbers_in(progress))
         return None
 
     @classmethod
@@ -318,14 +355,44 @@ class ExitRecord(NamedTuple):
         return {each.rank: each for each in sorted(found, key=lambda each: each.rank)}
 
 
-def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:
-    """The message for the remaining ranks about these `exit_records`."""
+def in_one_sentence(exit_records: Sequence[ExitRecord], progress: Mapping[str, Progress], *, rank: int) -> str:
+    """The message for the remaining ranks about these `exit_records`; `progress` is that of this `rank`."""
     for each in exit_records:
         if each.cause is not None:
             return each.cause
     reported = "; ".join(f"rank {each.rank} {each.words}" for each in exit_records)
-    uneven = any(each.is_normal for each in exit_records)
-    return f"{reported}. The remaining ranks cannot continue{UNEVEN if uneven else ''}"
+    uneven = [each for each in exit_records if each.is_normal]
+    short = "".join(_short_of(each, numbers_of(progress), rank) for each in uneven)
+    return f"{reported}.{short} The remaining ranks cannot continue{UNEVEN if uneven else ''}"
+
+
+def _short_of(ended: ExitRecord, progress: Mapping[str, tuple[int, int]], rank: int) -> str:
+    """What a rank that `ended` normally did less often than this `rank`, whose `progress` that is; "" for nothing."""
+    for scope, (steps, backwards) in progress.items():
+        their_steps, their_backwards = ended.progress.get(scope, (steps, backwards))
+        if their_steps < steps:
+            return (
+                f" It ran {their_steps} step{'s' if their_steps > 1 else ''} of the model, and rank {rank} is in step "
+                f"{steps}: rank {ended.rank} {SKIPPED}. {ALIKE}."
+            )
+        if their_steps == steps and their_backwards < backwards:
+            return (
+                f" It ran {their_steps} step{'s' if their_steps > 1 else ''} of the model as rank {rank} did, but "
+                f"{their_backwards} instead of {backwards} backwards: rank {ended.rank} skipped a backward (as by "
+                "`continue` after a loss that is not finite). Run a backward on all ranks or on none."
+            )
+    return ""
+
+
+def steps_behind(progress: Mapping[int, Mapping[str, tuple[int, int]]]) -> list[str]:
+    """A line for each model with which ranks are in different steps. `progress`: by rank, the steps and backwards with
+    each model."""
+    lines = []
+    for scope in dict.fromkeys(scope for each in progress.values() for scope in each):
+        steps = {rank: each[scope][0] for rank, each in progress.items() if scope in each}
+        if behind := sorted(rank for rank, count in steps.items() if count < max(steps.values())):
+            lines.append(f"{ranks_in_words(behind)} did not begin the last step: late, or {SKIPPED}")
+    return lines
 
 
 def report_gone(notes: StoreClient, rank: int, process: ProcessIdentity, *, by: int) -> ExitRecord:

@@ -57,6 +57,7 @@ from .wake import Wake
 JOIN = 10.0  # seconds that the thread has to finish its output when the interpreter exits
 LAST_ERRANDS = 0.3  # seconds that errands have then
 MISSED = 3.0  # periods without an answer of the store after which the second thread takes over
+MODELS = 64  # the last ones, whose progress is reported
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late legitimately: torch's own limit
 
 
@@ -75,6 +76,8 @@ class Watchdog:
         self._lock = threading.Lock()
         self._wake = Wake()  # [Note: finalizers]
         self._thread: threading.Thread | None = None
+        # Of the last models, by their names in the store; it outlives them, and the watch.
+        self.progress: dict[str, reports.Progress] = {}
         self._closed = False
         self._store_is_gone = False
         self._errands: list[Callable[[], bool]] = []  # called by the thread once per period
@@ -98,6 +101,12 @@ class Watchdog:
             self._left.append((weakref.ref(watched), publish))
             weakref.finalize(watched, self._wake.set).atexit = False
             self._start()
+
+    def follow(self, scope: str, progress: reports.Progress) -> None:
+        """Report the `progress` with the model `scope` to other ranks, also after that is deleted."""
+        self.progress[scope] = progress
+        while len(self.progress) > MODELS:
+            del self.progress[next(iter(self.progress))]
 
     def run(self, errand: Callable[[], bool]) -> None:
         """Let the thread call `errand` at once and then once per period, until it returns True."""
@@ -276,7 +285,8 @@ class Watchdog:
         for alarm in self._alarms.new():
             match parse(alarm):
                 case ["poll", int(number), int(by), str(purpose)] if purpose in reports.PURPOSES:
-                    self._polls.answer(number, by, cast(reports.Purpose, purpose), self._local.status())
+                    status = self._local.status()._replace(progress=reports.numbers_of(self.progress))
+                    self._polls.answer(number, by, cast(reports.Purpose, purpose), status)
                 case ["ended", int(number)]:
                     ended.append(number)
                 case ["failed", str(block), int(rank), str(words)] if rank != self._rank:
@@ -352,7 +362,11 @@ class Watchdog:
             )
 
     def _lose(self, lost: Sequence[reports.ExitRecord], *, leave: Callable[[], None]) -> None:
-        self._fail(LostRankError(reports.in_one_sentence(lost)), [each.rank for each in lost], leave=leave)
+        self._fail(
+            LostRankError(reports.in_one_sentence(lost, self.progress, rank=self._rank)),
+            [each.rank for each in lost],
+            leave=leave,
+        )
 
     def _fail(
         self, error: AgreementError, ranks: Sequence[int] | None, *, leave: Callable[[], None] | None = None

@@ -253,7 +253,8 @@ LOST: dict[str, tuple[Callable[[int, int], None], int, int, str]] = {
         one_batch_fewer,
         2,
         0,
-        r"rank 1 exited normally.*\. The remaining ranks cannot continue\. "
+        r"rank 1 exited normally.*\. It ran \d+ steps? of the model, and rank 0 is in step \d+: rank 1 skipped a batch "
+        r"\(as by `continue` before its forward\), or its data ended earlier\..* The remaining ranks cannot continue\. "
         r"Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join\(model\)",
     ),
 }

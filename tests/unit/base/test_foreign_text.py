@@ -37,16 +37,16 @@ def test_json_of_a_known_shape_or_nothing() -> None:
     assert (
         RankStatus.of('["waits", "long", []]') is RankStatus.of('["waits", 1.0, ["1"]]') is RankStatus.of("7") is None
     )
-    assert RankStatus.of('["waits", 1.0, [0, 1], [5.5], {"p": "1"}]') is None
-    found = RankStatus.of('["waits", 1.0, [0, 1], [5.5], {"p": 1}]')
-    assert found == RankStatus("waits", 1.0, (0, 1), (5.5,), {"p": 1})
+    assert RankStatus.of('["waits", 1.0, [0, 1], [5.5], {"p": "1"}, {}]') is None
+    found = RankStatus.of('["waits", 1.0, [0, 1], [5.5], {"p": 1}, {"m": [8, 7], "n": [1], "o": 1}]')
+    assert found == RankStatus("waits", 1.0, (0, 1), (5.5,), {"p": 1}, {"m": (8, 7)})
     assert ProcessIdentity.of(["../..", "host", "", ""]) is None
     assert ExitRecord.of([0, 1, None]) is None
     assert StatusReport.of('["joke", 1, [], [], {}, "", "", 0, ""]') is StatusReport.of("[]") is None
 
 
 def test_what_is_reported_comes_back() -> None:
-    lost, gone = [ExitRecord(1, "killed")], {2: ProcessIdentity(7, "h", "n", "5")}
+    lost, gone = [ExitRecord(1, "killed", None, {"m": (8, 7)})], {2: ProcessIdentity(7, "h", "n", "5")}
     text = StatusReport("lost", 1, ["rank 0: computes"], lost, gone, "parted", "in these", 3, "")
     assert StatusReport.of(json.dumps(text)) == text
 
