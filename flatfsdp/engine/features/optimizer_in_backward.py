@@ -27,7 +27,7 @@ from ..flat.states import STEPPED
 from ..flat.views import SHOWS_SHARD
 from ..runtime.finish import Finished, Finisher
 from ..runtime.model import Model, outermost_model
-from ..runtime.optimizer_hooks import check_parameters, engine_steps
+from ..runtime.optimizer_hooks import check_parameters, compare_at_first_step, engine_steps
 from ..runtime.rest import check_outside
 from ..runtime.unit import Unit
 from ..runtime.user_hooks import run_user_hooks
@@ -69,7 +69,11 @@ class BackwardOptimizers(Observer):
     def finisher(self, *, sync: bool) -> StepInBackward | None:
         """The finisher of the backward that begins; None if no optimizer is active."""
         model, active = self._model(), [each for each in self.all if not each._paused]
-        return StepInBackward(model, active, sync=sync) if active and model is not None else None
+        if not active or model is None:
+            return None
+        for each in active:
+            compare_at_first_step(each.optimizer)
+        return StepInBackward(model, active, sync=sync)
 
     def backward_reaches(self) -> None:
         """Raise UsageError for a running backward in which no optimizer can step."""

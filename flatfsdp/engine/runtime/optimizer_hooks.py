@@ -24,6 +24,7 @@ from ..flat.flat_param import FlatParameter, FlatParamHandle
 from . import param_registry as registry
 from .device_checks import check_registered
 from .model import Model
+from .optimizer_options import compare_options, is_compared
 from .rest import before_step
 
 
@@ -68,6 +69,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         before_step(optimizer)
         for model in stepped_by(optimizer):
             _check_reduced(optimizer, model)
+        compare_at_first_step(optimizer)
     for ref in [*looking]:
         if (each := ref()) is not None:
             each.optimizer_steps(optimizer)
@@ -107,6 +109,12 @@ def _check_reduced(optimizer: torch.optim.Optimizer, model: Model) -> None:
                 "rank's data alone. Run the last backward before a step outside of no_sync(), under fully_shard "
                 "after set_requires_gradient_sync(True)"
             )
+
+
+def compare_at_first_step(optimizer: torch.optim.Optimizer) -> None:
+    """Compare the options of an optimizer over ranks, if it was not done before; not collective."""
+    if not is_compared(optimizer):
+        compare_options(optimizer, models_of(optimizer))
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[Model]:
