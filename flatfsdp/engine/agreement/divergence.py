@@ -63,7 +63,7 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
         return f"{reported}. {differently}"
     if any(STAYED in op.words for op in ops.values()):
         return f"{reported}. {_STAYED}"
-    if skipped := _skipped({rank: op.words for ranks, op in ops.items() for rank in ranks}):
+    if skipped := _skipped({rank: op.words for ranks, op in ops.items() for rank in ranks}, step):
         return f"{reported}. {skipped}"
     remedy = _REMEDY if all(op.words.startswith(IN_FORWARD) for op in ops.values()) else ""
     found = (
@@ -74,7 +74,7 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
     return f"{found}. {_STAYED}" if any(op.words.startswith(OTHERS) for op in ops.values()) else found
 
 
-def _skipped(did: Mapping[int, str]) -> str:
+def _skipped(did: Mapping[int, str], step: int) -> str:
     """The message about ranks that skipped a batch, or the backward of one, by what each rank `did`; "" for others."""
     training, evaluation = forward_in_words(TRAINING), forward_in_words(EVALUATION)
     trains = [rank for rank, words in did.items() if words.startswith(training)]
@@ -85,11 +85,11 @@ def _skipped(did: Mapping[int, str]) -> str:
         if words.startswith(evaluation) or (words.startswith("called ") and " of unit " not in words)
     ]
     without = [rank for rank in backward if did[rank].startswith(f"{BACKWARD}{UNREDUCED}")]
-    if trains and calls and len(trains) + len(calls) == len(did):
+    if step and trains and calls and len(trains) + len(calls) == len(did):
         some = ranks_in_words(sorted(calls))
         return (
-            f"{some[0].upper()}{some[1:]} had one batch less than {ranks_in_words(sorted(trains))}, unless the program "
-            f"parts here by its own decision: {some} {SKIPPED}. {ALIKE}{UNEVEN}"
+            f"Either {some} did alone what all ranks have to do, or {some}, unlike {ranks_in_words(sorted(trains))}, "
+            f"{SKIPPED}. {ALIKE}{UNEVEN}"
         )
     if backward and (ahead := sorted(trains + calls)) and len(backward) + len(ahead) == len(did):
         some = ranks_in_words(ahead)

@@ -134,7 +134,7 @@ class Meetings:
         peers.store.let_all_read(place, len(peers.ranks), READING)
         if ended:
             assert peers.watch is not None
-            return LostRankError(in_one_sentence(ended, peers.watch.progress, rank=peers.rank))
+            return LostRankError(in_one_sentence(ended, peers.watch.progress_with_living(), rank=peers.rank))
         return AgreementError(self._words({tuple(ranks): text for text, ranks in texts.items()}, step))
 
     def is_different(self, at: int) -> bool:

@@ -108,6 +108,11 @@ class Watchdog:
         while len(self.progress) > MODELS:
             del self.progress[next(iter(self.progress))]
 
+    def progress_with_living(self) -> dict[str, reports.Progress]:
+        """The progress with models that exist: with deleted ones, ranks may have stopped in different steps."""
+        living = [each.progress for each in list(self._local.watched)]
+        return {scope: each for scope, each in [*self.progress.items()] if any(each is known for known in living)}
+
     def run(self, errand: Callable[[], bool]) -> None:
         """Let the thread call `errand` at once and then once per period, until it returns True."""
         with self._lock:
@@ -285,7 +290,7 @@ class Watchdog:
         for alarm in self._alarms.new():
             match parse(alarm):
                 case ["poll", int(number), int(by), str(purpose)] if purpose in reports.PURPOSES:
-                    status = self._local.status()._replace(progress=reports.numbers_of(self.progress))
+                    status = self._local.status()._replace(progress=reports.numbers_of(self.progress_with_living()))
                     self._polls.answer(number, by, cast(reports.Purpose, purpose), status)
                 case ["ended", int(number)]:
                     ended.append(number)
@@ -363,7 +368,7 @@ class Watchdog:
 
     def _lose(self, lost: Sequence[reports.ExitRecord], *, leave: Callable[[], None]) -> None:
         self._fail(
-            LostRankError(reports.in_one_sentence(lost, self.progress, rank=self._rank)),
+            LostRankError(reports.in_one_sentence(lost, self.progress_with_living(), rank=self._rank)),
             [each.rank for each in lost],
             leave=leave,
         )

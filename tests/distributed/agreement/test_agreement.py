@@ -249,7 +249,13 @@ REMEDY = ", except in modules given to ensure_unit_participation()"
 )
 def test_ranks_part_in_their_first_iteration(pool2: Run, case: str, text: str) -> None:
     remedy = REMEDY if case in ("skips a unit", "ends early", "another order") else ""
-    assert same(pool2(part, case)) == f"ranks diverged at step 1: {text}{PARTING}{remedy}"
+    parting = {
+        "no backward": ". Rank 1 skipped the backward that rank 0 began (as by `continue` after a loss that is not "
+        "finite). Run a backward on all ranks or on none; rank-local data must not decide it",
+        "no_sync": ". Rank 1 accumulated gradients under no_sync() where rank 0 reduced them. Decide that alike: if it "
+        "depends on the number of the batch, a rank skipped a batch. Skip a batch on all ranks or on none",
+    }.get(case, f"{PARTING}{remedy}")
+    assert same(pool2(part, case)) == f"ranks diverged at step 1: {text}{parting}"
 
 
 def deviate(rank: int, world: int) -> tuple[str, list[str]]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from flatfsdp.engine.base.foreign_text import LONGEST, one_line, parse
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.engine.watchdog.local_waits import Timekeeper
-from flatfsdp.engine.watchdog.status_report import ExitRecord, ProcessIdentity, RankStatus, StatusReport
+from flatfsdp.engine.watchdog.status_report import ExitRecord, ProcessIdentity, Progress, RankStatus, StatusReport
 from flatfsdp.engine.watchdog.store import StoreClient
 from flatfsdp.engine.watchdog.watchdog import Watchdog
 from flatfsdp.errors import AgreementError
@@ -73,6 +73,7 @@ class Model:
     """A model that never runs."""
 
     busy, doing, last_step = False, ("in the program's own code", 0.0), ""
+    progress = Progress()
     time_limit = math.inf
 
     def consider(self, alarm: str) -> bool:

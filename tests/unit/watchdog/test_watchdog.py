@@ -21,6 +21,7 @@ from flatfsdp.engine.watchdog.status_report import (
     ANSWER,
     ExitRecord,
     ProcessIdentity,
+    Progress,
     RankStatus,
     StatusPoll,
     lines_of,
@@ -76,6 +77,7 @@ class Model:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
+        self.progress = Progress()
         self.error: AgreementError | None = None
 
     def consider(self, alarm: str) -> bool:
@@ -97,6 +99,7 @@ class World:
         self.watches = [Watchdog(notes, rank=rank, world=size) for rank, notes in enumerate(self.notes)]
         for each, model in zip(self.watches, self.models, strict=True):
             each.add(model)
+            each.follow("model", model.progress)
         self.forget()
 
     def forget(self) -> None:
@@ -224,6 +227,28 @@ def test_a_rank_that_ends_with_an_exception_is_reported_to_those_who_need_it(tex
     assert [str(model.error) for model in world.models] == [message, "None", message, "None"]
     assert isinstance(world.models[0].error, LostRankError)
     assert texts == [], "nobody waits"
+
+
+def test_a_rank_that_ended_after_fewer_steps_is_compared_with_models_that_exist(texts: list[str]) -> None:
+    world = World(2)
+    world.models[0].progress.steps = 8
+    deleted = Progress(5, 5)
+    world.watches[0].follow("deleted", deleted)
+    progress = {"model": (7, 7), "deleted": (3, 3)}
+    ExitRecord(1, "exited normally", None, progress).publish(world.notes[1], alarm=True)
+    world.look()
+    assert "It ran 7 steps of the model, and rank 0 is in step 8: rank 1 skipped a batch" in str(world.models[0].error)
+    assert "3 steps" not in str(world.models[0].error)
+
+
+def test_a_report_names_ranks_that_did_not_begin_the_last_step(texts: list[str]) -> None:
+    flatfsdp.set_collective_timeout(report_after=0.01)
+    world = World(2)
+    for rank, model in enumerate(world.models):
+        model.progress.steps = 8 - rank
+    with world.watches[0].waiting([0, 1], "compares its model"):
+        world.look_until(lambda: bool(texts))
+    assert "    rank 1 did not begin the last step: late, or skipped a batch (as by `continue`" in texts[0]
 
 
 def test_a_wait_for_ranks_that_live_goes_on(texts: list[str]) -> None:
