@@ -45,7 +45,7 @@ def compare_options(optimizer: torch.optim.Optimizer, models: list[Model]) -> No
     Not collective; one request to the store, at the first call for an optimizer."""
     _compared.add(optimizer)
     known = [model for model in models if model.agreement.peers.watch is not None]
-    if not known or len(known) < len(models):
+    if not known:  # no model has run, or no other rank
         return
     peers = known[0].agreement.peers
     places = {
