@@ -134,7 +134,8 @@ def _explanation(patience: float = 0.0, *, goes_on: bool = False) -> str:
             threading.Thread(target=look_up, args=(world,), name="flatfsdp lookup", daemon=True).start()
             over.wait(LOOKUP)
         if lost:
-            return f"[flatfsdp, rank {world.rank}] {LostRankError.__name__}: {reports.in_one_sentence(lost)}"
+            sentence = reports.in_one_sentence(lost, {}, rank=world.rank)
+            return f"[flatfsdp, rank {world.rank}] {LostRankError.__name__}: {sentence}"
     return ""
 
 
