@@ -1,7 +1,7 @@
 """The comparison of an optimizer's options over ranks, once, at its first step.
 
 Each rank steps its own shards, so with another learning rate on one rank the pieces of one parameter follow different
-ones, in silence. No rank waits for another: the first one leaves its options in the store, and one that has others
+ones, without any sign. No rank waits for another: the first leaves its options in the store, and one that has others
 warns. That is one request of each rank for an optimizer.
 
 Optimizers are matched by their class and the set of their parameters, in the order of their first steps, so that ranks

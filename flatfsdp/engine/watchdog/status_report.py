@@ -367,7 +367,8 @@ def in_one_sentence(exit_records: Sequence[ExitRecord], progress: Mapping[str, P
 
 
 def _short_of(ended: ExitRecord, progress: Mapping[str, tuple[int, int]], rank: int) -> str:
-    """What a rank that `ended` normally did less often than this `rank`, whose `progress` that is; "" for nothing."""
+    """The sentences on steps or backwards that a rank which `ended` normally had fewer of than this `rank`, whose
+    `progress` that is; "" for none."""
     for scope, (steps, backwards) in progress.items():
         their_steps, their_backwards = ended.progress.get(scope, (steps, backwards))
         if their_steps < steps:
