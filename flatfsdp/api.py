@@ -21,7 +21,7 @@ __all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy
 
 
 class ShardingStrategy(Enum):
-    """The sharded tensors, the ranks that share them, and the time that a unit's parameters stay unsharded.
+    """Which tensors are sharded, over which ranks, and how long a unit's parameters stay unsharded.
 
     ============================  =========================  ==============================  ==========================
     member                        parameters at rest         unsharded parameters live       gradients are reduced by
@@ -50,14 +50,14 @@ HYBRIDS = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHA
 
 
 class BackwardPrefetch(Enum):
-    """When, in backward, the next unit's all-gather is issued; ``None`` in its place means when that unit is reached.
+    """When the next unit's all-gather is issued in backward; ``None`` instead of a member: when that unit is reached.
 
-    ``BACKWARD_PRE``: before this unit's gradients are computed. The most overlap, and two units' parameters plus one
-    unit's gradients alive at once. ``BACKWARD_POST``: after they are computed and this unit's parameters are freed.
-    Less overlap, one unit's parameters less at the peak. ``BACKWARD_MID``: when half of them (by elements) have come,
-    and the reduction of the previous unit has read its gradients. Each overlaps with half of a unit's backward, and two
-    units are unsharded at once, in use, prefetched or being reduced, where ``BACKWARD_PRE`` has three; units around
-    them add to that, and the last one does not overlap. Not in torch's FSDP.
+    ``BACKWARD_PRE``: before this unit's gradients are computed. It overlaps most, and holds two units' parameters plus
+    one unit's gradients at once. ``BACKWARD_POST``: after they are computed and this unit's parameters are freed. It
+    overlaps less, and its peak is lower by one unit's parameters. ``BACKWARD_MID``: when half of the gradients (by
+    elements) are computed, and the reduction of the previous unit has read its gradients. Each overlaps with half of a
+    unit's backward, and two units are unsharded at once, in use, prefetched or being reduced, where ``BACKWARD_PRE``
+    has three; units around them add to that, and the last one does not overlap. Not in torch's FSDP.
     """
 
     BACKWARD_PRE = 1
@@ -99,12 +99,12 @@ _BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.mro()[1]
 class MixedPrecision:
     """The dtypes of a unit: in computation, in reduction, and of its buffers. Only floating-point tensors are cast.
 
-    The optimizer always sees sharded parameters, and unless ``keep_low_precision_grads`` sharded gradients, in the
-    dtype that the module had when it was wrapped.
+    The optimizer always sees sharded parameters in the dtype that the module had when it was wrapped, and sharded
+    gradients, too, unless ``keep_low_precision_grads`` is set.
 
     Raises:
-        ConfigTypeError, ConfigValueError: at construction, for a field that is not a floating-point dtype, bool, or
-            collection of module classes.
+        ConfigTypeError, ConfigValueError: at construction, for a field that is not a floating-point dtype, a bool, or a
+            collection of module classes, as required.
     """
 
     param_dtype: torch.dtype | None = None
@@ -120,7 +120,7 @@ class MixedPrecision:
     """Leave reduced gradients in the reduce dtype, for an optimizer that can step on them."""
 
     cast_forward_inputs: bool = False
-    """Cast the inputs of this unit's forward to ``param_dtype``. For the root the next field decides instead."""
+    """Cast the inputs of this unit's forward to ``param_dtype``. For the root, the next field applies instead."""
 
     cast_root_forward_inputs: bool = True
     """Cast the inputs of the root's forward to ``param_dtype``; without effect on units that are not the root."""

@@ -39,7 +39,7 @@ class DefaultState:
     that are not powers of two, where its first one is smaller.
 
     Attributes:
-        process_group: the ranks; of hybrids the shard group, `model.process_group`.
+        process_group: the ranks; for the hybrid strategies, the shard group, `model.process_group`.
         world_size: their number.
         gradient_predivide_factor: the smallest power of two that is at least the square root of `world_size`.
         gradient_postdivide_factor: the rest, `world_size / gradient_predivide_factor`.

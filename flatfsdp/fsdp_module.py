@@ -77,17 +77,17 @@ def fully_shard(
 ) -> Given:
     """Shard the parameters of a module over ranks, in place: as FSDP2's function of that name.
 
-    Parameters of `module` that are in no module sharded before become one *unit*: each rank keeps a part, they are
-    gathered around the module's forward and backward, and their gradients are averaged over ranks. Shard inner modules
-    first, the whole model last; then build the optimizer. The model is called as before. A module inside may also be
-    called separately, before the model or after it.
+    Parameters of `module` that do not belong to a module that is already sharded become one *unit*: each rank keeps a
+    part of them, they are gathered for the module's forward and backward, and their gradients are averaged over ranks.
+    Shard inner modules first, the whole model last; then build the optimizer. The model is called as before. A module
+    inside may also be called separately, before the model or after it.
 
     All modules of a list form one unit. It is gathered for the first of them that runs in a forward, and freed when
     all have run, else at the end of the model's forward or in its backward; one that is called separately later stays
-    gathered until the backward. Modules of the list that are inside others of it do not count.
+    gathered until the backward. Modules of the list that are inside other modules of the list are ignored.
 
     Tensors on the meta device stay there until `model.to_empty(device=...)`, or until a state dict is loaded; the first
-    forward names those that are still there.
+    forward refuses tensors that are still there, by name.
 
     Args:
         module: a module with a forward, or a list of such.
@@ -100,7 +100,7 @@ def fully_shard(
             slowest dimension in memory, which its views in forwards show by their strides. For a DTensor each rank's
             local tensor is split, along a dimension of its placements or another one. A `ShardPlacementResult`, ours
             or torch's, also has a mesh, over which this parameter is sharded instead of `mesh`, for example those of
-            experts. It is gathered, freed and reduced with the others of the unit.
+            experts. It is gathered, freed and reduced together with the other parameters of the unit.
         mp_policy: a `MixedPrecisionPolicy`; None leaves all dtypes unchanged. Or the wrapper's `MixedPrecision`, for
             its additional fields: the dtype of buffers, parameters and gradients that are sent in few bits.
         offload_policy: a `CPUOffloadPolicy`, or None for none. torch's own policies are accepted.
@@ -117,7 +117,7 @@ def fully_shard(
         UsageError: there is no process group, or a module was sharded before, or has a `FullyShardedDataParallel`
             inside.
 
-    Communicates only to make communicators over the ranks of the mesh, the first time.
+    Communicates only to create communicators over the ranks of the mesh, the first time.
 
     Example (in a process group of one rank):
         >>> import torch, flatfsdp
@@ -166,10 +166,11 @@ def fully_shard_by_policy(
     Args:
         module: the whole model.
         policy: as the wrapper's `auto_wrap_policy`: a set of module classes, a policy of `flatfsdp.wrap`, or a callable
-            `(module, recurse, nonwrapped_numel) -> bool`; None for a single unit. A policy that gives units arguments
-            of their own gives some of those below.
+            `(module, recurse, nonwrapped_numel) -> bool`; None for a single unit. A policy that sets arguments for
+            single units may set some of those below.
         mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params: as for
-            `fully_shard`, for every unit. With None for `reshard_after_forward` only the outermost unit stays.
+            `fully_shard`, for every unit. With None for `reshard_after_forward`, only the outermost unit stays
+            unsharded.
         param_init_fn, sync_module_states, backward_prefetch, forward_prefetch, limit_all_gathers: as for
             `FullyShardedDataParallel`.
 
@@ -181,7 +182,7 @@ def fully_shard_by_policy(
         UsageError: as for `fully_shard`; a module on the meta device cannot be given values. Units that were sharded
             before stay so.
 
-    Communicates only to make communicators, the first time, and with `sync_module_states`.
+    Communicates only to create communicators, the first time, and with `sync_module_states`.
 
     Example (in a process group of one rank):
         >>> import torch, flatfsdp

@@ -42,14 +42,14 @@ from .errors import one_rank_warns
 class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, OptimStates, nn.Module):
     """Train `module` with its parameters, gradients and optimizer state split over ranks.
 
-    The parameters of `module` that no nested wrapper owns become one *unit*: they lie in a flat parameter, of which
-    each rank keeps a shard. Around the module's forward and its backward the unit is gathered; its gradients are
+    The parameters of `module` that no nested wrapper owns become one *unit*: they are stored in a flat parameter, of
+    which each rank keeps a shard. The unit is gathered for the module's forward and for its backward; its gradients are
     averaged over ranks and arrive as shards in `.grad`. Calling the wrapper calls the module. Attributes and items of
     the module are reached through the wrapper, and names (`named_parameters()`, `named_modules()`) do not show it.
 
-    Build the optimizer on the wrapper's parameters. Every rank makes the same wrappers in the same order, and calls the
-    model equally often. Between steps a parameter of the module shows this rank's part of it, flattened, which may be
-    empty; full ones are available inside `summon_full_params()`.
+    Build the optimizer on the wrapper's parameters. Every rank must create the same wrappers in the same order and call
+    the model equally often. Between steps, a parameter of the module shows this rank's part of it, flattened, which may
+    be empty; full parameters are available inside `summon_full_params()`.
 
     Arguments have FSDP1's names, order and defaults. Enums may be given by the names of their members, and torch's own
     enums, configs and policies are accepted.
@@ -59,25 +59,25 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             (`nn.ModuleList`) unless all of its parameters are in wrappers inside, which are then called directly.
         process_group: the ranks to shard over; None for all. The hybrid strategies take the pair (shard group,
             replicate group), where None means the ranks of each node and their counterparts on the others.
-        sharding_strategy: the sharded tensors, and the time for which a unit stays gathered, see `ShardingStrategy`;
-            None for FULL_SHARD.
-        cpu_offload: `CPUOffload`, or a bool for its `offload_params`: whether shards and their gradients live in host
-            memory, where the optimizer then steps. None for no.
+        sharding_strategy: which tensors are sharded, and how long a unit stays gathered, see `ShardingStrategy`; None
+            for FULL_SHARD.
+        cpu_offload: `CPUOffload`, or a bool for its `offload_params`: whether shards and their gradients are kept in
+            host memory, where the optimizer then steps. None: they are not.
         auto_wrap_policy: the modules inside that become units of their own, with the same arguments: a set of module
             classes, a policy of `flatfsdp.wrap`, or a callable `(module, recurse, nonwrapped_numel) -> bool`. None for
-            none. Warns if it chooses nothing. A module without its own forward is skipped, or refused if its
+            no such modules. Warns if it chooses nothing. A module without its own forward is skipped, or refused if its
             parameters would never be gathered.
-        backward_prefetch: when backward gathers the next unit, see `BackwardPrefetch`; None for when it is reached.
+        backward_prefetch: when backward gathers the next unit, see `BackwardPrefetch`; None: when that unit is reached.
         mixed_precision: `MixedPrecision`, or a dtype for its `param_dtype`. None leaves all dtypes unchanged.
         ignored_modules: modules inside that are left unchanged with all of their parameters and submodules: not
             sharded, not moved, their gradients not averaged.
-        param_init_fn: gives values to a module that has parameters or buffers on the meta device, once they have memory
-            on the compute device: `param_init_fn(module)` fills those that `module` itself holds. None for the module's
+        param_init_fn: initializes a module that has parameters or buffers on the meta device, once they have memory on
+            the compute device: `param_init_fn(module)` fills those that `module` itself holds. None for the module's
             `reset_parameters()`.
         device_id: where units compute: an index among the accelerators, a device, or its name. None for the device of
             the parameters, else the current accelerator if the process group serves it, else the CPU.
         sync_module_states: whether the constructor overwrites parameters and buffers with those of rank 0.
-        forward_prefetch: whether forward gathers the next unit early, in the order of the forward before.
+        forward_prefetch: whether forward gathers the next unit early, in the order of the previous forward.
         limit_all_gathers: whether gathers wait until memory is free, so that at most the unit in use and the next one
             are unsharded.
         use_orig_params: whether the optimizer sees the original parameters, each this rank's part of it, or one flat
@@ -85,8 +85,8 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         ignored_states: as `ignored_modules`, for modules or for parameters, not both.
         device_mesh: in place of `process_group`: a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies.
         check_values: the reaction to different initial values on ranks, or to replicas (of the hybrids, and under
-            `NO_SHARD`) that differ later, which is checked in each thousandth backward that reduces: "warn",
-            "raise", or "off". Not in FSDP1.
+            `NO_SHARD`) that differ later, which is checked in every thousandth backward that reduces: "warn", "raise",
+            or "off". Not in FSDP1.
         reshard_after_forward: whether parameters are freed between forward and backward, or the number of ranks among
             which they stay, as in `set_reshard_after_forward`; also for wrappers by policy. None leaves it to the
             strategy. Not in FSDP1.
@@ -106,12 +106,12 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             failed. Without it, this constructor failed in a user-defined function after it had wrapped modules by
             policy, and other ranks continued.
 
-    After an error `module` is unchanged, except in that last case: its shards are then with the other ranks.
+    After an error, `module` is unchanged, except in that last case, in which other ranks keep its shards.
 
-    Collective are forward, backward, and the methods described so. The first of them after construction compares the
-    models of the ranks, and raises `AgreementError` on all of them if they differ. Construction sends no values unless
-    `sync_module_states` requests it; the first one over a process group makes communicators over the same ranks, in
-    which all of them must take part.
+    Forward, backward, and the methods described as collective must be called on all ranks. The first such call after
+    construction compares the models of the ranks, and raises `AgreementError` on all of them if they differ.
+    Construction sends no values unless `sync_module_states` requests it; the first construction over a process group
+    creates communicators over the same ranks, in which all of them must take part.
 
     Example (in a process group of one rank):
         >>> import torch
@@ -278,8 +278,8 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
 
         Values may be full tensors on any device, from which each rank copies its elements; this rank's elements, as
         `torch.distributed.checkpoint` has loaded them into a `SHARDED_STATE_DICT`; flat shards; DTensors and
-        ShardedTensors. Under `FullStateDictConfig(rank0_only=True)` rank 0's are used, and others may give an empty
-        dict. With `assign` values are also copied, and dtypes stay.
+        ShardedTensors. Under `FullStateDictConfig(rank0_only=True)`, rank 0's values are used, and other ranks may pass
+        an empty dict. With `assign`, values are copied as well, and dtypes stay.
 
         Collective with `rank0_only`, with DTensors and ShardedTensors.
 
@@ -306,8 +306,8 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward sends nothing: unsharded gradients accumulate until the next backward outside.
 
-        Only for the outermost wrapper; every rank must enter it. Takes the memory of unsharded gradients meanwhile;
-        without it, sharded gradients accumulate in `.grad` at the price of a reduction per backward.
+        Only for the outermost wrapper; every rank must enter it. Inside, it takes the memory of unsharded gradients;
+        without it, sharded gradients accumulate in `.grad` at the cost of a reduction per backward.
 
         Raises:
             UsageError: on a nested wrapper.
@@ -315,24 +315,24 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         return wrapper_support.no_sync(self._unit)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Average gradients by `hook` instead of by a reduction of the engine, in all units, from now on.
+        """Average gradients with `hook` instead of the engine's reduction, in all units, from now on.
 
         If parameters are sharded it is called as `hook(state, grad, shard)`: `grad` is this rank's unsharded flat
         gradient of one unit (and kind), and the hook leaves this rank's piece of the mean over ranks in `shard`. Under
         `NO_SHARD`, and on one rank, it is called as `hook(state, grad)` and leaves the mean in `grad`. Tensors are 1-D
         in the reduce dtype, `grad` padded with zeros to a multiple of the number of ranks and not scaled. The hook owns
-        them: it may overwrite and keep them. Gradients therefore take no places of parameters, which costs the
+        them: it may overwrite and keep them. Gradients therefore do not reuse the memory of parameters, which costs the
         memory of one more unit.
 
-        "Ranks" are those of `process_group`, of hybrids the shard group: their replicas are averaged by the engine
-        afterwards. Hooks run in the same order on every rank, once per flat gradient in each backward that reduces, and
-        may communicate over any group of the user. While one waits for other ranks, on a CPU, this rank computes and
-        gathers nothing: a hook that returns its work instead overlaps with the backward. `flatfsdp.comm_hooks` has
-        some; torch's reference hooks and their states work unchanged. Copies of a model have a copy of hook and state;
-        pickles do not have them, and warn.
+        "Ranks" are those of `process_group`; for the hybrid strategies, those of the shard group, whose replicas the
+        engine averages afterwards. Hooks run in the same order on every rank, once per flat gradient in each backward
+        that reduces, and may communicate over any process group. While one waits for other ranks, on a CPU, this rank
+        computes and gathers nothing: a hook that returns its work instead overlaps with the backward.
+        `flatfsdp.comm_hooks` provides some; torch's reference hooks and their states work unchanged. Copies of a model
+        have copies of the hook and its state; pickles contain neither, and pickling warns.
 
-        Only for the outermost wrapper, once; every rank registers the same, which the next forward or backward
-        compares.
+        Only for the outermost wrapper, and only once; every rank must register the same hook, which the next forward or
+        backward compares.
 
         Args:
             state: passed to every call.
@@ -358,16 +358,17 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
     ) -> Iterator[None]:
         """A context in which parameters are full, in their own shapes and the dtype that optimizers see. Collective.
 
-        With `use_orig_params=False` it also lists them, instead of flat parameters, in `module.named_parameters()`.
-        Forwards may run inside, without gradients: summoned parameters need no communication, other wrappers inside
+        With `use_orig_params=False`, `module.named_parameters()` returns them inside, instead of flat parameters.
+        Forwards without gradients may run inside: summoned parameters need no communication, and other wrappers inside
         are gathered as usual.
 
         Args:
             module: a wrapper, or any module with wrappers inside.
             recurse: whether all wrappers inside, or only `module` itself, with parameters tied to its own.
-            writeback: whether changes made inside are kept. Every rank must make the same, except with `rank0_only`.
-            rank0_only: only rank 0 gets full parameters, others keep seeing their shards; with `writeback`, rank 0's
-                changes reach all.
+            writeback: whether changes made inside are kept. Every rank must make the same changes, except with
+                `rank0_only`.
+            rank0_only: only rank 0 gets full parameters, and the others keep seeing their shards; with `writeback`,
+                rank 0's changes reach all ranks.
             offload_to_cpu: whether the full parameters are in host memory.
             with_grads: whether `.grad` is also full, and written back like the parameters.
 

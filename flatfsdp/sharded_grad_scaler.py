@@ -22,10 +22,10 @@ from .engine.runtime.rest import before_step, residuals_of
 class ShardedGradScaler(GradScaler):
     """`torch.amp.GradScaler` for sharded gradients, also on CPU (`device="cpu"`).
 
-    Arguments as there, in the order of FSDP1's scaler: `backoff_factor` comes before `growth_factor`. `process_group`
-    None is the default group.
+    The arguments are the same, in the order of FSDP1's scaler: `backoff_factor` comes before `growth_factor`.
+    `process_group=None` is the default group.
 
-    Each rank sees only its shards, so that an infinity may occur on one rank alone. `unscale_` (and with it `step`)
+    Each rank sees only its shards, so an infinity may occur on one rank alone. `unscale_` (and with it `step`)
     therefore takes the maximum of found-inf over `process_group`: collective, one scalar. The group must cover all
     ranks that hold the model (the default group does).
 
@@ -53,7 +53,7 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """`outputs`, a tensor or an iterable of such, times the scale, each in its own dtype.
+        """`outputs`, a tensor or an iterable of tensors, times the scale, each in its own dtype.
 
         A loss in low precision keeps its dtype, as with FSDP1; `torch.amp.GradScaler` makes it float32.
         """

@@ -138,9 +138,10 @@ def size_based_auto_wrap_policy(
     """Wrap a module as soon as the parameters in it that no chosen unit holds have ``min_num_params`` elements.
 
     Args:
-        force_leaf_modules: classes never looked into, nor wrapped themselves. None: the attribute
+        force_leaf_modules: classes that are neither wrapped themselves nor searched. None: the attribute
             ``FORCE_LEAF_MODULES`` of this function.
-        exclude_wrap_modules: classes looked into, but never wrapped. None: the attribute ``EXCLUDE_WRAP_MODULES``.
+        exclude_wrap_modules: classes that are searched, but never wrapped. None: the attribute
+            ``EXCLUDE_WRAP_MODULES``.
     """
     own = vars(size_based_auto_wrap_policy)
     leaves = own["FORCE_LEAF_MODULES"] if force_leaf_modules is None else force_leaf_modules
@@ -189,7 +190,8 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module`` wrapped by the surrounding :func:`enable_wrap`, ``wrap_overrides`` first; outside one, itself.
+    """``module`` wrapped as the surrounding :func:`enable_wrap` says, with ``wrap_overrides`` taking precedence;
+    outside of one, ``module`` itself.
 
     Example::
 

@@ -78,7 +78,8 @@ class StateDictConfig(_Checked):
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """``rank0_only``: only rank 0 has values, the dicts of others are empty; loading then uses the values of rank 0."""
+    """``rank0_only``: only rank 0 has values, and the dicts of other ranks are empty; loading then uses the values of
+    rank 0."""
 
     rank0_only: bool = False
 
@@ -87,7 +88,7 @@ class FullStateDictConfig(StateDictConfig):
 class LocalStateDictConfig(StateDictConfig):
     """``sharded_as`` (not in torch's FSDP): "interval", an `OwnedInterval`; or "sharded_tensor", which torch's FSDP1
     loads if it wraps the same modules with the same arguments, and `use_orig_params=False`, over as many ranks; or
-    "fsdp1", the choice of FSDP1: a ShardedTensor, or full values by name if every rank has all. The default is
+    "fsdp1", the choice of FSDP1: a ShardedTensor, or full values by name if every rank has all of them. The default is
     "interval", and "fsdp1" under `flatfsdp.as_torch`.
 
     Raises:
@@ -105,7 +106,7 @@ class ShardedStateDictConfig(StateDictConfig):
     ``_use_dtensor``: a DTensor. ``sharded_as`` (not in torch's FSDP): "interval", an `OwnedInterval`, made without
     communication; "sharded_tensor" or "dtensor", rows in torch's class of that name, for programs that need it;
     "fsdp1", the choice of FSDP1: a DTensor for modules wrapped with a `device_mesh`, else a ShardedTensor, or full
-    values if every rank has all. The default is "interval", and "fsdp1" under `flatfsdp.as_torch`.
+    values if every rank has all of them. The default is "interval", and "fsdp1" under `flatfsdp.as_torch`.
 
     Raises:
         ConfigValueError: ``sharded_as`` has another value.
@@ -124,7 +125,7 @@ class OptimStateDictConfig(_Checked):
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """``rank0_only``: only rank 0 has values, the dicts of others are empty."""
+    """``rank0_only``: only rank 0 has values, and the dicts of other ranks are empty."""
 
     rank0_only: bool = False
 

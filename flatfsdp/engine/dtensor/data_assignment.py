@@ -57,10 +57,10 @@ def _assign(this: Any, value: Any) -> None:
     held = _dtensor.local_of(this)
     local = _local_of(value, spec, held, what)
     if (local.dtype, local.device) != (held.dtype, held.device):
-        remedy = "; to_empty(device=...) of the model gives it memory first" if held.is_meta else ""
+        remedy = "; call to_empty(device=...) of the model first to allocate memory" if held.is_meta else ""
         raise UsageError(
             f"{what} was replaced by a tensor of {local.dtype} on {local.device}; expected {held.dtype} on "
-            f"{held.device}. Convert the value, or the whole model by its .to(){remedy}"
+            f"{held.device}. Convert the value, or convert the whole model with its .to(){remedy}"
         )
     apart = has_gather_hooks(held) or local.data_ptr() != held.data_ptr() or local.stride() != held.stride()
     if apart or not local.numel():
@@ -93,7 +93,7 @@ def _refuse(value: torch.Tensor, spec: Any, held: torch.Tensor, what: str) -> No
         other = _dtensor.spec_of(value)
         found = f"a DTensor of shape {tuple(value.shape)} with placements {other.placements} on {other.mesh}"
     raise UsageError(
-        f"{what} was replaced by {found}; expected a whole value of shape {tuple(spec.shape)}, of which each rank "
+        f"{what} was replaced by {found}; expected the full value of shape {tuple(spec.shape)}, from which each rank "
         f"takes its part, this rank's part of shape {tuple(held.shape)}, or a DTensor with placements "
         f"{spec.placements} on {spec.mesh}"
     )

@@ -78,7 +78,8 @@ class _Rows:
     ) -> None:
         if not spec.shape:
             raise UsageError(
-                f"parameter {spec.name!r} has no dimensions, so no rows to split over ranks. Give it the shape (1,)"
+                f"parameter {spec.name!r} has no dimensions, so it has no rows to split over ranks. Give it the shape "
+                "(1,)"
             )
         self.name, self._mesh, self._stored, self.hooks = spec.name, mesh, stored, hooks
         self._whole = ParamSpec(spec.name, spec.shape)
@@ -153,8 +154,8 @@ class _Rows:
             found = f"a DTensor of shape {tuple(spec.shape)} with placements {spec.placements} on {spec.mesh}"
         raise UsageError(
             f"{what} of {self.name!r} was replaced by {found}; expected a DTensor of shape {tuple(expected.shape)} "
-            f"with placements {expected.placements} on {expected.mesh}. "
-            "torch.distributed.tensor.distribute_tensor(value, parameter.device_mesh, parameter.placements) makes one"
+            f"with placements {expected.placements} on {expected.mesh}. Create one with "
+            "torch.distributed.tensor.distribute_tensor(value, parameter.device_mesh, parameter.placements)"
         )
 
 
@@ -247,8 +248,8 @@ class RowFace(Face):
         local = _dtensor.local_of(held).detach()
         if local.is_meta:
             raise UsageError(
-                f"the parameter {rows.name!r} was replaced by one on the meta device, which has no values. Load with "
-                "values, or give the module memory by to_empty() first"
+                f"the parameter {rows.name!r} was replaced by one on the meta device, which has no values. Load a "
+                "state dict with values, or call to_empty() of the module first to allocate memory"
             )
         if rows.kept is not None:
             return hollow(self._at_rest.views[index])

@@ -69,11 +69,11 @@ def _require_shown_rows(name: str, made: Any, dim: int, place: int) -> None:
     split = " x ".join(str(count) for count, _ in cuts)
     before = prod(made.mesh.size(i) for i in along if i != place)
     raise UsageError(
-        f"parameter{f' {name!r}' if name else ''} of shape {tuple(made.shape)}: its {size} elements of dimension {dim} "
-        f"are split by tensor and by data parallelism ({split} ranks), so that rank ({rank}) has others than a DTensor "
-        f"with placements {made.placements} shows; torch.distributed.checkpoint would lose some. Make the size a "
-        f"multiple of {before}, split another dimension by shard_placement_fn=, or use FullyShardedDataParallel, "
-        "without state dicts of DTensors"
+        f"parameter{f' {name!r}' if name else ''} of shape {tuple(made.shape)}: its {size} elements of dimension "
+        f"{dim} are split by tensor parallelism and by data parallelism ({split} ranks), so that rank ({rank}) holds "
+        f"other elements than a DTensor with placements {made.placements} describes; torch.distributed.checkpoint "
+        f"would lose some of them. Make the size a multiple of {before}, split another dimension by "
+        "shard_placement_fn=, or use FullyShardedDataParallel, without state dicts of DTensors"
     )
 
 
@@ -87,15 +87,15 @@ def mesh_of_both(dp_mesh: Any, other: Any) -> Any:
     names = f"{dp_mesh.mesh_dim_names or '(unnamed)'} and {other.mesh_dim_names or '(unnamed)'}"
     if dp_mesh.mesh_dim_names is None or other.mesh_dim_names is None:
         raise UsageError(
-            f"the meshes of data and tensor parallelism have dimensions {names}: only named dimensions of one mesh can "
-            'be put together. Make both from init_device_mesh(..., mesh_dim_names=("dp", "tp")), as mesh["dp"] and '
+            f"the meshes of data and tensor parallelism have dimensions {names}: only named dimensions of one mesh "
+            'can be combined. Create both with init_device_mesh(..., mesh_dim_names=("dp", "tp")), as mesh["dp"] and '
             'mesh["tp"]'
         )
     if both := [name for name in dp_mesh.mesh_dim_names if name in other.mesh_dim_names]:
         raise UsageError(
             f"the meshes of data and tensor parallelism have dimensions {names}: {both[0]!r} is in both. A parameter "
-            'that is a DTensor lies on the dimensions of tensor parallelism alone, such as mesh["tp"]; data '
-            "parallelism splits its parts there"
+            'that is a DTensor must be on the dimensions of tensor parallelism only, such as mesh["tp"]; data '
+            "parallelism then splits each of its parts"
         )
     try:
         return _dtensor.concatenated([dp_mesh, other])
@@ -110,5 +110,6 @@ def require_dtensors() -> None:
     """Refuse parameters that are DTensors if this torch lacks names that they need."""
     if absent := _dtensor.missing():
         raise UsageError(
-            f"parameters that are DTensors need torch 2.13 or newer: {torch.__version__} lacks {', '.join(absent)}"
+            f"parameters that are DTensors need torch 2.13 or newer: torch {torch.__version__} lacks "
+            f"{', '.join(absent)}"
         )

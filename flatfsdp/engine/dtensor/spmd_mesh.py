@@ -69,9 +69,9 @@ class SpmdMesh:
         call = "fully_shard(mesh=..., dp_mesh_dims=...)"
         if not _dtensor.is_dtensor(parameter):
             raise UsageError(
-                f"{path!r} is a {type(parameter).__name__}; {call} takes DTensors on the whole mesh, such as "
-                "torch.distributed.tensor.distribute_module(module, mesh) makes of all parameters. Name it in "
-                "ignored_params=, or pass mesh= of the data-parallel dimensions alone, without dp_mesh_dims="
+                f"{path!r} is a {type(parameter).__name__}; {call} takes DTensors on the whole mesh, as "
+                "torch.distributed.tensor.distribute_module(module, mesh) creates them from all parameters. List it "
+                "in ignored_params=, or pass as mesh= only the data-parallel dimensions, without dp_mesh_dims="
             )
         mesh, placements = parameter.device_mesh, parameter.placements
         if mesh != self.mesh:
@@ -81,9 +81,9 @@ class SpmdMesh:
         for place in sorted(self.dp_places):
             if not placements[place].is_replicate():
                 raise UsageError(
-                    f"{path!r} is a DTensor with placements {tuple(placements)}, of which {placements[place]} is along "
-                    f"{mesh.mesh_dim_names[place]!r}, a dimension of dp_mesh_dims. Expected Replicate() there: "
-                    "fully_shard() does the split"
+                    f"{path!r} is a DTensor with placements {tuple(placements)}, of which {placements[place]} is "
+                    f"along {mesh.mesh_dim_names[place]!r}, a dimension of dp_mesh_dims. Expected Replicate() there: "
+                    "fully_shard() splits the parameter along it"
                 )
 
     def at_rest(self, stored: Any, dim: int, dtype: torch.dtype) -> tuple[Any, int]:

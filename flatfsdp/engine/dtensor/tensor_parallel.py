@@ -110,21 +110,24 @@ class TensorParallel(Transform):
         require_dtensors()
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         if mesh.get_coordinate() is None:
-            raise UsageError(f"{path!r} is a DTensor on {mesh}, which this rank is not in. Wrap it on its ranks only")
+            raise UsageError(
+                f"{path!r} is a DTensor on {mesh}, which does not contain this rank. Wrap its module only on the "
+                "ranks of that mesh"
+            )
         assert self._meshes is not None
         own = self._meshes.of(parameter)
         if mesh.device_type != (expected_type := own.groups.device.type):
             raise UsageError(
-                f"{path!r} is a DTensor on {mesh}, whose device is {mesh.device_type}; its unit computes on "
-                f"{expected_type}. Make both meshes from one init_device_mesh({expected_type!r}, ...)"
+                f"{path!r} is a DTensor on {mesh}, whose device type is {mesh.device_type}; its unit computes on "
+                f"{expected_type}. Create both meshes from one init_device_mesh({expected_type!r}, ...)"
             )
         if own.spmd is not None:
             own.spmd.check(path, parameter)
         elif len(shared := sorted(own.ranks.intersection(mesh.mesh.flatten().tolist()))) > 1:
             raise UsageError(
-                f"{path!r} is a DTensor on {mesh}, of which ranks {', '.join(map(str, shared))} are among those over "
-                "which its unit is sharded, too. A parameter is sharded over the ranks that hold the same part of it: "
-                'give device_mesh=mesh["dp"] of the mesh whose mesh["tp"] the parameter lies on'
+                f"{path!r} is a DTensor on {mesh}, of which ranks {', '.join(map(str, shared))} are also among the "
+                "ranks over which its unit is sharded. A parameter is sharded over the ranks that hold the same part "
+                'of it: pass device_mesh=mesh["dp"] of the mesh on whose mesh["tp"] the parameter is distributed'
             )
         if any(each.is_partial() for each in placements):
             raise UsageError(f"{path!r} is a DTensor with placements {placements}: a partial sum is not a parameter")
@@ -134,7 +137,7 @@ class TensorParallel(Transform):
         if expected != local:
             raise UsageError(
                 f"{path!r} is a DTensor of shape {tuple(parameter.shape)} with placements {placements} on {mesh}, of "
-                f"which this rank has {local}; expected {expected}, as torch.chunk divides it"
+                f"which this rank has {local}; expected {expected}, as torch.chunk would divide it"
             )
 
     def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, StoredDTensor]:

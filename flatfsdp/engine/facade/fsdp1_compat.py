@@ -70,8 +70,8 @@ class FSDP1Handle:
         unit, handle = self._unit, self._engines
         if not unit.shows_shard:
             raise UsageError(
-                f"flat_param_to() of unit {unit.label}: expected to be called between iterations; a forward here still "
-                "awaits its backward"
+                f"flat_param_to() of unit {unit.label}: expected to be called between iterations, but a forward here "
+                "is still waiting for its backward"
             )
         free_unit(unit)
         with torch.no_grad():

@@ -27,7 +27,7 @@ class GradientControls:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 
         Ignored parameters count once. Every rank gets the same norm, a tensor without dimensions. Collective.
-        For modules of `fully_shard`, `torch.nn.utils.clip_grad_norm_` also does it, by operations on DTensors.
+        For modules of `fully_shard`, `torch.nn.utils.clip_grad_norm_` does the same, with operations on DTensors.
 
         Args:
             max_norm: the upper limit.
@@ -37,7 +37,7 @@ class GradientControls:
 
         Raises:
             NonFiniteError: for such a norm, on every rank.
-            AgreementError: on every rank, within seconds if the others do something else.
+            AgreementError: on every rank, within seconds, if other ranks do something else.
             UsageError: on a nested wrapper or module; an optimizer steps in backwards.
             ConfigTypeError, ConfigValueError: for arguments that are not such numbers.
         """
@@ -58,14 +58,14 @@ class GradientControls:
 
         Raises:
             UsageError: inside a forward or a backward, inside `no_sync()`, or on a nested wrapper.
-            AgreementError: on every rank: some make another call.
+            AgreementError: on every rank, if some ranks make a different call.
         """
         call, unit = "reduce_accumulated_gradients()", self._unit
         check_outside(unit, call)
         model = check_outermost(unit, call)
         if not model.backwards.sync:
             raise UsageError(
-                f"{call} was called inside no_sync(), which reduces nothing; call it after leaving that context"
+                f"{call} was called inside no_sync(), where nothing is reduced; call it after leaving that context"
             )
         quiesce([unit], shards=False)
         with model.agreement.collective_call(call):

@@ -31,7 +31,8 @@ class UnshardHandle:
     _unit: Unit
 
     def wait(self) -> None:
-        """Wait until the parameters are unsharded. Free if they are, or have been resharded meanwhile."""
+        """Wait until the parameters are unsharded. Does nothing if they are already, or have been resharded in the
+        meantime."""
         waiting = model_of(self._unit).agreement.waiting(f"unshard() of unit {self._unit.label}")
         with waiting, _functorch.outside():
             for each in (*self._unit.owning_units, self._unit):
@@ -41,10 +42,10 @@ class UnshardHandle:
 
 
 class ScheduleControls(GradientControls):
-    """Methods of the wrapper that change when it communicates and when it gives memory back. [Note: schedule]
+    """Methods of the wrapper that change when it communicates and when it frees memory. [Note: schedule]
 
-    They hold until they are changed again, also in copies and pickles of a model. Every rank sets the same; the next
-    forward or backward compares it.
+    Settings apply until they are changed again, also in copies and pickles of a model. Every rank must choose the same
+    settings; the next forward or backward compares them.
     """
 
     _unit: Unit
@@ -54,14 +55,14 @@ class ScheduleControls(GradientControls):
 
         They stay unsharded for that forward, or until the end of the forward or backward in which they are not used. If
         any rank writes to its shards in the meantime, the forward gathers again. The unsharded tensors are copies: the
-        forward refuses writes to them, and replacements of their `.data` or `.grad`. Between a forward and its backward
-        it serves a loss that takes parameters directly, of a wrapper that the forward did not call; their gradients are
+        forward refuses writes to them, and replacements of their `.data` or `.grad`. Between a forward and its
+        backward, it allows a loss to use parameters of a wrapper that the forward did not call; their gradients are
         reduced with the others. Collective over the shard group; every rank calls it at the same point, between
         iterations or inside the forward of an outer wrapper.
 
         Args:
-            async_op: whether to return at once, with a handle; else the parameters are unsharded, in their own shapes,
-                when it returns, and it returns None. The forward waits itself.
+            async_op: whether to return a handle at once; otherwise it returns None once the parameters are unsharded,
+                in their own shapes. A forward waits by itself.
 
         In a checkpoint's recomputation it does nothing: forwards gather themselves.
 
@@ -77,7 +78,11 @@ class ScheduleControls(GradientControls):
         if unit.phase is not SUMMONED and _torch.is_recomputing():
             return handle if async_op else None
         if unit.phase is SUMMONED or _torch.in_backward():
-            where = "inside a backward" if _torch.in_backward() else "inside summon_full_params(), where it is whole"
+            where = (
+                "inside a backward"
+                if _torch.in_backward()
+                else "inside summon_full_params(), where it is unsharded already"
+            )
             raise UsageError(f"unshard() of unit {unit.label} was called {where}; call it between iterations")
         with _functorch.outside():  # [Note: selective checkpoints]
             rest.unshard(unit)
@@ -97,13 +102,15 @@ class ScheduleControls(GradientControls):
             AgreementError: ranks make different calls.
         """
         if _torch.in_backward():
-            raise UsageError(f"reshard() of unit {self._unit.label} was called inside a backward; call it afterwards")
+            raise UsageError(
+                f"reshard() of unit {self._unit.label} was called inside a backward; call it after the backward"
+            )
         rest.reshard(self._unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards reduce gradients, like `no_sync()` for a whole model and the time of a context.
+        """Whether the next backwards reduce gradients; `no_sync()` does the same for a whole model, inside a context.
 
-        Without it unsharded gradients are accumulated, in memory of their own, until a backward that reduces them.
+        If not, unsharded gradients accumulate in memory of their own until a backward that reduces them.
 
         Args:
             requires_gradient_sync: False to accumulate.
@@ -118,8 +125,8 @@ class ScheduleControls(GradientControls):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards reduce gradients over replicas as well, if parameters are replicated.
 
-        Without it their sums over the shard group are accumulated, one shard in size, until a backward that continues
-        with all of them. Until then `.grad` is unchanged, and `zero_grad()` does not affect the accumulated sums.
+        If not, their sums over the shard group, of the size of one shard, accumulate until a backward that reduces all
+        of them over replicas. Until then `.grad` is unchanged, and `zero_grad()` does not affect the accumulated sums.
 
         Args:
             requires_all_reduce: False to accumulate. `set_requires_gradient_sync` sets it, too.
@@ -231,7 +238,8 @@ class ScheduleControls(GradientControls):
         written to the shards of any rank, the next forward gathers all kept parameters again.
 
         Args:
-            reshard_after_backward: False saves gathers in the next forward, takes the memory of unsharded parameters.
+            reshard_after_backward: False saves gathers in the next forward, but takes the memory of unsharded
+                parameters.
             recurse: whether for all wrappers inside as well.
 
         Raises:
@@ -243,8 +251,8 @@ class ScheduleControls(GradientControls):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this wrapper's backward reads its parameters; it does not apply to wrappers inside.
 
-        An embedding's does not: with False they are not gathered for it. A backward that reads them nevertheless fails
-        with an error of autograd.
+        That of an embedding does not: with False, parameters are not gathered for it. If the backward reads them
+        nevertheless, autograd raises an error.
 
         Args:
             unshard_in_backward: False saves a gather.
@@ -290,19 +298,19 @@ class ScheduleControls(GradientControls):
         )
 
     def keep_frozen_unsharded(self, max_bytes: int | None = None, *, on: str = "device") -> None:
-        """Keep frozen parameters of this wrapper, and of those inside, once they are gathered: the next forward
-        gathers them, later forwards and backwards do not. Replaces earlier calls.
+        """Keep frozen parameters of this wrapper, and of those inside, unsharded once they are gathered: the next
+        forward gathers them, later forwards and backwards do not. Replaces earlier calls.
 
         All frozen parameters of a wrapper are kept, or none; wrappers are taken in the order of their modules, parents
-        last, up to `max_bytes`, and those that do not fit are left out. Every rank chooses the same, which the next
-        forward compares; that one gathers. The next forward sees values that are loaded into them, or written to them
-        on all ranks. Parameters that are trained later are no longer kept. `flatfsdp.summary` shows the kept ones.
+        last, up to `max_bytes`, and those that do not fit are left out. Every rank must choose the same, which the next
+        forward compares; that forward gathers. The next forward sees values that are loaded into them, or written to
+        them on all ranks. Parameters that are trained later are no longer kept. `flatfsdp.summary` shows the kept ones.
 
         Args:
             max_bytes: the bytes of unsharded parameters that each rank keeps, in the dtype in which they compute; None
                 for all frozen parameters, 0 to keep nothing.
-            on: "device", where the next use takes no work; or "host", in page-locked memory, from which
-                each use copies them into the memory that a gather would have filled.
+            on: "device", where the next use costs nothing; or "host", in page-locked memory, from which each use copies
+                them into the memory that a gather would have filled.
 
         Raises:
             ConfigTypeError, ConfigValueError: not such a number, or another place.
@@ -333,8 +341,8 @@ class ScheduleControls(GradientControls):
         model = model_of(unit)
         if model.outermost is not unit:
             raise UsageError(
-                f"{method} of unit {unit.label} was called on a nested wrapper, but gathers of a model share one "
-                f"order; call it on the outermost ({model.outermost.entries.class_name})"
+                f"{method} of unit {unit.label} was called on a nested wrapper, but all gathers of a model share one "
+                f"order; call it on the outermost wrapper ({model.outermost.entries.class_name})"
             )
         if async_op:
             for each in model.units:
@@ -401,7 +409,7 @@ def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
     check_outside(unit, method)
     in_place = unit.entries.in_place
     kind = "modules of fully_shard()" if in_place else "FullyShardedDataParallel modules"
-    accepted = f"a list of {kind} inside the same outermost one"
+    accepted = f"a list of {kind} inside the same outermost module"
     if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
         refuse_type(f"{method}: modules", modules, accepted)
     targets = []
@@ -416,7 +424,7 @@ def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
             found = "itself" if target is unit else f"a {target.entries.class_name} that is wrapped in another model"
             raise ConfigValueError(
                 f"{method} of unit {unit.label}: modules: got {found}. Accepted: {accepted}. Wrap the whole model "
-                "before you choose the modules to prefetch"
+                "before choosing the modules to prefetch"
             )
         targets.append(target)
     return PrefetchTargets(dict.fromkeys(targets))

@@ -32,18 +32,21 @@ def register_comm_hook(unit: Unit, state: Any, function: Callable[..., Any]) -> 
 
 def _check_hookable(unit: Unit, method: str) -> None:
     if unit.options.comm_hook is not None:
-        problem = "it has one already. Register one for the whole life of the model, on its outermost wrapper"
+        problem = "it already has one. Register a single hook for the whole life of the model, on its outermost wrapper"
     elif any(grads.accumulation.pending for grads in unit.grads):
-        problem = "gradients have accumulated and are not reduced yet. Run a backward that reduces them first"
+        problem = "gradients have accumulated that are not reduced yet. First run a backward that reduces them"
     elif unit.built.mixed_precision.reduce_bits is not None:
         bits = unit.built.mixed_precision.reduce_bits
         problem = (
-            f"its gradients are sent by MixedPrecision(reduce_bits={bits}), but a hook sends them itself. Leave one out"
+            f"MixedPrecision(reduce_bits={bits}) determines how its gradients are sent, but a hook sends them itself. "
+            "Use only one of the two"
         )
     elif unit.options.schedule.divide_by is not None:
-        problem = "set_gradient_divide_factor() was called, but a hook scales gradients itself. Divide there instead"
+        problem = (
+            "set_gradient_divide_factor() was called, but a hook scales gradients itself. Divide in the hook instead"
+        )
     elif unit.groups.shard.size == 1 and unit.built.traits.shards and unit.groups.replicate is not None:
-        problem = "its shard group, over which a hook reduces, is this rank alone. Use NO_SHARD over the replicas"
+        problem = "its shard group, over which a hook reduces, contains only this rank. Use NO_SHARD over the replicas"
     else:
         return
     raise UsageError(f"{method} of unit {unit.label}: {problem}")

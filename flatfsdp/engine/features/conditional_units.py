@@ -26,7 +26,7 @@ class ConditionalUnits(Observer, Turns):
 
     plain = False
     never_stay = (
-        "It belongs to a part that was given to ensure_unit_participation(), so it cannot stay unsharded as other "
+        "It belongs to a part that was passed to ensure_unit_participation(), so it cannot stay unsharded as other "
         "units would: ranks that do not run it free it."
     )
 
@@ -161,17 +161,18 @@ class ConditionalUnits(Observer, Turns):
         if branch is None:
             return
         reported = (
-            f"unit {unit.label} runs again inside a backward, for a checkpoint. It belongs to a part that was given to "
-            "ensure_unit_participation(), so other ranks may not run it, and"
+            f"unit {unit.label} is recomputed inside a backward, for an activation checkpoint. It belongs to a part "
+            "that was passed to ensure_unit_participation(), so other ranks may not run it, and"
         )
         if not branch.any_order:
             raise UsageError(
-                f"{reported} they would not know that the whole part is needed now. Declare it with any_order=True"
+                f"{reported} they would not know that the whole part is needed now. Declare the part with "
+                "any_order=True"
             )
         if unit in self._without:
             raise UsageError(
-                f"{reported} they would not know that its gradients come only now. Pass use_reentrant=False to "
-                "torch.utils.checkpoint"
+                f"{reported} they would not know that its gradients are computed only now. Pass use_reentrant=False "
+                "to torch.utils.checkpoint"
             )
 
     def check_backward_inside(self) -> None:
@@ -184,9 +185,9 @@ class ConditionalUnits(Observer, Turns):
             if cursor.open is not None:
                 raise UsageError(
                     f"a backward begins inside the forward of {cursor.unit.label}, while unit "
-                    f"{cursor.open.units[0].label} and the others of its part, which was given to "
-                    "ensure_unit_participation(any_order=True), are gathered together. Call it before that part of the "
-                    "forward begins, or after the next unit outside of it has run"
+                    f"{cursor.open.units[0].label} and the other units of its part, which was passed to "
+                    "ensure_unit_participation(any_order=True), are gathered together. Run that backward before the "
+                    "part begins in the forward, or after the next unit outside of the part has run"
                 )
 
     def check_recomputed_in_window(self, unit: Unit) -> None:
@@ -196,10 +197,10 @@ class ConditionalUnits(Observer, Turns):
             UsageError: always; ranks would gather branches in different orders.
         """
         raise UsageError(
-            f"unit {unit.label} runs again inside a backward without reduction, for a reentrant checkpoint, in a model "
-            "of which a part was given to ensure_unit_participation(): ranks that run other units of that part would "
-            "gather in another order. Pass use_reentrant=False to torch.utils.checkpoint, or accumulate without "
-            "no_sync()"
+            f"unit {unit.label} is recomputed inside a backward without reduction, for a reentrant checkpoint, in a "
+            "model with a part that was passed to ensure_unit_participation(): ranks that run other units of that "
+            "part would gather in a different order. Pass use_reentrant=False to torch.utils.checkpoint, or "
+            "accumulate without no_sync()"
         )
 
 
@@ -207,17 +208,18 @@ def _branch_of(unit: Unit) -> Branch | None:
     branch = unit.options.schedule.branch
     if branch is not None and unit.is_tied:
         raise UsageError(
-            f"unit {unit.label} belongs to a part that was given to ensure_unit_participation(), and has parameters "
-            "that other units have, too, or that an extension transforms. Wrap the modules that share parameters as "
-            "one unit, outside of the part"
+            f"unit {unit.label} belongs to a part that was passed to ensure_unit_participation(), and has parameters "
+            "that are shared with other units or that an extension transforms. Wrap the modules that share parameters "
+            "as one unit, outside of the part"
         )
     return branch
 
 
 def _refuse_place(unit: Unit, slot: ParticipationSlot[Unit]) -> NoReturn:
-    words = f"unit {unit.label} belongs to a part that was given to ensure_unit_participation(), and its turn was over"
+    words = f"unit {unit.label} belongs to a part that was passed to ensure_unit_participation(), and it ran too late"
     raise UsageError(
-        f"{words}, or had not come: in each forward of {slot.around.label} its units run once, in the order in which "
-        "they are registered, before those outside that are registered later. Pass any_order=True where they run in "
-        "another order or again, and before= where the next unit outside is registered earlier"
+        f"{words} or too early: in each forward of {slot.around.label}, the units of the part must run once, in the "
+        "order in which they are registered, and before units outside of the part that are registered later. Pass "
+        "any_order=True if they run in a different order or repeatedly, and before= if the next unit outside is "
+        "registered earlier"
     )

@@ -28,7 +28,7 @@ REGISTERED = "_forward_methods"  # attribute of a wrapper with their names; plai
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module.method_name(...)` gather parameters around it, as a call of `module` does, from now on.
+    """Let calls of `module.method_name(...)` gather parameters, as calls of `module` do, from now on.
 
     While the method runs, called through the wrapper, the wrapper's own parameters are unsharded; wrappers inside
     gather theirs when they are called, and a backward may follow. If no tensor in its result requires a gradient, the
@@ -41,9 +41,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: the name of its method.
 
     Raises:
-        ConfigTypeError: `module` is no module, or `method_name` no string.
-        ConfigValueError: there is no such method, the wrapper has one of that name itself, or it is a generator or a
-            coroutine, which runs after the call.
+        ConfigTypeError: `module` is not a module, or `method_name` is not a string.
+        ConfigValueError: there is no such method, the wrapper itself has a method of that name, or it is a generator or
+            a coroutine, which runs after the call.
 
     Example (in a process group of one rank):
         >>> import torch, flatfsdp
@@ -71,14 +71,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ConfigValueError(f"{argument}: method_name: got {method_name!r}, but {kind} has no such method")
     if hasattr(type(module), method_name) and not in_place:
         raise ConfigValueError(
-            f"{argument}: method_name: got {method_name!r}, which {type(module).__name__} has itself, and which "
-            f"therefore does not reach {kind}. Give the method another name"
+            f"{argument}: method_name: got {method_name!r}, which {type(module).__name__} defines itself, so that "
+            f"calls do not reach {kind}. Give the method another name"
         )
     runs_later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     if any(is_kind(inspect.unwrap(found)) for is_kind in runs_later):
         raise ConfigValueError(
-            f"{argument}: method_name: got {method_name!r}, a generator or a coroutine of {kind}, which would run when "
-            "parameters are sharded again. Register a method that returns its result"
+            f"{argument}: method_name: got {method_name!r}, a generator or a coroutine of {kind}, whose body would "
+            "run after the parameters are sharded again. Register a method that returns its result"
         )
     registered = module.__dict__.get(REGISTERED, ())
     module.__dict__[REGISTERED] = tuple(dict.fromkeys((*registered, method_name)))
@@ -151,10 +151,10 @@ def _explaining(wrapper: nn.Module, name: str, method: Any) -> Any:
                 raise
             unit, param_ref = found
             raise UsageError(
-                f"{name}() computed with parameter {param_ref.path!r} of unit {unit.label}, which shows this rank's "
-                f"shard there, and failed: {type(error).__name__}: {error}. Parameters are gathered around forward(), "
-                "and around methods that are registered, once after wrapping: "
-                f"flatfsdp.register_fsdp_forward_method(model, {name!r}), with the wrapper whose method it is"
+                f"{name}() used parameter {param_ref.path!r} of unit {unit.label}, which is sharded there, and "
+                f"failed: {type(error).__name__}: {error}. Parameters are gathered for forward(), and for methods "
+                f"that are registered once after wrapping: flatfsdp.register_fsdp_forward_method(model, {name!r}), "
+                "where model is the wrapper of the module that defines the method"
             ) from error
 
     return run
@@ -170,9 +170,9 @@ def explain(error: BaseException) -> str:
         unit, param_ref = found
         kind = type(param_ref.module).__name__
         return (
-            f"parameter {param_ref.path!r} of unit {unit.label} shows this rank's shard outside of the forward of its "
-            f"wrapper, where {kind} computed with it. Call the wrapper, not the module inside (model(x), not "
-            "model.module(x) or model.module.forward(x)); other methods than forward are registered with "
+            f"{kind} used parameter {param_ref.path!r} of unit {unit.label} outside of the forward of its wrapper, "
+            "where it is sharded. Call the wrapper, not the module inside (model(x), not model.module(x) or "
+            "model.module.forward(x)); register methods other than forward with "
             "flatfsdp.register_fsdp_forward_method()"
         )
     for model in [*registry.models] if "dtype" in str(error) else ():
@@ -184,9 +184,9 @@ def explain(error: BaseException) -> str:
         }
         if len(kinds) > 1:
             return (
-                f"parameters of the model have several dtypes (unit {', unit '.join(kinds.values())}), and "
-                "nothing casts tensors from one to the other. Cast the model to one dtype before "
-                "wrapping, or pass mixed_precision=MixedPrecision(param_dtype=..., cast_forward_inputs=True)"
+                f"parameters of the model have several dtypes (unit {', unit '.join(kinds.values())}), and nothing "
+                "casts tensors between them. Cast the model to one dtype before wrapping, or pass "
+                "mixed_precision=MixedPrecision(param_dtype=..., cast_forward_inputs=True)"
             )
     return ""
 

@@ -277,9 +277,9 @@ def _comparison(store: StoreClient, key: str, group: Axis, sample: SampleOnHost)
                 if is_apart and store.set_if_absent(REPORTED, claim) == claim:
                     _found.append(
                         "ranks clip their gradients by different norms: between a backward and the optimizer's step "
-                        f"rank {before} multiplied its gradients by {factor:.4g}, rank {rank} by {mine.factor:.4g}, so "
-                        "the step has a different direction. torch.nn.utils.clip_grad_norm_() reads this rank's "
-                        "shards only: call model.clip_grad_norm_() of the outermost FullyShardedDataParallel instead, "
+                        f"rank {before} multiplied its gradients by {factor:.4g}, rank {rank} by {mine.factor:.4g}, "
+                        "so the step has a different direction. torch.nn.utils.clip_grad_norm_() sees only the shards "
+                        "of one rank: call model.clip_grad_norm_() of the outermost FullyShardedDataParallel instead, "
                         "on all ranks"
                     )
                 return

@@ -195,11 +195,12 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
 
     Args:
         model: the outermost wrapper.
-        infinities: whether inf and -inf count; False for models that make them on purpose, as in a mask.
+        infinities: whether inf and -inf are errors as well; False for models that produce them on purpose, as in a
+            mask.
 
     Raises:
         NonFiniteError: inside, from a forward or a backward.
-        ConfigTypeError: `model` is no wrapper, or `infinities` no bool.
+        ConfigTypeError: `model` is not a wrapper, or `infinities` is not a bool.
         UsageError: `model` is a nested wrapper; inside itself, a forward or a backward.
 
     Example (in a process group of one rank):
@@ -215,7 +216,7 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
     check_bool(f"{name}: infinities", infinities)
     check_outside(inner.outermost, f"{name}()")
     if inner.observers.find(NonFiniteDetector) is not None:
-        raise UsageError(f"{name}() was entered inside itself; one context is enough")
+        raise UsageError(f"{name}() was entered while it was already active; one context is enough")
     detector = NonFiniteDetector(inner, infinities=infinities)
     inner.observers.add(detector)
     inner.setup.options_changed()

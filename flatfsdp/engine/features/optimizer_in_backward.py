@@ -81,19 +81,20 @@ class BackwardOptimizers(Observer):
             return
         if torch.is_grad_enabled():
             problem = (
-                "this one has create_graph=True: its gradients will be differentiated, and are not final when it ends"
+                "this backward has create_graph=True: its gradients will be differentiated and are not final when it "
+                "ends"
             )
         elif _torch.graph_task() == _scaled:
             problem = (
-                "this one is of a loss that ShardedGradScaler has scaled: whether a gradient overflowed is known only "
-                "once all are computed. Train in bfloat16, which needs no scaler"
+                "the loss of this backward was scaled by ShardedGradScaler: whether a gradient has overflowed is "
+                "known only when all gradients are computed. Train in bfloat16, which needs no scaler"
             )
         else:
             return
         fail(
             UsageError(
-                f"{type(self.active[0]).__name__} steps during backwards, and {problem}. Or step after the backward: "
-                "call remove() of its OptimizerInBackward, or use its no_step()"
+                f"{type(self.active[0]).__name__} steps during backwards, and {problem}. Alternatively, step after "
+                "the backward: call remove() of its OptimizerInBackward, or use its no_step()"
             )
         )
 
@@ -182,9 +183,9 @@ class StepInBackward(Finisher):
             rest = [unit.label for unit in units if unit not in self._stepped]
             warn_once_per_job(
                 f"a backward failed after the optimizer had stepped {len(labels)} of {len(units)} units "
-                f"({few(labels)}); a step cannot be undone. The others ({few(rest) or 'none'}) have the parameters and "
-                "the optimizer state of the previous step. Load a checkpoint to restore all of them to the same step, "
-                "or continue with the next batch",
+                f"({few(labels)}); a step cannot be undone. The other units ({few(rest) or 'none'}) still have the "
+                "parameters and the optimizer state of the previous step. Load a checkpoint to have all of them at "
+                "the same step, or continue with the next batch",
                 names_rank=True,
             )
 
@@ -274,13 +275,13 @@ class OptimizerInBackward:
 def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerInBackward:
     """Let `optimizer` step inside of every backward of `model`: on each unit as soon as its gradients are reduced.
 
-    The gradients are freed immediately, so that a rank holds those of at most three units at a time instead of those of
-    the whole model. This saves half of the memory of its shards with plain SGD, a quarter with AdamW. Results equal
-    those of `optimizer.step()` after the backward; parameters without a gradient are skipped.
+    The gradients are freed immediately, so a rank holds the gradients of at most three units at a time instead of those
+    of the whole model. This saves half of the memory of its shards with plain SGD, and a quarter with AdamW. Results
+    equal those of `optimizer.step()` after the backward; parameters without a gradient are skipped.
 
     `optimizer` is not changed: its param groups, which schedulers change, its state and its state dicts. Its `step()`
     has nothing to do after a backward, and the program may still call it. Several optimizers may step, each on its own
-    parameters. Parameters outside of all units, or of no such optimizer, keep their gradients.
+    parameters. Parameters that are in no unit or in no such optimizer keep their gradients.
 
     - *When*: a unit is stepped inside the backward once an earlier one has shown that its gradients come once: from the
       second on. In the first, and if parameters are tied, units called several times, recomputed with reentrant
@@ -301,7 +302,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         optimizer: built on the parameters of `model` after it was wrapped.
 
     Raises:
-        ConfigTypeError: `model` is no wrapper, or `optimizer` no `torch.optim.Optimizer`.
+        ConfigTypeError: `model` is not a wrapper, or `optimizer` is not a `torch.optim.Optimizer`.
         UsageError: `model` is a nested wrapper; an optimizer that steps in its backwards already holds a parameter of
             this one; an optimizer that cannot step on some of its parameters at a time; inside a forward or a backward.
 
@@ -326,8 +327,8 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         if taken.intersection(map(id, held)):
             raise UsageError(
                 f"{name}(): a {type(other.optimizer).__name__} that steps in backwards of this model already holds "
-                f"parameters of this {type(optimizer).__name__}. Give each optimizer its own parameters, or "
-                "remove() the other one"
+                f"parameters of this {type(optimizer).__name__}. Give each optimizer its own parameters, or call "
+                "remove() for the other one"
             )
     check_parameters(optimizer)
     _check_divisible(optimizer)
@@ -346,7 +347,7 @@ def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
         step_alone(trial)
     except Exception as error:
         raise UsageError(
-            f"optimizer_in_backward(): a copy of this {kind} cannot step on a subset of its parameters "
+            f"optimizer_in_backward(): a copy of this {kind} cannot step on some of its parameters "
             f"({type(error).__name__}: {error}). Call its step() after the backward"
         ) from error
     after = _counts(trial)
@@ -354,8 +355,8 @@ def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
     changed += [repr(key) for key in trial.state if not isinstance(key, torch.Tensor)]
     if changed:
         raise UsageError(
-            f"optimizer_in_backward(): a step of this {kind} changes state that all parameters share "
-            f"({', '.join(changed)}), and would change it once per unit. Call its step() after the backward"
+            f"optimizer_in_backward(): a step of this {kind} changes state that is shared by all parameters "
+            f"({', '.join(changed)}) and would change it once per unit. Call its step() after the backward"
         )
 
 

@@ -26,18 +26,18 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
     computed a gradient for a wrapper, `.grad` stays as it was (None after `zero_grad()`), as in one process: optimizers
     then skip the step, with weight decay and momentum.
 
-    Wrappers outside run as before: `module` comes in the forward of the wrapper around it, and a rank runs all of its
-    wrappers before the next wrapper outside of it that is registered later, or that is given as `before`. If a rank
-    runs one of them at another time, an error is raised on this rank and on the others. Some trained parameters must
-    be outside of `module`: a rank that runs none of it would have no graph for a backward.
+    Wrappers outside run as before: `module` runs in the forward of the wrapper around it, and a rank runs all of its
+    wrappers before the next wrapper outside of it that is registered later, or that is passed as `before`. If a rank
+    runs one of them at another time, an error is raised on all ranks. Some trained parameters must be outside of
+    `module`: a rank that runs none of it would have no graph for a backward.
 
     The cost is that of a model that always runs all of it: each wrapper is gathered in forward and in backward (frozen
     ones, too; `set_unshard_in_backward(False)` avoids the latter for a frozen tower at the model's beginning), and its
-    gradients are reduced. If ranks used other wrappers than expected, each sends one small message through the store at
-    the end of the backward, for which the host waits. In order, memory is needed for one wrapper at a time; in any
-    order all of `module` is gathered when a rank runs its first wrapper, and freed after the last one, in backward as
-    well, with the memory of its gradients. Activation checkpointing of it requires `any_order=True` and
-    `use_reentrant=False`. Units inside must not share parameters with others.
+    gradients are reduced. If ranks used different wrappers than expected, each sends one small message through the
+    store at the end of the backward, and the host waits for these messages. In order, memory is needed for one wrapper
+    at a time; in any order all of `module` is gathered when a rank runs its first wrapper, and freed after the last
+    one, in backward as well, with the memory of its gradients. Activation checkpointing of it requires `any_order=True`
+    and `use_reentrant=False`. Units inside must not share parameters with other units.
 
     Without this call, a rank that leaves out a wrapper, or runs another one first, raises an error, as do the others.
     Otherwise ranks that all leave out the same wrappers (layers dropped by a common seed) would gather them in every
@@ -48,8 +48,8 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
 
     Args:
         module: a wrapper or a module with wrappers inside, such as a `ModuleList`. All of them take part.
-        any_order: whether its wrappers may run in another order than they are registered, and several times; at most
-            once in order otherwise.
+        any_order: whether its wrappers may run several times and in a different order than they are registered;
+            otherwise, each may run at most once, in that order.
         before: a module outside, which every rank runs, whose first wrapper is the next to run after `module`; inside
             the same wrapper. None for the wrapper that is registered next.
 
@@ -61,7 +61,7 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
     """
     for name, value, optional in (("module", module, False), ("before", before, True)):
         if not (isinstance(value, nn.Module) or (optional and value is None)):
-            refuse_type(f"{_FUNCTION}: {name}", value, "a module that is wrapped, or that has wrapped modules inside")
+            refuse_type(f"{_FUNCTION}: {name}", value, "a module that is wrapped or contains wrapped modules")
     check_bool(f"{_FUNCTION}: any_order", any_order)
     units = _wrapped_in(module, "module")
     check_outside(units[0], _FUNCTION)
@@ -78,7 +78,7 @@ def _wrapped_in(module: nn.Module, argument: str) -> list[Unit]:
     if not units:
         raise ConfigValueError(
             f"{_FUNCTION}: {argument}: got a {type(module).__name__} without any FullyShardedDataParallel inside. It "
-            "is a part of the unit around it, and gathered whenever that runs: wrap modules that are to be "
+            "is part of the unit around it and is gathered whenever that unit runs: wrap the modules that should be "
             "gathered separately, or do not declare it"
         )
     return units
@@ -88,16 +88,16 @@ def _check_whole(module: nn.Module, units: list[Unit]) -> None:
     model = model_of(units[0])
     if model.outermost in units:
         raise ConfigValueError(
-            f"{_FUNCTION}: module: got the outermost FullyShardedDataParallel "
-            f"({model.outermost.entries.class_name}), which every rank runs, or a part of a model that is not "
-            "yet wrapped as a whole. Wrap the whole model, then pass the part that depends on a rank's data"
+            f"{_FUNCTION}: module: got the outermost FullyShardedDataParallel ({model.outermost.entries.class_name}), "
+            "which every rank runs, or a part of a model that is not completely wrapped yet. Wrap the whole model, "
+            "then pass the part that depends on a rank's data"
         )
     known = {unit.options.schedule.branch for unit in units} - {None}
     split = [unit for unit in model.units if unit.options.schedule.branch in known and unit not in units]
     if split:
         raise ConfigValueError(
-            f"{_FUNCTION}: module: got a {type(module).__name__} inside a part that was given before, with unit "
-            f"{split[0].label}. Declare the outer part only"
+            f"{_FUNCTION}: module: got a {type(module).__name__} inside a part that was declared before, with unit "
+            f"{split[0].label}. Declare only the outer part"
         )
 
 
@@ -112,7 +112,7 @@ def _next_of(units: list[Unit], before: nn.Module) -> Unit:
         above = around.get(above)
     if first is None or above is None or first in units or first.options.schedule.branch is not None:
         raise ConfigValueError(
-            f"{_FUNCTION}: before: got a {type(before).__name__}. Accepted: a module in the wrapper around the part, "
-            "outside of it, that every rank runs and that has a FullyShardedDataParallel inside"
+            f"{_FUNCTION}: before: got a {type(before).__name__}. Accepted: a module inside the wrapper around the "
+            "part, but outside of the part, that every rank runs and that contains a FullyShardedDataParallel"
         )
     return first

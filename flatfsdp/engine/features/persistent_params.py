@@ -76,13 +76,13 @@ class NoTraining(Observer):
     def step_begins(self, unit: Unit | None) -> bool:
         if unit is None:
             raise UsageError(
-                "a backward inside inference(), of a forward from before the context; run the backward first, or "
-                "leave the context"
+                "a backward was started inside inference() for a forward from before the context; run the backward "
+                "first, or leave the context"
             )
         if torch.is_grad_enabled() and not _torch.in_backward():
             raise UsageError(
-                f"a forward of unit {unit.label} inside inference() has gradients enabled; parameters are kept there "
-                "for forwards without gradients. Leave the context to train"
+                f"a forward of unit {unit.label} inside inference() has gradients enabled, but parameters are kept "
+                "there for forwards without gradients. Leave the context to train"
             )
         return False
 
@@ -125,9 +125,10 @@ class PersistentParams(Observer):
         for ref in self.pinned or ():
             if not ref.is_fetched:
                 raise UsageError(
-                    f"inside inference() parameters of unit {ref.unit.label} were written to, or its module was "
-                    "switched between train() and eval(), which changes the dtype that it computes in. Parameters "
-                    "that the context keeps are not gathered again: leave it before the change, and enter it again"
+                    f"inside inference(), parameters of unit {ref.unit.label} were written to, or its module was "
+                    "switched between train() and eval(), which changes its compute dtype. Parameters that the "
+                    "context keeps are not gathered again: leave the context before the change and enter it again "
+                    "afterwards"
                 )
         reported: dict[str, list[str]] = {}
         for ref in self._wanted:
@@ -140,7 +141,7 @@ class PersistentParams(Observer):
                 handle.persistence = wanted
             if wanted is None:
                 if not handle.options.trainable:
-                    reported.setdefault("not frozen any more", []).append(unit.label)
+                    reported.setdefault("no longer frozen", []).append(unit.label)
             elif unit.views[ref.kind].mode is not SHOWS_SHARD:
                 continue
             elif unit.kept.maybe_stale or (wanted is DEVICE and is_compared(unit, handle)):
@@ -148,7 +149,7 @@ class PersistentParams(Observer):
                 reported.setdefault("comparing kept parameters with their shards", []).append(unit.label)
             elif not ref.is_fetched:
                 self._due.append(ref)
-                reported.setdefault("gathering frozen parameters, to keep them", []).append(unit.label)
+                reported.setdefault("gathering frozen parameters to keep them", []).append(unit.label)
         return "; ".join(f"{words}: {', '.join(labels)}" for words, labels in reported.items())
 
     def first_gather_agreed(self) -> None:
@@ -228,7 +229,9 @@ def keep_frozen(outer: Unit, units: Sequence[Unit], max_bytes: object, on: str) 
         refuse_value(f"{method}: on", on, " or ".join(map(repr, places)))
     check_outside(outer, method)
     if any(persistent_params_of(model_of(unit)).pinned is not None for unit in units):
-        raise UsageError(f"{method} of unit {outer.label} was called inside inference(); call it outside")
+        raise UsageError(
+            f"{method} of unit {outer.label} was called inside inference(); call it outside of that context"
+        )
     for unit in units:
         size = sum(handle.unsharded_bytes for handle in unit.handles if _can_stay(handle))
         fits = 0 < size <= left
@@ -247,15 +250,15 @@ def inference(model: nn.Module, max_bytes: int | None = None) -> Iterator[None]:
     """A context for generation and evaluation: parameters are gathered once, at its beginning, and kept until its end.
 
     Forwards inside run under `torch.no_grad()`, give the same results, and gather only parameters beyond `max_bytes`.
-    If all are kept, forwards do not communicate, and ranks may run different numbers of them. Between forwards
-    parameters show shards, as usual. Do not change parameters inside; call `model.eval()` before it, if at all.
-    Collective at its beginning and, unless an exception ends it, at its end.
+    If all are kept, forwards do not communicate, and ranks may run different numbers of them. Between forwards,
+    parameters are sharded, as usual. Do not change parameters inside; if you call `model.eval()`, do so before entering
+    the context. Collective at its beginning and, unless an exception ends it, at its end.
 
     Args:
         model: a wrapper, or any module with wrappers inside.
         max_bytes: how many bytes of unsharded parameters each rank keeps, in addition to `keep_frozen_unsharded`; None
             for all. Flat parameters are selected in the order of modules, parents last, and those that do not fit are
-            left out: all ranks must then run the same number of forwards, as usual.
+            left out; then all ranks must run the same number of forwards, as usual.
 
     Raises:
         ConfigTypeError, ConfigValueError: for such a `max_bytes`.
@@ -275,7 +278,7 @@ def inference(model: nn.Module, max_bytes: int | None = None) -> Iterator[None]:
     if not units:
         raise UsageError(
             f"inference(): no module in {type(model).__name__} is wrapped by FullyShardedDataParallel. Wrap the model "
-            "first, and pass the wrapper"
+            "first and pass the wrapper"
         )
     models = models_of(units)
     for unit in units:
@@ -299,7 +302,7 @@ def _check_idle(unit: Unit) -> None:
     elif persistent_params_of(model_of(unit)).pinned is not None:
         where = "inference()"
     if where is not None:
-        raise UsageError(f"inference() of unit {unit.label} was entered inside {where}; leave that first")
+        raise UsageError(f"inference() of unit {unit.label} was entered inside {where}; enter it outside")
 
 
 def _begin(models: list[Model], units: list[Unit], max_bytes: int | None) -> None:

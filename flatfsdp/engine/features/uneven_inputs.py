@@ -41,7 +41,7 @@ def join(
     A rank without a batch left gets its last one again, as a stand-in. It runs the whole body of the loop with it,
     forward, backward, clipping and optimizer, and adds nothing to the gradients, even if it computes NaN. Gradients are
     those of one process on the batches that exist; also under `no_sync()`, with hybrid sharding, with a communication
-    hook. Forwards of stand-ins update buffers, too, for example the statistics of batch norm. User-defined losses and
+    hook. Forwards of stand-ins also update buffers, for example the statistics of batch norm. User-defined losses and
     metrics should leave stand-ins out: `joined.has_data` is False for them.
 
     Every step begins with one exchange of 24 bytes per rank, for which the host waits. If a single rank leaves the
@@ -51,8 +51,8 @@ def join(
     Args:
         model: the outermost wrapper. Other loops may run inside the context, also without gradients.
         divide_by_initial_world_size: whether gradients are divided by the number of all ranks in every step, so that
-            each batch counts for the same over the whole loop; else by the number of ranks that have a batch. A factor
-            of `set_gradient_divide_factor` takes precedence.
+            each batch has the same weight over the whole loop; otherwise, by the number of ranks that have a batch. A
+            factor of `set_gradient_divide_factor` takes precedence.
         enable: False for a loop that only iterates.
         throw_on_early_termination: whether to raise on all ranks as soon as one has no batch and others do.
 
@@ -61,8 +61,8 @@ def join(
         `joined.has_data` is whether this rank has a batch of its own in the running step.
 
     Raises:
-        ConfigTypeError, ConfigValueError: for an argument; `model` is no outermost wrapper.
-        UsageError: in the loop, on all ranks: a rank has no batch at all, and no stand-in.
+        ConfigTypeError, ConfigValueError: for an argument; `model` is not an outermost wrapper.
+        UsageError: in the loop, on all ranks, if a rank has no batch at all and no stand-in.
         AgreementError: in the loop or at the end of the context: ranks make different calls, or with
             `throw_on_early_termination`.
 
@@ -85,7 +85,7 @@ def join(
     models = models_of(units)
     if len(models) != 1 or models[0].outermost not in units:
         raise ConfigValueError(
-            f"join: model: got a {type(model).__name__} with {len(models)} wrapped models inside, or a part of one. "
+            f"join: model: got a {type(model).__name__} that contains {len(models)} wrapped models or is part of one. "
             "Accepted: the outermost FullyShardedDataParallel module"
         )
     return Joined(
@@ -186,14 +186,14 @@ class Joined:
         if self._throw_early and len(with_data) < len(found):
             without = [rank for rank in sorted(found) if rank not in with_data]
             error = AgreementError(
-                f"in step {step} of {_LOOP}, {ranks_in_words(without)} had no batch left, and "
-                f"{ranks_in_words(with_data)} had one: throw_on_early_termination=True ends it"
+                f"in step {step} of {_LOOP}, {ranks_in_words(without)} had no batch left while "
+                f"{ranks_in_words(with_data)} had one: throw_on_early_termination=True ends the loop there"
             )
         elif nothing:
             error = UsageError(
-                f"{_LOOP}: {ranks_in_words(nothing)} had no batch at all, so nothing can stand in "
-                "for one while the other ranks continue. Give each rank a batch, or pass one of the same structure on "
-                "every rank: joined(batches, stand_in=batch)"
+                f"{_LOOP}: {ranks_in_words(nothing)} had no batch at all, so nothing can stand in while the other "
+                "ranks continue. Give each rank at least one batch, or pass one of the same form on every rank: "
+                "joined(batches, stand_in=batch)"
             )
         if error is not None:
             self._end()

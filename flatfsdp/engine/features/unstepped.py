@@ -102,12 +102,12 @@ class UnsteppedCheck(Observer):
             held = _held_by(optimizer)
             self._before = [each for each in self._before if each.is_flat and not each.is_in(held)]
             what = f"{empty} of its {len(groups)} param groups are empty"
-            self._stepper = f"{type(optimizer).__name__} has others ({what})"
+            self._stepper = f"{type(optimizer).__name__} holds other parameters ({what})"
             if not self._before:
                 self._end(model)
         elif not any(parameter.grad is not None for group in groups for parameter in group["params"]):
             self._in_vain = (
-                f"{type(optimizer).__name__} that stepped between them holds no parameter with a gradient "
+                f"{type(optimizer).__name__} that stepped between them does not hold any parameter with a gradient "
                 f"({empty} of its {len(groups)} param groups are empty)"
             )
 
@@ -138,20 +138,20 @@ def _warn_of_some(left: list[_ParamSnapshot], model: Model, stepper: str) -> Non
             warn_once(
                 "unstepped in part",
                 f"no optimizer steps on some flat parameters of this model ({few(names)}): they received gradients in "
-                f"two backwards, and the {stepper}. Only the wrapped module lists a flat parameter, not the modules "
-                "inside it. Use all of model.parameters(), wrap modules that need a "
-                f"param group of their own{FlatFace.words.or_remedy}. If this is intended, requires_grad_(False) on "
-                "them avoids computing their gradients",
+                f"two backwards, and the {stepper}. Only parameters() of a wrapped module returns its flat parameter; "
+                "modules inside of it do not. Pass all of model.parameters() to the optimizer, wrap modules that need "
+                f"their own param group{FlatFace.words.or_remedy}. If this is intended, call requires_grad_(False) on "
+                "them to avoid computing their gradients",
             )
 
 
 def _warn(model: Model, in_vain: str) -> None:
     if any(_holds_some_of(model, each) for each in _every_optimizer()):
         return  # it may step after more backwards
-    cause = "Take them from model.named_parameters(), after wrapping"
+    cause = "Pass parameters to the optimizer that were taken from model.named_parameters() after wrapping"
     if any(handle.face.is_flat for unit in model.units for handle in unit.handles):
         names = [f"{unit.place.name}._flat_param".lstrip(".") for unit in model.units if unit.handles]
-        cause = f"Names of flat parameters end in '_flat_param' ({few(names)}), {FlatFace.words.names}"
+        cause = f"The names of flat parameters end in '_flat_param' ({few(names)}), {FlatFace.words.names}"
     with one_rank_warns(this_rank=model.agreement.peers.is_first):
         warn_once(
             "unstepped",

@@ -35,7 +35,7 @@ _extensions: FlatParamExtensions | None = None
 
 
 def set_extensions(extensions: FlatParamExtensions | None) -> None:
-    """Apply `extensions` to parameters of models wrapped from now on in this process; None ends that.
+    """Apply `extensions` to parameters of models that are wrapped from now on in this process; None to stop.
 
     A transformed parameter is a new `Parameter` in its module: build the optimizer after wrapping. Inside
     `summon_full_params()` it has the shape in which it is stored.

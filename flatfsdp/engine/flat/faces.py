@@ -282,8 +282,9 @@ class FlatFace(Face):
         "use_orig_params=False",
         holder="the flat parameter",
         remedy="wrap with use_orig_params=True",
-        names="so groups that are picked by names such as 'bias' are empty; use_orig_params=True keeps the original "
-        "names",
+        names=(
+            "so param groups selected by names such as 'bias' are empty; use_orig_params=True keeps the original names"
+        ),
     )
     holds_leaves, is_flat, by_parameter = False, True, False
 
@@ -321,8 +322,8 @@ class FlatFace(Face):
         words, wanted = self.words, self._followed
         raise UsageError(
             f"requires_grad of {self._layout.params[index].name!r} was set to {not wanted} after wrapping. With "
-            f"{words.setting} it lies in a flat parameter, which requires a gradient as a whole ({wanted}). Set it "
-            f"before wrapping, or that of the flat parameter in model.parameters(){words.or_remedy}"
+            f"{words.setting} it is part of a flat parameter, whose requires_grad ({wanted}) applies to all of it. "
+            f"Set it before wrapping, or set that of the flat parameter in model.parameters(){words.or_remedy}"
         )
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:

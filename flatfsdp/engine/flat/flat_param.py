@@ -51,8 +51,8 @@ class _NotUnsharded(UnshardedParam):
         if name.startswith("__") or (handle := self._of()) is None:  # Python's own lookup
             raise AttributeError(name)
         raise InternalError(
-            f"unit {handle.label}: {name!r} of the unsharded form of {few(handle.flat_param._fqns)} was "
-            f"asked for while that is {handle.state.value}"
+            f"unit {handle.label}: {name!r} of the unsharded parameters {few(handle.flat_param._fqns)} was read while "
+            f"they are {handle.state.value}"
         )
 
 
@@ -98,8 +98,8 @@ def take_off_meta(leaves: Sequence[nn.Parameter], names: Sequence[str], device: 
             torch.utils.swap_tensors(leaf, empty)
         except RuntimeError as error:
             raise UsageError(
-                f"parameter {name!r} is on the meta device, and something holds on to it (a graph, a weak reference), "
-                "so that it cannot get memory later. Build this module on a real device"
+                f"parameter {name!r} is on the meta device, and something keeps a reference to it (a graph, a weak "
+                "reference), so it cannot be given memory later. Build this module on a real device"
             ) from error
 
 
@@ -407,8 +407,8 @@ class FlatParamHandle:
         if self.state is not UNSHARDED or buffer is None:
             found = "not sharded at all" if self.is_unsharded_at_rest else self.state.value
             raise UsageError(
-                f"to_cpu() of unit {self.label}: expected unsharded parameters apart from their shard, as inside its "
-                f"forward; they are {found}"
+                f"to_cpu() of unit {self.label}: expected unsharded parameters in memory separate from their shard, "
+                f"as inside its forward; they are {found}"
             )
         numel = self.layout.numel
         on_cpu = torch.empty(numel, dtype=buffer.tensor.dtype, device="cpu")

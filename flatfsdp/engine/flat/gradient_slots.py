@@ -340,9 +340,9 @@ class Accumulation:
         ours = [self._handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]
         if ours:
             raise UsageError(
-                f"unit {self._handle.label}: the .grad of {', '.join(ours)} was edited after a backward "
-                "under no_sync(). Until gradients are synchronized it shows only a piece of the accumulated ones; edit "
-                "it after a backward outside of no_sync(), or drop it with zero_grad()"
+                f"unit {self._handle.label}: the .grad of {', '.join(ours)} was edited after a backward under "
+                "no_sync(). Until gradients are synchronized, .grad shows only a part of the accumulated gradients; "
+                "edit it after a backward outside of no_sync(), or drop it with zero_grad()"
             )
         # An empty piece looks zero after any edit; its neighbors show it.
         zeroed = [mark for mark in changed if not mark.local.any() and (mark.local.numel() or not edited)]
@@ -368,15 +368,15 @@ def _check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor])
         spec = handle.layout.params[index]
         if grad.layout is not torch.strided:
             problem = (
-                f"layout {grad.layout}; expected a dense one, which can be reduced over ranks in one piece. Leave "
-                "sparse=True out of the embedding, or name its module in ignored_modules= and average its gradient "
-                "yourself"
+                f"layout {grad.layout}; expected a dense layout, which can be reduced over ranks as one tensor. "
+                "Create the embedding without sparse=True, or list its module in ignored_modules= and average its "
+                "gradient yourself"
             )
         elif grad.shape != spec.shape:
             problem = (
-                f"shape {tuple(grad.shape)}; expected {spec.shape}. It was used outside the forward of its unit, where "
-                "it shows this rank's shard: compute terms over parameters (for example an L2 penalty) inside the "
-                "forward of the module that holds them, or under torch.no_grad()"
+                f"shape {tuple(grad.shape)}; expected {spec.shape}. It was used outside the forward of its unit, "
+                "where it shows this rank's shard: compute functions of parameters (for example an L2 penalty) inside "
+                "the forward of the module that holds them, or under torch.no_grad()"
             )
         else:
             continue

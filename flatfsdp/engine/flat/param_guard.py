@@ -157,7 +157,7 @@ class UnusableParameter(DescribedAsShard):
     def __repr__(self) -> str:  # type: ignore[override]
         shard = _described(self)
         found = f"shape={tuple(shard.shape)}, dtype={shard.dtype}, requires_grad={self.requires_grad}"
-        return f"Parameter containing: this rank's shard, which shows no values until the backward is over ({found})"
+        return f"Parameter containing: this rank's shard, which cannot be read until the backward has ended ({found})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A parameter of the shard; it belongs to no handle and hides nothing."""
@@ -182,8 +182,8 @@ class ExpandedParameter(torch.Tensor):
         names = _names(each.leaf for each in used if isinstance(each, ExpandedParameter))
         raise UsageError(
             f"{name_of(func)} computes with the result of expand_as() or view_as() of parameter {names}, which is "
-            "sharded: that only serves to reach its AccumulateGrad node. Compute with whole values in the forward of "
-            "its module, or inside summon_full_params()"
+            "sharded: that result only serves to find its AccumulateGrad node. Compute with full values in the "
+            "forward of its module, or inside summon_full_params()"
         )
 
 
@@ -292,9 +292,9 @@ def data_of_shard(leaf: torch.Tensor, *written: torch.Tensor) -> torch.Tensor | 
         return None  # as `leaf.data = leaf.data`
     if value.shape != shard.shape or value.dtype != shard.dtype:
         raise UsageError(
-            f"the .data of parameter {_names([leaf])} was replaced, where it is sharded, by a tensor of shape "
+            f"the .data of parameter {_names([leaf])} was replaced, while it is sharded, by a tensor of shape "
             f"{tuple(value.shape)} and {value.dtype}; expected this rank's shard of it, {tuple(shard.shape)} and "
-            f"{shard.dtype}. To replace whole values, use summon_full_params() between steps"
+            f"{shard.dtype}. To replace full values, use summon_full_params() between steps"
         )
     with torch.no_grad():
         shard.copy_(value)
@@ -354,8 +354,8 @@ def _check_alike(func: Callable[..., Any], used: Sequence[Any], given: Sequence[
         shapes = {value.shape for value in row if isinstance(value, torch.Tensor) and value.dim()}
         if len(shapes) > 1:
             raise UsageError(
-                f"{_refusal(name_of(func), used)}. Its operands have shapes {sorted(map(tuple, shapes))}: those of "
-                "shards do not match those of whole tensors"
+                f"{_refusal(name_of(func), used)}. Its operands have shapes {sorted(map(tuple, shapes))}: shards "
+                "cannot be combined with full tensors"
             )
 
 
@@ -381,16 +381,18 @@ def _names(leaves: Iterable[torch.Tensor]) -> str:
 def _refusal(operation: str, arguments: Iterable[Any]) -> str:
     return (
         f"{operation} reads parameter {_names(_hidden_in(arguments)) or '(unnamed)'} outside the forward of its unit, "
-        "in a forward of the model or between it and its backward, where it is sharded. Use it in the forward of the "
-        "module that holds it (also a term over parameters, for example an L2 penalty), call unshard() of that unit's "
-        "wrapper before, or make the module that uses it the unit; to inspect values, use summon_full_params() "
-        "between steps" + ("; a hook finds it whole on an output of its unit" if _torch.in_backward() else "")
+        "in a forward of the model or between that forward and its backward, where it is sharded. Use it in the "
+        "forward of the module that holds it (this includes functions of parameters such as an L2 penalty), call "
+        "unshard() of that unit's wrapper first, or make the module that uses it the unit; to look at values, use "
+        "summon_full_params() between steps"
+        + ("; in a hook on an output of its unit it is unsharded" if _torch.in_backward() else "")
     )
 
 
 def _refusal_to_ask(operation: str, arguments: Iterable[Any]) -> str:
     return (
-        f"{operation} needs the gradients of parameter {_names(_hidden_in(arguments))}, which are reduced over "
-        "ranks as they arrive, and appear in .grad when the backward is over. Call backward() without inputs=, and "
-        "read .grad; freeze parameters that it should not train before the forward (requires_grad_(False))"
+        f"{operation} needs the gradients of parameter {_names(_hidden_in(arguments))}, which are reduced over ranks "
+        "as soon as they are computed and are available as .grad when the backward has ended. Call backward() without "
+        "inputs= and read .grad; before the forward, freeze the parameters that should not be trained "
+        "(requires_grad_(False))"
     )

@@ -255,25 +255,27 @@ def check_param_refs(
     for param_ref in changed:
         held, where = param_ref.current, f"{param_ref.path!r} of unit {label} was changed after wrapping"
         if held is None:
-            raise UsageError(f"{where}: it is gone. Delete parameters before wrapping, or keep them")
+            raise UsageError(f"{where}: it was deleted. Delete parameters before wrapping, or keep them")
         if not isinstance(held, nn.Parameter):
-            raise UsageError(f"{where}: it is a {type(held).__name__} now; expected the parameter, or a new one")
+            raise UsageError(
+                f"{where}: it is a {type(held).__name__} now; expected that parameter or a new nn.Parameter"
+            )
         first = met.setdefault(id(held), param_ref)
         if id(held) in names or first.leaf is not param_ref.leaf:
             raise UsageError(
-                f"{where}: it was tied to {names.get(id(held), first.path)!r}. Which unit owns a tied parameter is "
-                "decided by wrapping; tie parameters before that"
+                f"{where}: it was tied to {names.get(id(held), first.path)!r}. Wrapping determines which unit owns a "
+                "tied parameter; tie parameters before wrapping"
             )
         if has_hooks(held) or hooks_on(held):
             raise UsageError(
-                f"{where}: it is another parameter now, which has hooks. Its values are taken over, but the wrapped "
-                "parameter stays, so the hooks would never run. Assign it, run a forward, and "
-                "register them then; or copy values into the parameter"
+                f"{where}: it is a different parameter now, which has hooks. Its values would be copied into the "
+                "parameter that was wrapped, which stays in place, so the hooks would never run. Assign the "
+                "parameter, run a forward, and register the hooks then; or copy the values into the existing parameter"
             )
         if any(param_ref is alias for alias in shared_refs):
             raise UsageError(
-                f"{where}: it was tied to {names.get(id(param_ref.leaf), 'a parameter of another unit')!r}, and is "
-                "another parameter now. Untie parameters before wrapping, or copy values in place"
+                f"{where}: it was tied to {names.get(id(param_ref.leaf), 'a parameter of another unit')!r}, and is a "
+                "different parameter now. Untie parameters before wrapping, or copy values in place"
             )
 
 
@@ -281,7 +283,7 @@ def refuse_functional_call(changed: Iterable[ParamRef], label: str) -> NoReturn:
     """Refuse to compute with tensors that functional_call put in the place of the `changed` references."""
     names = ", ".join(repr(param_ref.path) for param_ref in itertools.islice(changed, 3))
     raise UsageError(
-        f"torch.func.functional_call gave unit {label} other tensors for {names}: a wrapped model computes with what "
-        "it shards, and these would be written into its shards. Call it on the model before wrapping, write values "
-        "inside summon_full_params(), or load them with load_state_dict()"
+        f"torch.func.functional_call passed other tensors for {names} to unit {label}: a wrapped model computes only "
+        "with its own parameters, and these tensors would be written into its shards. Use functional_call on the "
+        "model before wrapping, write values inside summon_full_params(), or load them with load_state_dict()"
     )

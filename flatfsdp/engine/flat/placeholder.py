@@ -86,6 +86,7 @@ class Placeholder(nn.Parameter):
                 target.received = args[1]
             return target
         raise PlaceholderReadError(
-            f"{name_of(func)} of a parameter whose state dict is being made or loaded: it shows no values now. Call "
-            "state_dict() or load_state_dict() of the wrapper around it, which shows modules the values that they read"
+            f"{name_of(func)} of a parameter whose state dict is being created or loaded: its values cannot be read "
+            "now. Call state_dict() or load_state_dict() of the wrapper that contains it, which lets modules read its "
+            "values"
         )

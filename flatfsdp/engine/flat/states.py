@@ -69,12 +69,12 @@ def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str
     """Raise an `InternalError` with the end of the trace: the table does not lead from `current` to `target`. For a
     unit that was stepped already, raise a `UsageError`."""
     if current is STEPPED:
-        happened = "forward ran again" if target is FORWARD else "backward went on"
+        happened = "forward ran again" if target is FORWARD else "backward continued"
         fail(
             UsageError(
-                f"unit {who}: its {happened} after its parameters were stepped in the same backward, as in no "
-                "backward before. This backward would mix weights of two steps. Such a model has to be stepped after "
-                "the backward: call remove() of the object that optimizer_in_backward() returned"
+                f"unit {who}: its {happened} after its parameters had been stepped in the same backward, which did "
+                "not happen in earlier backwards. This backward would mix weights of two steps. Step such a model "
+                "after the backward: call remove() of the object that optimizer_in_backward() returned"
             )
         )
     story = "; ".join(map(str, events.tail())) if events is not None else "no trace yet"

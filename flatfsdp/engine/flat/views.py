@@ -262,7 +262,7 @@ class ParamViews:
                 found = True
                 holders = [handle.face.holder_of(i) for i in replaced]
                 values = [handle.face.value_of(i, holder) for i, holder in zip(replaced, holders, strict=True)]
-                words = [f"what the parameter {handle.layout.params[i].name!r} shows now" for i in replaced]
+                words = [f"the value of the parameter {handle.layout.params[i].name!r}" for i in replaced]
                 self._take_over(replaced, values, words, free)
                 for i, holder in zip(replaced, holders, strict=True):
                     self._adopt(i, holder)
@@ -272,9 +272,9 @@ class ParamViews:
             dtypes = {leaf.dtype for leaf in handle.leaves}
             if len(replaced) == len(handle.leaves) and len(dtypes) == 1 and dtypes != {handle.shard.dtype}:
                 raise UsageError(
-                    f"the parameters of unit {handle.label} changed from {handle.shard.dtype} to {dtypes.pop()} "
-                    "one by one after wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module "
-                    "itself, or before wrapping"
+                    f"the parameters of unit {handle.label} were converted from {handle.shard.dtype} to "
+                    f"{dtypes.pop()} one by one after wrapping; call .to()/.half()/.double() on the "
+                    "FullyShardedDataParallel module itself, or before wrapping"
                 )
             words = [f"the .data of {handle.layout.params[i].name!r}" for i in replaced]
             self._take_over(replaced, [handle.leaves[i].detach() for i in replaced], words, free)
@@ -353,8 +353,8 @@ class ParamViews:
         flat = handle.flat_param
         if flat.shape != handle.shard.shape:
             raise UsageError(
-                f"the flat parameter of unit {handle.label} was given data of shape {tuple(flat.shape)}; "
-                f"expected this rank's shard, {tuple(handle.shard.shape)}"
+                f"the flat parameter of unit {handle.label} was assigned data of shape {tuple(flat.shape)}; expected "
+                f"this rank's shard, {tuple(handle.shard.shape)}"
             )
         if flat.dtype != handle.shard.dtype:
             self.replace_shard(flat.detach())
@@ -395,8 +395,8 @@ class ParamViews:
         if value.shape != view.shape and tuple(value.shape) != spec.shape:
             raise UsageError(
                 f"{what} was replaced by a tensor of shape {tuple(value.shape)}; expected this rank's shard of it, "
-                f"{tuple(view.shape)}, or the "
-                f"whole parameter, {spec.shape}. Inside summon_full_params() parameters have their whole shape"
+                f"{tuple(view.shape)}, or the full parameter, {spec.shape}. Inside summon_full_params(), parameters "
+                "have their full shape"
             )
 
 
@@ -433,10 +433,11 @@ def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef]) -> None
         if leaf.shape != view.shape or leaf.dtype != view.dtype:
             fail(
                 UsageError(
-                    f"parameter {spec.name!r} of unit {handle.label}: its forward replaced the .data of a "
-                    f"quantized weight, {tuple(view.shape)}, by {tuple(leaf.shape)} of {leaf.dtype}, which would be "
-                    "lost when the unit is freed. bitsandbytes does so in evaluation on CPUs with AVX512-BF16: set "
-                    "support_avx512bf16_for_cpu = False on its modules, before a model is first evaluated"
+                    f"parameter {spec.name!r} of unit {handle.label}: its forward replaced the .data of a quantized "
+                    f"weight, {tuple(view.shape)}, by {tuple(leaf.shape)} of {leaf.dtype}, which would be lost when "
+                    "the unit is freed. bitsandbytes does this in evaluation on CPUs with AVX512-BF16: set "
+                    "support_avx512bf16_for_cpu = False on its modules before the model is evaluated for the first "
+                    "time"
                 )
             )
     leaves = set(map(id, handle.leaves))
@@ -471,7 +472,7 @@ def check_requested(views: ParamViews) -> None:
     """
     handle = views.handle
     if handle.unsharded.buffer is not None and handle.writes.was_edited:
-        _refuse_writes(views, "while unshard() showed them whole")
+        _refuse_writes(views, "while they were unsharded by unshard()")
     rows = zip(handle.layout.params, handle.unsharded.shown, handle.at_rest.views, strict=True)
     for spec, (leaf, view), piece in rows:
         replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
@@ -479,9 +480,9 @@ def check_requested(views: ParamViews) -> None:
             leaf.grad = None  # its shape does not fit once the leaf shows its shard
         if replaced or unsharded_grad:
             raise UsageError(
-                f"parameter {spec.name!r} of unit {handle.label}: its {'.data' if replaced else '.grad'} was "
-                "replaced while unshard() showed it whole, a copy that is freed after its use, and with it what was "
-                "put there. Replace it while it shows this rank's shard, or inside summon_full_params()"
+                f"parameter {spec.name!r} of unit {handle.label}: its {'.data' if replaced else '.grad'} was replaced "
+                "while it was unsharded by unshard(). That memory is freed after its use, and the new value would be "
+                "lost with it. Replace it while the parameter is sharded, or inside summon_full_params()"
             )
 
 
@@ -490,8 +491,8 @@ def _refuse_writes(views: ParamViews, when: str) -> NoReturn:
     edited = [handle.layout.params[i].name for i in handle.writes.edited]
     changed = edited or views.replaced or _unlike_shard(handle) or ["the flat parameter"]
     raise UsageError(
-        f"unit {handle.label}: parameters were written to {when}: {', '.join(changed)}. The backward would "
-        "use other values than the forward, or the write would be lost; write to parameters before the forward or "
+        f"unit {handle.label}: parameters were written to {when}: {', '.join(changed)}. The backward would use "
+        "different values than the forward, or the write would be lost; write to parameters before the forward or "
         "after the backward"
     )
 

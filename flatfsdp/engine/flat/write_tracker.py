@@ -53,8 +53,8 @@ class FlatParameter(TracksWrites, nn.Parameter):
         handle = self._handle_ref() if self._handle_ref is not None else None
         if handle is None:
             raise UsageError(
-                "this FlatParameter belongs to no FullyShardedDataParallel module any more (a copy, or the model was "
-                "deleted); read the layout from the model's own `_flat_param`"
+                "this FlatParameter no longer belongs to a FullyShardedDataParallel module (it is a copy, or the "
+                "model was deleted); read the layout from the model's own `_flat_param`"
             )
         return handle
 

@@ -235,11 +235,11 @@ class FlatLayout:
             if span.numel != param.numel:
                 raise InternalError(f"{param.name!r} of {param.numel} elements was given the span {span}")
             if span.start < end:
-                raise InternalError(f"{param.name!r} at {span} overlaps what ends at {end}")
+                raise InternalError(f"{param.name!r} at {span} overlaps the previous parameter, which ends at {end}")
             if span.start % self.align:
                 raise InternalError(f"{param.name!r} at {span} does not start at a multiple of {self.align}")
             if span.stop > self.numel:
-                raise InternalError(f"{param.name!r} at {span} ends behind the layout's {self.numel} elements")
+                raise InternalError(f"{param.name!r} at {span} ends beyond the {self.numel} elements of the layout")
             end = span.stop
         # The pieces of a segment are equal and adjacent, so they cover each span inside of it exactly once: there is no
         # need to check each rank.
@@ -251,22 +251,22 @@ class FlatLayout:
         names = [param.name for param in self.params]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise InternalError(f"a parameter has one place, but these names occur more than once: {twice}")
+            raise InternalError(f"each parameter must occur once, but these names occur more than once: {twice}")
 
     def _prove_segments(self) -> None:
         """Verify that segments are disjoint and split evenly, and that each parameter is in one."""
         end = members = pieces = 0
         for segment in self.segments:
             if segment.span.start < end:
-                raise InternalError(f"the segment {segment.span} overlaps what ends at {end}")
+                raise InternalError(f"the segment {segment.span} overlaps the previous one, which ends at {end}")
             if segment.span.numel % self.world:
                 raise InternalError(f"{self.world} ranks cannot split the segment {segment.span} evenly")
             if segment.members.start != members:
-                raise InternalError(f"parameters {segment.members} are in the segment behind that of {members - 1}")
+                raise InternalError(f"parameters {segment.members} are in the segment after that of {members - 1}")
             end, members = segment.span.stop, segment.members.stop
             pieces += segment.span.numel // self.world
         if members != len(self.params):
-            raise InternalError(f"segments hold {members} of {len(self.params)} parameters")
+            raise InternalError(f"the segments hold {members} of {len(self.params)} parameters")
         if pieces != self.shard_numel:
             raise InternalError(f"pieces of {pieces} elements do not make a shard of {self.shard_numel}")
 
@@ -278,7 +278,7 @@ class FlatLayout:
     def shard(self, rank: int) -> Span:
         """The span of ``rank``'s shard in the flat space, including padding. Precondition: there is one segment."""
         if len(self.segments) > 1:
-            raise InternalError(f"a shard of {len(self.segments)} segments is no span of the flat space")
+            raise InternalError(f"a shard of {len(self.segments)} segments is not a single span of the flat space")
         return self.pieces(rank)[0]
 
     def pieces(self, rank: int) -> tuple[Span, ...]:
@@ -301,7 +301,7 @@ class FlatLayout:
         ends = [segment.span.stop for segment in self.segments]
         segment = self.segments[bisect_right(ends, element)].span
         if element < segment.start:
-            raise ConfigValueError(f"element {element} lies between two segments, in the shard of no rank")
+            raise ConfigValueError(f"element {element} lies between two segments, so it is not in any rank's shard")
         return (element - segment.start) // (segment.numel // self.world)
 
     def owned(self, rank: int) -> tuple[Owned, ...]:

@@ -56,8 +56,8 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
         changed = {name for name, value in overrides.items() if value is not kwargs.get(name)}
         if {"ignored_modules", "ignored_states"} & changed:
             raise ConfigValueError(
-                "auto_wrap_policy: it gives a unit ignored_modules or ignored_states of its own; give them to the "
-                "outermost wrapper, which passes them to all units"
+                "auto_wrap_policy: it sets ignored_modules or ignored_states for a single unit; pass them to the "
+                "outermost wrapper, which passes them on to all units"
             )
         if "process_group" in changed:
             overrides["device_mesh"] = None
@@ -294,7 +294,8 @@ def check_called(module: nn.Module, own: Sequence[str]) -> None:
     if own and not has_forward(module):
         raise UsageError(
             f"module: {type(module).__name__} defines no forward, so its wrapper would never be called and its "
-            f"parameters never gathered ({few(own)}). Wrap the modules inside it, or the module that calls them."
+            f"parameters never gathered ({few(own)}). Wrap the modules inside it instead, or the module that calls "
+            "them."
         )
 
 
@@ -316,7 +317,7 @@ def _pass_over(
             raise UsageError(
                 f"auto_wrap_policy: chose {described(path, module)}, which defines no forward: its wrapper would "
                 f"never be called and its parameters never gathered ({few(lost)}). Choose the modules inside it "
-                f"({inside}), or the one that calls them."
+                f"({inside}), or the module that calls them."
             )
     check_called(root, [path for path, param in root.named_parameters() if param not in gathered])
 
@@ -334,7 +335,7 @@ def _warn_nothing_chosen(root: nn.Module, policy: Any, chosen: Collection[nn.Mod
 def _warn_in_full_precision(modules: Iterable[nn.Module]) -> None:
     warn(
         f"mixed_precision: modules of {_names_of_classes(modules)} become units of their own in full precision, each "
-        "with collectives of its own. To compute them in the param dtype, within the units around them, pass "
+        "with collectives of its own. To compute them in the param dtype, as part of the units around them, pass "
         "MixedPrecision(..., _module_classes_to_ignore=())."
     )
 

@@ -105,7 +105,7 @@ class Front:
 
 
 WRAPPER = Front()
-_BY_HOOKS = ". If flatfsdp.fully_shard() shards the module, the result of its fsdp_pre_all_gather is gathered"
+_BY_HOOKS = ". flatfsdp.fully_shard() supports it: it gathers the result of fsdp_pre_all_gather"
 
 
 @torch.inference_mode(False)  # tensors made in inference mode have no versions, and cannot be trained
@@ -243,8 +243,8 @@ def _homes(
             shared_refs.append(ParamRef(holder, attribute, path, leaf))
         elif getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
-                f"{path!r} is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the "
-                "original module, once"
+                f"{path!r} is a FlatParameter: the module is already wrapped by FullyShardedDataParallel. Wrap the "
+                "original module, and only once"
             )
         else:
             check_shardable(path, leaf)
@@ -283,7 +283,7 @@ def _shard(
         handles = _flatten(leaves, packed, parts, hooks, config, mesh_of, device, tracker, faced)
         undo.pop_all()
     if dropped := [path for leaf, path in leaves if leaf.grad is not None]:
-        warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")
+        warn(f"module: gradients from before wrapping are dropped: {', '.join(dropped)}")
     for leaf, _ in leaves:
         leaf.grad = None
     return handles, param_refs, transformed, initial_checksums
@@ -372,19 +372,19 @@ def _check_unwrapped(module: nn.Module) -> None:
     wrapped = module.__dict__.get("_unit")
     if isinstance(wrapped, Unit) and wrapped.entries.in_place:
         raise UsageError(
-            f"module: {plain_class(module).__name__} was given to fully_shard() already. Shard a module once, inner "
-            "ones before outer ones, and do not wrap it as well"
+            f"module: {plain_class(module).__name__} was already passed to fully_shard(). Shard each module only "
+            "once, inner modules before outer ones, and do not wrap it as well"
         )
     if isinstance(wrapped, Unit):
         raise UsageError(
-            f"module: {type(module).__name__} is a wrapper already, of {wrapped.entries.class_name}. Wrap the "
-            "original module, once"
+            f"module: {type(module).__name__} is already a wrapper, of {wrapped.entries.class_name}. Wrap the "
+            "original module, and only once"
         )
     unit = unit_around(module)
     if unit is not None:
         raise UsageError(
-            f"module: {type(module).__name__} is in a unit already, that of {unit.entries.class_name}, and its "
-            "parameters are flattened there. Wrap inner modules before outer ones, each once"
+            f"module: {type(module).__name__} is already part of the unit of {unit.entries.class_name}, where its "
+            "parameters are flattened. Wrap inner modules before outer ones, each only once"
         )
 
 
@@ -397,8 +397,8 @@ def _check_new(module: nn.Module, nested: Iterable[Unit], front: Front) -> None:
         if unit.entries.in_place is not bool(front.entries):
             made = "fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel"
             raise UsageError(
-                f"module: {unit.entries.class_name} inside was sharded by {made}, and the outer module is given to "
-                f"{front.words}. A model is sharded by one of them: use the same for all of its modules"
+                f"module: {unit.entries.class_name} inside was sharded by {made}, but the outer module was passed to "
+                f"{front.words}. Use the same one for all modules of a model"
             )
 
 
@@ -407,8 +407,9 @@ def _check_unattended(nested: Iterable[Unit]) -> None:
     for unit in nested:
         if given := [each.requested_by for each in model_of(unit).observers.all if each.requested_by]:
             raise UsageError(
-                f"module: {unit.entries.class_name} inside is of a model that was given to {given[0]}, and cannot "
-                "become part of a larger one. Wrap the whole model first, and call it on the outermost wrapper"
+                f"module: {unit.entries.class_name} inside belongs to a model that was passed to {given[0]} and "
+                f"cannot become part of a larger model. Wrap the whole model first, then call {given[0]} on the "
+                "outermost wrapper"
             )
 
 
@@ -416,14 +417,14 @@ def _check_tie(owning_unit: Unit, module: nn.Module, path: str, config: Config, 
     if front.entries:
         raise UsageError(
             f"{path!r} of {type(module).__name__} is tied to a parameter of another unit "
-            f"({owning_unit.entries.class_name}), which is sharded already. Give both modules to {front.words} in one "
+            f"({owning_unit.entries.class_name}), which is already sharded. Pass both modules to {front.words} in one "
             "call, as a list"
         )
     if owning_unit.groups.shard.ranks != plan_groups(config, owning_unit.handles[0].device).shard.ranks:
         raise UsageError(
             f"{path!r} of {type(module).__name__} is tied to a parameter of another unit "
-            f"({owning_unit.entries.class_name}) that is sharded over other ranks, so no order of gathers serves "
-            "both. Put both modules into one unit, or wrap them with the same process group"
+            f"({owning_unit.entries.class_name}) that is sharded over other ranks, so no order of all-gathers works "
+            "for both. Put both modules into one unit, or wrap them with the same process group"
         )
 
 
@@ -446,8 +447,8 @@ def _check_plain(param_refs: Iterable[ParamRef], transforms: Iterable[Transform]
             applying.check(param_ref.path, param_ref.leaf)
         elif hasattr(type(param_ref.leaf), "__tensor_flatten__"):
             raise UsageError(
-                f"{param_ref.path!r} is a {type(param_ref.leaf).__name__}, a tensor made of others: a flat parameter "
-                "holds plain elements. Name its module in ignored_modules=, which leaves it whole on each rank, or set "
-                "its stored form with flatfsdp.extensions.set_extensions()"
-                f"{_BY_HOOKS if has_gather_hooks(param_ref.leaf) else ''}"
+                f"{param_ref.path!r} is a {type(param_ref.leaf).__name__}, a tensor that wraps other tensors: a flat "
+                "parameter holds plain elements. List its module in ignored_modules=, which keeps it unsharded on "
+                "every rank, or define how it is stored with "
+                f"flatfsdp.extensions.set_extensions(){_BY_HOOKS if has_gather_hooks(param_ref.leaf) else ''}"
             )

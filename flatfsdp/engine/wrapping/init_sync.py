@@ -58,7 +58,7 @@ def agree_to_undo(count: int, axes: list[Transport], error: BaseException | None
     """
     failure = _in_words(error)
     facts = [("construction", f"failed with {count} modules wrapped", True)]
-    compare_facts(axes, facts, reason=failure, doing=f"undoes its wrapping of {count} modules after {failure}")
+    compare_facts(axes, facts, reason=failure, doing=f"undoes the wrapping of {count} modules after {failure}")
 
 
 def synchronize(
@@ -80,7 +80,7 @@ def synchronize(
     for path, each in modules:
         tensors += [(buffer, fqn(path, name)) for name, buffer in each._buffers.items() if buffer is not None]
     subject = f"a unit of class {type(module).__name__}"
-    facts = [("construction", "goes on", True), (subject, f"of {len(tensors)} tensors", True)]
+    facts = [("construction", "continues", True), (subject, f"of {len(tensors)} tensors", True)]
     for tensor, path in tensors:
         found = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
         facts.append((f"{subject}, {path}", found, False))

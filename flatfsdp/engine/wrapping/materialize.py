@@ -51,8 +51,8 @@ def materialize(
         if initialize is None and not callable(getattr(module, "reset_parameters", None)):
             raise UsageError(
                 f"module {label_of(path)} ({type(module).__name__}) is on the meta device and has no "
-                "reset_parameters(); give it one, or pass param_init_fn=, a function of the module that fills its own "
-                "parameters and buffers"
+                "reset_parameters(); define that method, or pass param_init_fn=, a function that takes a module and "
+                "initializes the module's own parameters and buffers"
             )
         with torch.no_grad(), ExitStack() as undo, ExitStack() as after:
             given: set[int] = set()
@@ -76,7 +76,8 @@ def materialize(
             if left:
                 raise UsageError(
                     f"param_init_fn left {', '.join(left)} of module {label_of(path)} on the meta device, without "
-                    "values. Let it give them memory, as module.to_empty(device=..., recurse=False) does, and fill them"
+                    "values. It must allocate memory for them, for example with module.to_empty(device=..., "
+                    "recurse=False), and initialize them"
                 )
             undo.pop_all()
 
@@ -184,8 +185,8 @@ def _initialize_by(initialize: Callable[[nn.Module], Any], module: nn.Module, pa
             return
     raise UsageError(
         f"param_init_fn did nothing with {', '.join(names)} of module {label_of(path)} ({type(module).__name__}), "
-        "which came from the meta device and would have no values. Fill them in place, or, if values come later, call "
-        "module.to_empty(device=..., recurse=False)"
+        "which were on the meta device and would have no values. Initialize them in place or, if values are loaded "
+        "later, call module.to_empty(device=..., recurse=False)"
     )
 
 

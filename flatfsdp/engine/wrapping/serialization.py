@@ -141,8 +141,8 @@ def check_rank(what: str, rank: int, groups: ProcessGroups) -> None:
     """Refuse an object that was pickled on another `rank` of the shard group."""
     if rank != groups.shard.rank:
         raise UsageError(
-            f"this {what} was pickled on rank {rank} of its shard group and is loaded on rank {groups.shard.rank}; "
-            "load each rank's own pickle"
+            f"this {what} was pickled on rank {rank} of its shard group but is loaded on rank {groups.shard.rank}; "
+            "each rank must load its own pickle"
         )
 
 
@@ -164,8 +164,8 @@ def rebuilt_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, *
 def _check_copyable(unit: Unit) -> None:
     if unit.phase is not IDLE:
         raise UsageError(
-            f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in "
-            f"{unit.phase.value}. Do so after its forward or backward"
+            f"a wrapped model can be copied or pickled only between steps; unit {unit.label} is in "
+            f"{unit.phase.value}. Copy or pickle it after its forward or backward"
         )
 
 
@@ -177,7 +177,7 @@ def at_rest(wrapper: nn.Module) -> list[Unit]:
         if any(grads.accumulation.pending for grads in unit.grads):
             raise UsageError(
                 "a wrapped model cannot be copied or pickled while gradients accumulate under no_sync(), or without "
-                f"all-reduce: those of unit {unit.label} would be lost. Run a backward that reduces them first"
+                f"all-reduce: those of unit {unit.label} would be lost. First run a backward that reduces them"
             )
     return units
 
@@ -224,7 +224,7 @@ def copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
         return copy.deepcopy(hook, memo)
     except Exception as error:  # any error of user-defined state
         warn_once_per_job(
-            f"the copy of a wrapped model does not have the argument of {method}, which cannot be copied "
+            f"the copy of a wrapped model does not have the value that was passed to {method}, which cannot be copied "
             f"({type(error).__name__}: {error}). Call {method} on the copy before it trains"
         )
         memo[id(hook)] = None
@@ -257,8 +257,8 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
     units = at_rest(wrapper)
     if any(unit.options.comm_hook is not None or unit.options.all_reduce_hook is not None for unit in units):
         warn_once_per_job(
-            "the pickle of a wrapped model does not have its communication and all-reduce hooks. Register them again "
-            "when it is loaded, before it trains"
+            "the pickle of a wrapped model does not contain its communication and all-reduce hooks. Register them "
+            "again after loading it, before it trains"
         )
     refuse_parts(units)
     buffer = io.BytesIO()
@@ -283,8 +283,9 @@ def refuse_parts(units: list[Unit]) -> None:
     held = [(unit, each.param_refs[0]) for unit, each in extended if not each.transform.can_be_pickled(each.state)]
     if parts := [fqn(unit.place.name, param_ref.path) for unit, param_ref in held]:
         raise UsageError(
-            f"a sharded model with DTensors ({few(parts)}) cannot be pickled: they lie on a mesh of this job, and "
-            "torch's tensor parallelism leaves hooks in modules that no pickle can hold. Save its state_dict()"
+            f"a sharded model with DTensors ({few(parts)}) cannot be pickled: they are on a mesh of this job, and "
+            "torch's tensor parallelism registers hooks on modules that cannot be pickled. Save its state_dict() "
+            "instead"
         )
 
 

@@ -155,9 +155,9 @@ def _check_met(nested: Sequence[Unit]) -> None:
             if (other := each.unit()) is not None and other in among:
                 raise UsageError(
                     f"{each.name!r} of unit {unit.entries.class_name} and {each.other_name!r} of unit "
-                    f"{other.entries.class_name} were different parameters of the same memory before each was sharded, "
-                    "and are separate now. Make them one parameter before the first of them is sharded (module.weight "
-                    "= other.weight), or give one memory of its own (.clone())"
+                    f"{other.entries.class_name} were different parameters in the same memory before they were "
+                    "sharded, and are separate now. Make them one parameter before the first of them is sharded "
+                    "(module.weight = other.weight), or give one of them its own memory (.clone())"
                 )
 
 
@@ -338,20 +338,20 @@ def _check_alike(first: _Held, second: _Held, kept: nn.Parameter) -> None:
     assert isinstance(other, nn.Parameter)
     differs = ""
     if other.requires_grad != kept.requires_grad:
-        differs = f"requires_grad is {kept.requires_grad} and {other.requires_grad}"
+        differs = f"their requires_grad is {kept.requires_grad} and {other.requires_grad}"
     elif not _are_split_alike(first.tensor, other):
         differs = "they are distributed differently"
     elif first.leaf is None and type(other) is not type(kept):
-        differs = f"they are a {type(kept).__name__} and a {type(other).__name__}"
+        differs = f"their types are {type(kept).__name__} and {type(other).__name__}"
     elif _torch.has_hooks(other) or _torch.hooks_on(other):
         differs = f"{second} has hooks, which would never run"
     elif not _are_equal(marks_of(kept), marks_of(other)):
         differs = "their attributes differ"
     if differs:
         raise UsageError(
-            f"{first} and {second} are different parameters of the same memory, which would be followed as one tied "
+            f"{first} and {second} are different parameters in the same memory, which would be treated as one tied "
             f"parameter, but {differs}. Make them one parameter before sharding ({second.path} = {first.path}), or "
-            "give one memory of its own (.clone())"
+            "give one of them its own memory (.clone())"
         )
 
 
@@ -373,20 +373,20 @@ def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def _refuse(first: _Held, second: _Held) -> NoReturn:
     both = all(each.is_own or each.what == _INSIDE for each in (first, second))
     if any(each.what == _IGNORED for each in (first, second)):
-        remedy = "ignore both of them or neither, or give one memory of its own (.clone())"
+        remedy = "ignore both of them or neither, or give one of them its own memory (.clone())"
     elif first.what == _INSIDE and first.leaf is None:
         raise UsageError(
-            f"{second} is tied to {first}, or shares its memory: a parameter of a unit inside that is a DTensor, or "
-            "that an extension transformed. Put both modules into one unit"
+            f"{second} is tied to {first} or shares its memory, and that parameter of a unit inside is a DTensor or "
+            "was transformed by an extension. Put both modules into one unit"
         )
     elif both:
         remedy = (
-            "give each memory of its own (.clone()), or make one parameter of the whole memory and take its parts in "
-            "the forward; if both are the same whole, assign one parameter to both places"
+            "give each its own memory (.clone()), or make the whole memory one parameter and take slices of it in the "
+            "forward; if both cover the same memory, assign one parameter to both places"
         )
     else:
-        remedy = "give it memory of its own (.detach().clone()), or read the parameter in the forward"
+        remedy = "give it its own memory (.detach().clone()), or read the parameter in the forward"
     raise UsageError(
-        f"{first} and {second} share memory, but are different tensors: in one process a change of one changes the "
+        f"{first} and {second} share memory but are different tensors: without sharding, a change to one changes the "
         f"other, and sharding would separate them. Remedy: {remedy}"
     )

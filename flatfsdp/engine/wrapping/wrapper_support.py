@@ -62,21 +62,21 @@ def apply_to_tensors(
     between = unit.shows_shard
     if not between and shards and _changes(unit, change):
         raise UsageError(
-            f"unit {unit.label}: .to(), .half() and their like change parameters between iterations only; a forward "
-            "here still awaits its backward. Run that before; where none is to come, a forward of the model under "
-            "torch.no_grad() ends the wait"
+            f"unit {unit.label}: .to(), .half() and similar methods can be called only between iterations, but a "
+            "forward here is still waiting for its backward. Run the backward first; if there will be none, run a "
+            "forward of the model under torch.no_grad() to end the wait"
         )
     if any(change(handle.shard.new_empty(0)).is_meta and not handle.shard.is_meta for handle in unit.handles):
         raise UsageError(
-            f"unit {unit.label}: moving it to the meta device would throw away its values; use "
-            "model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device"
+            f"unit {unit.label}: moving it to the meta device would discard its values; use "
+            "model.to_empty(device=...) for uninitialized memory, or wrap a module that is on the meta device"
         )
     for handle in unit.handles:
         if handle.options.packed and (dtype := change(handle.shard.new_empty(0)).dtype) != handle.shard.dtype:
             raise UsageError(
-                f"unit {unit.label}: parameter {handle.layout.params[0].name!r} is a quantized weight, whose bytes are "
-                f"stored as {handle.shard.dtype}: as {dtype} they would be others. Change the dtype of single modules "
-                "before wrapping, or compute in another one with mixed_precision="
+                f"unit {unit.label}: parameter {handle.layout.params[0].name!r} is a quantized weight, whose bytes "
+                f"are stored as {handle.shard.dtype}: a conversion to {dtype} would change them. Convert individual "
+                "modules before wrapping, or compute in another dtype with mixed_precision="
             )
     if between:
         free_unit(unit)

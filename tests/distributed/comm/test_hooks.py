@@ -418,8 +418,8 @@ def dropped(rank: int, world: int) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*communication:flatfsdp.errors.FlatFSDPWarning")
 def test_copies_miss_hooks_in_words_and_have_lists(pool2: Run) -> None:
     hook, hooks = sorted(text for report in pool2(dropped) for text in report)  # once per job
-    assert "does not have the argument of register_comm_hook()" in hook
-    assert "does not have its communication and all-reduce hooks" in hooks
+    assert "does not have the value that was passed to register_comm_hook()" in hook
+    assert "does not contain its communication and all-reduce hooks" in hooks
 
 
 # -- all-reduce hooks -------------------------------------------------------------------------------------------------

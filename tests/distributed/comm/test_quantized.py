@@ -358,7 +358,7 @@ def refused_hook(rank: int, world: int) -> list[str]:
         model.register_comm_hook(None, allreduce_hook)
     return (
         []
-        if "reduce_bits=4), but a hook sends them itself. Leave one out" in str(caught.value)
+        if "reduce_bits=4) determines how its gradients are sent, but a hook sends them itself" in str(caught.value)
         else [str(caught.value)]
     )
 

@@ -170,7 +170,7 @@ UNITS: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}}
 )
 def test_norms_of_shards_are_reported_once(run: Run, world: int, edit: Edit, settings: dict[str, Any]) -> None:
     (message,) = play(run, world, edit, **settings)
-    assert "torch.nn.utils.clip_grad_norm_() reads this rank's shards only: call model.clip_grad_norm_()" in message
+    assert "torch.nn.utils.clip_grad_norm_() sees only the shards of one rank: call model.clip_grad_norm_()" in message
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_who_looks_is_compared_and_what_is_no_model_refused(pool2: Run) -> None:
     assert not_a_bool == "detect_nonfinite: infinities: got 1 (int). Accepted: True or False."
     assert nested.startswith("detect_nonfinite() was called on a nested unit (Feedforward); call it on the outermost")
     assert message == "detect_nonfinite()"
-    assert inside == "detect_nonfinite() was entered inside itself; one context is enough"
+    assert inside == "detect_nonfinite() was entered while it was already active; one context is enough"
 
 
 # --- clipping and scaling ---------------------------------------------------------------------------------------------

@@ -416,8 +416,9 @@ def test_a_failed_backward_reports_what_was_stepped(pool2: Run) -> None:
     (text,) = (text for texts, *_ in results for text in texts)  # one of the job
     assert re.sub(r"^rank [01]: ", "", text) == (
         "a backward failed after the optimizer had stepped 1 of 5 units ('blocks.3'); a step cannot be undone. The "
-        "others ('blocks.0', 'blocks.1', 'blocks.2' and 1 more) have the parameters and the optimizer state of the "
-        "previous step. Load a checkpoint to restore all of them to the same step, or continue with the next batch"
+        "other units ('blocks.0', 'blocks.1', 'blocks.2' and 1 more) still have the parameters and the optimizer "
+        "state of the previous step. Load a checkpoint to have all of them at the same step, or continue with the "
+        "next batch"
     )
     assert all(only_those and goes_on for _, only_those, goes_on in results)
 
@@ -546,7 +547,7 @@ def read_after_its_step(rank: int, world: int) -> list[str]:
 def test_a_unit_that_was_stepped_is_not_read_again(pool2: Run) -> None:
     for (text,) in pool2(read_after_its_step):
         assert text.startswith(
-            "unit 'blocks.3': its forward ran again after its parameters were stepped in the same backward"
+            "unit 'blocks.3': its forward ran again after its parameters had been stepped in the same backward"
         )
 
 
@@ -608,13 +609,13 @@ def test_what_cannot_be_is_refused_in_words(pool2: Run) -> None:
         "model": "optimizer_in_backward: model: got Linear(in_features=1, out_features=1, bias=True) (Linear).",
         "optimizer": "optimizer_in_backward: optimizer: got 'SGD' (str). Accepted: an optimizer of torch.optim",
         "nested": "optimizer_in_backward() was called on a nested unit (Feedforward); call it on the outermost",
-        "closure": "a copy of this LBFGS cannot step on a subset of its parameters (TypeError:",
-        "counting": "a step of this Counting changes state that all parameters share (k of param group 0)",
+        "closure": "a copy of this LBFGS cannot step on some of its parameters (TypeError:",
+        "counting": "a step of this Counting changes state that is shared by all parameters (k of param group 0)",
         "twice": "a SGD that steps in backwards of this model already holds parameters of this Adam",
         "clip": "clip_grad_norm_: SGD steps during backwards, so gradients are gone before their norm is known",
-        "wrapped again": "module: Feedforward inside is of a model that was given to optimizer_in_backward()",
-        "scaled": "SGD steps during backwards, and this one is of a loss that ShardedGradScaler has scaled",
-        "differentiated": "SGD steps during backwards, and this one has create_graph=True",
+        "wrapped again": "module: Feedforward inside belongs to a model that was passed to optimizer_in_backward()",
+        "scaled": "SGD steps during backwards, and the loss of this backward was scaled by ShardedGradScaler",
+        "differentiated": "SGD steps during backwards, and this backward has create_graph=True",
     }.items():
         assert text in one[name], (name, one[name])
 

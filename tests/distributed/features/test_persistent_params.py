@@ -164,9 +164,7 @@ def differing(rank: int, world: int, what: str) -> str:
     return str(texts.value)
 
 
-@pytest.mark.parametrize(
-    ("what", "words"), [("a choice", "keep_frozen=device"), ("a flip", "not frozen any more: '1'")]
-)
+@pytest.mark.parametrize(("what", "words"), [("a choice", "keep_frozen=device"), ("a flip", "no longer frozen: '1'")])
 def test_ranks_that_keep_different_units_get_an_error(what: str, words: str, pool2: Run) -> None:
     for line in pool2(differing, what):
         assert "rank 0" in line and "rank 1" in line and words in line

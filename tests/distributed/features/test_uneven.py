@@ -223,14 +223,14 @@ def ends(rank: int, world: int, case: str) -> str:
     [
         (
             "nothing",
-            "the loop of flatfsdp.join(): rank 0 had no batch at all, so nothing can stand in for one while the other "
-            "ranks continue. Give each rank a batch, or pass one of the same structure on every rank: joined(batches, "
+            "the loop of flatfsdp.join(): rank 0 had no batch at all, so nothing can stand in while the other ranks "
+            "continue. Give each rank at least one batch, or pass one of the same form on every rank: joined(batches, "
             "stand_in=batch)",
         ),
         (
             "early",
-            "in step 3 of the loop of flatfsdp.join(), rank 0 had no batch left, and rank 1 had one: "
-            "throw_on_early_termination=True ends it",
+            "in step 3 of the loop of flatfsdp.join(), rank 0 had no batch left while rank 1 had one: "
+            "throw_on_early_termination=True ends the loop there",
         ),
     ],
 )
@@ -324,5 +324,5 @@ def test_wrong_arguments(pool2: Run) -> None:
     enable, listed, part, bare = pool2(refused)[0]
     assert enable == "join: enable: got 1 (int). Accepted: True or False."
     assert listed.startswith("join: model: got a value of type list")
-    assert "with 1 wrapped models inside, or a part of one" in part
-    assert "with 0 wrapped models inside" in bare
+    assert "that contains 1 wrapped models or is part of one" in part
+    assert "that contains 0 wrapped models" in bare

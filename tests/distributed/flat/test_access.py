@@ -439,7 +439,7 @@ def between(rank: int, world: int) -> list[str]:
                     for parameter in reversed(list(model.parameters())):  # the root's first: those are not hidden
                         parameter.mul_(0.5)
                 loss.backward()
-                lines.append(f"{setting}: the backward went on with other weights")
+                lines.append(f"{setting}: the backward continued with other weights")
             except (UsageError, RuntimeError):
                 pass
     return lines

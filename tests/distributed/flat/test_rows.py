@@ -142,7 +142,7 @@ def stamped(rank: int, world: int) -> list[str]:
     try:
         optimizer.load_state_dict(states[0])
     except UsageError as error:
-        return [] if "of another layout" in str(error) else [str(error)]
+        return [] if "of a different layout" in str(error) else [str(error)]
     return ["nobody refused"]
 
 

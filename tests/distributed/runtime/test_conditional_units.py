@@ -625,25 +625,27 @@ def out_of_turn(rank: int, world: int, case: str) -> str:
 
 
 AGAIN = (
-    "unit 'block.experts.0' runs again inside a backward, for a checkpoint. It belongs to a part that was given to "
-    "ensure_unit_participation(), so other ranks may not run it, and they would not know that"
+    "unit 'block.experts.0' is recomputed inside a backward, for an activation checkpoint. It belongs to a part that "
+    "was passed to ensure_unit_participation(), so other ranks may not run it, and they would not know that"
 )
-PLACE = (
-    "belongs to a part that was given to ensure_unit_participation(), and its turn was over, or had not come: in each"
-)
+PLACE = "belongs to a part that was passed to ensure_unit_participation(), and it ran too late or too early: in each"
 
 
 @pytest.mark.parametrize(
     ("case", "report"),
     [
-        ("order", f"unit 'block.experts.0' {PLACE} forward of 'block' its units run once"),
-        ("again", f"unit 'block.experts.1' {PLACE} forward of 'block' its units run once"),
+        ("order", f"unit 'block.experts.0' {PLACE} forward of 'block', the units of the part must run once"),
+        ("again", f"unit 'block.experts.1' {PLACE} forward of 'block', the units of the part must run once"),
         ("later", "ranks diverged at step 1: rank 0 entered unit 'text.0'; rank 1 entered unit 'images'"),
-        ("recomputed", f"{AGAIN} the whole part is needed now. Declare it with any_order=True"),
-        ("reentrant", f"{AGAIN} its gradients come only now. Pass use_reentrant=False to torch.utils.checkpoint"),
+        ("recomputed", f"{AGAIN} the whole part is needed now. Declare the part with any_order=True"),
+        (
+            "reentrant",
+            f"{AGAIN} its gradients are computed only now. Pass use_reentrant=False to torch.utils.checkpoint",
+        ),
         (
             "tied",
-            "unit 'block.experts.2' belongs to a part that was given to ensure_unit_participation(), and has parameter",
+            "unit 'block.experts.2' belongs to a part that was passed to ensure_unit_participation(), and has "
+            "parameter",
         ),
     ],
 )
@@ -672,7 +674,7 @@ def test_wrong_arguments(pool2: Run) -> None:
         assert "got the outermost FullyShardedDataParallel (Mixture)" in outermost
         assert "before: got a FullyShardedDataParallel" in around
         assert "before: got a FullyShardedDataParallel" in outside
-        assert "inside a part that was given before, with unit" in inside
+        assert "inside a part that was declared before, with unit" in inside
 
 
 def accumulated_beside_reentrant(rank: int, world: int) -> str:
@@ -685,5 +687,5 @@ def accumulated_beside_reentrant(rank: int, world: int) -> str:
 
 def test_accumulation_beside_what_is_recomputed_reentrantly_is_refused(pool2: Run) -> None:
     for message in pool2(accumulated_beside_reentrant):
-        assert message.startswith("unit 'last' runs again inside a backward without reduction")
+        assert message.startswith("unit 'last' is recomputed inside a backward without reduction")
         assert "use_reentrant=False" in message

@@ -90,7 +90,10 @@ def test_wrapping_a_wrapper(world: None, orig: bool) -> None:
     model = FullyShardedDataParallel(linear(), use_orig_params=orig)
     message = reported(lambda: FullyShardedDataParallel(model, use_orig_params=orig))
     assert_expected_inline(
-        message, """module: FullyShardedDataParallel is a wrapper already, of Linear. Wrap the original module, once"""
+        message,
+        """\
+module: FullyShardedDataParallel is already a wrapper, of Linear. Wrap the original module, and only
+once""",
     )
 
 
@@ -102,8 +105,8 @@ def test_wrapping_what_is_in_a_unit(world: None, orig: bool) -> None:
     assert_expected_inline(
         message,
         """\
-module: Linear is in a unit already, that of Sequential, and its parameters are flattened there.
-Wrap inner modules before outer ones, each once""",
+module: Linear is already part of the unit of Sequential, where its parameters are flattened. Wrap
+inner modules before outer ones, each only once""",
     )
 
 
@@ -114,8 +117,8 @@ def test_a_flat_parameter_in_another_module(world: None) -> None:
     assert_expected_inline(
         reported(lambda: FullyShardedDataParallel(other)),
         """\
-'stolen' is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the
-original module, once""",
+'stolen' is a FlatParameter: the module is already wrapped by FullyShardedDataParallel. Wrap the
+original module, and only once""",
     )
 
 
@@ -286,8 +289,8 @@ def test_a_policy_that_ignores(world: None) -> None:
     assert_expected_inline(
         reported(lambda: FullyShardedDataParallel(net, auto_wrap_policy=policy), ConfigValueError),
         """\
-auto_wrap_policy: it gives a unit ignored_modules or ignored_states of its own; give them to the
-outermost wrapper, which passes them to all units""",
+auto_wrap_policy: it sets ignored_modules or ignored_states for a single unit; pass them to the
+outermost wrapper, which passes them on to all units""",
     )
 
 
@@ -300,8 +303,8 @@ def test_a_tie_over_different_ranks() -> None:
             reported(lambda: FullyShardedDataParallel(net)),
             """\
 'head.weight' of Pair is tied to a parameter of another unit (Embedding) that is sharded over other
-ranks, so no order of gathers serves both. Put both modules into one unit, or wrap them with the
-same process group""",
+ranks, so no order of all-gathers works for both. Put both modules into one unit, or wrap them with
+the same process group""",
         )
 
 
@@ -329,14 +332,14 @@ def test_moved_to_the_meta_device(world: None, orig: bool) -> None:
     assert_expected_inline(
         reported(lambda: model.to("meta")),
         """\
-unit <root>: moving it to the meta device would throw away its values; use
-model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device""",
+unit <root>: moving it to the meta device would discard its values; use model.to_empty(device=...)
+for uninitialized memory, or wrap a module that is on the meta device""",
     )
     assert_expected_inline(
         reported(lambda: model[0].to("meta")),
         """\
-unit <root>: moving it to the meta device would throw away its values; use
-model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device""",
+unit <root>: moving it to the meta device would discard its values; use model.to_empty(device=...)
+for uninitialized memory, or wrap a module that is on the meta device""",
     )
     model(torch.ones(2, 4))
 
@@ -375,9 +378,9 @@ def test_a_cast_before_the_backward(world: None, change: Callable[[nn.Module], A
     assert_expected_inline(
         reported(lambda: change(model)),
         """\
-unit '0': .to(), .half() and their like change parameters between iterations only; a forward here
-still awaits its backward. Run that before; where none is to come, a forward of the model under
-torch.no_grad() ends the wait""",
+unit '0': .to(), .half() and similar methods can be called only between iterations, but a forward
+here is still waiting for its backward. Run the backward first; if there will be none, run a forward
+of the model under torch.no_grad() to end the wait""",
     )
     output.backward()
     change(model)
@@ -420,8 +423,8 @@ def test_a_pickle_of_another_rank() -> None:
         assert_expected_inline(
             reported(lambda: pickle.loads(all_four)),
             """\
-this model was pickled on rank 0 of its shard group and is loaded on rank 3; load each rank's own
-pickle""",
+this model was pickled on rank 0 of its shard group but is loaded on rank 3; each rank must load its
+own pickle""",
         )
 
 
@@ -449,7 +452,7 @@ def test_an_optimizer_from_before_that_has_state(world: None) -> None:
     net = linear()
     optimizer = torch.optim.Adam(net.parameters())
     step(net, optimizer)
-    with pytest.warns(FlatFSDPWarning, match="gradients from before wrapping are dropped, of weight, bias"):
+    with pytest.warns(FlatFSDPWarning, match="gradients from before wrapping are dropped: weight, bias"):
         model = FullyShardedDataParallel(net, use_orig_params=True)
     assert_expected_inline(
         reported(lambda: step(model, optimizer)),
@@ -488,8 +491,8 @@ def test_a_parameter_deleted(world: None, orig: bool, stepped: bool) -> None:
     assert_expected_inline(
         reported(lambda: model(torch.ones(1, 4))),
         """\
-'weight' of unit <root> was changed after wrapping: it is gone. Delete parameters before wrapping,
-or keep them""",
+'weight' of unit <root> was changed after wrapping: it was deleted. Delete parameters before
+wrapping, or keep them""",
     )
 
 
@@ -501,8 +504,8 @@ def test_a_parameter_of_another_shape(world: None, orig: bool) -> None:
         reported(lambda: model(torch.ones(1, 4))),
         """\
 the parameter now registered as 'weight' was replaced by a tensor of shape (5, 4); expected this
-rank's shard of it, (10,), or the whole parameter, (4, 4). Inside summon_full_params() parameters
-have their whole shape""",
+rank's shard of it, (10,), or the full parameter, (4, 4). Inside summon_full_params(), parameters
+have their full shape""",
     )
 
 
@@ -525,9 +528,10 @@ def test_a_parameter_with_hooks_in_place_of_another(world: None, orig: bool, met
     assert_expected_inline(
         reported(lambda: model(torch.ones(1, 4))),
         """\
-'weight' of unit <root> was changed after wrapping: it is another parameter now, which has hooks.
-Its values are taken over, but the wrapped parameter stays, so the hooks would never run. Assign it,
-run a forward, and register them then; or copy values into the parameter""",
+'weight' of unit <root> was changed after wrapping: it is a different parameter now, which has
+hooks. Its values would be copied into the parameter that was wrapped, which stays in place, so the
+hooks would never run. Assign the parameter, run a forward, and register the hooks then; or copy the
+values into the existing parameter""",
     )
     hook.remove()
     assert not model(torch.ones(1, 4)).any()
@@ -541,8 +545,8 @@ def test_a_tensor_in_place_of_a_parameter(world: None, orig: bool) -> None:
     assert_expected_inline(
         reported(lambda: model(torch.ones(1, 4))),
         """\
-'weight' of unit <root> was changed after wrapping: it is a Tensor now; expected the parameter, or a
-new one""",
+'weight' of unit <root> was changed after wrapping: it is a Tensor now; expected that parameter or a
+new nn.Parameter""",
     )
 
 
@@ -560,7 +564,7 @@ def test_a_tie_made_after_wrapping(world: None, orig: bool, classes: set[type[nn
     unit = "'head'" if nn.Linear in classes else "<root>"
     place = "'weight'" if nn.Linear in classes else "'head.weight'"
     assert message.startswith(f"{place} of unit {unit} was changed after wrapping: it was tied to 'embedding.weight'")
-    assert message.endswith("Which unit owns a tied parameter is decided by wrapping; tie parameters before that")
+    assert message.endswith("Wrapping determines which unit owns a tied parameter; tie parameters before wrapping")
 
 
 @pytest.mark.parametrize("orig", [True, False])
@@ -572,8 +576,8 @@ def test_a_tie_undone_after_wrapping(world: None, orig: bool) -> None:
     assert_expected_inline(
         reported(lambda: model(TOKENS)),
         """\
-'head.weight' of unit <root> was changed after wrapping: it was tied to 'embedding.weight', and is
-another parameter now. Untie parameters before wrapping, or copy values in place""",
+'head.weight' of unit <root> was changed after wrapping: it was tied to 'embedding.weight', and is a
+different parameter now. Untie parameters before wrapping, or copy values in place""",
     )
 
 
@@ -585,8 +589,9 @@ def test_another_module_wide_dtype_one_by_one(world: None, orig: bool) -> None:
     assert_expected_inline(
         reported(lambda: model(torch.ones(1, 4))),
         """\
-the parameters of unit <root> changed from torch.float32 to torch.float16 one by one after wrapping;
-call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or before wrapping""",
+the parameters of unit <root> were converted from torch.float32 to torch.float16 one by one after
+wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or before
+wrapping""",
     )
 
 
@@ -747,9 +752,9 @@ def test_a_parameter_used_between_forward_and_backward(world: None) -> None:
     output = model(torch.ones(1, 4)).sum()
     expected = """\
 pow() reads parameter 'weight' of unit '0' outside the forward of its unit, in a forward of the
-model or between it and its backward, where it is sharded. Use it in the forward of the module that
-holds it (also a term over parameters, for example an L2 penalty), call unshard() of that unit's
-wrapper before, or make the module that uses it the unit; to inspect values, use
+model or between that forward and its backward, where it is sharded. Use it in the forward of the
+module that holds it (this includes functions of parameters such as an L2 penalty), call unshard()
+of that unit's wrapper first, or make the module that uses it the unit; to look at values, use
 summon_full_params() between steps"""
     assert_expected_inline(reported(lambda: weight.pow(2)), expected)
     for use in (lambda: 2 * weight, lambda: torch.stack([weight]), lambda: torch._foreach_norm([weight])):
@@ -860,7 +865,7 @@ def test_a_hook_reads_a_unit_that_is_not_gathered(world: None, where: str, orig:
         model.module.read = read
         words = reported(model(torch.ones(1, 4)).sum().backward)
         assert "reads parameter 'weight' of unit 'head'" in words, words
-        assert "a hook finds it" in words
+        assert "in a hook on an output" in words
 
 
 class Scale(torch.autograd.Function):
@@ -925,7 +930,7 @@ def test_a_gradient_of_a_shard(world: None) -> None:
         reported(lambda: penalty.backward()),  # type: ignore[union-attr]
         """\
 parameter '1.weight' of unit <root> received a gradient of shape (0,); expected (4, 4). It was used
-outside the forward of its unit, where it shows this rank's shard: compute terms over parameters
+outside the forward of its unit, where it shows this rank's shard: compute functions of parameters
 (for example an L2 penalty) inside the forward of the module that holds them, or under
 torch.no_grad()""",
     )
@@ -950,9 +955,9 @@ def test_a_tensor_made_of_others(world: None) -> None:
     assert_expected_inline(
         reported(lambda: FullyShardedDataParallel(nn.Sequential(module))),
         """\
-'0.weight' is a TwoTensor, a tensor made of others: a flat parameter holds plain elements. Name its
-module in ignored_modules=, which leaves it whole on each rank, or set its stored form with
-flatfsdp.extensions.set_extensions()""",
+'0.weight' is a TwoTensor, a tensor that wraps other tensors: a flat parameter holds plain elements.
+List its module in ignored_modules=, which keeps it unsharded on every rank, or define how it is
+stored with flatfsdp.extensions.set_extensions()""",
     )
 
 
@@ -963,9 +968,9 @@ def test_a_dtensor_over_ranks_of_its_unit(world: None) -> None:
     assert_expected_inline(
         reported(lambda: FullyShardedDataParallel(nn.Sequential(module))),
         """\
-'0.weight' is a DTensor on DeviceMesh((2,), 'cpu', stride=(1,)), of which ranks 0, 1 are among those
-over which its unit is sharded, too. A parameter is sharded over the ranks that hold the same part
-of it: give device_mesh=mesh["dp"] of the mesh whose mesh["tp"] the parameter lies on""",
+'0.weight' is a DTensor on DeviceMesh((2,), 'cpu', stride=(1,)), of which ranks 0, 1 are also among
+the ranks over which its unit is sharded. A parameter is sharded over the ranks that hold the same
+part of it: pass device_mesh=mesh["dp"] of the mesh on whose mesh["tp"] the parameter is distributed""",
     )
     FullyShardedDataParallel(nn.Sequential(module, linear()), ignored_modules=[module])
 
@@ -1032,8 +1037,8 @@ def test_a_flat_parameter_without_its_model(world: None) -> None:
     assert_expected_inline(
         reported(lambda: flat_param._fqns),
         """\
-this FlatParameter belongs to no FullyShardedDataParallel module any more (a copy, or the model was
-deleted); read the layout from the model's own `_flat_param`""",
+this FlatParameter no longer belongs to a FullyShardedDataParallel module (it is a copy, or the
+model was deleted); read the layout from the model's own `_flat_param`""",
     )
 
 
@@ -1042,6 +1047,5 @@ def test_a_flat_parameter_of_another_shape(world: None) -> None:
     model._flat_param.data = torch.zeros(3)
     assert_expected_inline(
         reported(lambda: model(torch.ones(1, 4))),
-        """\
-the flat parameter of unit <root> was given data of shape (3,); expected this rank's shard, (10,)""",
+        """the flat parameter of unit <root> was assigned data of shape (3,); expected this rank's shard, (10,)""",
     )

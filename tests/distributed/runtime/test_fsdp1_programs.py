@@ -212,7 +212,9 @@ def ends(rank: int, world: int) -> dict[str, str]:
 def test_what_a_program_ended_by_is_explained(pool2: Run) -> None:
     for text in pool2(ends):
         for name in ("inside", "forward"):
-            assert "'layers.0.weight' of unit <root> shows this rank's shard" in text[name]
+            assert (
+                "'layers.0.weight' of unit <root> outside of the forward of its wrapper, where it is sharded"
+            ) in text[name]
             assert "Call the wrapper, not the module inside" in text[name]
         assert "unit <root> in float32, unit <root> in bfloat16" in text["dtypes"]
         assert text["users"] == ""
@@ -231,7 +233,7 @@ def dtensors(rank: int, world: int) -> str:
 
 def test_parameters_are_checked_before_their_values_are_sent(pool2: Run) -> None:
     for text in pool2(dtensors):
-        assert text.startswith("'weight' is a DTensor on ") and "ranks 0, 1 are among those" in text
+        assert text.startswith("'weight' is a DTensor on ") and "ranks 0, 1 are also among the ranks" in text
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
@@ -292,4 +294,4 @@ def test_moves_that_change_nothing_are_allowed_between_forward_and_backward(
 ) -> None:
     for right, texts in pool2(moved_in_between, strategy, orig):
         assert right
-        assert "change parameters between iterations only; a forward here still awaits its backward" in texts
+        assert "can be called only between iterations, but a forward here is still waiting for its backward" in texts

@@ -156,5 +156,7 @@ def test_what_is_not_of_shards_is_refused(pool3: Run) -> None:
     for rank, words in enumerate(pool3(refused)):
         assert len(words) == 6, rank
         assert all("'weight' of unit 'query.0'" in each for each in words)
-        assert "do not match those of whole tensors" in words[0] and "do not match those of whole tensors" in words[1]
+        assert ("shards cannot be combined with full tensors") in words[
+            0
+        ] and "shards cannot be combined with full tensors" in words[1]
         assert "expected this rank's shard" in words[3]

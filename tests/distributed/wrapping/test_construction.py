@@ -476,8 +476,8 @@ def test_one_constructor_fails_while_values_are_copied(strategy: str, nested: bo
     ends = pool2(one_fails, sync_module_states=True, sharding_strategy=strategy, auto_wrap_policy=policy)
     assert [lines for _, lines in ends] == [[], []]
     assert [text for text, _ in ends] == [
-        "AgreementError: ranks construct different models; the first difference is in construction: rank 0: goes on; "
-        "rank 1: failed: Broken: out of luck. Build the same module with the same arguments of "
+        "AgreementError: ranks construct different models; the first difference is in construction: rank 0: "
+        "continues; rank 1: failed: Broken: out of luck. Build the same module with the same arguments of "
         "FullyShardedDataParallel on every rank",
         "Broken: out of luck",
     ]
@@ -492,7 +492,7 @@ def one_fails_on_a_mesh(rank: int, world: int) -> tuple[str, list[str]]:
 def test_one_constructor_fails_on_a_mesh(pool4: Run) -> None:
     ends = pool4(one_fails_on_a_mesh)
     assert [lines for _, lines in ends] == [[]] * 4
-    assert "ranks 0, 2, 3: goes on; rank 1: failed: Broken: out of luck" in ends[0][0]
+    assert "ranks 0, 2, 3: continues; rank 1: failed: Broken: out of luck" in ends[0][0]
     assert [text for text, _ in ends] == [ends[0][0], "Broken: out of luck", ends[0][0], ends[0][0]]
 
 

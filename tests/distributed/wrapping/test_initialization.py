@@ -170,12 +170,13 @@ def refusals(rank: int, world: int) -> list[str]:
 
 def test_what_cannot_be_initialized(pool2: Run) -> None:
     assert pool2(refusals)[0] == [
-        "module <root> (Bare) is on the meta device and has no reset_parameters(); give it one, or pass "
-        "param_init_fn=, a function of the module that fills its own parameters and buffers",
-        "param_init_fn left scale of module <root> on the meta device, without values. Let it give them memory, as "
-        "module.to_empty(device=..., recurse=False) does, and fill them",
-        "param_init_fn did nothing with scale of module <root> (Bare), which came from the meta device and would "
-        "have no values. Fill them in place, or, if values come later, call module.to_empty(device=..., recurse=False)",
+        "module <root> (Bare) is on the meta device and has no reset_parameters(); define that method, or pass "
+        "param_init_fn=, a function that takes a module and initializes the module's own parameters and buffers",
+        "param_init_fn left scale of module <root> on the meta device, without values. It must allocate memory for "
+        "them, for example with module.to_empty(device=..., recurse=False), and initialize them",
+        "param_init_fn did nothing with scale of module <root> (Bare), which were on the meta device and would have "
+        "no values. Initialize them in place or, if values are loaded later, call module.to_empty(device=..., "
+        "recurse=False)",
     ]
 
 

@@ -121,8 +121,8 @@ def reported_to_all(outcomes: list[fresh.Outcome]) -> str:
             "a value's shape",
             "rank 0 began a training forward at unit <root>; rank 1 abandoned its iteration in the beginning of a "
             "forward after UsageError: the .data of 'linear.weight' was replaced by a tensor of shape (3,); expected "
-            "this rank's shard of it, (6,), or the whole parameter, (4, 4). Inside summon_full_params() parameters "
-            "have their whole shape",
+            "this rank's shard of it, (6,), or the full parameter, (4, 4). Inside summon_full_params(), parameters "
+            "have their full shape",
         ),
         ("a state dict of rank 0", "rank 0 called state_dict(); rank 1 began a training forward at unit <root>"),
         (

@@ -143,7 +143,7 @@ def test_what_is_no_hook_is_refused() -> None:
 def test_hooks_are_registered_once() -> None:
     with tower() as model:
         register(model, comm_hooks.allreduce_hook)
-        with refused(UsageError, "it has one already. Register one for the whole life of the model"):
+        with refused(UsageError, "it already has one. Register a single hook for the whole life of the model"):
             register(model, comm_hooks.allreduce_hook)
         with refused(UsageError, "the model has a communication hook, which scales gradients"):
             model.module.a.set_gradient_divide_factor(2)
@@ -154,7 +154,7 @@ def test_hooks_are_not_registered_while_gradients_come() -> None:
     with tower() as model:
         with model.no_sync():
             forward(model).backward()
-        with refused(UsageError, "gradients have accumulated and are not reduced yet"):
+        with refused(UsageError, "gradients have accumulated that are not reduced yet"):
             register(model, comm_hooks.allreduce_hook)
         model.module.between = lambda: register(model, comm_hooks.allreduce_hook)
         with refused(UsageError, "was called inside a backward"):
@@ -164,7 +164,7 @@ def test_hooks_are_not_registered_while_gradients_come() -> None:
 def test_a_hybrid_of_one_shard_has_nothing_to_hook() -> None:
     with fake_world(4):
         model = wrapped("HYBRID_SHARD", mesh=(4, 1))
-        with refused(UsageError, "its shard group, over which a hook reduces, is this rank alone. Use NO_SHARD"):
+        with refused(UsageError, "its shard group, over which a hook reduces, contains only this rank. Use NO_SHARD"):
             register(model, comm_hooks.allreduce_hook)
 
 

@@ -750,7 +750,7 @@ def test_shards_move_by_handles() -> None:
         with pytest.raises(flatfsdp.errors.UsageError, match=r"the tensor in its `\.data`"):
             model._flat_param._local_shard = torch.zeros(3)
         model(torch.ones(1, 4))
-        with pytest.raises(flatfsdp.errors.UsageError, match="awaits its backward"):
+        with pytest.raises(flatfsdp.errors.UsageError, match="waiting for its backward"):
             model._handle.flat_param_to("cpu")
 
 

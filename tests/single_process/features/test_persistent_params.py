@@ -256,14 +256,14 @@ def test_what_inference_refuses() -> None:
         with inference(model):
             with torch.enable_grad(), refused(UsageError, "a forward of unit <root> inside inference() has gradients"):
                 model(torch.ones(2, WIDTH))
-            with refused(UsageError, "a backward inside inference()"):
+            with refused(UsageError, "a backward was started inside inference()"):
                 loss.backward()
             with refused(UsageError, "inference() of unit '0' was entered inside inference()"), inference(model):
                 pass
             with refused(UsageError, "keep_frozen_unsharded of unit <root> was called inside inference()"):
                 model.keep_frozen_unsharded()
             model[0].module.up.weight.zero_()
-            with refused(UsageError, "inside inference() parameters of unit '0' were written to"):
+            with refused(UsageError, "inside inference(), parameters of unit '0' were written to"):
                 model(torch.ones(2, WIDTH))
         gathers(model)
         summoned = FullyShardedDataParallel.summon_full_params(model)

@@ -20,5 +20,5 @@ def test_the_unsharded_form_that_is_not_there_is_refused_by_its_units_name() -> 
         model(torch.ones(1, 3))
         handle = inner._handle
         assert handle.unsharded.buffer is None
-        with pytest.raises(InternalError, match=re.escape("unit '1': 'flat' of the unsharded form of weight, bias")):
+        with pytest.raises(InternalError, match=re.escape("unit '1': 'flat' of the unsharded parameters weight, bias")):
             _ = handle.unsharded.flat

@@ -138,10 +138,10 @@ def test_registering_twice_and_without_fsdp_is_no_matter() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda model: model.score(TOKENS), "score() computed with parameter 'embedding.weight' of unit <root>"),
-        (lambda model: model.generate(TOKENS), "generate() computed with parameter 'embedding.weight' of unit <root>"),
+        (lambda model: model.score(TOKENS), "score() used parameter 'embedding.weight' of unit <root>"),
+        (lambda model: model.generate(TOKENS), "generate() used parameter 'embedding.weight' of unit <root>"),
         (lambda model: model.encoder.project(torch.ones(2, WIDTH)), "parameter 'layer.weight' of unit 'encoder'"),
-        (lambda model: model.scaled(torch.ones(2, WIDTH)), "scaled() computed with parameter 'scale' of unit <root>"),
+        (lambda model: model.scaled(torch.ones(2, WIDTH)), "scaled() used parameter 'scale' of unit <root>"),
     ],
 )
 def test_an_unregistered_method_that_meets_shards_reports_what_to_do(call: Any, words: str) -> None:
@@ -174,7 +174,7 @@ def test_other_failures_stay_what_they_are() -> None:
         (3, ConfigTypeError, "method_name: got 3 (int). Accepted: the name of a method"),
         ("scores", ConfigValueError, "method_name: got 'scores', but Model has no such method"),
         ("scale", ConfigValueError, "method_name: got 'scale', but Model has no such method"),
-        ("forward", ConfigValueError, "which FullyShardedDataParallel has itself"),
+        ("forward", ConfigValueError, "which FullyShardedDataParallel defines itself"),
         ("no_sync", ConfigValueError, "method_name: got 'no_sync', but Model has no such method"),
         ("stream", ConfigValueError, "'stream', a generator or a coroutine of Model"),
         ("serve", ConfigValueError, "'serve', a generator or a coroutine of Model"),

@@ -363,7 +363,7 @@ def given_a_whole_gradient(parameter: nn.Parameter) -> None:
     ("change", "what"),
     [
         (replaced, "parameter 'up.weight' of unit 'b': its .data was replaced"),
-        (written, "unit 'b': parameters were written to while unshard() showed them whole: up.weight"),
+        (written, "unit 'b': parameters were written to while they were unsharded by unshard(): up.weight"),
         (given_a_whole_gradient, "parameter 'up.weight' of unit 'b': its .grad was replaced"),
     ],
 )

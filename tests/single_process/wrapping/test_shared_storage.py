@@ -256,7 +256,7 @@ def test_units_side_by_side_are_seen_by_the_unit_around_both(front: str) -> None
         net.second.weight.data = net.first.weight.data
         net.first = sharded(front, net.first)  # type: ignore[assignment]
         net.second = sharded(front, net.second)  # type: ignore[assignment]
-        with pytest.raises(UsageError, match="were different parameters of the same memory"):
+        with pytest.raises(UsageError, match="were different parameters in the same memory"):
             sharded(front, net)
 
 

@@ -214,12 +214,12 @@ def test_owned_is_computed_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"spans": (Span(0, 6), Span(4, 7))}, r"'p1' at \[4, 7\) overlaps what ends at 6"),
-        ({"spans": (Span(4, 10), Span(0, 3))}, r"'p1' at \[0, 3\) overlaps what ends at 10"),
+        ({"spans": (Span(0, 6), Span(4, 7))}, r"'p1' at \[4, 7\) overlaps the previous parameter, which ends at 6"),
+        ({"spans": (Span(4, 10), Span(0, 3))}, r"'p1' at \[0, 3\) overlaps the previous parameter, which ends at 10"),
         ({"spans": (Span(0, 6), Span(7, 10))}, r"'p1' at \[7, 10\) does not start at a multiple of 4"),
         ({"spans": (Span(0, 6), Span(8, 12))}, r"'p1' of 3 elements was given the span \[8, 12\)"),
-        ({"spans": (Span(0, 6), Span(12, 15))}, r"'p1' at \[12, 15\) ends behind the layout's 11 elements"),
-        ({"numel": 10}, r"'p1' at \[8, 11\) ends behind the layout's 10 elements"),
+        ({"spans": (Span(0, 6), Span(12, 15))}, r"'p1' at \[12, 15\) ends beyond the 11 elements of the layout"),
+        ({"numel": 10}, r"'p1' at \[8, 11\) ends beyond the 10 elements of the layout"),
         ({"shard_numel": 5}, "2 shards of 5 elements do not hold 11 elements"),
         ({"world": 0}, "needs world >= 1 and align >= 1, found 0 and 4"),
         ({"params": (ParamSpec("p0", (6,)), ParamSpec("p0", (3,)))}, r"occur more than once: \['p0'\]"),

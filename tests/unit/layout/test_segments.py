@@ -237,7 +237,7 @@ def test_pieces_of_parameters_lie_apart_even_where_they_are_empty() -> None:
 def test_a_shard_of_several_segments_is_no_span() -> None:
     layout = FlatLayout.pack_rows([ParamSpec("p", (2, 3)), ParamSpec("q", (1,))], world=2)
     for call in (layout.shard, layout.unpadded_part):
-        with pytest.raises(InternalError, match="a shard of 2 segments is no span of the flat space"):
+        with pytest.raises(InternalError, match="a shard of 2 segments is not a single span of the flat space"):
             call(0)
     one = FlatLayout.pack_rows([ParamSpec("p", (3, 3))], world=2)
     assert (one.shard(1), one.unpadded_part(1)) == (Span(6, 12), Span(6, 12))
@@ -251,11 +251,11 @@ def test_a_shard_of_several_segments_is_no_span() -> None:
     ("segments", "message"),
     [
         ([(0, 7, 0, 1), (8, 14, 1, 2)], r"2 ranks cannot split the segment \[0, 7\) evenly"),
-        ([(0, 8, 0, 1), (6, 14, 1, 2)], r"the segment \[6, 14\) overlaps what ends at 8"),
+        ([(0, 8, 0, 1), (6, 14, 1, 2)], r"the segment \[6, 14\) overlaps the previous one, which ends at 8"),
         ([(0, 8, 0, 1), (10, 16, 1, 2)], r"'p1' at \[8, 11\) lies outside of its segment \[10, 16\)"),
         ([(0, 8, 0, 2), (8, 14, 2, 2)], r"'p1' at \[8, 11\) lies outside of its segment \[0, 8\)"),
-        ([(0, 8, 0, 1), (8, 14, 0, 2)], r"parameters \[0, 2\) are in the segment behind that of 0"),
-        ([(0, 8, 0, 1), (8, 14, 1, 1)], "segments hold 1 of 2 parameters"),
+        ([(0, 8, 0, 1), (8, 14, 0, 2)], r"parameters \[0, 2\) are in the segment after that of 0"),
+        ([(0, 8, 0, 1), (8, 14, 1, 1)], "the segments hold 1 of 2 parameters"),
         ([(0, 8, 0, 1), (8, 16, 1, 2)], "pieces of 8 elements do not make a shard of 7"),
     ],
 )

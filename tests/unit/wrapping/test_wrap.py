@@ -279,8 +279,8 @@ def test_modules_in_full_precision_are_reported_with_the_way_out():
     with pytest.warns(FlatFSDPWarning) as caught:
         plan_wrapping(root, ModuleWrapPolicy(nn.Conv2d), kwargs=kwargs)
     assert [str(warning.message) for warning in caught] == [
-        "mixed_precision: modules of BatchNorm2d become units of their own in full precision, each with collectives of "
-        "its own. To compute them in the param dtype, within the units around them, pass MixedPrecision(..., "
+        "mixed_precision: modules of BatchNorm2d become units of their own in full precision, each with collectives "
+        "of its own. To compute them in the param dtype, as part of the units around them, pass MixedPrecision(..., "
         "_module_classes_to_ignore=())."
     ]
     with warnings.catch_warnings():
@@ -432,15 +432,15 @@ def test_planning_touches_nothing():
             ModuleWrapPolicy(nn.ModuleList),
             "auto_wrap_policy: chose 'layers' (ModuleList), which defines no forward: its wrapper would never be "
             "called and its parameters never gathered (0.0.weight, 0.0.bias, 0.1.weight and 9 more). Choose the "
-            "modules inside it (Sequential), or the one that calls them.",
+            "modules inside it (Sequential), or the module that calls them.",
         ),
         (
             functools.partial(
                 our_wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.ModuleDict)
             ),
-            "auto_wrap_policy: chose 'heads' (ModuleDict), which defines no forward: its wrapper would never be called "
-            "and its parameters never gathered (a.weight, a.bias, b.0.weight and 3 more). Choose the modules inside it "
-            "(Linear, Sequential), or the one that calls them.",
+            "auto_wrap_policy: chose 'heads' (ModuleDict), which defines no forward: its wrapper would never be "
+            "called and its parameters never gathered (a.weight, a.bias, b.0.weight and 3 more). Choose the modules "
+            "inside it (Linear, Sequential), or the module that calls them.",
         ),
     ],
     ids=["object", "function"],

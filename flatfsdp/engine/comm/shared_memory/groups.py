@@ -39,16 +39,16 @@ def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None =
     they can.
 
     It applies to tensors on the CPU, in process groups of gloo of at most 8 ranks, all on one host with Linux on
-    x86-64. Otherwise, and if one rank cannot or has it off, all ranks of the group use gloo, and the reason is logged
-    at the level DEBUG. Results are bitwise identical. Each rank uses up to 4 MiB for a process group in which
-    parameters are gathered, and 2 MiB for one in which gradients are reduced. This memory is given back after 0.2
+    x86-64. Otherwise, or if one rank cannot share memory or has turned it off, all ranks of the group use gloo, and the
+    reason is logged at level DEBUG. Results are bitwise identical. Each rank uses up to 4 MiB for a process group in
+    which parameters are gathered, and 2 MiB for one in which gradients are reduced. This memory is freed after 0.2
     seconds without exchanges, and at the beginning of a backward that gathers nothing (`SHARD_GRAD_OP`), unless
     `retain_host_memory()` was called.
 
-    Such an exchange makes progress while ranks wait, not while they compute. So a reduction for which a rank sends at
-    least 1 MiB is waited for where it is issued, and the peak of a step has one unit's gradients less; not in units for
-    which `backward_prefetch` was given, also if that is the default.
-    `summary(model)` shows the number of units for which that is the case.
+    Such an exchange makes progress while ranks wait, not while they compute. Therefore a reduction for which a rank
+    sends at least 1 MiB is waited for where it is issued, and the peak of a step is lower by one unit's gradients. This
+    does not apply to units for which `backward_prefetch` was passed, even if its value is the default. `summary(model)`
+    shows for how many units reductions are waited for early.
 
     Call it on every rank, before the first forward: it does not change a process group that has been used. Not
     collective.
@@ -60,7 +60,7 @@ def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None =
 
     Returns:
         The reason why this process cannot share memory; "" if it can. If `enabled` is None, also the reasons why
-        process groups of this process did not.
+        process groups of this process do not share memory.
 
     Raises:
         ConfigTypeError: `enabled` or `early_waits` is not a bool.

@@ -169,15 +169,16 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
     are None, and states that were loaded or replaced. A step with a closure is taken for each parameter separately.
     With `optimizer_in_backward` the parameters of each unit are fused.
 
-    States of DTensors are DTensors with the same placements. In a param group with DTensors that cannot be fused they
-    step one by one: torch accepts no list of DTensors and plain tensors.
+    States of DTensors are DTensors with the same placements. In a param group with DTensors that cannot be fused, they
+    step one by one: torch accepts no list that mixes DTensors and plain tensors.
 
     Results are bitwise equal in float32 and float64, with `foreach` or without. In bfloat16 and float16 (of the
     parameters themselves, not of `MixedPrecision`) and with `fused=True` on a CPU the last elements of a parameter,
     where vector instructions end, may be rounded differently in the last bit. Memory is the same, too, except for a few
     bytes per parameter; temporary tensors of the step have the length of a unit's shard, not of a parameter.
 
-    A tensor of the state is a view of a longer one: `torch.save` of it alone writes all of that; clone it before.
+    A tensor of the state is a view of a longer one: `torch.save` of that tensor alone writes the longer one; clone it
+    first.
 
     No communication. Copies and pickles of the optimizer step on each parameter separately.
 
@@ -189,9 +190,9 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
             group with equal step counts. Not true of LAMB, Adafactor, Muon or Shampoo.
 
     Raises:
-        ConfigTypeError: `optimizer` is no `torch.optim.Optimizer`, or `elementwise` no bool.
-        UsageError: another optimizer, without `elementwise=True`; one that wraps an optimizer; one that already steps
-            flat, or is `differentiable`.
+        ConfigTypeError: `optimizer` is not a `torch.optim.Optimizer`, or `elementwise` is not a bool.
+        UsageError: another optimizer, without `elementwise=True`; an optimizer that wraps another one; one whose steps
+            are already fused; one that is `differentiable`.
 
     Example (in a process group of one rank):
         >>> import torch, flatfsdp
@@ -211,18 +212,20 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
     if kind not in ELEMENTWISE and not elementwise:
         known = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
         raise UsageError(
-            f"{name}(): {kind.__module__}.{kind.__qualname__} is not known to be element-wise, as torch's "
-            f"{known} are; one that looks at norms, rows or matrices of parameters would compute something else. If it "
-            "is, pass fuse_optimizer_steps(optimizer, elementwise=True)"
+            f"{name}(): {kind.__module__}.{kind.__qualname__} is not known to be element-wise, as torch's {known} "
+            "are; an optimizer that uses norms, rows or matrices of parameters would compute something else. If it is "
+            "element-wise, pass fuse_optimizer_steps(optimizer, elementwise=True)"
         )
     if not {"state", "param_groups"} <= vars(optimizer).keys():
-        raise UsageError(
-            f"{name}(): this {kind.__name__} has no state of its own; call it with the optimizer that it wraps"
-        )
+        raise UsageError(f"{name}(): this {kind.__name__} has no state of its own; pass the optimizer that it contains")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise UsageError(f"{name}(): a {kind.__name__} with differentiable=True steps on each parameter, in its graph")
+        raise UsageError(
+            f"{name}(): a {kind.__name__} with differentiable=True must step on each parameter separately, in its graph"
+        )
     if optimizer in _stepping_flat:
-        raise UsageError(f"{name}(): this {kind.__name__} is already fused; call remove() of its FusedSteps")
+        raise UsageError(
+            f"{name}(): the steps of this {kind.__name__} are fused already; call remove() of its FusedSteps first"
+        )
     _stepping_flat.add(optimizer)
     _drop_grads_quickly(optimizer)
     return FusedSteps(optimizer, across_padding=kind in ELEMENTWISE)

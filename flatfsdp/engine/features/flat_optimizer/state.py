@@ -143,8 +143,9 @@ class FusedRun:
                 reported = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise UsageError(
                     f"fuse_optimizer_steps(): the optimizer keeps {name!r} ({reported}) for {self.parameter.numel()} "
-                    f"elements of {len(self.members)} parameters; expected a number, or a tensor with an element for "
-                    "each. It cannot step on parameters together: leave fuse_optimizer_steps() out"
+                    f"elements of {len(self.members)} parameters; expected a number, or a tensor with one element for "
+                    "each of them. It cannot step on several parameters at once: do not use fuse_optimizer_steps() "
+                    "with it"
                 )
 
     def publish(self, states: States, pieces: Pieces) -> None:

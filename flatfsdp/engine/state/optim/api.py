@@ -234,10 +234,10 @@ def _rekeyed(
     flat = next((param for param in holder if len(param.params) > 1), None)
     if flat is not None:
         raise ConfigValueError(
-            f"rekey_optim_state_dict: parameter {flat.key} of the optimizer is a flat parameter of "
-            f"{len(flat.params)} parameters, {flat.name!r} the first, so numbers and names do not match one to one. "
-            "Pass the unwrapped model, with its optimizer; for a wrapped one, optim_state_dict() and "
-            "optim_state_dict_to_load() go from one to the other"
+            f"rekey_optim_state_dict: parameter {flat.key} of the optimizer is a flat parameter of {len(flat.params)} "
+            f"parameters, {flat.name!r} the first, so numbers and names do not correspond one to one. Pass the "
+            "unwrapped model with its optimizer; for a wrapped model, convert with optim_state_dict() and "
+            "optim_state_dict_to_load()"
         )
     new: dict[Any, Any]
     if chosen is OptimStateKeyType.PARAM_NAME:
@@ -247,9 +247,9 @@ def _rekeyed(
     unknown = sorted({key for key in keys if key not in new}, key=str)
     if unknown:
         raise ConfigValueError(
-            f"optim_state_dict: the optimizer has no parameters {', '.join(map(repr, unknown[:5]))}; its own are "
-            f"{', '.join(repr(key) for key in list(new)[:5])}, ... Give the model and the optimizer (or optim_input) "
-            "that the dict is for"
+            f"optim_state_dict: the optimizer has no parameters {', '.join(map(repr, unknown[:5]))}; its parameters "
+            f"are {', '.join(repr(key) for key in list(new)[:5])}, ... Pass the model and the optimizer (or "
+            "optim_input) that the dict belongs to"
         )
     param_groups = []
     for group in groups_of_dict:

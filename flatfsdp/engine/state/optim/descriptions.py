@@ -97,27 +97,27 @@ def _agreed(name: str, by_rank: Mapping[int, Description | None]) -> Description
         return {}
     first, *others = having
     expected = having[first]
-    for without, words in ((None, "do not hold it"), ({}, "have no state of it")):
+    for without, words in ((None, "do not hold it"), ({}, "have no state for it")):
         missing = [rank for rank, found in by_rank.items() if found == without]
         if missing:
             raise AgreementError(
                 f"optimizer state of {name!r}: {ranks_in_words(sorted(having))} has {_listed(expected)}, but the "
-                f"optimizers of {ranks_in_words(sorted(missing))}, which own elements of it, too, {words}. Every rank "
-                "must build its optimizer over the same parameters, and step it equally often"
+                f"optimizers of {ranks_in_words(sorted(missing))}, which also own elements of it, {words}. Every rank "
+                "must build its optimizer over the same parameters and step it equally often"
             )
     for rank in others:
         if having[rank].keys() != expected.keys():
             raise AgreementError(
                 f"optimizer state of {name!r}: rank {first} has {_listed(expected)}, rank {rank} has "
-                f"{_listed(having[rank])}. Every rank must run the same optimizer, equally often"
+                f"{_listed(having[rank])}. Every rank must use the same optimizer and step it equally often"
             )
         for state, value in expected.items():
             if not alike(value, having[rank][state]):
                 _refuse_unsupported(name, state, value, having[rank][state])
                 raise AgreementError(
                     f"optimizer state {state!r} of {name!r}: rank {first} has {shown(value)}, rank {rank} has "
-                    f"{shown(having[rank][state])}. A state that is not a tensor of the parameter's shape is one value "
-                    "for the parameter, equal on every rank that owns elements of it"
+                    f"{shown(having[rank][state])}. A state that is not a tensor of the parameter's shape must have "
+                    "the same value on every rank that owns elements of the parameter"
                 )
     for state, value in expected.items():
         _refuse_unsupported(name, state, value)
@@ -128,10 +128,10 @@ def _refuse_unsupported(name: str, state: str, *values: Any) -> None:
     for value in values:
         if isinstance(value, UnsupportedState):
             raise UsageError(
-                f"optimizer state {state!r} of {name!r} is {value.words}, and the parameter is split over ranks: only "
-                "states of its own shape can be put together again. Use an optimizer whose states have the shape of "
-                'their parameters, or keep this parameter whole, with ignored_states= or sharding_strategy="NO_SHARD", '
-                f"both with {OriginalFace.words.setting}"
+                f"optimizer state {state!r} of {name!r} is {value.words}, but the parameter is split over ranks: only "
+                "states of the parameter's shape can be put together again. Use an optimizer whose states have the "
+                "shape of their parameters, or keep this parameter unsharded, with ignored_states= or "
+                f'sharding_strategy="NO_SHARD", both with {OriginalFace.words.setting}'
             )
 
 

@@ -86,9 +86,9 @@ def _state_of_trial(
         step_alone(copy_over(optimizer, stand_ins, states))
     except Exception as error:
         warn_once_per_job(
-            f"the state that {type(optimizer).__name__} has before its first step cannot be determined, because a copy "
-            f"of it does not step on zeros ({type(error).__name__}: {error}). Its state dict has no state; take it "
-            "after a step"
+            f"the state that {type(optimizer).__name__} has before its first step cannot be determined, because a "
+            f"copy of it does not step on zeros ({type(error).__name__}: {error}). Its state dict has no state; call "
+            "it after a step"
         )
         return {}
     found = {}

@@ -97,9 +97,9 @@ def describe(state_dict: Any) -> StateDictSpec:
     numbers += [key for group in param_groups or () for key in group["params"] if isinstance(key, int)]
     if numbers:
         raise ConfigValueError(
-            f"optim_state_dict: its parameters go by numbers ({numbers[0]}, ...), expected names. That is an "
-            "optimizer's own state_dict(): load it there, or give it names by rekey_optim_state_dict(..., "
-            "OptimStateKeyType.PARAM_NAME, model) with the model that it was made for"
+            f"optim_state_dict: its parameters are identified by numbers ({numbers[0]}, ...); expected names. This is "
+            "an optimizer's own state_dict(): load it with that optimizer, or convert it to names with "
+            "rekey_optim_state_dict(..., OptimStateKeyType.PARAM_NAME, model) with the model that it was made for"
         )
     state = {
         key: {name: _described(value) for name, value in entry.items()} if isinstance(entry, dict) else value_of(entry)
@@ -153,8 +153,8 @@ def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] =
     unheld = sorted({*found, *(name for group in groups for name in group)} - holder.by_name.keys())
     if unheld:
         raise ConfigValueError(
-            f"optim_state_dict: it has {_few(unheld)}, which this optimizer does not hold. Remove them from the dict's "
-            "state and param groups, or build the optimizer over them, too"
+            f"optim_state_dict: it has {_few(unheld)}, which this optimizer does not hold. Remove them from the "
+            "dict's state and param groups, or build the optimizer with them, too"
         )
     shaped = {
         state
@@ -206,7 +206,7 @@ def _of_one(param: OptimizedParam, values: Values) -> dict[str, Any]:
         else:
             raise ConfigValueError(
                 f"optim_state_dict: state {state!r} of {named.name!r} has shape {value.shape}, the parameter "
-                f"{spec.shape}. Here the parameter is split over ranks, and only states of its own shape can be split "
+                f"{spec.shape}. The parameter is split over ranks here, and only states of its shape can be split "
                 "with it"
             )
     return planned
@@ -241,8 +241,8 @@ def _of_flat(param: OptimizedParam, entries: Mapping[str, Values]) -> dict[str, 
 
 
 _SHARE = (
-    "They lie in one flat parameter, so they share their states: give them the same ones, "
-    f"or {FlatFace.words.remedy}, where each has its own"
+    "They are parts of one flat parameter, so they share their states: give them the same states, or "
+    f"{FlatFace.words.remedy}, so that each has its own"
 )
 
 
@@ -262,7 +262,7 @@ def _cut_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[str,
         if value.shape != spec.shape:
             raise ConfigValueError(
                 f"optim_state_dict: state {state!r} of {named.name!r} has shape {value.shape}, the parameter "
-                f"{spec.shape}. In a flat parameter states have the shape of their parameter"
+                f"{spec.shape}. In a flat parameter, states must have the shape of their parameter"
             )
         _check_interval(named, state, value)
         dtypes.setdefault(value.dtype, named.name)
@@ -277,8 +277,8 @@ def _value_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[st
     missing = [named.name for named in members if named.name not in values]
     if missing:
         raise ConfigValueError(
-            f"optim_state_dict: state {state!r} is {shown(values[first])} for {first!r}, and missing for "
-            f"{_few(missing)}; and no value means that it is absent. {_SHARE}"
+            f"optim_state_dict: state {state!r} is {shown(values[first])} for {first!r} and missing for "
+            f"{_few(missing)}; no value stands for a missing state. {_SHARE}"
         )
     for name, value in values.items():
         if not alike(value, values[first]):
@@ -295,8 +295,8 @@ def _check_interval(named: NamedParam, state: str, value: TensorSpec) -> None:
     if value.span is not None and not span.is_empty and value.span not in ((span.start, span.stop), unsharded):
         raise ConfigValueError(
             f"optim_state_dict: state {state!r} of {named.name!r} holds elements [{value.span[0]}, {value.span[1]}), "
-            f"but this rank owns {span}: it was made on another number of ranks, or for another wrapping. Save and "
-            "load with torch.distributed.checkpoint, into the sharded state dict of this optimizer"
+            f"but this rank owns {span}: it was created on a different number of ranks or with a different wrapping. "
+            "Save and load it with torch.distributed.checkpoint, into the sharded state dict of this optimizer"
         )
 
 
@@ -320,8 +320,8 @@ def _groups(
         missing = [n.name for param in group for n in param.params if n.unit is not None and n.name not in group_of]
         if missing:
             raise ConfigValueError(
-                f"optim_state_dict: no param group of it has {_few(missing)}, which this optimizer holds in its param "
-                f"group {number}. Add them to the dict's param groups, or build the optimizer without them"
+                f"optim_state_dict: none of its param groups has {_few(missing)}, which this optimizer holds in its "
+                f"param group {number}. Add them to the dict's param groups, or build the optimizer without them"
             )
         covered = (named.name for param in group for named in param.params)
         sources = sorted({group_of[name] for name in covered if name in group_of})
@@ -333,8 +333,9 @@ def _groups(
             if unlike:
                 raise ConfigValueError(
                     f"optim_state_dict: param group {number} of this optimizer has parameters of its param groups "
-                    f"{sources[0]} and {source}, which differ in {_few(unlike)}. Build the optimizer with param groups "
-                    f"like those of the dict; with {FlatFace.words.setting} a flat parameter is in one group"
+                    f"{sources[0]} and {source}, which differ in {_few(unlike)}. Build the optimizer with the same "
+                    f"param groups as in the dict; with {FlatFace.words.setting}, a flat parameter belongs to one "
+                    "group"
                 )
         merged = copy.deepcopy(settings[0]) if settings else {}
         out.append({**merged, "params": [param.key for param in group]})

@@ -31,7 +31,7 @@ from .param_map import Key, OptimizedParam, ParamMap, groups_of, others_of
 from .saving import initialized_axes, is_source, shaped_states
 
 DOING = "loads the state of an optimizer"
-FROM_FIRST = "loads the state of an optimizer that the first rank has"
+FROM_FIRST = "loads the state of an optimizer from the first rank"
 
 
 def load(
@@ -93,15 +93,15 @@ def _description_of_first(model: nn.Module, axes: list[Transport], state_dict: A
     def look() -> None:
         if is_source(axes, group) is not first:
             raise ConfigValueError(
-                f"group: its first rank must be rank {ranks[0]}, the first over which the model is spread, which has "
-                "the dict; leave it out"
+                f"group: its first rank must be rank {ranks[0]}, the first rank of the model, which has the dict; "
+                "omit this argument"
             )
         for unit in units_in(model) if not first else ():
             if any(is_first(groups) and is_first_of(axes_beside(unit, groups)) for groups in unit.axes.all):
                 raise UsageError(
-                    f"unit {unit.label} is spread over ranks without rank {ranks[0]}, which has the state, and sends "
-                    "it to the ranks that it shares a unit with. Give every rank the dict, and call "
-                    "shard_full_optim_state_dict()"
+                    f"unit {unit.label} is sharded over ranks that do not include rank {ranks[0]}, which has the "
+                    "state and sends it only to ranks with which it shares a unit. Load the dict on every rank, and "
+                    "call shard_full_optim_state_dict()"
                 )
         if first:
             own.append(describe(state_dict).to_cpu())
@@ -121,7 +121,7 @@ def _refuse_difference(reported: Mapping[int, list[tuple[str, str]]]) -> NoRetur
             break
     raise AgreementError(
         f"optim_state_dict: ranks have different dicts; the first difference is in {name!r}: {by_ranks(found)}. Load "
-        "the same on all ranks, or on rank 0 only, with FullOptimStateDictConfig(rank0_only=True)"
+        "the same dict on all ranks, or only on rank 0 with FullOptimStateDictConfig(rank0_only=True)"
     )
 
 

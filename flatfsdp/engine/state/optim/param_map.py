@@ -176,10 +176,10 @@ def _refuse(parameter: torch.Tensor, group: int, named: NamedParam | None) -> No
     if named is not None:
         words = named.handle.face.words
         raise UsageError(
-            f"param group {group} of the optimizer holds {named.name!r}, which was flattened: with {words.setting} it "
-            f"is never updated. Build the optimizer from model.parameters() after wrapping{words.or_remedy}"
+            f"param group {group} of the optimizer holds {named.name!r}, which was flattened: with {words.setting}, "
+            f"it is never updated. Build the optimizer from model.parameters() after wrapping{words.or_remedy}"
         )
     raise UsageError(
         f"param group {group} of the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the "
-        "model. Give the model whose parameters the optimizer was built on"
+        "model. Pass the model whose parameters the optimizer was built with"
     )

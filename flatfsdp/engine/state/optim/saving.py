@@ -95,8 +95,8 @@ def is_source(axes: Sequence[Transport], group: Any) -> bool:
         raise ConfigValueError(f"group: this rank is not in it; its ranks are {list(given.ranks)}")
     if not set(given.ranks) <= set(ranks_over(axes) or given.ranks):
         raise ConfigValueError(
-            f"group: expected ranks among {ranks_over(axes)}, over which the model is spread, found "
-            f"{list(given.ranks)}; leave it out"
+            f"group: expected ranks among {ranks_over(axes)}, over which the model is sharded, found "
+            f"{list(given.ranks)}; omit this argument"
         )
     return given.rank == 0
 
@@ -140,8 +140,8 @@ class _Saving:
         known = [param.key for param in self.holder]
         if self._param_groups is not None and sorted(map(str, keys)) != sorted(map(str, known)):
             raise ConfigValueError(
-                f"optim_state_dict: its param groups have {len(keys)} parameters, those of the optimizer "
-                f"{len(known)}, or under other keys. Give the optimizer's own state_dict(), or leave it out"
+                f"optim_state_dict: its param groups have {len(keys)} parameters, those of the optimizer have "
+                f"{len(known)}, or their keys differ. Pass the optimizer's own state_dict(), or omit this argument"
             )
         states = own["state"]
         self.own = {each.key: each.pieces_of(states[each.key]) for each in self.holder if states.get(each.key)}

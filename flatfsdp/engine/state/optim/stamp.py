@@ -81,13 +81,14 @@ def _compare(given: dict[str, Any], own: dict[str, Any] | None) -> None:
         return
     theirs, ours = _words(given), _words(own)
     if given.get("shards") == own["shards"]:
-        theirs, ours = f"{theirs} of another layout", f"{ours} of its own"
+        theirs, ours = f"{theirs} of a different layout", f"{ours} of its own"
     raise UsageError(
         f"optimizer.load_state_dict(): the state dict holds {theirs}, this optimizer steps on {ours}. "
-        "What optimizer.state_dict() returns is one rank's pieces: either rank 0's was saved and is loaded on every "
-        "rank, or it was made with another number of ranks or another wrapping. Save what "
-        "FullyShardedDataParallel.optim_state_dict(model, optimizer) returns, and load what optim_state_dict_to_load("
-        "model, optimizer, saved) returns for it, on any number of ranks; or save one file per rank, for the same ranks"
+        "optimizer.state_dict() returns only the shards of one rank: either rank 0's was saved and is loaded on every "
+        "rank, or it was created with a different number of ranks or a different wrapping. Save what "
+        "FullyShardedDataParallel.optim_state_dict(model, optimizer) returns, and load what "
+        "optim_state_dict_to_load(model, optimizer, saved) returns for it, on any number of ranks; or save one file "
+        "per rank, for the same ranks"
     )
 
 

@@ -115,7 +115,7 @@ def test_another_number_of_ranks_is_named(run: Run) -> None:
         for text in run(3, taken, setting, states):
             assert "of 2, this optimizer steps on shard" in text and "number of ranks" in text
         other = run(2, taken, Setting(orig=setting.orig), run(2, one_unit, setting.orig))
-        assert all("of another layout" in text and "another wrapping" in text for text in other), other
+        assert all("of a different layout" in text and "a different wrapping" in text for text in other), other
 
 
 def one_unit(rank: int, world: int, orig: bool) -> Any:

@@ -180,7 +180,7 @@ def partly(rank: int, world: int) -> list[str]:
     flat_optim = adam(flat.parameters())
     lines += refused(
         lambda: FSDP.shard_full_optim_state_dict(whole, flat, optim=flat_optim),
-        "state 'step' is a tensor, 2.0, torch.float32 for 'first.weight', and missing for 'last.weight', 'last.bias'",
+        "state 'step' is a tensor, 2.0, torch.float32 for 'first.weight' and missing for 'last.weight', 'last.bias'",
     )
     for entry in whole["state"].values():
         del entry["step"]
@@ -250,7 +250,7 @@ def odd_shapes(rank: int, world: int) -> list[str]:
     split = wrapped(ORIG)
     lines += refused(
         lambda: stepped(split, Rows(split.parameters()), rank),
-        "is a list that holds tensors, and the parameter is split",
+        "is a list that holds tensors, but the parameter is split",
     )
     pieces = ORIG.wrap(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), ())
     optim = Rows(pieces.parameters())  # each parameter lies on one rank
@@ -337,7 +337,7 @@ ON_ONE_RANK = {
     ),
     "without a parameter": ("AgreementError: optimizer state of 'head.weight': ", "do not hold it"),
     "without a state": ("has exp_avg, exp_avg_sq, step, rank 1 has exp_avg_sq, step",) * 2,
-    "without states": ("but the optimizers of rank 1, which own elements of it, too, have no state of it",) * 2,
+    "without states": ("but the optimizers of rank 1, which also own elements of it, have no state for it",) * 2,
     "another count": ("rank 0 has a tensor, 2.0, torch.float32, rank 1 has a tensor, 3.0, torch.float32",) * 2,
     "what does not travel": (
         "AgreementError: rank 1: a builtins.function cannot be sent to other ranks",
@@ -349,9 +349,8 @@ ON_ONE_RANK = {
     * 2,
     "another call": ("step 2: rank 0 called optim_state_dict(); rank 1 called optim_state_dict_to_load(). All ranks",)
     * 2,
-    "another source": ("rank 0 loads the state of an optimizer that the first rank has; rank 1 loads the state of",)
-    * 2,
-    "another dict": ("AgreementError: rank 1: optim_state_dict: no param group of it has", "ConfigValueError: "),
+    "another source": ("rank 0 loads the state of an optimizer from the first rank; rank 1 loads the state of",) * 2,
+    "another dict": ("AgreementError: rank 1: optim_state_dict: none of its param groups has", "ConfigValueError: "),
     "less in its dict": (
         "difference is in 'head.bias': rank 0 exp_avg (3,) torch.float32, exp_avg_sq (3,) torch.float32; rank 1 no",
     )
@@ -388,7 +387,7 @@ def apart(rank: int, world: int) -> list[str]:
     lines = list(different(loadable["state"], optim.state_dict()["state"]))
     return lines + refused(
         lambda: FSDP.scatter_full_optim_state_dict(whole, model, optim=optim),
-        "is spread over ranks without rank 0, which has the state",
+        "is sharded over ranks that do not include rank 0, which has the state",
     )
 
 
@@ -419,13 +418,14 @@ def misfits(rank: int, world: int, orig: bool) -> list[str]:
         "state 'exp_avg' of 'head.weight' has shape (2, 2), the parameter (3, 13)",
     )
     lines += refused(
-        lambda: FSDP.shard_full_optim_state_dict(optim.state_dict(), model), "its parameters go by numbers ("
+        lambda: FSDP.shard_full_optim_state_dict(optim.state_dict(), model),
+        "its parameters are identified by numbers (",
     )
     lines += refused(lambda: FSDP.shard_full_optim_state_dict(None, model), "got NoneType. Accepted: a dict")  # type: ignore[arg-type]
     few = adam(list(model.parameters())[:1])
     lines += refused(lambda: FSDP.shard_full_optim_state_dict(whole, model, optim=few), "this optimizer does not hold")
     lines += refused(
-        load(lambda d: d["param_groups"][0]["params"].remove("head.bias")), "no param group of it has 'head.bias'"
+        load(lambda d: d["param_groups"][0]["params"].remove("head.bias")), "none of its param groups has 'head.bias'"
     )
     if not orig:
         lines += refused(
@@ -469,7 +469,8 @@ def foreign_intervals(rank: int, world: int) -> list[str]:
     fresh.load_state_dict(FSDP.flatten_sharded_optim_state_dict(mine, model, fresh))
     lines = list(different(FSDP.full_optim_state_dict(model, fresh, rank0_only=False)["state"], whole["state"]))
     return lines + refused(
-        lambda: FSDP.flatten_sharded_optim_state_dict(foreign, model, fresh), "it was made on another number of ranks"
+        lambda: FSDP.flatten_sharded_optim_state_dict(foreign, model, fresh),
+        "it was created on a different number of ranks",
     )
 
 

@@ -275,9 +275,9 @@ def test_groups_by_names_that_match_nothing_are_reported_once(pool2: Run) -> Non
     assert others == []
     assert message == (
         "no optimizer steps on the parameters of this model: it received gradients in two backwards, and the AdamW "
-        "that stepped between them holds no parameter with a gradient (2 of its 2 param groups are empty). Names of "
-        "flat parameters end in '_flat_param' (0._flat_param, 2._flat_param), so groups that are picked by names such "
-        "as 'bias' are empty; use_orig_params=True keeps the original names"
+        "that stepped between them does not hold any parameter with a gradient (2 of its 2 param groups are empty). "
+        "The names of flat parameters end in '_flat_param' (0._flat_param, 2._flat_param), so param groups selected "
+        "by names such as 'bias' are empty; use_orig_params=True keeps the original names"
     )
 
 
@@ -286,10 +286,10 @@ def test_flat_parameters_that_no_optimizer_has_beside_others_are_reported_once(p
     assert others == []
     assert message == (
         "no optimizer steps on some flat parameters of this model (_flat_param): they received gradients in two "
-        "backwards, and the SGD has others (1 of its 2 param groups are empty). Only the wrapped module lists a "
-        "flat parameter, not the modules inside it. Use all of model.parameters(), wrap "
-        "modules that need a param group of their own, or wrap with use_orig_params=True. If this is intended, "
-        "requires_grad_(False) on them avoids computing their gradients"
+        "backwards, and the SGD holds other parameters (1 of its 2 param groups are empty). Only parameters() of a "
+        "wrapped module returns its flat parameter; modules inside of it do not. Pass all of model.parameters() to "
+        "the optimizer, wrap modules that need their own param group, or wrap with use_orig_params=True. If this is "
+        "intended, call requires_grad_(False) on them to avoid computing their gradients"
     )
 
 

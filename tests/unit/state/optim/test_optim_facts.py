@@ -58,7 +58,7 @@ def test_what_cannot_be_put_together() -> None:
         ({"row": UnsupportedState("a tensor of shape (3,)")},),
         ({"row": FLOATS}, {"row": UnsupportedState("a tensor of shape (3,)")}),
     ):
-        with pytest.raises(UsageError, match=r"'row' of 'w' is a tensor of shape \(3,\), and the parameter is split"):
+        with pytest.raises(UsageError, match=r"'row' of 'w' is a tensor of shape \(3,\), but the parameter is split"):
             agree(described(*each_rank))
 
 
