@@ -317,7 +317,7 @@ def refused(rank: int, world: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("sparse", "received a gradient of layout torch.sparse_coo; expected a dense one"),
+        ("sparse", "received a gradient of layout torch.sparse_coo; expected a dense layout"),
         ("functional", "torch.func.functional_call passed other tensors for 'blocks.0.norm.weight'"),
         ("a hook that never runs", "with use_orig_params=False no gradient is accumulated into it"),
     ],
