@@ -104,8 +104,7 @@ class OpaqueParam(UnshardedParam):
                 if not fitting(found[i], first[i], *_rows_of(handle.layout, i, rank)):
                     raise UsageError(
                         f"parameter {hooks.name!r}: rank {rank} of the shards gathers {listed(found[i])}, and rank 0 "
-                        f"gathers {listed(first[i])}; expected tensors of the same shapes and dtypes, except that a "
-                        "rank may have fewer rows"
+                        f"{listed(first[i])}; expected tensors of the same shapes and dtypes, but for fewer rows"
                     )
         self.agreed = first
         self.layout = _layout_of(self._hooks, first, self._world)

@@ -138,8 +138,8 @@ class GatherHooks:
         self._stride = tuple(prod(max(size, 1) for size in tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
         if absent := next((each for each in (PRE, POST) if not callable(getattr(tensor, each, None))), None):
             raise UsageError(
-                f"{self._what} has {POST if absent == PRE else PRE} but no {absent}: {PRE} returns the tensors to "
-                f"gather, {POST} the tensor that modules compute with. Define both or neither"
+                f"{self._what} has {POST if absent == PRE else PRE} but no {absent}: the first makes the tensors "
+                "to gather, the second those that modules compute with. Define both, or none"
             )
         self._takes = len(inspect.signature(getattr(tensor, PRE)).parameters)
         if self._takes not in (1, 5):
@@ -147,41 +147,16 @@ class GatherHooks:
                 f"{self._what}: its {PRE} takes {self._takes} arguments; expected (mesh), or (mesh, outer_size, "
                 "outer_stride, module, mp_policy)"
             )
-        self._others: dict[str, torch.Tensor] = {}
-        self._attribute = self._find_master(tensor)
-        master = self.master_of(tensor)
-        with torch.no_grad():
-            made = self.around(master)
-        if type(made) is not self.kind or getattr(made, self._attribute, None) is not master:
-            raise UsageError(
-                f"{self._what}: its __tensor_unflatten__ returned a {type(made).__name__} that does not hold the "
-                f"tensor it was given; expected a {self.kind.__name__} whose {self._attribute!r} is that tensor "
-                "itself, not a copy"
-            )
+        self._attribute = _master_in(tensor) or ""
+        self.keeps_rows = not self._attribute
+        self._whole: torch.Tensor | None = tensor if self.keeps_rows else None
+        if not self.keeps_rows:
+            names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            self._others = {name: getattr(tensor, name) for name in names if name != self._attribute}
 
     @property
     def _what(self) -> str:
         return f"parameter {self.name!r} ({self.kind.__name__})"
-
-    def _find_master(self, tensor: Any) -> str:
-        try:
-            names, self._context = tensor.__tensor_flatten__()
-        except AttributeError:
-            raise UsageError(
-                f"{self._what} has {PRE}, but no __tensor_flatten__, so it is unknown which tensor to shard. Define "
-                "__tensor_flatten__ and __tensor_unflatten__, as for traceable wrapper subclasses"
-            ) from None
-        inner = {name: getattr(tensor, name) for name in names}
-        master = _master_in(tensor)
-        rest = {name: each for name, each in inner.items() if name != master}
-        if master is None or any(each.numel() != 1 for each in rest.values()):
-            found = ", ".join(f"{name} {each.dtype} {tuple(each.shape)}" for name, each in inner.items())
-            raise UsageError(
-                f"{self._what} of {tensor.dtype} and shape {tuple(tensor.shape)} consists of {found}; expected one "
-                "tensor of the parameter's dtype and shape, which is sharded and trained, and otherwise only scalars"
-            )
-        self._others = rest
-        return master
 
     # -- the tensor at rest ------------------------------------------------------------------------------------------
 
@@ -303,13 +278,13 @@ class GatherHooks:
             if not isinstance(each, torch.Tensor):
                 self._refuse(f"a {type(each).__name__} {where}", "tensors")
             if hasattr(type(each), "__tensor_flatten__"):
-                self._refuse(f"a {type(each).__name__} {where}", "the plain tensors that it consists of")
+                self._refuse(f"a {type(each).__name__} {where}", "plain tensors, those that it is made of")
             if not each.is_contiguous():
                 self._refuse(f"{tuple(each.shape)} with strides {each.stride()} {where}", "contiguous tensors")
             if each.device != device:
                 self._refuse(f"one on {each.device} {where}", f"tensors on {device}")
         if not inputs:
-            self._refuse("no tensor", "at least one")
+            self._refuse("no tensor", "one at least")
         return list(inputs), metadata
 
     @contextmanager
@@ -358,8 +333,8 @@ class GatherHooks:
                 return out, []
             if not (isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], torch.Tensor)):
                 raise UsageError(
-                    f"{self._what}: its {POST} returned {type(made).__name__}; expected a pair (the tensor that "
-                    "modules compute with, the tensors whose memory to free with it)"
+                    f"{self._what}: its {POST} returned {type(made).__name__}; expected (the tensor that modules "
+                    "compute with, the tensors whose memory is to be freed with it)"
                 )
             seen, inner = made
             if seen.shape != self._size and seen.shape[1:] == self._size[1:] and seen.shape[0] > self._size[0]:
