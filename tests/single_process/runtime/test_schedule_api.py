@@ -443,7 +443,7 @@ def test_requests_at_the_wrong_time_are_refused() -> None:
         with FullyShardedDataParallel.summon_full_params(model):
             with refused(UsageError, "unshard.. of unit <root> was called inside summon_full_params"):
                 model.unshard()
-            with refused(UsageError, "reshard.. of unit <root>: its parameters are still read"):
+            with refused(UsageError, "reshard.. of unit <root>: its parameters are still being read"):
                 model.reshard()
         for method in (model.unshard, model.reshard):
             loss = forward(model)

@@ -223,9 +223,7 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
             f"{name}(): a {kind.__name__} with differentiable=True must step on each parameter separately, in its graph"
         )
     if optimizer in _stepping_flat:
-        raise UsageError(
-            f"{name}(): the steps of this {kind.__name__} are fused already; call remove() of its FusedSteps first"
-        )
+        raise UsageError(f"{name}(): this {kind.__name__} is already fused; call remove() of its FusedSteps first")
     _stepping_flat.add(optimizer)
     _drop_grads_quickly(optimizer)
     return FusedSteps(optimizer, across_padding=kind in ELEMENTWISE)
