@@ -190,7 +190,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module`` wrapped as the surrounding :func:`enable_wrap` says, with ``wrap_overrides`` taking precedence;
+    """``module`` wrapped by the surrounding :func:`enable_wrap`, with ``wrap_overrides`` taking precedence;
     outside of one, ``module`` itself.
 
     Example::
