@@ -608,7 +608,7 @@ def _put_a_sparse_one(net: Any) -> None:
         (_put_another, ""),
         (_put_a_larger_one, r"\(3, 2\)"),
         (_tie, "was tied to '1.weight'"),
-        (_delete, "'0.bias' of unit <root> was changed after wrapping: it is gone"),
+        (_delete, "'0.bias' of unit <root> was changed after wrapping: it was deleted"),
         (_put_a_module, "registered after wrapping: 1.weight, 1.bias"),
     ],
 )
