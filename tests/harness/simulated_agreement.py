@@ -185,7 +185,7 @@ class SimulatedAgreement(Agreement):
         super().__init__(check_values="off")
         self.trace, peers = Trace(), self.peers
         peers.ranks, peers.scope = tuple(range(job.world)), SCOPE
-        watch: Any = SimpleNamespace(store=job.store, add=lambda *_: None)
+        watch: Any = SimpleNamespace(store=job.store, add=lambda *_: None, follow=lambda *_: None)
         peers.watch = watch
         peers.exchange = self._exchange  # type: ignore[method-assign]
         self.sequence = _Sequence(peers, self.trace, job)
