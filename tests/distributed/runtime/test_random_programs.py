@@ -103,11 +103,12 @@ def hooked(y: Tensor, part: Any, kind: str) -> Tensor:
     def scaled(grad: Tensor) -> Tensor:
         return grad * (1.0 + 0.1 * row().detach().tanh())
 
+    start = y.detach().clone().requires_grad_()
+
     def implicit(grad: Tensor) -> Tensor:
-        """As implicit layers solve for gradients."""
+        """As implicit layers solve for gradients; linear in `grad`, which in one process is divided by the world."""
         with torch.enable_grad():
-            start = grad.detach().clone().requires_grad_()
-            return grad + 0.1 * torch.autograd.grad((start * row()).tanh().sum(), start)[0]
+            return grad + 0.1 * torch.autograd.grad((start * row()).tanh(), start, grad.detach())[0]
 
     if kind == "retained":
         y.retain_grad()
@@ -303,9 +304,12 @@ class Player:
                 self.exposed = False
             if operation in (show_whole, show_while_computing):
                 self.asked = True
-            elif operation in (train, accumulate, look):
+            elif operation in (train, accumulate) or (operation is look and self.front is Wrapper):
                 self.asked = False
-            if not self.asked and self.described != (found := self.describe()):
+            casts = self.settings["mixed_precision"] is not None and self.settings["mixed_precision"].param_dtype
+            # Modules of fully_shard hold the unsharded parameters themselves, in the dtype that they compute in.
+            as_computed = casts and self.exposed and self.front is InPlace
+            if not (self.asked or as_computed) and self.described != (found := self.describe()):
                 self.wrong.append(f"parameters are described by {found}")
             if self.wrong:
                 return [f"after {operation.__name__}: {each}" for each in self.wrong]
