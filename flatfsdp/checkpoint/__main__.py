@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     verified.add_argument("path", type=Path)
     converted = commands.add_parser("convert", help="write a checkpoint, or weights, in another format")
     converted.add_argument(
-        "source", type=Path, help="a checkpoint, a folder of DCP's, safetensors, or a torch.save'd file"
+        "source", type=Path, help="a checkpoint, a DCP folder, safetensors, or a file written by torch.save"
     )
     converted.add_argument("target", type=Path)
     converted.add_argument("--to", choices=FORMATS, required=True)

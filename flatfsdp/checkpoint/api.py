@@ -66,9 +66,9 @@ def save(
         model_format: "flatfsdp", or "safetensors": then the model is saved only in ``model.safetensors``, or in
             numbered files with an index, as by `export_safetensors`. `load` reads such a checkpoint like any other,
             and so does any reader of safetensors; torch.distributed.checkpoint sees everything but the model. With
-            `per_node`, the ranks of each node have to hold the whole model; else it warns, and uses "flatfsdp".
-        files: writes small files (a config, a tokenizer) into the new folder, which is its argument, before that takes
-            its place; called once, on the first rank (`per_node`: of each node). The checkpoint's checksums cover them.
+            `per_node`, the ranks of each node must hold the whole model; otherwise it warns and uses "flatfsdp".
+        files: a function that writes small files (a config, a tokenizer) into the new folder, its argument, before that
+            replaces `path`; called once, on the first rank (`per_node`: of each node). The checksums cover them.
         keeping: remove other checkpoints from the folder around `path` when this one is complete.
         names: selects the entries of the model's state dict to save, by their names; equal on all ranks. None for all.
             `load` needs the same selection.
@@ -103,7 +103,7 @@ def async_save(
     names: Callable[[str], bool] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
-    """As `save`, but only the copy to host memory is awaited; a thread then saves the copies, and calls `files`.
+    """Like `save`, but returns once the state is copied to host memory; a thread saves the copies and calls `files`.
 
     Collective over `process_group`; the first call for a group creates a second group (on gloo) for the thread's
     messages. The next save, and the end of the interpreter, wait for a save that has not ended; wait for it yourself
@@ -164,9 +164,9 @@ def load(
     Args:
         path: the folder of the checkpoint.
         model, optimizer: the destinations of the saved state; each rank loads its elements; either is optional. In
-            state dicts, tensors are filled in place, and other values replaced. Residuals of quantized gradients fit
-            only the same ranks and the same wrapping; otherwise they begin at zero, with a warning.
-        strict: raise where entries are missing or unexpected.
+            state dicts, tensors are filled in place, and other values replaced. Residuals of quantized gradients are
+            loaded only for the same ranks and wrapping; otherwise they begin at zero, with a warning.
+        strict: raise if entries are missing or unexpected.
         verify: compare all files with their checksums first; one of the ranks reads each file for this. Without it,
             only sizes are compared.
         trust: also read checkpoints of torch.distributed.checkpoint (FSDP1, FSDP2, ...). Their table of contents is a

@@ -56,12 +56,12 @@ def export_safetensors(
         model: the model, wrapped or not.
         folder: becomes the folder with ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and their index,
             when all is written; all ranks share it. It must not exist, be empty, or, with `overwrite`, be an export.
-        max_shard_size: largest file, in bytes or as "5GB", "500MiB"; larger where one tensor is.
+        max_shard_size: the largest size of a file, in bytes or as "5GB", "500MiB"; a single tensor may exceed it.
         dtype: the dtype of written floating-point tensors; None for their own.
         overwrite: replace an export, with the `files` that came with it; it stays until the new one is complete. A
             checkpoint, and a folder with any other contents, are refused.
-        files: writes small files (a configuration, a tokenizer) next to the weights, into the folder that is its
-            argument; called on the rank that leads.
+        files: a function that writes small files (a configuration, a tokenizer) next to the weights, into the folder
+            that is its argument; called on the rank that leads.
         process_group: the ranks over which the model is sharded; None for all.
 
     Raises:
@@ -155,7 +155,7 @@ def load_safetensors(
 
     Args:
         model: the model, wrapped or not.
-        source: one file, or a folder of them, with an index or without. Every rank sees one; nodes may have copies.
+        source: one file, or a folder of them, with an index or without. Every rank must see one; nodes may have copies.
         strict: refuse names that are missing in the files, and names in the files that the model lacks. The files may
             have tied parameters under any of their names.
         verify: compare the files with the checksums that `export_safetensors` left, if there are any.

@@ -20,19 +20,18 @@ from .validation import prove
 
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint of a folder.
+    """A checkpoint in a folder.
 
     Attributes:
-        path: its folder, as an argument of `load`.
+        path: its folder, to be passed to `load`.
         id: identifies the save.
-        saved: the time of the save, in seconds since 1970; 0 where it cannot be read.
-        sequence: orders the saves: each save's is one more than the largest in the folder. 0 where it cannot be
-            read.
-        world: how many ranks saved it; 0 where it cannot be read.
+        saved: the time of the save, in seconds since 1970; 0 if it cannot be read.
+        sequence: orders the saves: each save's is one more than the largest in the folder. 0 if it cannot be read.
+        world: how many ranks saved it; 0 if it cannot be read.
         metrics: those given to `save`.
-        problem: what is wrong with it; empty where all its files are present in the sizes that were written. Only
+        problem: what is wrong with it; empty if all its files are present with the sizes that were written. Only
             `load` compares checksums.
-        unfinished: whether it is left over from a save that did not end.
+        unfinished: whether it is left over from a save that did not finish.
     """
 
     path: Path
@@ -48,7 +47,7 @@ class Listed:
 def listing(
     folder: str | os.PathLike[str], *, named: str = "*", process_group: dist.ProcessGroup | None = None
 ) -> list[Listed]:
-    """The checkpoints of flatfsdp in `folder`, and the leftovers of saves that did not end. Collective.
+    """The checkpoints of flatfsdp in `folder`, and the leftovers of saves that did not finish. Collective.
 
     Args:
         folder: holds one folder for each checkpoint; need not exist.
@@ -56,8 +55,8 @@ def listing(
         process_group: the ranks that call; None for all. Each rank lists the folder; nodes need not share it.
 
     Returns:
-        The same list on all ranks, except for the folder where they give different ones; in the order of saving, with
-        unreadable ones before them, by name. Links to other checkpoints of the folder are left out.
+        The same list on all ranks, except for the folder if they pass different ones; in the order of saving, after
+        unreadable ones, which are sorted by name. Links to other checkpoints of the folder are left out.
 
     Raises:
         CheckpointError: on every rank: a rank cannot list the folder.

@@ -30,7 +30,7 @@ class Keeping:
         by: the name of the metric; for `best`.
         mode: "min" if smaller is better, "max" if larger is.
         named: a pattern (`fnmatch`) of names; checkpoints of other names are left alone, and not counted.
-        unfinished: also remove the leftovers of saves to such names that did not end. Saves in progress are left
+        unfinished: also remove the leftovers of saves to such names that did not finish. Saves in progress are left
             alone.
 
     Raises:

@@ -372,7 +372,7 @@ class ScheduleControls(GradientControls):
         model_of(self._unit).backwards.is_last_backward = is_last_backward
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Without effect: all reductions are sums, scaled before or after them. For programs written for FSDP2.
+        """Has no effect: all reductions are sums, scaled before or after them. For programs written for FSDP2.
 
         Args:
             enable: checked for its type.

@@ -22,11 +22,11 @@ class FSDP2Controls(ScheduleControls):
     """The methods of a module of `fully_shard`. The mixin expects `_unit`."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As any module's: drop the gradients of all parameters inside, or make them zero. Between a forward and its
-        backward, when modules hold unsharded parameters, it applies to the DTensors that these stand for.
+        """As for any module: drop the gradients of all parameters inside, or set them to zero. Between a forward and
+        its backward, when modules hold unsharded parameters, this applies to the DTensors behind them.
 
         Args:
-            set_to_none: False to keep `.grad`, with zeros.
+            set_to_none: False to keep `.grad`, filled with zeros.
         """
         for unit in units_in(cast(nn.Module, self)):
             for handle in unit.handles if not unit.shows_shard else ():  # others are listed, as in any module
@@ -61,7 +61,7 @@ class FSDP2Controls(ScheduleControls):
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Without effect: ranks may use different parameters. Unused on all ranks, one keeps `.grad`; FSDP2 has zeros.
+        """Has no effect: ranks may use different parameters. One that no rank uses keeps its `.grad`; FSDP2 sets zeros.
 
         Args:
             reduce_scatter_unused_params, recurse: checked for their type.
@@ -74,7 +74,7 @@ class FSDP2Controls(ScheduleControls):
         check_bool(f"{method}: recurse", recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Without effect: one reduction reads gradients while the next unit's come, and ends before theirs is issued.
+        """Has no effect: a reduction overlaps with the next unit's backward, and ends before the next one is issued.
 
         Args:
             max_input_buffers, recurse: checked.
