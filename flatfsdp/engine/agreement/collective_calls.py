@@ -85,7 +85,7 @@ def come(notes: StoreClient, place: str, what: str, ranks: int) -> int:
 
 
 def texts_at(
-    notes: StoreClient, place: str, ranks: Sequence[int], absent: str = "has not come that far"
+    notes: StoreClient, place: str, ranks: Sequence[int], absent: str = "has not reached this point"
 ) -> dict[int, str]:
     """The notes of `ranks` at `place`, by rank; `absent` for a rank that does not write one soon."""
     found: dict[int, str] = {}

@@ -51,4 +51,4 @@ def _op_at(at: int, recorded: object) -> Op:
                 last = max(last, place)
                 if place == at:
                     return Op(code, words)
-    return Op(-1, "went on long ago, and deleted its model" if last > at else "deleted its model")
+    return Op(-1, "passed this point long ago and deleted its model" if last > at else "deleted its model")

@@ -88,7 +88,7 @@ def _skipped(did: Mapping[int, str], step: int) -> str:
     if step and trains and calls and len(trains) + len(calls) == len(did):
         some = ranks_in_words(sorted(calls))
         return (
-            f"Either {some} did alone what all ranks have to do, or {some}, unlike {ranks_in_words(sorted(trains))}, "
+            f"Either {some} alone did what all ranks must do, or {some}, unlike {ranks_in_words(sorted(trains))}, "
             f"{SKIPPED}. {ALIKE}{UNEVEN}"
         )
     if backward and (ahead := sorted(trains + calls)) and len(backward) + len(ahead) == len(did):
@@ -101,8 +101,8 @@ def _skipped(did: Mapping[int, str], step: int) -> str:
     if without and len(without) < len(backward) == len(did):
         return (
             f"{ranks_in_words(sorted(without)).capitalize()} accumulated gradients under no_sync() where "
-            f"{ranks_in_words(sorted(set(backward).difference(without)))} reduced them. Decide that alike: "
-            f"if it depends on the number of the batch, a rank skipped a batch. {ALIKE}"
+            f"{ranks_in_words(sorted(set(backward).difference(without)))} reduced them. All ranks must make the same "
+            f"choice: if it depends on the number of the batch, a rank skipped a batch. {ALIKE}"
         )
     return ""
 
@@ -112,19 +112,19 @@ def _unlike_conditions(found: Mapping[Ranks, StepConditions]) -> str:
     out = []
     if len(ranks := _by(found, "stepped")) > 1:
         out.append(
-            f"{ranks[True]} took an optimizer step since the previous step, {ranks[False]} took none. Step on all "
+            f"{ranks[True]} took an optimizer step since the previous step; {ranks[False]} did not. Step on all "
             "ranks or on none; a rank's own data must not decide it, as with GradScaler: use ShardedGradScaler. If it "
             "depends on the number of the batch, as in gradient accumulation, a rank skipped a batch: skip it on all "
             "ranks or on none"
         )
     if len(ranks := _by(found, "loaded")) > 1:
         out.append(
-            f"{ranks[True]} loaded a state dict since the previous step, {ranks[False]} loaded none. Load it on all "
+            f"{ranks[True]} loaded a state dict since the previous step; {ranks[False]} did not. Load it on all "
             "ranks; to read it on one rank alone, load it with rank0_only=True or broadcast_from_rank0=True"
         )
     if len(ranks := _by(found, "autocast")) > 1:
         ways = [f"{f'computes in {dtype}' if dtype else 'is off'} on {ranks[dtype]}" for dtype in sorted(ranks)]
-        out.append(f"autocast {', and '.join(ways)}. Enter the same one on all ranks")
+        out.append(f"autocast {', and '.join(ways)}. Enter the same context on all ranks")
     return ". ".join(text[0].upper() + text[1:] for text in out)
 
 
@@ -148,8 +148,8 @@ def _trained_differently(ops: Mapping[Ranks, Op], names: ModelNames) -> str:
         return _cut_off(first.bit_length() - 1, sets, names.units)
     some, others = _with_and_without(first, sets)
     return (
-        f"Parameter {different[0]!r} requires a gradient on {some}, and none on {others}"
-        f"{f'; ranks differ in {few(different[1:])}, too' if different[1:] else ''}. Set requires_grad in the same "
+        f"Parameter {different[0]!r} requires a gradient on {some}, but not on {others}"
+        f"{f'; ranks also differ in {few(different[1:])}' if different[1:] else ''}. Set requires_grad in the same "
         "way on all ranks, between the same two steps"
     )
 
@@ -159,9 +159,9 @@ def _cut_off(index: int, sets: Mapping[Ranks, int], units: Sequence[UnitEntry]) 
     unit = next(each for each in units if index in each.parameters)
     some, others = _with_and_without(1 << index, sets)
     return (
-        f"The outputs of unit {unit.label} need a gradient on {some}, and none on {others}, where "
-        "its parameters require one as well: something ends the graph there, as detach(), torch.no_grad() or "
-        "another choice of outputs does. Do that on all ranks, or on none"
+        f"The outputs of unit {unit.label} require a gradient on {some}, but not on {others}, where "
+        "its parameters require one as well: something cuts the graph there, such as detach(), torch.no_grad() or a "
+        "different choice of outputs. Do that on all ranks or on none"
     )
 
 

@@ -112,7 +112,7 @@ class Meetings:
             return peers.verdict or notes.read(f"{place}/verdict")
 
         assert peers.watch is not None
-        what = f"{self._noted}, unexpectedly, and waits for the notes of the others, in step {max(1, step)}"
+        what = f"{self._noted}, which was not expected, and waits to hear from the other ranks, in step {max(1, step)}"
         with peers.watch.waiting(peers.ranks, what, ends_by_notes=True):
             verdict = notes.wait(decided, PATIENCE)
         peers.raise_verdict()
@@ -128,7 +128,9 @@ class Meetings:
     def judge(self, at: int, step: int) -> AgreementError:
         """The error with the ops of all ranks at `at`, from their notes, or with the ranks that have ended."""
         peers, place = self._peers, self._place(at)
-        texts = ranks_by_value(texts_at(peers.store, place, peers.ranks, Op(-1, "has not come that far").to_text()))
+        texts = ranks_by_value(
+            texts_at(peers.store, place, peers.ranks, Op(-1, "has not reached this point").to_text())
+        )
         exits = ExitRecord.read_all(peers.store).values()
         ended = [each for each in exits if each.rank in peers.ranks and each.cause is None]
         peers.store.let_all_read(place, len(peers.ranks), READING)
@@ -416,7 +418,7 @@ class OpSequence:
                 return True
         elif passed:
             quoted = self._logged_at(at)
-            meetings.leave_note(at, quoted.op if quoted is not None else Op(-1, "went on long ago"))
+            meetings.leave_note(at, quoted.op if quoted is not None else Op(-1, "passed this point long ago"))
         # An announced op is behind this rank, for its next one: others have met there, or the notes there differ.
         elif issued is not None and at == self.position + (self.announced is not None) and self.issued > issued:
             meetings.leave_note(at, Op(-1, f"went on in {self.part}"))

@@ -27,8 +27,8 @@ from .ops import Op
 from .rank_exchange import RankExchange
 
 _REMEDY = (
-    "All ranks must run their models in the same order: their collectives would be exchanged for each other, which "
-    "mixes the values of models of one structure"
+    "All ranks must run their models in the same order: otherwise the collectives of different models are matched "
+    "with each other, which mixes up the values of models with the same structure"
 )
 
 

@@ -277,7 +277,7 @@ class UnusedParams:
         found = self._publish(
             key,
             entry,
-            "which parameters the others brought no gradients to",
+            "the other ranks to report which parameters they have no gradients for",
             request_after=LATE * 10 if comes else SOON,
         )
         all_participated = all(took_part for _, took_part in found.values())
@@ -294,7 +294,7 @@ class UnusedParams:
         self._called = True
         self.answers.record_call(self._at)
         entry = entry_of(self._peers.rank, 0, participates=True)
-        what = "the others to read about missing or unexpected gradients"
+        what = "the other ranks to read about missing or unexpected gradients"
         self._publish(f"{self._key()}/calls", entry, what, request_after=SOON, calls=True)
 
     def _publish(
@@ -332,7 +332,7 @@ class UnusedParams:
         if not there:
             missing = [rank for rank in peers.ranks if rank not in found]
             raise AgreementError(
-                f"waited {PATIENCE:.0f} s for {what}: no answer of {ranks_in_words(missing)}. Look for what stopped "
+                f"waited {PATIENCE:.0f} s for {what}: no answer from {ranks_in_words(missing)}. Find out what stopped "
                 "the processes of these ranks"
             )
         return {rank: found.get(rank, (0, False)) for rank in peers.ranks}

@@ -213,7 +213,8 @@ def _end_replaced(unit: Unit, *, takes: bool) -> list[str]:
 def _check_summonable(unit: Unit, *, with_grads: bool) -> None:
     if unit.phase is SUMMONED:
         raise UsageError(
-            f"summon_full_params() inside summon_full_params(): the parameters of unit {unit.label} are whole already"
+            f"summon_full_params() inside summon_full_params(): the parameters of unit {unit.label} are already "
+            "unsharded"
         )
     if unit.phase is not IDLE or _torch.in_backward():
         raise UsageError(
@@ -223,8 +224,8 @@ def _check_summonable(unit: Unit, *, with_grads: bool) -> None:
     if with_grads and any(grads.accumulation.window_open for grads in unit.grads):
         raise UsageError(
             f"summon_full_params(with_grads=True): the gradients of unit {unit.label} were accumulated under "
-            "no_sync() and differ between ranks, so there is no whole one. Summon them after a backward outside of "
-            "no_sync(), or leave with_grads out"
+            "no_sync() and differ between ranks, so there is no whole gradient to show. Summon them after a backward "
+            "outside of no_sync(), or leave with_grads out"
         )
 
 
@@ -281,7 +282,7 @@ def summon(
                 for each in summoned:
                     unlike += each.hide(writeback=writeback, from_rank0=rank0_only)
     if unlike:
-        refused += ["parameters had another shape than at its beginning, and kept their values: " + "; ".join(unlike)]
+        refused += ["parameters were given another shape inside it, so they keep their values: " + "; ".join(unlike)]
     if refused:
         raise UsageError(f"at the end of summon_full_params() {'; '.join(refused)}")
 

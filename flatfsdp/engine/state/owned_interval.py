@@ -137,9 +137,9 @@ class OwnedInterval(torch.Tensor):
     def _refuse_local(self) -> None:
         if self.is_local:
             raise UsageError(
-                f"{self.spec.name!r} is a flat shard (LOCAL_STATE_DICT) of a unit with parts of DTensors: ranks of "
-                "tensor parallelism have others under the same name, which would be taken for one. Save "
-                "SHARDED_STATE_DICT, or each rank's by torch.save"
+                f"{self.spec.name!r} is a flat shard (LOCAL_STATE_DICT) of a unit with parts of DTensors: "
+                "tensor-parallel ranks have other shards under the same name, and all would be taken for the same one. "
+                "Save SHARDED_STATE_DICT, or save the state dict of each rank with torch.save"
             )
 
     @property
@@ -335,9 +335,9 @@ def _copied(function: Callable[..., torch.Tensor]) -> Callable[..., OwnedInterva
 
 
 _STAGED = (
-    ". Where torch.distributed.checkpoint.async_save(storage_writer=...) copies it, which does so with tensors without "
-    "dimensions, and it comes from a file or a pickle: take it from a model, whose values know the other ranks, or use "
-    "flatfsdp.checkpoint.async_save()"
+    ". torch.distributed.checkpoint.async_save(storage_writer=...) copies tensors without dimensions, for which values "
+    "from a file or a pickle do not suffice: take the state dict from a model, whose values know the other ranks, or "
+    "use flatfsdp.checkpoint.async_save()"
 )
 
 

@@ -293,7 +293,7 @@ class StatusPoll:
                     f"rank {rank}: no response: {process} exited, is stopped, or no longer holds a model"
                     for rank, process in unresponsive.items()
                 ),
-                *([f"{ranks_in_words(absent)}: has not used flatfsdp yet"] if absent else []),
+                *([f"{ranks_in_words(absent)}: no use of flatfsdp yet"] if absent else []),
                 *steps_behind({rank: answer.progress for rank, answer in answers.items()}),
             ],
             lost=[*ended.values()],

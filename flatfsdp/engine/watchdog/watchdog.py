@@ -189,8 +189,8 @@ class Watchdog:
         except RuntimeError as gone:
             return LostRankError(f"{gone}: {reports.server_ended()}. A connection to another rank broke: {broken}")
         return LostRankError(
-            "a connection to another rank broke, and no rank reported why. Look for what ended the other ranks, or "
-            f"their network: {broken}"
+            "a connection to another rank broke, and no rank reported why. Find out what ended the other ranks, or "
+            f"whether their network failed: {broken}"
         )
 
     def last_step(self) -> str:
@@ -321,7 +321,7 @@ class Watchdog:
         since, announced = self._local.waited()
         waited = time.monotonic() - since
         if result.purpose == "report":
-            where = f"blocked for {waited:.0f} s" if waited > 2 * self._polls.period else "others wait"
+            where = f"blocked for {waited:.0f} s" if waited > 2 * self._polls.period else "other ranks are waiting"
             lines = "\n".join(f"    {line}" for line in result.lines)
             print_immediately(
                 f"[flatfsdp, rank {self._rank}] {where}. Status of all ranks (requested by rank {result.by}):\n{lines}"
@@ -363,7 +363,7 @@ class Watchdog:
         elif result.purpose == "lost" and self._requested_poll is not None:
             self._lost = LostRankError(
                 f"a connection to another rank broke, though all ranks answer: {'; '.join(result.lines)}. A rank may "
-                "have destroyed its process group, or its network failed"
+                "have destroyed its process group, or its network may have failed"
             )
 
     def _lose(self, lost: Sequence[reports.ExitRecord], *, leave: Callable[[], None]) -> None:

@@ -252,8 +252,9 @@ def test_ranks_part_in_their_first_iteration(pool2: Run, case: str, text: str) -
     parting = {
         "no backward": ". Rank 1 skipped the backward that rank 0 began (as by `continue` after a loss that is not "
         "finite). Run a backward on all ranks or on none; rank-local data must not decide it",
-        "no_sync": ". Rank 1 accumulated gradients under no_sync() where rank 0 reduced them. Decide that alike: if it "
-        "depends on the number of the batch, a rank skipped a batch. Skip a batch on all ranks or on none",
+        "no_sync": ". Rank 1 accumulated gradients under no_sync() where rank 0 reduced them. All ranks must make the "
+        "same choice: if it depends on the number of the batch, a rank skipped a batch. Skip a batch on all ranks "
+        "or on none",
     }.get(case, f"{PARTING}{remedy}")
     assert same(pool2(part, case)) == f"ranks diverged at step 1: {text}{parting}"
 
@@ -475,7 +476,7 @@ def cut_off(rank: int, world: int) -> str:
 
 def test_an_output_without_gradient_is_distinguished_from_a_frozen_parameter(pool2: Run) -> None:
     text = same(pool2(cut_off))
-    assert "The outputs of unit '0' need a gradient on rank 0, and none on rank 1" in text and "detach()" in text
+    assert "The outputs of unit '0' require a gradient on rank 0, but not on rank 1" in text and "detach()" in text
 
 
 # -- values ----------------------------------------------------------------------------------------------------------

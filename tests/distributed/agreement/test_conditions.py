@@ -61,11 +61,11 @@ def unlike(rank: int, world: int, thing: str, strategy: str, at_first: bool) -> 
 @pytest.mark.parametrize(
     ("thing", "text"),
     [
-        ("steps", "Rank 1 took an optimizer step since the previous step, rank 0 took none. "),
-        ("loads", "Rank 1 loaded a state dict since the previous step, rank 0 loaded none. "),
-        ("loads its optimizer", "Rank 1 loaded a state dict since the previous step, rank 0 loaded none. "),
+        ("steps", "Rank 1 took an optimizer step since the previous step; rank 0 did not. "),
+        ("loads", "Rank 1 loaded a state dict since the previous step; rank 0 did not. "),
+        ("loads its optimizer", "Rank 1 loaded a state dict since the previous step; rank 0 did not. "),
         ("autocast", "Autocast is off on rank 0, and computes in bfloat16 on rank 1. "),
-        ("freezes", "Parameter 'first.weight' requires a gradient on rank 0, and none on rank 1. "),
+        ("freezes", "Parameter 'first.weight' requires a gradient on rank 0, but not on rank 1. "),
     ],
 )
 def test_what_one_rank_does_is_an_error_on_all(pool2: Run, thing: str, text: str, strategy: str) -> None:

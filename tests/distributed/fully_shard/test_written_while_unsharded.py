@@ -300,7 +300,7 @@ def frozen_on_one_rank(rank: int, world: int) -> None:
 
 
 def test_what_one_rank_freezes_between_a_forward_and_its_backward_is_reported(pool2: Run) -> None:
-    named = "Parameter '2.weight' requires a gradient on rank 0, and none on rank 1; ranks differ in 2.bias, too"
+    named = "Parameter '2.weight' requires a gradient on rank 0, but not on rank 1; ranks also differ in 2.bias"
     with pytest.raises(JobFailed, match=named):
         pool2(frozen_on_one_rank, timeout=60)
 

@@ -568,7 +568,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
 def test_refusals(pool2: Run) -> None:
     for text in pool2(refused):
         assert "these are different intervals" in text["interval"]
-        assert "a LOCAL_STATE_DICT fits only the number of ranks" in text["layout"]
+        assert "a LOCAL_STATE_DICT can only be loaded with the number of ranks" in text["layout"]
         assert "set to SHARDED_STATE_DICT" in text["types"] and "set_state_dict_type()" in text["types"]
         assert "a FullStateDictConfig, the class for that state_dict_type" in text["config"]
         assert "FULL_STATE_DICT" in text["name"]

@@ -144,7 +144,7 @@ def test_ranks_part(outcomes: list[fresh.Outcome], case: str, text: str) -> None
     remedy = REMEDY if case == "another order" else ""
     expected = f"ranks diverged at step {begun}: {text}{PARTING}{remedy}"
     if case.endswith("of rank 0"):
-        either = "Either rank 0 did alone what all ranks have to do, or rank 0, unlike rank 1, skipped a batch"
+        either = "Either rank 0 alone did what all ranks must do, or rank 0, unlike rank 1, skipped a batch"
         assert reported_to_all(outcomes).startswith(f"ranks diverged at step {begun}: {text}. {either}")
         return
     assert reported_to_all(outcomes) == expected
@@ -395,7 +395,7 @@ def flip(rank: int, world: int, in_pattern: bool) -> None:
 def test_a_parameter_that_one_rank_freezes_is_an_error_on_all(outcomes: list[fresh.Outcome], in_pattern: bool) -> None:
     # In the pattern it is the step in which all others train the second player.
     trains, freezes = (1, 0) if in_pattern else (0, 1)
-    text = f"Parameter 'first.weight' requires a gradient on rank {trains}, and none on rank {freezes}. Set"
+    text = f"Parameter 'first.weight' requires a gradient on rank {trains}, but not on rank {freezes}. Set"
     for outcome in outcomes:
         assert outcome.exit_code == 1
         assert text in f"{outcome.error}{outcome.output}"

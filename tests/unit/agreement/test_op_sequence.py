@@ -72,7 +72,7 @@ def test_what_was_abandoned_is_noted_once(ranks: list[Rank]) -> None:
     """A failed backward inside of a forward fails that, too: two notes of one rank were taken for those of two."""
     for _ in RANKS:
         ranks[0].publish_abandoned(ZeroDivisionError())
-    with pytest.raises(AgreementError, match=r"rank 0 abandoned .*; rank 1 has not come that far"):
+    with pytest.raises(AgreementError, match=r"rank 0 abandoned .*; rank 1 has not reached this point"):
         ranks[0].meet_abandoned()
 
 

@@ -24,7 +24,7 @@ def backward(*, sync: bool = True) -> Op:
 def test_a_rank_that_goes_on_after_its_last_batch(other: Op) -> None:
     message = divergence({(0, 2): forward(TRAINING), (1,): other}, 7, ModelNames(UNITS))
     assert (
-        f"rank 1 {other.words}. Either rank 1 did alone what all ranks have to do, or rank 1, unlike ranks 0, 2, "
+        f"rank 1 {other.words}. Either rank 1 alone did what all ranks must do, or rank 1, unlike ranks 0, 2, "
         "skipped a batch (as by `continue` before its forward), or its data ended earlier. Skip" in message
     )
     assert "skipped" not in divergence({(0, 2): forward(TRAINING), (1,): other}, 0, ModelNames(UNITS)), "the first step"

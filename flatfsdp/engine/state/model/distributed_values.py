@@ -35,7 +35,7 @@ class LazyValue(torch.Tensor):
     """
 
     value: Any
-    why = "takes communication"
+    why = "requires communication"
 
     @classmethod
     def of(cls, value: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:

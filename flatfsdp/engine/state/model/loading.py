@@ -339,8 +339,9 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
     what = (
-        f"{clean(key)!r}: a LOCAL_STATE_DICT fits only the number of ranks, the wrapping and the "
-        f"{FlatFace.words.argument} that it was made with, here {layout.world} shards of {layout.shard_numel} elements"
+        f"{clean(key)!r}: a LOCAL_STATE_DICT can only be loaded with the number of ranks, the "
+        f"wrapping and the {FlatFace.words.argument} that it was made with; expected {layout.world} shards of "
+        f"{layout.shard_numel} elements"
     )
     remedy = ". Load it into such a model, and save SHARDED_STATE_DICT or FULL_STATE_DICT there"
     if isinstance(value, OwnedInterval):

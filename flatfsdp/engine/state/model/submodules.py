@@ -71,7 +71,7 @@ class _Saving(Placeholders):
 def _refuse(unit: Unit, module: nn.Module, why: str) -> None:
     raise UsageError(
         f"state_dict() of a {type(module).__name__} inside unit {unit.label}: it {why}. Call it on the wrapper, whose "
-        "state dict has the same keys behind the path of the module"
+        "state dict has the same keys, prefixed with the path of the module"
     )
 
 

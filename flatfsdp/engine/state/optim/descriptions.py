@@ -129,7 +129,7 @@ def _refuse_unsupported(name: str, state: str, *values: Any) -> None:
         if isinstance(value, UnsupportedState):
             raise UsageError(
                 f"optimizer state {state!r} of {name!r} is {value.words}, but the parameter is split over ranks: only "
-                "states of the parameter's shape can be put together again. Use an optimizer whose states have the "
+                "states of the parameter's shape can be reassembled. Use an optimizer whose states have the "
                 "shape of their parameters, or keep this parameter unsharded, with ignored_states= or "
                 f'sharding_strategy="NO_SHARD", both with {OriginalFace.words.setting}'
             )

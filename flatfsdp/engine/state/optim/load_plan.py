@@ -278,7 +278,7 @@ def _value_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[st
     if missing:
         raise ConfigValueError(
             f"optim_state_dict: state {state!r} is {shown(values[first])} for {first!r} and missing for "
-            f"{_few(missing)}; no value stands for a missing state. {_SHARE}"
+            f"{_few(missing)}; a missing state has no default value. {_SHARE}"
         )
     for name, value in values.items():
         if not alike(value, values[first]):
