@@ -136,7 +136,7 @@ class FSDP2Controls(ScheduleControls):
         )
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Refused: reductions run where gradients lie. `set_all_reduce_hook` changes the sum.
+        """Refused: reductions run in place on gradients. `set_all_reduce_hook` changes the sum.
 
         Args:
             comm: ignored.

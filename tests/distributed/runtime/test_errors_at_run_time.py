@@ -944,8 +944,8 @@ def test_gradients_of_a_window_are_not_summoned(world: None) -> None:
         reported(lambda: FullyShardedDataParallel.summon_full_params(model, with_grads=True).__enter__()),
         """\
 summon_full_params(with_grads=True): the gradients of unit <root> were accumulated under no_sync()
-and differ between ranks, so there is no whole gradient to show. Summon them after a backward outside of
-no_sync(), or leave with_grads out""",
+and differ between ranks, so there is no whole gradient to show. Summon them after a backward
+outside of no_sync(), or leave with_grads out""",
     )
 
 
