@@ -213,7 +213,7 @@ def by_parameters(rank: int, world: int, front: str) -> list[str]:
     x, reference, model = inputs(rank), plain(), sharded(front)
     given = dict(model.named_parameters())
     for _ in "cold", "warm":
-        with pytest.raises(UsageError, match=r"functional_call gave unit .* other tensors"):
+        with pytest.raises(UsageError, match=r"functional_call passed other tensors for .* to unit"):
             grad(lambda parameters: functional_call(model, parameters, x).sum())(given)
         if not torch.allclose(model(x), reference(x)):
             return ["another output"]

@@ -485,7 +485,7 @@ def test_a_stream_that_became_shorter_is_reported() -> None:
     loader = Loader(Stream(8), batch=6)
     loader.next_step()
     (shorter := Loader(Stream(4), batch=6)).load_state_dict(loader.state_dict())
-    with pytest.raises(DataError, match="ended after 4 samples of epoch 0, of which 6 are consumed"):
+    with pytest.raises(DataError, match="ended after 4 samples of epoch 0, but 6 were consumed before"):
         shorter.next_step()
 
 
