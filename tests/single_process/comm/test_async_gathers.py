@@ -160,7 +160,7 @@ def test_it_is_for_whole_models() -> None:
     with tower() as model:
         with refused(ConfigTypeError, "set_unshard_async_op: async_op: got 1 .int.. Accepted: True or False"):
             model.set_unshard_async_op(1)  # type: ignore[arg-type]
-        with refused(UsageError, "of unit 'a' was called on a nested wrapper, .* on the outermost .Tower"):
+        with refused(UsageError, "of unit 'a' was called on a nested wrapper, .* on the outermost wrapper .Tower"):
             model.module.a.set_unshard_async_op(True)
         model.set_unshard_async_op(True)
         assert inspect.schedule_in_words(model) == "unshard_async_op=True in all units"
