@@ -112,7 +112,7 @@ class Meetings:
             return peers.verdict or notes.read(f"{place}/verdict")
 
         assert peers.watch is not None
-        what = f"{self._noted}, which was not expected, and waits to hear from the other ranks, in step {max(1, step)}"
+        what = f"{self._noted}, which was not expected, and waits for the other ranks to answer, in step {max(1, step)}"
         with peers.watch.waiting(peers.ranks, what, ends_by_notes=True):
             verdict = notes.wait(decided, PATIENCE)
         peers.raise_verdict()

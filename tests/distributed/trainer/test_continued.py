@@ -150,10 +150,10 @@ class Stream(IterableDataset[Any]):
 
 def test_a_course_needs_an_end(run: Run, tmp_path: Path) -> None:
     (text,) = run(1, train, tmp_path, {"shuffle": False}, train_data=Stream())
-    assert "scheduler: got 'cosine', but a dataset of unknown length" in text
+    assert "scheduler: got 'cosine', but the dataset has no known length" in text
     constant = {"shuffle": False, "scheduler": "constant"}
     (text,) = run(1, train, tmp_path, {**constant, "warmup": 0.1}, train_data=Stream())
-    assert "warmup: got 0.1, but a dataset of unknown length" in text
+    assert "warmup: got 0.1, but the dataset has no known length" in text
     (found,) = run(1, train, tmp_path, constant, train_data=Stream())
     assert found == dict.fromkeys(range(1, 13), 0.1)
 
