@@ -146,8 +146,9 @@ class _Rows:
         else:
             spec = _dtensor.spec_of(value)
             if (
-                spec.shape == expected.shape
-                and (spec.mesh, spec.placements) == (expected.mesh, expected.placements)
+                (spec.shape, spec.mesh) == (expected.shape, expected.mesh)
+                # On one rank all placements are the same, and older versions of torch name either.
+                and (spec.placements == expected.placements or spec.mesh.size() == 1)
                 and _dtensor.local_of(value).shape == self._shape
             ):
                 return
