@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from flatfsdp import fully_shard, fuse_optimizer_steps, optimizer_in_backward
 from flatfsdp.errors import UsageError
@@ -520,3 +520,15 @@ def test_random_programs(seed: int) -> None:
         for grad, other in zip(grads_of(model), grads_of(expected), strict=True):
             assert (grad is None) == (other is None)
             assert grad is None or torch.equal(grad.to_local(), other)
+
+
+def test_on_one_rank_a_replicated_gradient_is_one_of_the_parameter() -> None:
+    """Older versions of torch make such gradients of penalties: on one rank all placements are the same."""
+    model = model_of()
+    expected = [grad + 1.0 for grad in (each.to_local() for each in backward(model))]
+    model.zero_grad()
+    for parameter in model.parameters():
+        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+        parameter.grad = DTensor.from_local(torch.ones(parameter.shape), mesh, [Replicate()])
+    for found, value in zip(backward(model), expected, strict=True):
+        assert torch.equal(found.to_local(), value)
