@@ -172,7 +172,7 @@ class Agreement:
     def end_forward(self) -> None:
         """End the outermost forward."""
         if self.sequence.part is not None:
-            self.sequence.next(ENDED[self._kind], completes=self._kind != TRAINING)
+            self.sequence.next(ENDED[self._kind], completes=self._kind != TRAINING, ends=True)
         self.rest()
 
     def resume_forward(self) -> None:
@@ -213,7 +213,7 @@ class Agreement:
     def check_issued(self, gathered: Sequence[int], reduced: Sequence[int]) -> None:
         """Check, after a backward that reduces, that all ranks have issued the collectives of these units."""
         if self.peers.axes:
-            self.sequence.next(self._issued(tuple(gathered), tuple(reduced)), completes=True)
+            self.sequence.next(self._issued(tuple(gathered), tuple(reduced)), completes=True, ends=True)
 
     def foresees_none(self, brings: Callable[[], bool]) -> bool:
         """Whether all ranks know that the backward that begins computes no gradient. This is compared if an earlier

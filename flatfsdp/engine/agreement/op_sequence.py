@@ -236,10 +236,13 @@ class OpSequence:
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
-    def next(self, op: Op, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
+    def next(
+        self, op: Op, *, unit: int | None = None, opens: bool = False, completes: bool = False, ends: bool = False
+    ) -> None:
         """Do `op` next. Collective if there is no expectation.
 
         `unit`: the op enters this unit of a forward. `opens`: a step begins. `completes`: an iteration may end here.
+        `ends`: so does the running part, after this op.
 
         Raises:
             AgreementError: the op of another rank differs; on every rank, within seconds.
@@ -259,6 +262,8 @@ class OpSequence:
         self._predictor.learn(op.code, unit=unit, completes=completes)
         self._logged.append((self.position, op, self.progress.steps))
         self.progress.steps += opens
+        if ends:  # before the watch sees the position, and compares with a rank that may be in the next part already
+            self._issued_before = self._comm_stats.issued
         self.position += 1
 
     def require_same(self, answers: Mapping[int, list[int]], op: Op) -> None:
@@ -268,11 +273,13 @@ class OpSequence:
     def show(self, op: Op, *, issued: int | None = None) -> None:
         """Do `op`, which other ranks may not do: if it was not expected all ranks meet. Not collective.
 
-        `issued`: the number of collectives that this rank had issued, if it will issue no more.
+        `issued`: the number of collectives that this rank had issued, if it will issue no more and the part ends.
         """
         if self._predictor.expected() != op.code:
             self.meetings.announce(self.position, op, issued=issued)
             self.meetings.meet(self.position, self.progress.steps)
+        if issued is not None:
+            self._issued_before = self._comm_stats.issued
         self._follow(op, completes=True)
 
     def announce(self, op: Op) -> None:

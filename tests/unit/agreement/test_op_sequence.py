@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -84,3 +85,28 @@ def test_a_rank_that_waits_for_gathers_of_one_that_has_ended_its_backward_report
     ranks[0].meet_announced()
     with pytest.raises(AgreementError, match=r"rank 0 gathered less; rank 1 went on in a backward"):
         ranks[0].show(Op(2, "gathered less"), issued=ranks[0].issued)
+
+
+@pytest.mark.parametrize("reduces", [True, False])
+def test_a_rank_that_ends_a_backward_has_not_gone_on_after_one_that_left_the_loop_around_it(
+    ranks: list[Rank], reduces: bool
+) -> None:
+    """It had done the last op, and was still in the part whose collectives the other rank did not count any more."""
+    for each in ranks:
+        each.counted.issued += 2
+        if reduces:
+            each.next(Op(3, "issued"), completes=True, ends=True)
+        else:
+            each.meetings.meet = lambda *args: None  # type: ignore[method-assign]
+            each.show(Op(3, "gathered"), issued=each.issued)
+            del each.meetings.meet
+    late, early = ranks
+    for each in early, late:
+        if each is late:
+            late.consider(json.dumps(["model", early.position, early.issued]))
+        each.rest()
+        each.start("the loop")
+        each.publish_abandoned(ValueError("enough"))
+    for each in ranks:
+        each.meet_abandoned()
+    assert [each.position for each in ranks] == [3, 3]
