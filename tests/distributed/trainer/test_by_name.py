@@ -278,7 +278,7 @@ def test_its_layers_become_units(folder: Path, pool2: Run) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("none/at/all", {}, "hf:none/at/all: there is no local folder"),
+        ("none/at/all", {}, "hf:none/at/all: there is no folder"),
         ("./none", {}, "hf:./none: there is no folder"),
         ("", {}, "has no config.json"),
         (
