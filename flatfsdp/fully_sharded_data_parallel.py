@@ -20,7 +20,7 @@ from .api import (
 )
 from .engine.base import _torch
 from .engine.comm.process_groups import groups_in_words, is_first_of, resolve_groups
-from .engine.config.arguments import check_arguments
+from .engine.config.arguments import as_fsdp1, check_arguments
 from .engine.facade.fsdp1_compat import FSDP1Names
 from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.comm_hook_registration import register_comm_hook
@@ -149,7 +149,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
         with one_rank_warns(this_rank=is_first_of(process_group, device_mesh)):
-            config = check_arguments(module, **given)
+            config = as_fsdp1(check_arguments(module, **given), module)
             super().__init__()
             self._wrap(module, resolve_groups(config))
 

@@ -96,7 +96,7 @@ def check_arguments(
         auto_wrap_policy=_policy(auto_wrap_policy),
         backward_prefetch=member("backward_prefetch", value_of(backward_prefetch), BackwardPrefetch),
         names_prefetch=not isinstance(backward_prefetch, Unnamed),
-        mixed_precision=_as_fsdp1(_mixed_precision(mixed_precision), module),
+        mixed_precision=_mixed_precision(mixed_precision),
         ignored_modules=modules,
         ignored_params=params,
         param_init_fn=_param_init_fn(param_init_fn),
@@ -109,6 +109,23 @@ def check_arguments(
         layout=_one_of("layout", layout, "flat", "rows"),
     )
     return _check_combination(config)
+
+
+def as_fsdp1(config: Config, module: nn.Module) -> Config:
+    """The checked arguments of a wrapper, with FSDP1's behavior under `as_torch`.
+
+    Microbatches add up under `no_sync` in the dtype of the parameters in computation, as autograd adds them in FSDP1.
+    (FSDP2 adds them in the reduce dtype, so this is not for `fully_shard`.) Of a module with parameters in several
+    dtypes, without `param_dtype`: in the reduce dtype.
+    """
+    precision = config.mixed_precision
+    if not fsdp1_mode.active or precision.accumulate_dtype is not None or precision.reduce_dtype is None:
+        return config
+    dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
+    computed = {precision.param_dtype} if precision.param_dtype is not None else dtypes
+    if len(computed) != 1:
+        return config
+    return config.replace(mixed_precision=replace(precision, accumulate_dtype=computed.pop()))
 
 
 def check_argument_names(given: Mapping[str, Any], *, where: str) -> None:
@@ -226,16 +243,6 @@ def _mixed_precision(value: Any) -> MixedPrecision:
             "full_precision_in_eval=True).",
         )
     return precision
-
-
-def _as_fsdp1(precision: MixedPrecision, module: nn.Module) -> MixedPrecision:
-    """Under `as_torch`, microbatches add up under `no_sync` in the dtype of the parameters in computation, as autograd
-    adds them in FSDP1. Of a module with parameters in several dtypes, without `param_dtype`: in the reduce dtype."""
-    if not fsdp1_mode.active or precision.accumulate_dtype is not None or precision.reduce_dtype is None:
-        return precision
-    dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
-    computed = {precision.param_dtype} if precision.param_dtype is not None else dtypes
-    return replace(precision, accumulate_dtype=computed.pop()) if len(computed) == 1 else precision
 
 
 def _policy(value: Any) -> Any:

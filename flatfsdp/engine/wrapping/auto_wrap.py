@@ -19,7 +19,7 @@ from ...api import DEFAULT_PREFETCH, Config, MixedPrecision
 from ...errors import AgreementError, ConfigValueError, UsageError, few, logger, warn
 from ...wrap import ModuleWrapPolicy, described
 from ..comm.process_groups import resolve_groups
-from ..config.arguments import check_argument_names, check_arguments, has_forward
+from ..config.arguments import as_fsdp1, check_argument_names, check_arguments, has_forward
 from ..runtime.module_tree import ignored_of
 from ..runtime.param_registry import disown
 from ..runtime.unit import Unit
@@ -61,7 +61,7 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
             )
         if "process_group" in changed:
             overrides["device_mesh"] = None
-        checked = resolve_groups(check_arguments(child, **overrides)) if changed else nested
+        checked = resolve_groups(as_fsdp1(check_arguments(child, **overrides), child)) if changed else nested
         own_config = checked.replace(ignored_modules=tuple(ignored_modules), ignored_params=tuple(ignored_params))
         return made.add(make(child, own_config, island=id(child) in islands))
 

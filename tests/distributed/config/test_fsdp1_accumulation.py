@@ -55,6 +55,35 @@ def differences(rank: int, world: int, case: str, orig: bool, as_torch: bool) ->
     return [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
+def trained_in_place(package: Any, rank: int, case: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(12, 16), nn.Sequential(nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 4))
+    policy = package.MixedPrecisionPolicy(*CASES[case])
+    for each in (*net, net):
+        package.fully_shard(each, mp_policy=policy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        for microbatch in range(MICROBATCHES):
+            net.set_requires_gradient_sync(microbatch == MICROBATCHES - 1)
+            net(torch.randn(5, 12, generator=generator)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().to_local().clone() for parameter in net.parameters()]
+
+
+def differences_in_place(rank: int, world: int, case: str) -> list[int]:
+    expected = trained_in_place(torchs, rank, case)
+    with patch.object(fsdp1_mode, "active", True):
+        found = trained_in_place(flatfsdp, rank, case)
+    return [n for n, (one, other) in enumerate(zip(found, expected, strict=True)) if not torch.equal(one, other)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_under_fully_shard_they_add_up_as_in_fsdp2(pool2: Run, case: str) -> None:
+    assert pool2(differences_in_place, case) == [[], []]
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("orig", [True, False])
 def test_they_add_up_as_in_fsdp1(pool2: Run, case: str, orig: bool) -> None:
