@@ -127,7 +127,8 @@ class Turns(OpSequence):
         """`first`: the exchange of the model that has just run first."""
         peers = RankExchange()
         peers.rank, peers.ranks = first.rank, tuple(sorted(axis.ranks))
-        peers.scope, peers.watch = f"{first.scope}.turns", first.watch
+        # Other ranks of the model may have a group of their own, as the other replicas of HYBRID_SHARD.
+        peers.scope, peers.watch = f"{first.scope}.turns of {peers.ranks[0]}", first.watch
         super().__init__(peers)
         self.meetings = _TurnMeetings(peers)
         self._models = weakref.WeakSet(each.sequence for each in members)

@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from flatfsdp.engine.agreement import op_sequence
 from flatfsdp.engine.agreement.op_sequence import OpSequence
 from flatfsdp.engine.agreement.ops import NONE_CAME, Op
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
+from flatfsdp.engine.agreement.turns import Turns
 from flatfsdp.engine.base.events import EventLog
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.watchdog.store import StoreClient
@@ -110,3 +111,21 @@ def test_a_rank_that_ends_a_backward_has_not_gone_on_after_one_that_left_the_loo
     for each in ranks:
         each.meet_abandoned()
     assert [each.position for each in ranks] == [3, 3]
+
+
+def test_models_over_two_groups_meet_in_each_of_them() -> None:
+    """Replicas of HYBRID_SHARD ran several models: rank 2 was taken for rank 1, so that others waited forever."""
+    store = StoreClient(dist.HashStore())
+    watch: Any = SimpleNamespace(
+        store=store, waiting=lambda *args, **how: nullcontext(), add=Mock(), follow=Mock(), progress_with_living=dict
+    )
+    turns = {}
+    for rank in range(4):
+        model = RankExchange()
+        model.rank, model.ranks, model.scope, model.watch = rank, tuple(range(4)), "model", watch
+        axis: Any = SimpleNamespace(ranks=(0, 1) if rank < 2 else (2, 3))
+        turns[rank] = Turns(axis, model, [])
+    with patch.object(op_sequence, "PATIENCE", 0.5):
+        turns[2].meetings.announce(0, Op(1, "began a forward"))
+        with pytest.raises(AgreementError, match="rank 0 began a forward; rank 1 has not reached this point"):
+            turns[0].take(Op(1, "began a forward"))
