@@ -232,7 +232,8 @@ def step(nets: list[Any], x: Tensor, weight: float, seed: str) -> list[Any]:
 def shard(front: str, nets: list[Net], units: set[type], strategies: list[str], settings: dict[str, Any]) -> list[Any]:
     """The models, whose shared part is a unit."""
     if front == "wrapper":
-        shared = Wrapper.shard(nets[0].shared, None, "FULL_SHARD", settings)
+        hybrid = "HYBRID_SHARD" if "HYBRID_SHARD" in strategies else "FULL_SHARD"
+        shared = Wrapper.shard(nets[0].shared, None, hybrid, settings)
         for net in nets:
             net.shared = shared
         return [Wrapper.shard(net, units, each, settings) for net, each in zip(nets, strategies, strict=True)]
@@ -256,7 +257,10 @@ def play(rank: int, world: int, seed: int) -> list[str]:
     settings = {**SETTINGS, "mixed_precision": CASTS[casts], "use_orig_params": original or front == "fully_shard"}
     settings["backward_prefetch"] = drawn.choice(("BACKWARD_PRE", "BACKWARD_POST", None))
     alone, nets = build(seed), build(seed)
-    models = shard(front, nets, units, [drawn.choice(("FULL_SHARD", "SHARD_GRAD_OP")) for _ in nets], settings)
+    strategies = [drawn.choice(("FULL_SHARD", "SHARD_GRAD_OP")) for _ in nets]
+    if world == 4 and front == "wrapper":  # the replicas' groups each meet for the order of the roots
+        strategies = ["HYBRID_SHARD" for _ in nets]
+    models = shard(front, nets, units, strategies, settings)
     one, many = (
         torch.optim.SGD(list(dict.fromkeys(parameters(each).values())), lr=0.05, momentum=0.5)
         for each in (alone, models)
@@ -287,5 +291,5 @@ def play(rank: int, world: int, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("seed", seeds(16, 400))
 def test_arguments_that_units_write(run: Run, seed: int) -> None:
-    for wrong in run(2, play, seed):
+    for wrong in run(4 if seed % 4 == 3 else 2, play, seed):
         assert not wrong, "\n".join(wrong)
