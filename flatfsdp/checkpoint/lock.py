@@ -13,15 +13,21 @@ have been paused for so long that the lock became stale.
 from __future__ import annotations
 
 import glob
+import json
 import os
+import re
+import sys
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from ..engine.base.processes import ProcessIdentity, start_of
 from ..errors import CheckpointError
 from .disk import File, disk
-from .holder import LockHolder, Machine
 
 LOCK = ".lock"
 TOKEN = ".token"
@@ -30,12 +36,93 @@ PATIENCE = 60.0  # seconds: network file systems may show writes of other machin
 EMPTY = 5.0  # seconds, for an empty lock: its process was killed before its first write
 POLL = 0.5
 _MOST = 4096  # size limit of a lock, in bytes
+_JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 
 # The tokens of this process's locks, and of the files by which its ranks find each other.
 _busy: set[str] = set()
 _putting_away = threading.RLock()  # reentrant for signal handlers
 # By lock: its contents, and when this process first read these contents.
 _seen: dict[Path, tuple[bytes, float]] = {}
+
+
+@dataclass(frozen=True)
+class LockHolder:
+    """A process, and one operation of it.
+
+    Attributes:
+        job: a description for messages.
+        token: identifies the operation.
+    """
+
+    process: ProcessIdentity
+    job: str
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.process}{f' ({self.job})' if self.job else ''}"
+
+    @classmethod
+    def new(cls, process: ProcessIdentity) -> LockHolder:
+        """A new operation of `process`, which is this one."""
+        jobs = [f"{name} {os.environ[name]}" for name in _JOBS if name in os.environ]
+        program = os.path.basename(sys.argv[0]) if sys.argv else ""
+        words = "".join(filter(str.isprintable, ", ".join(filter(None, (program, *jobs)))))
+        return cls(process, words[:100], uuid.uuid4().hex)
+
+    def to_bytes(self) -> bytes:
+        """Serialize to one line."""
+        host, boot, pid, start = self.process
+        line = {"host": host, "boot": boot, "pid": pid, "start": start, "job": self.job, "token": self.token}
+        return json.dumps(line).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> LockHolder | None:
+        """Read from data that begins with such a line; None where it does not."""
+        try:
+            line = json.loads(data.partition(b"\n")[0])
+            process = ProcessIdentity.of([line[name] for name in ("host", "boot", "pid", "start")])
+            job, token = line["job"], line["token"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        if process is None or not all(isinstance(text, str) and text.isprintable() for text in (job, token)):
+            return None
+        return cls(process, job, token)
+
+    @property
+    def name(self) -> str:
+        """The fields that `is_over` needs, as a part of a file's name."""
+        return "-".join(map(str, (*self.process[1:], self.token)))
+
+    @classmethod
+    def from_name(cls, name: str) -> LockHolder | None:
+        """Read from such a name; None for any other."""
+        found = re.fullmatch(r"([0-9a-f]*)-([1-9]\d*)-(\d*)-([0-9a-f]+)", name)
+        return None if found is None else cls(ProcessIdentity("", found[1], int(found[2]), found[3]), "", found[4])
+
+
+class Machine:
+    """The machine as this process sees it. Tests simulate another one."""
+
+    def __init__(self) -> None:
+        self.process = ProcessIdentity.this()
+
+    def now(self) -> float:
+        """Seconds of a monotonic clock."""
+        return time.monotonic()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
+    def start_of(self, pid: int) -> str | None:
+        """As `processes.start_of`."""
+        return start_of(pid)
+
+    def is_over(self, holder: LockHolder) -> bool | None:
+        """Whether the process has ended, or, where it is this one, the operation; None where unknown."""
+        if self.process.system and holder.process[1:] == self.process[1:]:
+            return holder.token not in _busy
+        return holder.process.is_gone(self.process, self.start_of)
 
 
 class Lock:
@@ -118,7 +205,7 @@ class Lock:
                     raise CheckpointError(f"{self.file} is not the lock of a save. Remove it")
                 continue
             holder = LockHolder.from_bytes(found)
-            gone = None if holder is None else self._machine.is_gone(holder, _busy)
+            gone = None if holder is None else self._machine.is_over(holder)
             if gone is None:
                 gone = self._stands_still(found)
             moves = watched is not None and watched != found
@@ -137,7 +224,7 @@ class Lock:
         except FileExistsError:
             return False
         _seen.pop(self.file, None)
-        mine = self._machine.holder()
+        mine = LockHolder.new(self._machine.process)
         _busy.add(mine.token)
         self._mine = mine
         try:
@@ -174,7 +261,7 @@ class Lock:
 
     def _put_away(self, known: bytes) -> None:
         """Remove the lock if its contents are still `known`."""
-        away = self.file.with_name(f".{self.path.name}.{self._machine.holder().name}{TOKEN}")
+        away = self.file.with_name(f".{self.path.name}.{LockHolder.new(self._machine.process).name}{TOKEN}")
         # Threads of this process take turns: no other thread renames a lock between this read and this rename.
         with _putting_away:
             if self._read() != known:
@@ -244,7 +331,7 @@ def locked_now(path: Path) -> Iterator[bool]:
 
 def leave_token(path: Path) -> Path:
     """Write a file next to the folder `path` by which the ranks of a save find each other; `drop_token` removes it."""
-    mine = Machine().holder()
+    mine = LockHolder.new(ProcessIdentity.this())
     token = path.with_name(f".{path.name}.{mine.name}{TOKEN}")
     _busy.add(mine.token)
     try:
@@ -276,7 +363,7 @@ def sweep_tokens(path: Path) -> None:
             continue
         with suppress(FileNotFoundError):
             holder = _holder_of(left)
-            gone = None if holder is None else machine.is_gone(holder, _busy)
+            gone = None if holder is None else machine.is_over(holder)
             if gone is None:
                 gone = Lock(path).file.stat().st_mtime - left.stat().st_mtime > PATIENCE
             if gone:

@@ -14,7 +14,6 @@ the store.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -22,6 +21,7 @@ import uuid
 from typing import Any, NamedTuple
 
 from ..base.foreign_text import parse
+from ..base.processes import start_of, this_system
 
 PLACE = "start"  # the key of the claim
 TRIES = 8  # others may claim in the meantime, or write anything else there
@@ -31,24 +31,24 @@ class Moment(NamedTuple):
     """A point in time, by two clocks.
 
     Attributes:
-        machine: identifies the boot from which `since_boot`, in seconds, counts; "" if it is not known.
+        system: as of `this_system`; since_boot: seconds on its clock. Both are empty where it has none.
         time: the time of day, in seconds.
     """
 
-    machine: str
+    system: str
     since_boot: float
     time: float
 
     @classmethod
     def now(cls) -> Moment:
         """The current time."""
-        if not (machine := _machine()):
+        if not (system := this_system()) or not hasattr(time, "CLOCK_BOOTTIME"):
             return cls("", 0.0, time.time())
-        return cls(machine, time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
+        return cls(system, time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
 
     def is_before(self, other: Moment) -> bool:
         """Whether it is earlier than `other`."""
-        if self.machine and self.machine == other.machine:
+        if self.system and self.system == other.system:
             return self.since_boot < other.since_boot
         return self.time < other.time
 
@@ -63,28 +63,18 @@ class Claim(NamedTuple):
     def of(cls, text: str) -> Claim | None:
         """The claim that `text` has; None if it is not a claim."""
         match parse(text):
-            case [str(name), [str(machine), int() | float() as since_boot, int() | float() as seconds]]:
-                return cls(name, Moment(machine, since_boot, seconds))
+            case [str(name), [str(system), int() | float() as since_boot, int() | float() as seconds]]:
+                return cls(name, Moment(system, since_boot, seconds))
         return None
-
-
-def state_of(pid: int) -> tuple[str, str]:
-    """Linux's letter for the state of a process, and its start in clock ticks; ("", "") if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
 
 
 def started_at() -> Moment | None:
     """The time at which this process was started; None if that cannot be determined."""
-    now, (_, ticks) = Moment.now(), state_of(os.getpid())
-    if not (now.machine and ticks):
+    now, ticks = Moment.now(), start_of(os.getpid())
+    if not (now.system and ticks):
         return None
     since_boot = int(ticks) / os.sysconf("SC_CLK_TCK")
-    return Moment(now.machine, since_boot, now.time - (now.since_boot - since_boot))
+    return Moment(now.system, since_boot, now.time - (now.since_boot - since_boot))
 
 
 def name_of_this_start(store: Any) -> str:
@@ -99,10 +89,3 @@ def name_of_this_start(store: Any) -> str:
             return claim.name
         expected = found
     return "unnamed"  # the key is overwritten by other code, so no rank finds a claim
-
-
-def _machine() -> str:
-    """An identifier of this machine's clock since boot, different on other machines; "" if it is not known."""
-    with contextlib.suppress(OSError, AttributeError), open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/time')}"
-    return ""

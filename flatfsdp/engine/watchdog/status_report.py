@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +30,8 @@ from typing import Literal, NamedTuple, cast, get_args
 
 from ...errors import ranks_by_value, ranks_in_words
 from ..base.foreign_text import parse
+from ..base.processes import ProcessIdentity
 from . import store as stores
-from .start_name import state_of
 from .store import StoreClient, launcher_serves_it, server_in_words
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
@@ -111,45 +109,6 @@ class RankStatus(NamedTuple):
                 since = tuple(each for each in stands if type(each) is float)
                 return cls(doing, seconds, tuple(waits_for), since, entered, _numbers_in(progress))
         return None
-
-
-class ProcessIdentity(NamedTuple):
-    """The identity of a process, by which others on its machine can find it."""
-
-    pid: int
-    host: str
-    namespace: str  # of process ids
-    started: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
-
-    @classmethod
-    def this(cls) -> ProcessIdentity:
-        """The identity of this process."""
-        return cls(os.getpid(), socket.gethostname(), _namespace(), state_of(os.getpid())[1])
-
-    @classmethod
-    def of(cls, found: object) -> ProcessIdentity | None:
-        """The identity that was decoded to `found`; None if it is not one."""
-        match found:
-            case [int(pid), str(host), str(namespace), str(started)]:
-                return cls(pid, host, namespace, started)
-        return None
-
-    def is_gone(self) -> bool | None:
-        """Whether the process has ended; None if that cannot be determined: on other machines, and without Linux."""
-        if not self.started or (self.host, self.namespace) != (socket.gethostname(), _namespace()):
-            return None
-        state, started = state_of(self.pid)
-        return state in "ZX" or started != self.started
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 class StatusReport(NamedTuple):

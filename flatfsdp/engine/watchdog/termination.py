@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from ...errors import LostRankError
 from ..base.foreign_text import parse
+from ..base.processes import ProcessIdentity
 from . import status_report as reports
 from .process_exit import at_end, explainers, print_immediately
 from .store import StoreClient
@@ -45,7 +46,7 @@ class _World(NamedTuple):
         """The ranks of this machine that were killed, and all that reported an error as their end. Reports the former
         to all ranks. Some requests to the store per rank of this machine."""
         here = {rank: parse(self.store.read(f"here/{rank}")) for rank in _ranks_here(self.rank, self.size)}
-        found = {rank: process for rank, each in here.items() if (process := reports.ProcessIdentity.of(each))}
+        found = {rank: process for rank, each in here.items() if (process := ProcessIdentity.of(each))}
         gone = {rank: process for rank, process in found.items() if rank != self.rank and process.is_gone()}
         killed = [rank for rank in gone if self.store.read(f"signaled/{rank}") is None]
         ended = reports.ExitRecord.read_all(self.store)

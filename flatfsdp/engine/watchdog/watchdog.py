@@ -48,6 +48,7 @@ import torch.distributed as dist
 from ...errors import AgreementError, FlatFSDPError, LostRankError, WaitError
 from ..base import wait_limits as waits
 from ..base.foreign_text import parse
+from ..base.processes import ProcessIdentity
 from . import status_report as reports
 from .local_waits import BlockFailure, LocalWaits, SharedBlocks, Timekeeper
 from .process_exit import end_process_unless, in_words, print_immediately
@@ -88,7 +89,7 @@ class Watchdog:
         atexit.register(close_watch, weakref.ref(self))
         self._timekeeper.start(self._runs)
         self._alarms = AlarmReader(store, self._period)
-        store.post(f"here/{rank}", json.dumps(reports.ProcessIdentity.this()))
+        store.post(f"here/{rank}", json.dumps(ProcessIdentity.this()))
 
     def _period(self) -> float:
         return self._polls.period

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp.engine.watchdog.status_report import ProcessIdentity
+from flatfsdp.engine.base.processes import ProcessIdentity
 from flatfsdp.errors import UsageError
 from tests.distributed.agreement.test_agreement import PARTING, REMEDY, Net, step, wrap
 from tests.distributed.flat.test_requires_grad import batch, freeze_in_turn

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flatfsdp.engine.base.processes import ProcessIdentity
 from flatfsdp.engine.watchdog.regions import current_watch
-from flatfsdp.engine.watchdog.status_report import ProcessIdentity
 from flatfsdp.trainer import CausalLM, Task, Trainer, TrainingArguments
 from tests.distributed.trainer.test_failures import FAILING, LUCK, make_model, sentences
 from tests.harness import fresh

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp.engine.base.foreign_text import parse
+from flatfsdp.engine.base.processes import ProcessIdentity
 from flatfsdp.engine.watchdog.regions import current_watch
-from flatfsdp.engine.watchdog.status_report import ProcessIdentity
 from flatfsdp.engine.watchdog.store import StoreClient
 from tests.distributed.agreement.test_agreement import step
 from tests.process.trainer.test_train import environment

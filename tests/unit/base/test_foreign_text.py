@@ -12,9 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from flatfsdp.engine.base.foreign_text import LONGEST, one_line, parse
+from flatfsdp.engine.base.processes import ProcessIdentity
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.engine.watchdog.local_waits import Timekeeper
-from flatfsdp.engine.watchdog.status_report import ExitRecord, ProcessIdentity, Progress, RankStatus, StatusReport
+from flatfsdp.engine.watchdog.status_report import ExitRecord, Progress, RankStatus, StatusReport
 from flatfsdp.engine.watchdog.store import StoreClient
 from flatfsdp.engine.watchdog.watchdog import Watchdog
 from flatfsdp.errors import AgreementError
@@ -40,13 +41,13 @@ def test_json_of_a_known_shape_or_nothing() -> None:
     assert RankStatus.of('["waits", 1.0, [0, 1], [5.5], {"p": "1"}, {}]') is None
     found = RankStatus.of('["waits", 1.0, [0, 1], [5.5], {"p": 1}, {"m": [8, 7], "n": [1], "o": 1}]')
     assert found == RankStatus("waits", 1.0, (0, 1), (5.5,), {"p": 1}, {"m": (8, 7)})
-    assert ProcessIdentity.of(["../..", "host", "", ""]) is None
+    assert ProcessIdentity.of(["host", "", "../..", ""]) is None
     assert ExitRecord.of([0, 1, None]) is None
     assert StatusReport.of('["joke", 1, [], [], {}, "", "", 0, ""]') is StatusReport.of("[]") is None
 
 
 def test_what_is_reported_comes_back() -> None:
-    lost, gone = [ExitRecord(1, "killed", None, {"m": (8, 7)})], {2: ProcessIdentity(7, "h", "n", "5")}
+    lost, gone = [ExitRecord(1, "killed", None, {"m": (8, 7)})], {2: ProcessIdentity("h", "n", 7, "5")}
     text = StatusReport("lost", 1, ["rank 0: computes"], lost, gone, "parted", "in these", 3, "")
     assert StatusReport.of(json.dumps(text)) == text
 

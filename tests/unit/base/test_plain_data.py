@@ -14,13 +14,13 @@ import torch
 
 from flatfsdp.checkpoint.manifest import SavedFile
 from flatfsdp.engine.base.plain_data import decode, encode
-from flatfsdp.engine.watchdog.status_report import ProcessIdentity
+from flatfsdp.engine.base.processes import ProcessIdentity
 from flatfsdp.errors import UsageError
 from tests.harness.thorough import seeds
 
 LEAVES: tuple[Any, ...] = (
     None, True, 0, -1, 2**80, 1.5, float("inf"), "", "text \n\x00 \U0001f600", b"", b"\x00\xff" * 9, torch.bfloat16,
-    torch.device("cuda", 3), Path("a/b"), SavedFile("name", 1, 2), ProcessIdentity(1, "host", "", "now"),
+    torch.device("cuda", 3), Path("a/b"), SavedFile("name", 1, 2), ProcessIdentity("host", "", 1, "now"),
 )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import lock
 from flatfsdp.checkpoint.disk import Disk, through
-from flatfsdp.checkpoint.holder import LockHolder, Machine
-from flatfsdp.checkpoint.lock import PATIENCE, Lock, locked
+from flatfsdp.checkpoint.lock import PATIENCE, Lock, LockHolder, Machine, locked
+from flatfsdp.engine.base.processes import ProcessIdentity, start_of
 from flatfsdp.errors import CheckpointError
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 
@@ -29,8 +28,8 @@ class Other(Machine):
     """A process of a machine: its `processes` with their starts, and a clock that only waiting moves."""
 
     def __init__(self, pid: int = 7, boot: str = "b1", host: str = "node", processes: dict[int, str] | None = None):
-        self.host, self.boot, self.pid = host, boot, pid
         self.processes = {pid: "100"} if processes is None else processes
+        self.process = ProcessIdentity(host, boot, pid, self.processes.get(pid, ""))
         self.clock = 0.0
         self.while_waiting: Callable[[], object] = lambda: None
 
@@ -47,8 +46,7 @@ class Other(Machine):
 
 def left_by(path: Path, machine: Machine, token: str = "f00d") -> Path:
     """The lock of a process that did not give it back."""
-    mine = machine.holder()
-    holder = LockHolder(mine.host, mine.boot, mine.pid, mine.start, "train.py", token)
+    holder = LockHolder(machine.process, "train.py", token)
     file = path.with_name(f".{path.name}.lock")
     file.write_bytes(holder.to_bytes())
     return file
@@ -193,7 +191,7 @@ def test_who_was_stopped_for_long_finds_its_lock_lost(tmp_path: Path) -> None:
 
 
 def test_many_threads_have_it_one_at_a_time(tmp_path: Path) -> None:
-    gone = replace(Machine().holder(), pid=2**22 + 1)
+    gone = LockHolder(ProcessIdentity.this()._replace(pid=2**22 + 1), "", "f00d")
     (tmp_path / ".x.lock").write_bytes(gone.to_bytes())
     inside: list[int] = []
     most: list[int] = []
@@ -324,9 +322,9 @@ def test_a_lock_is_had_until_its_process_is_killed_and_not_longer(tmp_path: Path
     process = subprocess.Popen(["sleep", "60"])
     try:
         machine = Machine()
-        start = machine.start_of(process.pid)
+        start = start_of(process.pid)
         assert start, "Linux tells when a process began"
-        holder = replace(machine.holder(), pid=process.pid, start=start)
+        holder = LockHolder(machine.process._replace(pid=process.pid, start=start), "", "f00d")
         (tmp_path / ".x.lock").write_bytes(holder.to_bytes())
         with pytest.raises(CheckpointError, match=rf"process {process.pid} on .* is saving to "):
             save(tmp_path / "x")

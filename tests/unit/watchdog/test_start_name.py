@@ -60,7 +60,7 @@ def test_ranks_of_other_machines_go_by_the_time_of_day() -> None:
 def test_a_process_that_cannot_find_out_when_it_was_started_takes_the_name_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(start_name, "_machine", lambda: "")
+    monkeypatch.setattr(start_name, "this_system", lambda: "")
     store = dist.HashStore()
     claim(store, Moment("", 0.0, 0.0))
     assert started_at() is None

@@ -14,13 +14,13 @@ import pytest
 
 import flatfsdp
 from flatfsdp.engine.base import wait_limits as waits
+from flatfsdp.engine.base.processes import ProcessIdentity
 from flatfsdp.engine.watchdog import store as stores
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.engine.watchdog.local_waits import Timekeeper
 from flatfsdp.engine.watchdog.status_report import (
     ANSWER,
     ExitRecord,
-    ProcessIdentity,
     Progress,
     RankStatus,
     StatusPoll,
@@ -464,16 +464,6 @@ def test_a_rank_that_has_been_where_another_waits_has_not_parted_from_it() -> No
     again = slow._replace(entered={name_of_place("a", everyone): 2})
     assert parted({0: again, 1: ahead, 2: slow}, patience=2.0) == [[0, 2], [1]], "for the second time"
     assert parted({0: slow, 1: at("b", 50.0, everyone), 2: ahead}, patience=2.0) == [[0], [1, 2]]
-
-
-def test_a_process_is_found_gone_only_where_it_can_be() -> None:
-    this = ProcessIdentity.this()
-    assert ProcessIdentity.of(json.loads(json.dumps(this))) == this
-    assert not this.is_gone()
-    if this.started:
-        assert this.is_gone() is False
-        assert this._replace(started="1").is_gone(), "another one took its number"
-        assert this._replace(host="elsewhere").is_gone() is None
 
 
 def test_a_large_world_looks_less_often(texts: list[str]) -> None:
