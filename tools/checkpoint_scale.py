@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from flatfsdp.checkpoint import metadata
+from flatfsdp.checkpoint.intervals import LARGEST, cut
 from flatfsdp.checkpoint.manifest import Manifest, SavedFile
 from flatfsdp.checkpoint.plan import PlannedInterval, assign, digest
 from flatfsdp.checkpoint.saving import tensors_of_files
-from flatfsdp.checkpoint.tensor_bytes import LARGEST, cut
 from flatfsdp.checkpoint.validation import prove
 from flatfsdp.checkpoint.writing import ArchivedChunk, Rows
 from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..engine.base.plain_data import name_of
 from ..errors import FlatFSDPError
 from .conversion import FORMATS, convert, holds_safetensors
 from .folders import CheckpointFolder
@@ -17,7 +18,6 @@ from .listing import Listed, listing
 from .loading import find
 from .manifest import Manifest
 from .ranks import CheckpointRanks
-from .tensor_bytes import name_of
 
 
 def show(path: Path, *, tensors: bool) -> None:

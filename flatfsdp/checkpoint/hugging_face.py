@@ -27,10 +27,10 @@ from ..errors import CheckpointError, few, refuse_type, refuse_value
 from . import form
 from .disk import Files, disk
 from .folders import CheckpointFolder, refuse_link
+from .intervals import intervals_of
 from .loading import compare
 from .ranks import CheckpointRanks
 from .replacement import Replacement, written_by
-from .tensor_bytes import intervals_of
 from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, read_header, read_into
 from .weights import INDEX, BlockChecksums, Described, WeightFiles, checksums_of, verify_checksums
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..engine.agreement.once_per_job import warn_once_per_job
+from ..engine.base.plain_data import dtype_named
 from ..engine.state.optim.load_plan import TensorSpec
 from ..errors import CheckpointError, few
 from . import manifest as manifest_file
@@ -21,7 +22,6 @@ from .manifest import NAME, Manifest, SavedTensor, id_in
 from .nested_state import decode, plain, unflatten
 from .ranks import BRIEF, CheckpointRanks
 from .reading import TensorReader, verify
-from .tensor_bytes import dtype_named
 from .validation import prove
 
 Wanted = Callable[[tuple[str | int, ...]], bool]  # by the keys that lead to a value

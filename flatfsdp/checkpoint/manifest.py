@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 
+from ..engine.base.plain_data import dtype_named
 from ..engine.layout.layout import ParamSpec
 from ..errors import CheckpointError
 from . import form
 from .disk import disk
 from .nested_state import Path, Step, shown
-from .tensor_bytes import dtype_named
 
 NAME = "flatfsdp.json"
 _VERSION = 1
@@ -130,7 +130,7 @@ class Manifest:
     Attributes:
         world: how many ranks saved it.
         files, tensors: of tensors by key ([Note: keys]).
-        values: plain values by key, as `nested.encode` makes them, with their paths.
+        values: plain values by key, as `nested_state.encode` makes them, with their paths.
         id: identifies this save.
         saved: the time of the save, in seconds since 1970.
         metrics: the metrics given to `save`, which `keep` compares.

@@ -17,11 +17,11 @@ import torch.distributed.checkpoint.metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
 from ..engine.base import _torch
+from ..engine.base.plain_data import dtype_named
 from ..engine.layout.boxes import boxes_of
 from ..engine.layout.layout import Span
 from .nested_state import Path
 from .plan import PlannedInterval
-from .tensor_bytes import dtype_named
 from .writing import Rows
 
 NAME = ".metadata"

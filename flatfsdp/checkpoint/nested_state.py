@@ -1,4 +1,4 @@
-"""Nested state as a flat dict of tensors and plain values, and a lossless JSON form of plain values.
+"""Nested state as a flat dict of tensors and plain values, and the form of plain values in files.
 
 [Note: keys] A state is flattened as torch.distributed.checkpoint (DCP) does it, so that either can read the other's
 files: mappings always, lists where they hold mappings or tensors; and tuples that hold tensors. A leaf's key is its
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
 
+from ..engine.base.plain_data import READ, JsonWriter
 from ..errors import ConfigTypeError, ConfigValueError
-from .tensor_bytes import dtype_named
 
 # A key of a mapping, or a place in a list as (place,).
 Step: TypeAlias = "str | int | tuple[int]"
@@ -108,41 +108,31 @@ def _with_lists(value: Any) -> Any:
     return {key: _with_lists(inner) for key, inner in value.items()} if type(value) is dict else value
 
 
-# JSON has no tuples, no bytes, and only strings as keys: such values become an object with one key, their kind.
-_DICT, _TUPLE, _BYTES, _COMPLEX, _DTYPE = "dict", "tuple", "bytes", "complex", "dtype"
-_MAPPINGS: dict[str, type[dict[Any, Any]]] = {_DICT: dict, "OrderedDict": OrderedDict, "Counter": Counter}
+class _Writer(JsonWriter):
+    def other(self, value: Any, path: tuple[object, ...]) -> Any:
+        if type(value) in (bytes, bytearray):
+            return {"bytes": base64.b64encode(value).decode()}
+        if type(value) is torch.Size:
+            return self.node(tuple(value), path)
+        item = getattr(value, "item", None)
+        if callable(item) and getattr(value, "shape", None) == ():
+            return self.node(item(), path)  # a numpy scalar
+        where, *keys = path
+        raise ConfigTypeError(
+            f"{where}{''.join(f'[{key!r}]' for key in keys)}: got a value of type {type(value).__name__}. Accepted: "
+            "tensors, None, bool, int, float, complex, str, bytes, torch.dtype, and lists, tuples and dicts of them. A "
+            "checkpoint holds nothing that must be executed to be read; save the object's state_dict() or its fields "
+            "instead."
+        )
 
 
 def encode(value: Any, where: str) -> Any:
-    """`value` in a form that JSON can hold; `where` names it in errors.
+    """`value` in a form that JSON can hold ([Note: plain data]); `where` names it in errors.
 
     Raises:
         ConfigTypeError: a value that only a pickle could hold.
     """
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) is list:
-        return [encode(inner, f"{where}[{place}]") for place, inner in enumerate(value)]
-    if type(value) in (tuple, torch.Size):
-        return {_TUPLE: [encode(inner, f"{where}[{place}]") for place, inner in enumerate(value)]}
-    if type(value) in (bytes, bytearray):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if type(value) is complex:
-        return {_COMPLEX: [value.real, value.imag]}
-    if type(value) is torch.dtype:
-        return {_DTYPE: str(value).removeprefix("torch.")}
-    for name, kind in _MAPPINGS.items():
-        if type(value) is kind:
-            pairs = [[encode(key, where), encode(inner, f"{where}[{key!r}]")] for key, inner in value.items()]
-            return {name: pairs}
-    item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "shape", None) == ():
-        return encode(item(), where)  # a numpy scalar
-    raise ConfigTypeError(
-        f"{where}: got a value of type {type(value).__name__}. Accepted: tensors, None, bool, int, float, complex, "
-        "str, bytes, torch.dtype, and lists, tuples and dicts of them. A checkpoint holds nothing that must be "
-        "executed to be read; save the object's state_dict() or its fields instead."
-    )
+    return _Writer().node(value, (where,))
 
 
 def decode(value: Any) -> Any:
@@ -155,17 +145,9 @@ def decode(value: Any) -> Any:
         return [decode(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    if len(value) != 1:
-        raise ValueError(f"an object has {len(value)} keys")
-    ((name, content),) = value.items()
-    if name == _TUPLE and isinstance(content, list):
-        return tuple(decode(inner) for inner in content)
-    if name == _BYTES:
-        return base64.b64decode(content, validate=True)
-    if name == _COMPLEX:
-        return complex(*content)
-    if name == _DTYPE and isinstance(content, str):
-        return dtype_named(content)
-    if name not in _MAPPINGS or not isinstance(content, list):
-        raise ValueError(f"an object is of an unknown kind, {name!r}")
-    return _MAPPINGS[name]({decode(key): decode(inner) for key, inner in content})
+    ((kind, contents),) = value.items()
+    if kind == "bytes":
+        return base64.b64decode(contents, validate=True)
+    if kind not in READ:
+        raise ValueError(f"an object is of an unknown kind, {kind!r}")
+    return READ[kind](decode(contents))

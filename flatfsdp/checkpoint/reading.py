@@ -1,7 +1,7 @@
 """Reading elements of a checkpoint into memory: only the requested ones, directly to their destination.
 
 Where a tensor's memory order is that of the file, and it is on the CPU, bytes go from the file directly into the
-tensor; otherwise through a buffer of at most `raw.LARGEST` bytes, or one chunk.
+tensor; otherwise through a buffer of at most `intervals.LARGEST` bytes, or one chunk.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 
+from ..engine.base.plain_data import bytes_of, dtype_named
 from ..engine.layout.boxes import Box, boxes_of
 from ..engine.layout.layout import Span
 from ..engine.state.owned_interval import OwnedInterval, block_of
 from ..errors import CheckpointError
 from .disk import Files, disk
+from .intervals import LARGEST, filling
 from .manifest import Manifest, SavedChunk, SavedFile, SavedTensor
-from .tensor_bytes import LARGEST, bytes_of, dtype_named, filling
 
 
 class TensorReader:

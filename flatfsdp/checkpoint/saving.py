@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..engine.agreement.checksums import checksum
+from ..engine.base.plain_data import dtype_named
 from ..engine.device.host_copies import HostCopies
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigTypeError, few, one_rank_warns, refuse_value, warn_once
@@ -33,7 +34,6 @@ from .plan import PlannedInterval, assign, digest
 from .ranks import CheckpointRanks
 from .replacement import Replacement, written_by
 from .retention import Keeping
-from .tensor_bytes import dtype_named
 from .weights import BlockChecksums, WeightFiles, is_weight, is_whole_everywhere
 from .writing import Rows, held_by, pieces_of, write
 

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 
+from ..engine.base.plain_data import bytes_of
 from ..engine.layout.boxes import Box
 from ..engine.layout.layout import Span
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigTypeError
 from . import form
 from .disk import File, disk
-from .tensor_bytes import LARGEST, bytes_of, cut, filling
+from .intervals import LARGEST, cut, filling
 
 SUFFIX = ".safetensors"
 SINGLE = f"model{SUFFIX}"
@@ -132,7 +133,7 @@ def read_header(path: Path) -> list[Entry]:
 
 
 def write_interval(file: File, entry: Entry, interval: OwnedInterval) -> None:
-    """Write an interval of the tensor `entry` to its places, with at most `raw.LARGEST` bytes in memory twice."""
+    """Write an interval of the tensor `entry` to its places, with at most `intervals.LARGEST` bytes in memory twice."""
     for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
         data = interval.data_of(box).to("cpu", entry.dtype).contiguous().view(-1)
         for place, span in runs_of(box, entry.shape):

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise, repeat
 
+from ..engine.base.plain_data import dtype_named
 from ..errors import CheckpointError, FlatFSDPError
 from .manifest import Manifest, SavedTensor
 from .nested_state import decode, shown, unflatten
-from .tensor_bytes import dtype_named
 
 
 def prove(manifest: Manifest, where: str) -> None:
@@ -39,7 +39,7 @@ def prove(manifest: Manifest, where: str) -> None:
             if key != shown(path) or key in manifest.tensors:
                 raise ValueError(f"its path is {shown(path)!r}, or it is a tensor, too")
             decode(value)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             problem = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise CheckpointError(f"{where}: value {key!r}: {problem}") from error
     paths = {key: saved.path for key, saved in manifest.tensors.items()}

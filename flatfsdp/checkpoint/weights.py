@@ -17,15 +17,16 @@ from pathlib import Path
 
 import torch
 
+from ..engine.base.plain_data import name_of
 from ..engine.layout.layout import ParamSpec, Span
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError
 from . import form
 from .disk import Files, disk
+from .intervals import LARGEST, cut
 from .manifest import SavedFile, SavedTensor
 from .plan import PlannedInterval
 from .reading import checksum
-from .tensor_bytes import LARGEST, cut, name_of
 from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, header_of, write_interval
 
 INDEX = f"{SINGLE}.index.json"

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..engine.base.plain_data import dtype_named, name_of
 from ..engine.state.owned_interval import OwnedInterval
 from .disk import File, disk
+from .intervals import LARGEST, cut, intervals_of
 from .manifest import SavedFile
 from .nested_state import Path
 from .plan import PlannedInterval
-from .tensor_bytes import LARGEST, cut, dtype_named, intervals_of, name_of
 
 
 class ArchivedChunk(NamedTuple):
@@ -76,7 +77,7 @@ def write(
 ) -> WrittenFile:
     """Write this rank's file: intervals of `tensors`, and `values`.
 
-    At most `raw.LARGEST` bytes or one row of a tensor, whichever is more, are held in memory twice.
+    At most `intervals.LARGEST` bytes or one row of a tensor, whichever is more, are held in memory twice.
 
     Raises:
         OSError: the disk reported an error.

@@ -48,7 +48,7 @@ def firsts(axes: Sequence[Transport], content: bytes) -> bytes:
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
     for axis in axes:
         axis.broadcast(payload)
-    return bytes_of(payload.cpu())
+    return bytes(bytes_of(payload.cpu()))
 
 
 def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str, objects: bool = False) -> dict[int, T]:

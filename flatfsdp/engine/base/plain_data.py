@@ -1,12 +1,14 @@
-"""Serialization of Python values without pickles, for the objects that ranks exchange.
+"""Serialization of Python values without pickles: objects that ranks exchange, and plain values of checkpoints.
 
 [Note: plain data] Unpickling runs arbitrary code, and a connection between ranks does not authenticate the sender
-([Note: trust]). So values are serialized as JSON, followed by the raw bytes of tensors and byte strings. Supported are
-None, numbers, text, bytes, lists, tuples, sets, dicts, paths, dtypes, devices, dense tensors (which arrive on the CPU),
-and flatfsdp's own dataclasses and named tuples, which are rebuilt from their fields. Objects of user-defined classes
-can only be pickled: that requires `objects` on both sides of a call.
+([Note: trust]). So values are serialized as JSON. A value that JSON lacks is an object with one key: {its kind: its
+contents} (`JsonWriter`, `READ`). Checkpoints have these kinds, and byte strings.
 
-The format is the length of the JSON, as 8 bytes, the JSON, and the raw parts, each at a multiple of 16.
+Between ranks the JSON is followed by the raw bytes of tensors and byte strings. Supported are None, numbers, text,
+bytes, lists, tuples, sets, dicts, paths, dtypes, devices, dense tensors (which arrive on the CPU), and flatfsdp's own
+dataclasses and named tuples, which are rebuilt from their fields. Objects of user-defined classes can only be pickled:
+that requires `objects` on both sides of a call. The format is the length of the JSON, as 8 bytes, the JSON, and the raw
+parts, each at a multiple of 16.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import dataclasses
 import json
 import pickle
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path, PosixPath, WindowsPath
 from typing import Any
@@ -60,9 +62,27 @@ def decode(data: bytes | bytearray | memoryview, *, objects: bool = False) -> An
         raise ValueError(f"data from another rank cannot be read: {type(error).__name__}: {error}") from error
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bytes of a dense tensor on the CPU; `tensor.numpy()` needs NumPy, which torch does not require."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a dense tensor on the CPU, to read and to write; `tensor.numpy()` needs NumPy, which torch does not
+    require."""
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]  # which the view keeps alive
+    return memoryview(array).cast("B")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype with this name: the inverse of `name_of`."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
+    return dtype
 
 
 def gathered(content: bytes, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]) -> list[bytes]:
@@ -73,43 +93,59 @@ def gathered(content: bytes, device: torch.device, gather: Callable[[torch.Tenso
     block = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     block[: own.numel()] = own.to(device)
     rows = gather(block).cpu().view(len(sizes), -1)
-    return [bytes_of(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+    return [bytes(bytes_of(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 
-class _Writer:
+class JsonWriter:
+    """Makes the JSON of values. [Note: plain data]"""
+
+    def node(self, value: Any, path: tuple[object, ...] = ()) -> Any:
+        """The JSON of `value`: itself, or {its kind: its contents}. `path`: the keys that lead to it, for errors."""
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        if kind is list:
+            # Tables have millions of values: lists of scalars are not traversed.
+            plain = _SCALARS.issuperset(map(type, value))
+            return value if plain else [self.node(each, (*path, index)) for index, each in enumerate(value)]
+        if kind is tuple:
+            return {"tuple": self.node(list(value), path)}
+        if kind in (dict, OrderedDict, Counter):
+            pairs = [[self.node(key, path), self.node(each, (*path, key))] for key, each in value.items()]
+            return {kind.__name__: pairs}
+        if kind is torch.dtype:
+            return {"dtype": name_of(value)}
+        if kind is complex:
+            return {"complex": [value.real, value.imag]}
+        return self.other(value, path)
+
+    def other(self, value: Any, path: tuple[object, ...]) -> Any:
+        """The JSON of a value of another type, or an exception."""
+        raise NotImplementedError
+
+
+class _Writer(JsonWriter):
     def __init__(self, objects: bool) -> None:
         self.parts: list[bytes] = []
         self._size = 0
         self._objects = objects
 
-    def node(self, value: Any) -> Any:
-        """The JSON of `value`: itself, or {its kind: its contents}."""
+    def other(self, value: Any, path: tuple[object, ...]) -> Any:
         kind = type(value)
-        if kind in _SCALARS:
-            return value
-        if kind is list:
-            return self._nodes(value)
-        if kind in (tuple, set, frozenset, torch.Size):
-            return {kind.__name__: self._nodes(list(value))}
-        if kind in (dict, OrderedDict):
-            return {kind.__name__: [[self.node(key), self.node(each)] for key, each in value.items()]}
+        if kind in (set, frozenset, torch.Size):
+            return {kind.__name__: self.node(list(value), path)}
         if kind is bytes:
             return {"bytes": self._part(value)}
-        if kind in (torch.dtype, torch.device):
-            return {kind.__name__: str(value).removeprefix("torch.")}
+        if kind is torch.device:
+            return {"device": str(value)}
         if kind in (PosixPath, WindowsPath):
             return {"Path": str(value)}
         if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
-            parts = [str(value.dtype).removeprefix("torch."), list(value.shape)]
             dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            return {"Tensor": [*parts, *self._part(bytes_of(dense))]}
+            return {"Tensor": [name_of(value.dtype), list(value.shape), *self._part(bytes(bytes_of(dense)))]}
         if kind.__module__.partition(".")[0] == _PACKAGE and (names := _fields(kind)) is not None:
-            return {f"{kind.__module__}:{kind.__qualname__}": self._nodes([getattr(value, name) for name in names])}
+            return {f"{kind.__module__}:{kind.__qualname__}": self.node([getattr(value, name) for name in names], path)}
         return {"pickle": self._part(self._pickled(value))}
-
-    def _nodes(self, values: list[Any]) -> list[Any]:
-        # Tables have millions of values: lists of scalars are not traversed.
-        return values if _SCALARS.issuperset(map(type, values)) else [self.node(each) for each in values]
 
     def _pickled(self, value: Any) -> bytes:
         kind = type(value)
@@ -133,45 +169,41 @@ class _Writer:
 
 
 class _Reader:
-    def __init__(self, rest: bytearray, objects: bool) -> None:
-        self._rest = rest
+    def __init__(self, parts: bytearray, objects: bool) -> None:
+        self._parts = parts
         self._objects = objects
 
     def value(self, node: dict[str, Any]) -> Any:
         """The value of {its kind: its contents}, whose contents have been read."""
-        ((kind, made_of),) = node.items()
-        if kind in _MADE:
-            return _MADE[kind](made_of)
+        ((kind, contents),) = node.items()
+        if kind in READ:
+            return READ[kind](contents)
         if kind == "Tensor":
-            name, shape, start, size = made_of
+            name, shape, start, size = contents
             if not size:
-                return torch.empty(shape, dtype=_dtype(name))
-            data = torch.frombuffer(self._rest, dtype=torch.uint8, offset=start, count=size)
-            return data.view(_dtype(name)).view(shape)
+                return torch.empty(shape, dtype=dtype_named(name))
+            data = torch.frombuffer(self._parts, dtype=torch.uint8, offset=start, count=size)
+            return data.view(dtype_named(name)).view(shape)
         if kind == "bytes":
-            return self._part(made_of)
+            return self._bytes(contents)
         if kind == "pickle":
             if not self._objects:
                 raise ValueError("a rank sent a pickle where plain data was expected")
-            return pickle.loads(self._part(made_of))
-        return _class(kind)(*made_of)
+            return pickle.loads(self._bytes(contents))
+        return _class(kind)(*contents)
 
-    def _part(self, place: list[int]) -> bytes:
-        start, size = place
-        return bytes(self._rest[start : start + size])
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"torch.{name} is not a dtype")
-    return found
+    def _bytes(self, interval: list[int]) -> bytes:
+        start, size = interval
+        return bytes(self._parts[start : start + size])
 
 
 _SCALARS = frozenset({type(None), bool, int, float, str})
-_MADE: dict[str, Callable[[Any], Any]] = {
+# Functions that make values of their contents, by kind.
+READ: dict[str, Callable[[Any], Any]] = {
     **{each.__name__: each for each in (tuple, set, frozenset, torch.Size, dict, OrderedDict)},
-    "dtype": _dtype,
+    "Counter": lambda pairs: Counter(dict(pairs)),
+    "complex": lambda parts: complex(*parts),
+    "dtype": dtype_named,
     "device": torch.device,
     "Path": Path,
 }

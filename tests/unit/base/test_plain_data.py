@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
-from collections import OrderedDict
+import weakref
+from collections import Counter, OrderedDict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from flatfsdp.checkpoint.manifest import SavedFile
-from flatfsdp.engine.base.plain_data import decode, encode
+from flatfsdp.engine.base.plain_data import bytes_of, decode, encode
 from flatfsdp.engine.base.processes import ProcessIdentity
 from flatfsdp.errors import UsageError
 from tests.harness.thorough import seeds
@@ -21,6 +23,7 @@ from tests.harness.thorough import seeds
 LEAVES: tuple[Any, ...] = (
     None, True, 0, -1, 2**80, 1.5, float("inf"), "", "text \n\x00 \U0001f600", b"", b"\x00\xff" * 9, torch.bfloat16,
     torch.device("cuda", 3), Path("a/b"), SavedFile("name", 1, 2), ProcessIdentity("host", "", 1, "now"),
+    Counter({3: 1}), 1 + 2j, torch.Size((1, 2)),
 )  # fmt: skip
 
 
@@ -60,6 +63,16 @@ def test_tensors_arrive_bit_for_bit() -> None:
         raw = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
         assert torch.equal(*raw)
     found["tensors"][0].add_(1)  # it is there to be used
+
+
+def test_bytes_keep_their_tensor() -> None:
+    tensor = torch.arange(4, dtype=torch.uint8)
+    owner, view = weakref.ref(tensor), bytes_of(tensor)
+    del tensor
+    gc.collect()
+    assert bytes(view) == bytes(range(4)) and owner() is not None
+    del view
+    assert owner() is None
 
 
 def test_objects_travel_only_where_they_are_expected() -> None:

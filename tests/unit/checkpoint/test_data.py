@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from flatfsdp.checkpoint.intervals import cut, filling
 from flatfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from flatfsdp.checkpoint.nested_state import decode, encode, flatten, unflatten
 from flatfsdp.checkpoint.plan import PlannedInterval, assign
-from flatfsdp.checkpoint.tensor_bytes import bytes_of, cut, filling
 from flatfsdp.checkpoint.writing import archive
+from flatfsdp.engine.base.plain_data import bytes_of
 from flatfsdp.engine.layout.layout import ParamSpec, Span
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError
 from tools.checkpoint_scale import measure

@@ -1,8 +1,7 @@
-"""The bytes of tensors as memory, and tensors as intervals and boxes."""
+"""Tensors as intervals, and intervals as boxes of bounded size."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,27 +13,6 @@ from ..engine.state.owned_interval import OwnedInterval
 
 # The largest buffer in host memory in addition to the tensors themselves, in bytes.
 LARGEST = 2**24
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a dense tensor on the CPU, to read and to write. `tensor` must outlive it."""
-    size = tensor.numel() * tensor.element_size()
-    if size == 0:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype with this name: the inverse of `name_of`."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
-    return dtype
 
 
 def as_interval(name: str, value: torch.Tensor) -> OwnedInterval:
