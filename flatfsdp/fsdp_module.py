@@ -16,9 +16,10 @@ from .engine.fully_shard.arguments import check_call
 from .engine.fully_shard.by_policy import shard_by_policy
 from .engine.fully_shard.class_swap import new_does_not_init, new_plain
 from .engine.fully_shard.controls import FSDP2Controls, share_streams
-from .engine.fully_shard.copies import deep_copy, reduce
+from .engine.fully_shard.copies import reduce
 from .engine.fully_shard.meshes import DataParallelMeshDims, ShardPlacementResult
 from .engine.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .engine.wrapping.serialization import deep_copy
 
 __all__ = [
     "CPUOffloadPolicy",

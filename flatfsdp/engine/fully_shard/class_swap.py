@@ -47,11 +47,3 @@ def new_does_not_init() -> Iterator[None]:
         yield
     finally:
         _initializes = before
-
-
-def blank(cls: type) -> nn.Module:
-    """An instance of `cls`, maybe a swapped class, that is not initialized."""
-    plain: type[nn.Module] = getattr(cls, PLAIN_CLASS, cls)
-    made: nn.Module = plain.__new__(plain)
-    made.__class__ = cls
-    return made

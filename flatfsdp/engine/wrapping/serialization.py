@@ -1,9 +1,10 @@
-"""Copies and pickles of wrapped models, between steps.
+"""Copies and pickles of sharded models of both fronts, between steps.
 
-[Note: blueprint] A unit is rebuilt from plain data: its leaves and shards, layouts and settings, and the ranks of its
-axes. A copy shares the process groups; a pickle names their ranks and finds or makes groups over them when it is
-loaded, with the same world and on the same rank. Prefetch lists are included as far as the units that they name are
-included. Users' hooks are copied with their state, and not pickled.
+[Note: plans of units] A module's own attributes are copied or pickled as those of any module, without its unit. They
+are accompanied by a *plan* for each unit, plain data that names modules and pieces of shards. When all modules exist,
+units are rebuilt from the plans. Copies communicate over the same groups and mesh; a pickle names their ranks, and
+finds or makes groups over them when it is loaded, with the same world and on the same rank. Prefetch lists are included
+as far as the units that they name are included. Users' hooks are copied with their state, and not pickled.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,21 +23,20 @@ from torch import nn
 from ...api import BackwardPrefetch
 from ...errors import UsageError, few
 from ..agreement.once_per_job import warn_once_per_job
-from ..base.fqns import fqn
+from ..base.fqns import WRAPPED, fqn
 from ..comm.axes import ProcessGroups
-from ..comm.process_groups import plan_over
+from ..comm.process_groups import mesh_over, plan_over
 from ..config.unit_options import PrefetchTargets, UnitOptions
 from ..device.memory import MemoryTracker
-from ..flat.extensions import TransformedParam, as_transform
-from ..flat.flat_param import FlatParamHandle
+from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
+from ..flat.extended_handle import handle_class
+from ..flat.extensions import Transform, TransformedParam, as_transform
 from ..flat.param_guard import ORIGINAL
 from ..flat.param_refs import ParamRef, marks_of
 from ..flat.states import IDLE
-from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
-from ..runtime.entries import Entries
-from ..runtime.model import Model, model_of
+from ..runtime.entries import PLAIN_CLASS, Entries, WeakModules
+from ..runtime.model import model_of
 from ..runtime.module_tree import ignore, ignored_in, put_at_rest, units_in, units_inside
-from ..runtime.param_registry import owners_of
 from ..runtime.resources import ModelSettings
 from ..runtime.rest import quiesce, residuals_of
 from ..runtime.unit import Unit
@@ -44,9 +44,12 @@ from ..runtime.unit_state import BuiltWith
 from .build import install_extensions, new_model
 from .wrapper_support import keep_model
 
-BUILT = ("traits", "mixed_precision", "cpu_offload", "island", "modules")
-OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch", "names_prefetch")
-HANDLE_SETTINGS = ("layout", "rank", "device", "options")
+_OF_UNIT = ("_unit", "_kept_root")
+# The fields of `BuiltWith` in plans.
+_BUILT = tuple(each.name for each in fields(BuiltWith) if each.name not in ("modules", "device_mesh"))
+_OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch", "names_prefetch")
+_OF_HANDLE = ("layout", "rank", "device", "options")
+_HOOKS = {"comm_hook": "register_comm_hook()", "all_reduce_hook": "set_all_reduce_hook()"}
 
 T = TypeVar("T")
 # For each unit, the places of the units that it names: those that it prefetches, in forward and in backward, and those
@@ -54,184 +57,218 @@ T = TypeVar("T")
 _NAMING = ("forward_targets", "backward_targets", "branch_before")
 Lists = list[list[list[int]]]
 
-# While an outer wrapper is pickled, nested ones are written in place, so that ties across them survive.
-_inside = False
+# Units whose modules are being copied or pickled: nested modules leave theirs to the outermost one.
+_under_way: list[Unit] = []
 
 
-def state_of(wrapper: nn.Module) -> dict[str, Any]:
-    """The state that `restore` needs to rebuild `wrapper`."""
-    unit: Unit = wrapper.__dict__["_unit"]
-    attributes = {key: value for key, value in wrapper.__dict__.items() if key not in ("_unit", "_kept_root")}
-    return {
-        "attributes": attributes,
-        "unit": {
-            "handles": [
-                # torch's copies of parameters lose their attributes, and its pickles their classes.
-                {"leaves": handle.leaves, "kinds": [*map(_kind_of, handle.leaves)], **handle_plan(handle)}
-                for handle in unit.handles
-            ],
-            "residuals": [residuals.held for residuals in residuals_of(unit)],
-            "homes": [(each.module, each.attribute, each.path, each.leaf) for each in unit.param_refs],
-            "aliases": [(each.module, each.attribute, each.path, each.leaf) for each in unit.shared_refs],
-            "extended": [(e.leaf, e.state, e.transform) for views in unit.views for e in views.extended],
-            "left_alone": ignored_in(unit.entries.first),
-            "groups": unit.groups,
-            "root": settings_of(unit),
-            "is_last_backward": model_of(unit).backwards.is_last_backward,
-            **{name: getattr(unit.built, name) for name in BUILT},
-            **{name: getattr(unit.options, name) for name in OPTIONS},
-        },
-    }
+@dataclass(frozen=True)
+class UnitPlan:
+    """The data from which a unit is rebuilt. [Note: plans of units]
+
+    Attributes:
+        entries: the modules that hold it: those of `fully_shard`, or the wrapper; modules: all of its modules.
+        handles: settings and options of each; leaves: for each handle, each leaf, and its class and attributes, which
+            torch's copies and pickles lose. If modules hold other parameters at rest: whether it requires a gradient.
+        homes: (module, attribute, path, number of the handle, number of the leaf) of each reference.
+        extended: (number of the handle, number of the leaf, state, transform) of each parameter that modules see
+            transformed.
+        left_alone: the ignored parameters.
+        shared: (module, attribute, path, owner, number of the handle, number of the leaf) of each reference to a
+            parameter that another unit owns, by its place among the copied units. [Note: late ties]
+        elsewhere: the axes of handles that are sharded over others, by their numbers. [Note: several meshes]
+        in_place: whether the entries are modules of `fully_shard`.
+        residuals: of gradients, for each kind with error feedback.
+    """
+
+    entries: list[nn.Module]
+    modules: list[nn.Module]
+    handles: list[dict[str, Any]]
+    leaves: list[list[tuple[nn.Parameter | bool, type, dict[str, Any]]]]
+    homes: list[tuple[nn.Module, str, str, int, int]]
+    shared: list[tuple[nn.Module, str, str, int, int, int]]
+    extended: list[tuple[int, int, Any, Transform]]
+    left_alone: list[tuple[nn.Module, frozenset[str] | None]]
+    groups: ProcessGroups
+    elsewhere: dict[int, ProcessGroups]
+    mesh: Any
+    settings: ModelSettings
+    is_last_backward: bool
+    built: dict[str, Any]
+    options: dict[str, Any]
+    in_place: bool = True
+    residuals: Sequence[Mapping[str, torch.Tensor]] = ()
 
 
-def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
-    """Rebuild in `wrapper`, a blank instance, the wrapper that `state` describes."""
-    wrapper.__dict__.update(state["attributes"])
-    plan = state["unit"]
-    tracker = MemoryTracker()
-    handles = []
-    for entry in plan["handles"]:
-        settings = {name: entry[name] for name in HANDLE_SETTINGS}
-        for leaf, (kind, marks) in zip(entry["leaves"], entry["kinds"], strict=True):
+def _plans(module: nn.Module, units: list[Unit]) -> list[UnitPlan]:
+    """The plans of `units`, those inside `module`, which must include owners of tied parameters.
+
+    Raises:
+        UsageError: one is not.
+    """
+    wrappers: dict[Unit, list[nn.Module]] = {}
+    for each in module.modules():
+        if isinstance(unit := each.__dict__.get("_unit"), Unit):
+            wrappers.setdefault(unit, []).append(each)
+    owned = {}
+    for number, unit in enumerate(units):
+        if lacking := [owner for owner in unit.owning_units if owner not in units]:
+            raise UsageError(
+                f"unit {unit.label} holds parameters of unit {lacking[0].label}, which is not inside the module that "
+                "is copied or pickled. Copy a module that contains both"
+            )
+        for kind, handle in enumerate(unit.handles):
+            owned.update({id(leaf): (number, kind, index) for index, leaf in enumerate(handle.leaves)})
+    return [_plan(unit, [*unit.entries] if unit.entries.in_place else wrappers[unit], owned) for unit in units]
+
+
+def _plan(unit: Unit, entries: list[nn.Module], owned: Mapping[int, tuple[int, int, int]]) -> UnitPlan:
+    in_place = unit.entries.in_place
+    for handle in unit.handles:
+        if not handle.face.holds_leaves:
+            handle.face.follow_requires_grad()
+    elsewhere = unit.axes.elsewhere
+    return UnitPlan(
+        entries=entries,
+        modules=list(unit.built.modules),
+        handles=[
+            {"shard": handle.shard.detach(), **{name: getattr(handle, name) for name in _OF_HANDLE}}
+            for handle in unit.handles
+        ],
+        leaves=[
+            [(leaf.requires_grad if in_place else leaf, ORIGINAL[type(leaf)], marks_of(leaf)) for leaf in handle.leaves]
+            for handle in unit.handles
+        ],
+        homes=[(ref.module, ref.attribute, ref.path, *owned[id(ref.leaf)][1:]) for ref in unit.param_refs],
+        shared=[(ref.module, ref.attribute, ref.path, *owned[id(ref.leaf)]) for ref in unit.shared_refs],
+        extended=[(*owned[id(each.leaf)][1:], each.state, each.transform) for v in unit.views for each in v.extended],
+        left_alone=[each for entry in unit.entries for each in ignored_in(entry)],
+        groups=unit.groups,
+        elsewhere={n: elsewhere[handle] for n, handle in enumerate(unit.handles) if handle in elsewhere},
+        mesh=unit.built.device_mesh,
+        # With users' later changes.
+        settings=replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit),
+        is_last_backward=model_of(unit).backwards.is_last_backward,
+        built={name: getattr(unit.built, name) for name in _BUILT},
+        options={name: getattr(unit.options, name) for name in _OPTIONS},
+        in_place=in_place,
+        residuals=[residuals.held for residuals in residuals_of(unit)],
+    )
+
+
+def _build(plans: Sequence[UnitPlan], lists: Lists) -> list[Unit]:
+    """The units of `plans`, rebuilt in the modules that these name."""
+    units = [_unit_of(plan) for plan in plans]
+    for unit, plan in zip(units, plans, strict=True):
+        owners = [units[number] for *_, number, _, _ in plan.shared]
+        for (module, attribute, path, _, kind, index), owner in zip(plan.shared, owners, strict=True):
+            unit.shared_refs.append(ParamRef(module, attribute, path, owner.handles[kind].leaves[index]))
+            owner.handles[kind].face.put(unit.shared_refs[-1])
+        unit.share_params_of(list(dict.fromkeys(owners)))
+    for unit, named in zip(units, lists, strict=True):
+        if any(named):
+            targets = (PrefetchTargets(units[place] for place in each) for each in named)
+            model_of(unit).setup.set_options(unit, **dict(zip(_NAMING, targets, strict=True)))
+    return units
+
+
+def _unit_of(plan: UnitPlan) -> Unit:
+    tracker, handles = MemoryTracker(), []
+    for settings, leaves in zip(plan.handles, plan.leaves, strict=True):
+        made = []
+        for leaf, kind, attributes in leaves:
+            if not isinstance(leaf, nn.Parameter):
+                empty = torch.empty(0, dtype=settings["shard"].dtype, device=settings["device"])
+                leaf = nn.Parameter(empty, requires_grad=leaf)
             leaf.__class__ = kind
-            vars(leaf).update(marks)
-        handles.append(FlatParamHandle(entry["leaves"], shard=entry["shard"], tracker=tracker, **settings))
-        check_rank("model", entry["rank"], plan["groups"])
+            vars(leaf).update(attributes)
+            made.append(leaf)
+        handles.append(handle_class(settings["options"])(made, tracker=tracker, **settings))
+    entries = plan.entries if plan.in_place else [each._modules[WRAPPED] for each in plan.entries]
     unit = Unit(
-        Entries([wrapper._modules["_fsdp_wrapped_module"]], in_place=False),  # type: ignore[list-item]
+        Entries(entries, in_place=plan.in_place),  # type: ignore[arg-type]
         handles,
-        [ParamRef(*each) for each in plan["homes"]],
+        [
+            ParamRef(module, attribute, path, handles[number].leaves[index])
+            for module, attribute, path, number, index in plan.homes
+        ],
         built=BuiltWith(
-            **{name: plan[name] for name in BUILT},
-            counts_gradients=plan["backward_prefetch"] is BackwardPrefetch.BACKWARD_MID,
+            **plan.built,
+            modules=WeakModules(plan.modules) if plan.in_place else plan.modules,
+            device_mesh=plan.mesh,
         ),
-        groups=plan["groups"],
-        options=UnitOptions(**{name: plan[name] for name in OPTIONS}),
-        shared_refs=[ParamRef(*each) for each in plan["aliases"]],
+        groups=plan.groups,
+        elsewhere={handles[number]: groups for number, groups in plan.elsewhere.items()},
+        options=UnitOptions(**plan.options),
     )
-    install_extensions(unit, [transformed(unit, leaf, state, found) for leaf, state, found in plan["extended"]])
-    for module, attributes in plan["left_alone"]:
-        ignore(module, attributes)
-    model = rebuilt_model(unit, plan["root"], tracker, last=plan["is_last_backward"])
-    for each in model.units:  # the owners of an inner unit's shared parameters may have come after it
-        each.share_params_of(owners_of(each.shared_refs))
-    keep_model(wrapper, model)
+    extended = []
+    for number, index, state, transform in plan.extended:
+        leaf = handles[number].leaves[index]
+        places = [each for each in unit.param_refs if each.leaf is leaf]
+        extended.append(TransformedParam(leaf, state, as_transform(transform), places))
+    install_extensions(unit, extended)
     put_at_rest(unit)
-    for residuals, held in zip(residuals_of(unit), plan["residuals"], strict=True):
+    for module, ignored in plan.left_alone:
+        ignore(module, ignored)
+    chosen = replace(plan.settings, device=handles[0].device) if handles else plan.settings
+    model = new_model(unit, chosen, tracker, units_inside(unit))
+    model.backwards.is_last_backward = plan.is_last_backward
+    for entry in plan.entries:
+        entry.__dict__["_unit"] = unit
+        for name in entry.__dict__.pop(REGISTERED, ()):
+            register_fsdp_forward_method(entry, name)
+    keep_model(plan.entries[0], model)
+    for residuals, held in zip(residuals_of(unit), plan.residuals, strict=False):
         residuals.load(held)
+    return unit
 
 
-def _kind_of(leaf: nn.Parameter) -> tuple[type, dict[str, Any]]:
-    """The class and the attributes of a parameter. [Note: marks of parameters]"""
-    return ORIGINAL[type(leaf)], marks_of(leaf)
-
-
-def handle_plan(handle: FlatParamHandle) -> dict[str, Any]:
-    """The data to rebuild a handle from, except its leaves."""
-    settings = {name: getattr(handle, name) for name in HANDLE_SETTINGS}
-    return {"shard": handle.shard.detach(), **settings}
-
-
-def settings_of(unit: Unit) -> ModelSettings:
-    """The settings of the model of `unit`, with users' later changes."""
-    return replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit)
-
-
-def check_rank(what: str, rank: int, groups: ProcessGroups) -> None:
-    """Refuse an object that was pickled on another `rank` of the shard group."""
-    if rank != groups.shard.rank:
-        raise UsageError(
-            f"this {what} was pickled on rank {rank} of its shard group but is loaded on rank {groups.shard.rank}; "
-            "each rank must load its own pickle"
-        )
-
-
-def transformed(unit: Unit, leaf: nn.Parameter, state: Any, transform: Any) -> TransformedParam:
-    """The transformed parameter of `leaf` for modules of `unit`."""
-    return TransformedParam(
-        leaf, state, as_transform(transform), [each for each in unit.param_refs if each.leaf is leaf]
-    )
-
-
-def rebuilt_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, *, last: bool) -> Model:
-    """A model of `unit`, which was rebuilt. `last`: the value given to `set_is_last_backward`."""
-    settings = replace(settings, device=unit.handles[0].device) if unit.handles else settings
-    model = new_model(unit, settings, tracker, units_inside(unit))
-    model.backwards.is_last_backward = last
-    return model
-
-
-def _check_copyable(unit: Unit) -> None:
-    if unit.phase is not IDLE:
-        raise UsageError(
-            f"a wrapped model can be copied or pickled only between steps; unit {unit.label} is in "
-            f"{unit.phase.value}. Copy or pickle it after its forward or backward"
-        )
-
-
-def at_rest(wrapper: nn.Module) -> list[Unit]:
+def _at_rest(module: nn.Module) -> list[Unit]:
     """The units inside, at rest: users' replacements for parameters have been copied into their shards."""
-    units = units_in(wrapper)
+    units = units_in(module)
     quiesce(units, collective=False, check=_check_copyable)
     for unit in units:
         if any(grads.accumulation.pending for grads in unit.grads):
             raise UsageError(
-                "a wrapped model cannot be copied or pickled while gradients accumulate under no_sync(), or without "
+                "a sharded model cannot be copied or pickled while gradients accumulate under no_sync(), or without "
                 f"all-reduce: those of unit {unit.label} would be lost. First run a backward that reduces them"
             )
     return units
 
 
+def _check_copyable(unit: Unit) -> None:
+    if unit.phase is not IDLE:
+        raise UsageError(
+            f"a sharded model can be copied or pickled only between steps; unit {unit.label} is in "
+            f"{unit.phase.value}. Copy or pickle it after its forward or backward"
+        )
+
+
 @contextmanager
-def _without_flat_params(units: list[Unit]) -> Iterator[None]:
-    """Remove flat parameters from modules, whose copies get them from `restore`."""
-    flat_refs = [param_ref for unit in units for param_ref in unit.leaves.listing.flat]
-    taken = [each for each in flat_refs if each.module._parameters.pop(each.attribute, None) is not None]
+def _taking(units: list[Unit]) -> Iterator[None]:
+    """Let modules have None in place of the parameters that `units` put there, which keeps their places. Modules inside
+    leave their units to the caller."""
+    refs = [each for unit in units for each in unit.leaves.listing.flat]
+    refs += [each for unit in units if unit.entries.in_place for each in (*unit.param_refs, *unit.shared_refs)]
+    held = [(each.module._parameters, each.attribute) for each in refs]
+    before = [registry[attribute] for registry, attribute in held]
+    for registry, attribute in held:
+        registry[attribute] = None
+    _under_way.extend(units)
     try:
         yield
     finally:
-        for param_ref in taken:
-            param_ref.register()
+        del _under_way[len(_under_way) - len(units) :]
+        for (registry, attribute), parameter in zip(held, before, strict=True):
+            registry[attribute] = parameter
 
 
-def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """`copy.deepcopy` of a wrapper: parameters, buffers and settings are copied, process groups shared."""
-    units = at_rest(wrapper)
-    twin: nn.Module = type(wrapper).__new__(type(wrapper))
-    memo[id(wrapper)] = twin
-    with _without_flat_params(units):
-        state = copy.deepcopy(state_of(wrapper), memo)
-    restore(twin, state)
-    unit, copied = wrapper.__dict__["_unit"], twin.__dict__["_unit"]
-    for old, new in zip(unit.handles, copied.handles, strict=True):
-        memo[id(old.flat_param)] = new.flat_param  # an optimizer copied with the model refers to it
-    memo.update({id(group): group for group in unit.groups.process_groups})
-    copied.built = replace(copied.built, device_mesh=unit.built.device_mesh)
-    model_of(copied).setup.set_options(
-        copied,
-        comm_hook=copied_hook(unit.options.comm_hook, memo, "register_comm_hook()"),
-        all_reduce_hook=copied_hook(unit.options.all_reduce_hook, memo, "set_all_reduce_hook()"),
-    )
-    set_lists(units_in(twin), lists_of(units))
-    return twin
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of `module`, without its unit and its methods that gather."""
+    left_out = (*_OF_UNIT, *module.__dict__.get(REGISTERED, ()))
+    return {key: value for key, value in module.__dict__.items() if key not in left_out}
 
 
-def copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
-    """A copy of a user-defined hook, whose process groups are in `memo`; None if it cannot be copied."""
-    if id(hook) in memo:  # None if a copy has failed before
-        return memo[id(hook)]
-    try:
-        return copy.deepcopy(hook, memo)
-    except Exception as error:  # any error of user-defined state
-        warn_once_per_job(
-            f"the copy of a wrapped model does not have the value that was passed to {method}, which cannot be copied "
-            f"({type(error).__name__}: {error}). Call {method} on the copy before it trains"
-        )
-        memo[id(hook)] = None
-        return None
-
-
-def lists_of(units: list[Unit]) -> Lists:
+def _lists_of(units: list[Unit]) -> Lists:
     """The lists of units that `units` name, by their places among these."""
     places = {unit: place for place, unit in enumerate(units)}
 
@@ -241,43 +278,80 @@ def lists_of(units: list[Unit]) -> Lists:
     return [[known(getattr(unit.options, name)) for name in _NAMING] for unit in units]
 
 
-def set_lists(units: list[Unit], lists: Lists) -> None:
-    """Let `units` name each other as in `lists`."""
-    for unit, named in zip(units, lists, strict=True):
-        if any(named):
-            targets = (PrefetchTargets(units[place] for place in each) for each in named)
-            model_of(unit).setup.set_options(unit, **dict(zip(_NAMING, targets, strict=True)))
+# -- copies ------------------------------------------------------------------------------------------------------------
 
 
-def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
-    """The value of `__reduce_ex__` for `wrapper`: every shard once, and no view of it."""
-    global _inside
-    if _inside:
-        return _blank, (type(wrapper),), state_of(wrapper)
-    units = at_rest(wrapper)
-    if any(unit.options.comm_hook is not None or unit.options.all_reduce_hook is not None for unit in units):
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy` of a wrapper or a module of `fully_shard`: parameters, buffers and settings are copied, process
+    groups shared."""
+    if module.__dict__["_unit"] in _under_way:
+        return _copy_attributes(module, memo)
+    units = _at_rest(module)
+    with _taking(units):
+        for unit in units:
+            groups = {group for each in unit.axes.all for group in each.process_groups}
+            meshes = [getattr(handle.options.face, "mesh", None) for handle in unit.handles]
+            for shared in (*groups, *meshes, unit.built.device_mesh):
+                memo[id(shared)] = shared
+        twin = _copy_attributes(module, memo)
+        plans = copy.deepcopy(_plans(module, units), memo)
+        twins = _build(plans, _lists_of(units))
+    for unit, made in zip(units, twins, strict=True):
+        for old, new in zip(unit.handles, made.handles, strict=True):
+            holders = zip(old.face.holders, new.face.holders, strict=True)
+            memo.update({id(one): two for one, two in holders})  # an optimizer copied with the model refers to it
+        hooks = {name: _copied_hook(getattr(unit.options, name), memo, method) for name, method in _HOOKS.items()}
+        model_of(made).setup.set_options(made, **hooks)
+    return twin
+
+
+def _copy_attributes(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    cls = type(module)
+    plain = getattr(cls, PLAIN_CLASS, cls)
+    twin: nn.Module = plain.__new__(plain)
+    twin.__class__ = cls
+    memo[id(module)] = twin
+    twin.__dict__.update(copy.deepcopy(_attributes(module), memo))
+    return twin
+
+
+def _copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
+    """A copy of a user-defined hook, whose process groups are in `memo`; None if it cannot be copied."""
+    if id(hook) in memo:  # None if a copy has failed before
+        return memo[id(hook)]
+    try:
+        return copy.deepcopy(hook, memo)
+    except Exception as error:  # any error of user-defined state
         warn_once_per_job(
-            "the pickle of a wrapped model does not contain its communication and all-reduce hooks. Register them "
+            f"the copy of a sharded model does not have the value that was passed to {method}, which cannot be copied "
+            f"({type(error).__name__}: {error}). Call {method} on the copy before it trains"
+        )
+        memo[id(hook)] = None
+        return None
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------------
+
+
+def reduce(module: nn.Module, *made_by: Any) -> tuple[Any, ...]:
+    """The value of `__reduce_ex__` for `module`, of which `made_by`, a function and its arguments, makes a blank
+    instance: every shard once."""
+    if module.__dict__["_unit"] in _under_way:
+        return made_by[0], made_by[1:], _attributes(module)
+    units = _at_rest(module)
+    _refuse_parts(units)
+    if any(getattr(unit.options, name) is not None for unit in units for name in _HOOKS):
+        warn_once_per_job(
+            "the pickle of a sharded model does not contain its communication and all-reduce hooks. Register them "
             "again after loading it, before it trains"
         )
-    refuse_parts(units)
     buffer = io.BytesIO()
-    for unit in units:
-        for views in unit.views:
-            views.show(SHOWS_NOTHING)
-    _inside = True
-    try:
-        with _without_flat_params(units):
-            torch.save((type(wrapper), state_of(wrapper), lists_of(units)), buffer)
-    finally:
-        _inside = False
-        for unit in units:
-            for views in unit.views:
-                views.show(SHOWS_SHARD)
+    with _taking(units):
+        torch.save((module, [_pickled(plan) for plan in _plans(module, units)], _lists_of(units)), buffer)
     return _load, (buffer.getvalue(),)
 
 
-def refuse_parts(units: list[Unit]) -> None:
+def _refuse_parts(units: list[Unit]) -> None:
     """Refuse to pickle parameters that tensor parallelism has split, or that lie on a mesh of their own otherwise."""
     extended = ((unit, each) for unit in units for views in unit.views for each in views.extended)
     held = [(unit, each.param_refs[0]) for unit, each in extended if not each.transform.can_be_pickled(each.state)]
@@ -289,16 +363,99 @@ def refuse_parts(units: list[Unit]) -> None:
         )
 
 
-def _blank(cls: type[nn.Module]) -> nn.Module:
+def _pickled(plan: UnitPlan) -> UnitPlan:
+    """`plan` with descriptions of meshes; that of a wrapper is not pickled."""
+    if not plan.in_place:
+        return replace(plan, mesh=None)
+    return _on(plan, lambda mesh, _: (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names))
+
+
+def _on(plan: UnitPlan, change: Callable[[Any, ProcessGroups], Any]) -> UnitPlan:
+    """`plan` with other meshes, by a function of each mesh and the groups over which it is."""
+    handles = []
+    for number, settings in enumerate(plan.handles):
+        options = settings["options"]
+        mesh = change(options.face.mesh, plan.elsewhere.get(number, plan.groups))
+        handles.append({**settings, "options": replace(options, face=replace(options.face, mesh=mesh))})
+    return replace(plan, mesh=change(plan.mesh, plan.groups), handles=handles)
+
+
+def blank(cls: type[nn.Module]) -> nn.Module:
+    """A wrapper that is not initialized."""
     return cls.__new__(cls)
 
 
 def _load(data: bytes) -> nn.Module:
-    cls, state, lists = torch.load(io.BytesIO(data), weights_only=False)
-    wrapper = _blank(cls)
-    restore(wrapper, state)
-    set_lists(units_in(wrapper), lists)
-    return wrapper
+    found, plans, lists = torch.load(io.BytesIO(data), weights_only=False)
+    module, plans = _of_earlier(found, plans) if isinstance(found, type) else (found, plans)
+    meshes: dict[str, Any] = {}
+
+    def mesh_of(described: Any, groups: ProcessGroups) -> Any:
+        key = str((described, groups.given_ranks))
+        if key not in meshes:
+            meshes[key] = mesh_over(groups, *described)
+        return meshes[key]
+
+    for plan in plans:
+        for number, settings in enumerate(plan.handles):
+            groups = plan.elsewhere.get(number, plan.groups)
+            if settings["rank"] != groups.shard.rank:
+                raise UsageError(
+                    f"this model was pickled on rank {settings['rank']} of its shard group but is loaded on rank "
+                    f"{groups.shard.rank}; each rank must load its own pickle"
+                )
+    _build([_on(plan, mesh_of) if plan.in_place else plan for plan in plans], lists)
+    loaded: nn.Module = module
+    return loaded
+
+
+# [Note: earlier pickles] Wrappers once had plans of their own: each was pickled with its attributes and the data of its
+# unit, which names leaves themselves. Nested wrappers are read before those around them.
+_earlier: list[tuple[nn.Module, dict[str, Any]]] = []
+_blank = blank
+
+
+def set_state(wrapper: nn.Module, state: dict[str, Any]) -> None:
+    """The value of `__setstate__` for a blank `wrapper`."""
+    if state.keys() == {"attributes", "unit"}:
+        _earlier.append((wrapper, state["unit"]))
+        state = state["attributes"]
+    wrapper.__dict__.update(state)
+
+
+def _of_earlier(cls: type[nn.Module], state: dict[str, Any]) -> tuple[nn.Module, list[UnitPlan]]:
+    wrapper = blank(cls)
+    set_state(wrapper, state)
+    found = [*_earlier]
+    _earlier.clear()
+    owned = {
+        id(leaf): (number, kind, index)
+        for number, (_, of_unit) in enumerate(found)
+        for kind, handle in enumerate(of_unit["handles"])
+        for index, leaf in enumerate(handle["leaves"])
+    }
+    return wrapper, [
+        UnitPlan(
+            entries=[holder],
+            handles=[{name: each[name] for name in ("shard", *_OF_HANDLE)} for each in of_unit["handles"]],
+            leaves=[
+                [(leaf, *kind) for leaf, kind in zip(each["leaves"], each["kinds"], strict=True)]
+                for each in of_unit["handles"]
+            ],
+            homes=[(*where, *owned[id(leaf)][1:]) for *where, leaf in of_unit["homes"]],
+            shared=[(*where, *owned[id(leaf)]) for *where, leaf in of_unit["aliases"]],
+            extended=[(*owned[id(leaf)][1:], *how) for leaf, *how in of_unit["extended"]],
+            elsewhere={},
+            mesh=None,
+            settings=of_unit["root"],
+            built={name: of_unit[name] for name in _BUILT if name in of_unit}
+            | {"counts_gradients": of_unit["backward_prefetch"] is BackwardPrefetch.BACKWARD_MID},
+            options={name: of_unit[name] for name in _OPTIONS},
+            in_place=False,
+            **{name: of_unit[name] for name in ("modules", "left_alone", "groups", "is_last_backward", "residuals")},
+        )
+        for holder, of_unit in found
+    ]
 
 
 def _reduce_groups(groups: ProcessGroups) -> tuple[Any, ...]:
