@@ -135,7 +135,7 @@ class CommStats:
 
     @property
     def messages(self) -> int:
-        """The number of messages, sent and received, of pairwise collectives."""
+        """The number of messages, sent and received, of scatters from one rank."""
         found: int = self._traffic.messages
         return found
 

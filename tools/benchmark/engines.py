@@ -100,7 +100,7 @@ def _flat_keeping_memory(model: nn.Module, place: Place) -> nn.Module:
     return _flat(False)(model, place)
 
 
-def _flat_by_messages(model: nn.Module, place: Place) -> nn.Module:
+def _flat_over_gloo(model: nn.Module, place: Place) -> nn.Module:
     flatfsdp.share_host_memory(False)
     return _flat(False)(model, place)
 
@@ -168,7 +168,7 @@ ENGINES = {
     ),
     "flatfsdp-lean": Engine("flatfsdp, BACKWARD_MID", _flat(False, backward_prefetch="BACKWARD_MID")),
     "flatfsdp-kept": Engine("flatfsdp, retain_host_memory()", _flat_keeping_memory),
-    "flatfsdp-gloo": Engine("flatfsdp, share_host_memory(False)", _flat_by_messages),
+    "flatfsdp-gloo": Engine("flatfsdp, share_host_memory(False)", _flat_over_gloo),
     "flatfsdp-front": Engine("flatfsdp fully_shard", _front, lacks=("NO_SHARD",)),
     "flatfsdp-front-flat": Engine(
         "flatfsdp fully_shard, fuse_optimizer_steps()", _front, _adamw_stepping_flat, lacks=("NO_SHARD",)

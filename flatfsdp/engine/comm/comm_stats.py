@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 @dataclass
 class CommStats:
     """Counts of collectives by kind and the bytes of their unsharded side (input of a reduction, output of a gather);
-    the number of messages, sent and received, of pairwise exchanges; and the bytes that were copied through staging
+    the number of messages, sent and received, of scatters from one rank; and the bytes that were copied through staging
     buffers."""
 
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))

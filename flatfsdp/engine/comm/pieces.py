@@ -37,11 +37,6 @@ class Row:
         return list(self.memory.split(self.sizes))
 
     @property
-    def parts(self) -> list[torch.Tensor]:
-        """The nonempty pieces."""
-        return [piece for piece, size in zip(self.pieces, self.sizes, strict=True) if size]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all pieces."""
         return self.numel * self.dtype.itemsize
@@ -144,7 +139,16 @@ def is_ordered(target: torch.Tensor) -> bool:
     return target.device.type != "cpu"
 
 
-def add(first: Row, second: Row, output: Row) -> None:
-    """Write the sum of two rows to `output`, which may be one of them."""
-    for one, other, total in zip(first.pieces, second.pieces, output.pieces, strict=True):
-        torch.add(one, other, out=total)
+def add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], rank: int) -> None:
+    """Write the sum of `terms`, one per rank, in rank order, to `output`, which may be the term of this `rank`."""
+    if terms[rank].data_ptr() == output.data_ptr() and rank > 1:  # must not be overwritten before it is added
+        before = torch.add(terms[0], terms[1])
+        for term in terms[2:rank]:
+            before.add_(term)
+        torch.add(before, terms[rank], out=output)
+        rest = terms[rank + 1 :]
+    else:
+        torch.add(terms[0], terms[1], out=output)
+        rest = terms[2:]
+    for term in rest:
+        output.add_(term)

@@ -4,9 +4,9 @@
 an operation is issued. On an accelerator, the caller has ordered the stream after the kernels that produce them.
 
 [Note: lists] `all_gather_coalesced` and `reduce_scatter_coalesced` communicate a list of tensors as one: those of
-several small units, or the segments of one. Through shared memory, and by messages, that is one exchange regardless of
-their number; NCCL coalesces several operations into one; otherwise each tensor is a collective of its own. Where memory
-is not shared, small tensors are staged together. [Note: rows] [Note: staging]
+several small units, or the segments of one. Through shared memory, that is one exchange regardless of their number.
+NCCL coalesces several operations into one. Otherwise each tensor is a collective of its own. Where memory is not
+shared, small tensors are staged together. [Note: rows] [Note: staging]
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..base.wait_limits import blocked
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
-from . import gloo
 from .axes import Axis
 from .comm_stats import CommStats
 from .tensor_lists import TensorLists
 
 # All backends support these dtypes. Gathers of other dtypes move bytes.
 _KNOWN_TO_ALL = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+TAG = 2**30  # of all blocking messages, one at a time; `monitored_barrier` and users use small ones
 
 
 class ProcessGroupTransport:
@@ -185,7 +185,7 @@ class ProcessGroupTransport:
         """Send `tensor` to group rank `target`, which receives it now, blocking."""
         self.comm_stats.messages += 1
         if tensor.numel():
-            sending = self.group.process_group.send([as_bytes(self._reachable(tensor))], target, gloo.PARCEL_TAG)
+            sending = self.group.process_group.send([as_bytes(self._reachable(tensor))], target, TAG)
             with blocked():
                 sending.wait()
 
@@ -195,7 +195,7 @@ class ProcessGroupTransport:
         if tensor.numel():
             landing = self._reachable(tensor)
             with blocked():
-                self.group.process_group.recv([as_bytes(landing)], source, gloo.PARCEL_TAG).wait()
+                self.group.process_group.recv([as_bytes(landing)], source, TAG).wait()
             if landing is not tensor:
                 tensor.copy_(landing)
 

@@ -1,9 +1,9 @@
 """Communication of lists of tensors without shared memory: large tensors in place, small ones staged together.
 
-[Note: staging] A collective, or a message, for each of many small tensors would take longer than copies. So tensors of
-at most `SMALL` bytes are communicated together in a *staging buffer*, which has a row for each rank, with a piece of
-each tensor. Copies into and out of it are counted separately (`CommStats.staged`). Larger tensors are sent from and
-received into their own memory, without staging.
+[Note: staging] A collective for each of many small tensors would take longer than copies. So tensors of at most `SMALL`
+bytes are communicated together in a *staging buffer*, which has a row for each rank, with a piece of each tensor.
+Copies into and out of it are counted separately (`CommStats.staged`). Larger tensors are sent from and received into
+their own memory, without staging.
 """
 
 from __future__ import annotations

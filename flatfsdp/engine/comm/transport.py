@@ -3,10 +3,9 @@
 
 [Note: transports] Only this module decides how a collective is carried out on a backend. `ProcessGroupTransport` uses
 torch's flat collectives. `DeterministicGloo` serves gloo, whose own reductions sum in an unspecified order: every rank
-sends each peer its piece and sums the received pieces in rank order, so that results are bitwise reproducible for any
-world size and timing. Large gathers among a few ranks on one host are done by such messages as well (`gloo.py`).
-Tensors on the CPU are exchanged through shared memory instead, if the ranks have it (`shared_memory/`). `SingleRank`
-serves an axis of one rank.
+sends each peer its piece by an all-to-all and sums the received pieces in rank order, so that results are bitwise
+reproducible for any world size and timing (`gloo.py`). Tensors on the CPU are exchanged through shared memory instead,
+if the ranks have it (`shared_memory/`). `SingleRank` serves an axis of one rank.
 """
 
 from __future__ import annotations
@@ -33,26 +32,23 @@ from .shared_memory.collectives import SharedMemoryExchange, SimulatedSharedMemo
 from .shared_memory.groups import capacity_of, of_group, would_share
 from .tensor_lists import TensorList
 
-Exchange = SharedMemoryExchange | gloo.PairwiseExchange  # implementations of exchanges of rows
-
 
 class DeterministicGloo(ProcessGroupTransport):
-    """gloo: reductions sum in rank order, and a few ranks on one host exchange large tensors pairwise. [Note:
-    transports]"""
+    """gloo: reductions sum in rank order, and tensors on the CPU are exchanged through shared memory if the ranks have
+    it. [Note: transports]"""
 
     rests = True
 
     def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
         super().__init__(group, device, comm_stats=comm_stats, tracker=tracker)
-        self._pairs = gloo.PairwiseExchange(group.process_group, tracker=tracker, comm_stats=comm_stats)
         all_to_all = gloo.SimulatedExchange if is_memoryless() else gloo.GlooAllToAll
         self._all_to_all = all_to_all(group.process_group, tracker=tracker, comm_stats=comm_stats)
 
     def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
-        way = self._shared_memory(output) or (self._pairs if self._is_for_pairs(output) else None)
-        if way is None:
+        shared = self._shared_memory(output)
+        if shared is None:
             return super().all_gather_base(output, shard, stream)
-        return self._gather_by(way, rows_of([output], self.group.size), [shard], stream)
+        return self._gather_by(shared, rows_of([output], self.group.size), [shard], stream)
 
     def all_gather_coalesced(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
@@ -64,11 +60,11 @@ class DeterministicGloo(ProcessGroupTransport):
         return self._gather_by(shared, listed.rows, shards, stream)
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
-        way = self._shared_memory(full) or (self._pairs if self._is_for_pairs(full) else None)
-        if way is None:
+        shared = self._shared_memory(full)
+        if shared is None:
             self.comm_stats.log("reduce_scatter", full.nbytes)
             return self._exchange(stream, lambda: self._all_to_all.reduce_scatter(output, full), full, output)
-        return self._reduce_by(way, Row([output]), rows_of([full], self.group.size), stream)
+        return self._reduce_by(shared, Row([output]), rows_of([full], self.group.size), stream)
 
     def reduce_scatter_coalesced(
         self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
@@ -79,41 +75,27 @@ class DeterministicGloo(ProcessGroupTransport):
             return super().reduce_scatter_coalesced(output, fulls, stream)
         return self._reduce_by(shared, listed.rows[0].of(output), listed.rows, stream)
 
-    def _gather_each(
-        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        if not self._is_for_pairs(*outputs):
-            return super()._gather_each(outputs, shards, stream)
-        return self._gather_by(self._pairs, rows_of(outputs, self.group.size), shards, stream)
-
-    def _reduce_each(
-        self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        if not self._is_for_pairs(*fulls):
-            return super()._reduce_each(outputs, fulls, stream)
-        return self._reduce_by(self._pairs, Row(outputs), rows_of(fulls, self.group.size), stream)
-
     def _gather_by(
-        self, way: Exchange, rows: Sequence[Row], shards: Sequence[torch.Tensor], stream: Stream
+        self, shared: SharedMemoryExchange, rows: Sequence[Row], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
         self.comm_stats.log("all_gather", self.group.size * rows[0].nbytes)
-        return self._exchange(stream, lambda: way.gather(rows, shards), *shards)
+        return self._exchange(stream, lambda: shared.gather(rows, shards), *shards)
 
-    def _reduce_by(self, way: Exchange, output: Row, rows: Sequence[Row], stream: Stream) -> PendingWork:
+    def _reduce_by(self, shared: SharedMemoryExchange, output: Row, rows: Sequence[Row], stream: Stream) -> PendingWork:
         self.comm_stats.log("reduce_scatter", self.group.size * rows[0].nbytes)
         keep = output.pieces if output.memory is None else [output.memory]
-        return self._exchange(stream, lambda: way.reduce_scatter(output, rows), *keep)
+        return self._exchange(stream, lambda: shared.reduce_scatter(output, rows), *keep)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         self.comm_stats.log("all_reduce", tensor.nbytes)
-        way = self._shared_memory(tensor) or (self._pairs if self._is_for_pairs(tensor) else self._all_to_all)
+        way = self._shared_memory(tensor) or self._all_to_all
         return self._exchange(stream, lambda: way.all_reduce(tensor), tensor)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
-        way = self._shared_memory(sent)
-        if way is None:
+        shared = self._shared_memory(sent)
+        if shared is None:
             return super().all_to_all(arrived, sent, stream)
-        return self._exchange(stream, lambda: way.all_to_all(arrived, sent), sent)
+        return self._exchange(stream, lambda: shared.all_to_all(arrived, sent), sent)
 
     def rest(self) -> None:
         if (shared := self.__dict__.get("_in_memory")) is not None:  # without creating it
@@ -142,11 +124,6 @@ class DeterministicGloo(ProcessGroupTransport):
         with stream.running():
             start().wait()
             return stream.communicating(*keep)
-
-    def _is_for_pairs(self, *unsharded: torch.Tensor) -> bool:
-        # gloo cannot send messages from an accelerator's memory.
-        could = sum(each.nbytes for each in unsharded) >= gloo.SMALLEST and unsharded[0].device.type == "cpu"
-        return could and gloo.is_near(self.group.process_group)
 
 
 class CoalescingNccl(ProcessGroupTransport):

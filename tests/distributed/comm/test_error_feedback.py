@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, checkpoint
-from flatfsdp.engine.comm.shared_memory.groups import by_messages
+from flatfsdp.engine.comm.shared_memory.groups import over_gloo
 from flatfsdp.errors import NonFiniteError
 from tests.conftest import Run
 from tests.distributed.comm.test_quantized import Net, loss
@@ -85,7 +85,7 @@ def accounts(
     """Over windows, and reductions into gradients that are there; of float32, to its rounding."""
     lines: list[str] = []
     mixed = MixedPrecision(reduce_dtype=reduce, reduce_bits=bits, reduce_error_feedback=True)
-    with setting.doubles(), contextlib.nullcontext() if shared else by_messages():
+    with setting.doubles(), contextlib.nullcontext() if shared else over_gloo():
         account = Account(wrapped(replace(setting, rows=layout == "rows"), mixed), rank, world)
         for step in range(4):
             with account.model.no_sync():

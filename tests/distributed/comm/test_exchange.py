@@ -1,5 +1,5 @@
-"""Exchanges on gloo, pairwise and by all-to-all: equal to torch's collectives and to sums in rank order, for every
-order of waits, with the stated scratch and the stated number of messages."""
+"""Exchanges through shared memory and over gloo: equal to torch's collectives and to sums in rank order, for every
+order of waits, with the stated scratch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp.engine.base import per_group
-from flatfsdp.engine.comm import gloo
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.comm.axes import Axis
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.comm.shared_memory import peers
 from flatfsdp.engine.comm.shared_memory.chunks import longest_chunk
-from flatfsdp.engine.comm.shared_memory.groups import by_messages, of_group
+from flatfsdp.engine.comm.shared_memory.groups import of_group, over_gloo
 from flatfsdp.engine.comm.transport import Transport
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device, PendingWork
@@ -45,7 +44,7 @@ def over(group: dist.ProcessGroup | None = None) -> Transport:
     )
 
 
-WAYS = ["shared memory", "pairs", "too small", "two hosts"]  # how exchanges go, or why not by pairs
+WAYS = ["shared memory", "gloo", "two hosts"]  # how exchanges go, or why not through shared memory
 
 
 @contextlib.contextmanager
@@ -53,12 +52,10 @@ def going(way: str, rank: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if way == "shared memory":
             of_group(dist.group.WORLD)  # asked once
-        elif way != "two hosts":
-            stack.enter_context(by_messages())
-        stack.enter_context(patch.object(gloo, "SMALLEST", 2**40 if way == "too small" else 0))
-        if way == "two hosts":
+        elif way == "gloo":
+            stack.enter_context(over_gloo())
+        else:
             stack.enter_context(patch.object(per_group, "_made", weakref.WeakKeyDictionary()))
-            stack.enter_context(patch("platform.node", lambda: f"host {min(rank, 1)}"))
             stack.enter_context(patch.object(peers, "_host", lambda: bytes([min(rank, 1)] * 16)))
         yield
 
@@ -112,13 +109,12 @@ def wrong_answers(rank: int, world: int, way: str, thorough: bool) -> list[str]:
             transport.all_to_all(arrived, sent, stream).wait()
             if not torch.equal(arrived, torch.stack([rows[each] + rank for each in range(world) if each != rank])):
                 wrong.append(f"all-to-all of {size} bytes")
-        assert (inspect.comm_stats_of(transport).messages > 0) == (way == "pairs")
         assert not any(inspect.memory_of(transport).live.values())
         return wrong
 
 
 # Every way with an odd number of ranks, and most with an even one, too.
-SOME = [(2, way) for way in WAYS[:3]] + [(3, way) for way in WAYS] + [(4, "two hosts"), (5, "pairs")]
+SOME = [(2, way) for way in WAYS[:2]] + [(3, way) for way in WAYS] + [(4, "two hosts"), (5, "gloo")]
 
 
 @pytest.mark.parametrize(("world", "way"), [*product((2, 3, 4, 5), WAYS)] if is_thorough() else SOME)
@@ -127,17 +123,12 @@ def test_exchanges_bring_what_collectives_bring_and_sum_in_rank_order(run: Run, 
 
 
 def many_in_flight(rank: int, world: int, way: str) -> list[str]:
-    """Gathers and reduce-scatters of different sizes, some by pairs, issued by a rank that is sometimes late, and
-    waited for in an order that ranks do not share."""
-    with by_messages() if way == "pairs" else contextlib.nullcontext():
-        return _many_in_flight(rank, world)
-
-
-def _many_in_flight(rank: int, world: int) -> list[str]:
-    gathers, sums, stream = over(), over(dist.new_group()), Device(CPU).new_stream("test")
-    order = random.Random(rank)
-    wrong = []
-    with patch.object(gloo, "SMALLEST", 4000):
+    """Gathers and reduce-scatters of different sizes, issued by a rank that is sometimes late, and waited for in an
+    order that ranks do not share."""
+    with going(way, rank):
+        gathers, sums, stream = over(), over(dist.new_group()), Device(CPU).new_stream("test")
+        order = random.Random(rank)
+        wrong = []
         for turn in range(3):
             waits: list[tuple[str, PendingWork, Tensor, Tensor]] = []
             for k in range(12):
@@ -171,7 +162,7 @@ def _many_in_flight(rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("world", "way"), some([*product((2, 3), ("shared memory", "pairs")), (4, "pairs"), (5, "shared memory")], 3)
+    ("world", "way"), some([*product((2, 3), ("shared memory", "gloo")), (4, "gloo"), (5, "shared memory")], 3)
 )
 def test_many_exchanges_in_flight_are_not_confused(run: Run, world: int, way: str) -> None:
     assert run(world, many_in_flight, way) == [[]] * world
@@ -180,8 +171,7 @@ def test_many_exchanges_in_flight_are_not_confused(run: Run, world: int, way: st
 def issued_alone(rank: int, world: int, way: str) -> None:
     """A rank issues an operation and notifies the others, which issue theirs on receipt."""
     with going(way, rank):
-        gloo.is_near(dist.group.WORLD)  # asked once
-        of_group(dist.group.WORLD)  # likewise
+        of_group(dist.group.WORLD)  # asked once
         transport, stream, notes = over(), Device(CPU).new_stream("test"), dist.new_group()
         whole, piece = torch.zeros(world * 1000), torch.zeros(1000)
         for first in range(world):
@@ -207,8 +197,7 @@ def test_issuing_waits_for_nobody(way: str, pool2: Run) -> None:
 def waited_for_last(rank: int, world: int, way: str) -> None:
     """Rank 0 has finished an operation before the others begin to wait for it."""
     with going(way, rank):
-        gloo.is_near(dist.group.WORLD)  # asked once
-        of_group(dist.group.WORLD)  # likewise
+        of_group(dist.group.WORLD)  # asked once
         transport, stream, notes = over(), Device(CPU).new_stream("test"), dist.new_group()
         numel = 3_000_000  # more than an outbox has room for
         whole, piece = torch.ones(world * numel), torch.ones(numel)
@@ -225,44 +214,8 @@ def waited_for_last(rank: int, world: int, way: str) -> None:
 
 
 def test_a_rank_that_does_not_come_to_a_wait_keeps_nobody_waiting(pool2: Run) -> None:
-    """Otherwise the job would not end. (The second half of an all-reduce by messages is issued at the wait for it.)"""
+    """Otherwise the job would not end. (The second half of an all-reduce over gloo is issued at the wait for it.)"""
     pool2(waited_for_last, "shared memory")
-
-
-def messages_of(rank: int, world: int, numel: int) -> list[int]:
-    with by_messages():
-        return _messages_of(world, numel)
-
-
-def _messages_of(world: int, numel: int) -> list[int]:
-    transport, stream = over(), Device(CPU).new_stream("test")
-    whole, piece = torch.zeros(world * numel), torch.zeros(numel)
-    seen = []
-    for exchange in (
-        lambda: transport.all_gather_base(whole, piece, stream),
-        lambda: transport.reduce_scatter_base(piece, whole, stream),
-        lambda: transport.all_reduce(whole, stream),
-    ):
-        before = inspect.comm_stats_of(transport).messages
-        exchange().wait()
-        seen.append(inspect.comm_stats_of(transport).messages - before)
-    assert inspect.comm_stats_of(transport).counts == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
-    return seen
-
-
-@pytest.mark.parametrize("world", [2, 3, 4, 5])
-def test_messages_are_two_for_each_peer(run: Run, world: int) -> None:
-    """An all-reduce is a reduce-scatter and a gather; small tensors use neither."""
-    numel = -(-gloo.SMALLEST // 4 // world)
-    pairs = 2 * (world - 1)
-    assert run(world, messages_of, numel) == [[pairs, pairs, 2 * pairs]] * world
-    assert run(world, messages_of, numel - 1) == [[0, 0, 0]] * world
-
-
-def memory(rank: int, world: int, way: str) -> dict[str, tuple[int, int]]:
-    """Bytes that each exchange takes at its peak, in pieces: by the allocator, and by the ledger."""
-    with by_messages() if way == "pairs" else contextlib.nullcontext():
-        return _memory(rank, world)
 
 
 def outbox(rank: int, world: int) -> int:
@@ -272,32 +225,38 @@ def outbox(rank: int, world: int) -> int:
     return shared.capacity
 
 
-def _memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
-    size = 1024 * 1024
-    shard, piece, full = torch.randn(size), torch.randn(size), torch.randn(world * size)
-    transport, stream = over(), Device(CPU).new_stream("test")
-    gloo.is_near(dist.group.WORLD)  # asked once
-    of_group(dist.group.WORLD)  # likewise
-    found = {}
-    for name, exchange in {
-        "gather": lambda: transport.all_gather_base(full, shard, stream).wait(),
-        "reduce-scatter": lambda: transport.reduce_scatter_base(piece, full, stream).wait(),
-        "all-reduce": lambda: transport.all_reduce(full, stream).wait(),
-    }.items():
-        inspect.memory_of(transport).reset_peaks()
-        peak, left = peak_bytes(exchange)
-        assert left == 0
-        found[name] = round(peak / size / 4, 2), round(inspect.memory_of(transport).peak("exchange") / size / 4, 2)
-    return found
+def memory(rank: int, world: int, way: str) -> dict[str, tuple[float, float]]:
+    """Bytes that each exchange takes at its peak, in pieces: by the allocator, and by the ledger."""
+    with going(way, rank):
+        size = 1024 * 1024
+        shard, piece, full = torch.randn(size), torch.randn(size), torch.randn(world * size)
+        transport, stream = over(), Device(CPU).new_stream("test")
+        of_group(dist.group.WORLD)  # asked once
+        found = {}
+        for name, exchange in {
+            "gather": lambda: transport.all_gather_base(full, shard, stream).wait(),
+            "reduce-scatter": lambda: transport.reduce_scatter_base(piece, full, stream).wait(),
+            "all-reduce": lambda: transport.all_reduce(full, stream).wait(),
+        }.items():
+            inspect.memory_of(transport).reset_peaks()
+            peak, left = peak_bytes(exchange)
+            assert left == 0
+            found[name] = round(peak / size / 4, 2), round(inspect.memory_of(transport).peak("exchange") / size / 4, 2)
+        return found
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
-def test_scratch_is_at_most_two_pieces_of_peers(run: Run, world: int) -> None:
-    """None of a gather; the first peer's piece of a sum arrives in its output; an all-reduce takes that output, too."""
-    sums = min(world - 2, 2)
-    everything = sums + 1
-    expected = {"gather": (0, 0), "reduce-scatter": (sums, sums), "all-reduce": (everything, everything)}
-    assert run(world, memory, "pairs") == [expected] * world
+def test_scratch_over_gloo_is_the_pieces_of_peers(run: Run, world: int) -> None:
+    """gloo itself takes a whole output for a gather. Ranks that are neither first nor last also hold a copy of what
+    they send; of two ranks, a sum arrives in its output."""
+    others = world - 1
+    for rank, found in enumerate(run(world, memory, "gloo")):
+        sent = others if 0 < rank < world - 1 else 0
+        arrived = others if world > 2 else 0
+        in_place = sent + others + (rank > 1)  # and the sum of the terms before this rank's own
+        assert found["gather"] == (world, 0)
+        assert found["reduce-scatter"] == (sent + arrived,) * 2
+        assert found["all-reduce"] == (in_place, sent + others)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

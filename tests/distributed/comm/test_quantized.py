@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.comm_hooks import allreduce_hook
-from flatfsdp.engine.comm.shared_memory.groups import by_messages
+from flatfsdp.engine.comm.shared_memory.groups import over_gloo
 from flatfsdp.engine.config.arguments import check_arguments
 from flatfsdp.errors import NonFiniteError, UsageError
 from flatfsdp.examples.own_model import make_data, make_eval_data, make_model
@@ -268,7 +268,7 @@ def reductions(
     over a window and with some that are not there."""
     lines: list[str] = []
     hops = {"FULL_SHARD": 1, "NO_SHARD": 2, "HYBRID_SHARD": 3}[setting.strategy]
-    with setting.doubles(), contextlib.nullcontext() if shared else by_messages():
+    with setting.doubles(), contextlib.nullcontext() if shared else over_gloo():
         model = setting.wrap(
             seeded(Net), {Feedforward}, mixed_precision=MixedPrecision(reduce_dtype=reduce, reduce_bits=bits)
         )

@@ -31,7 +31,7 @@ from flatfsdp.engine.comm.shared_memory import attendant, peers
 from flatfsdp.engine.comm.shared_memory.attendant import Attendant
 from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
 from flatfsdp.engine.comm.shared_memory.collectives import SharedMemoryExchange
-from flatfsdp.engine.comm.shared_memory.groups import by_messages, connect, shares
+from flatfsdp.engine.comm.shared_memory.groups import connect, over_gloo, shares
 from flatfsdp.engine.comm.shared_memory.operations import Gather, Sum
 from flatfsdp.engine.comm.shared_memory.segments import MemorySegment
 from flatfsdp.engine.device import malloc
@@ -502,9 +502,9 @@ def test_a_rank_waits_by_other_means_while_its_peer_waits_for_it_here(mode: str,
 
 def on_two_hosts(rank: int, world: int) -> tuple[list[bool | None], bool]:
     """Which axes of a hybrid share memory if ranks 0 and 1 are on one host, and 2 and 3 on another; and whether its
-    parameters are those of exchanges by messages."""
+    parameters are those of exchanges over gloo."""
     found = []
-    for elsewhere in (nullcontext(), by_messages()):
+    for elsewhere in (nullcontext(), over_gloo()):
         with elsewhere, patch.object(peers, "_host", lambda: bytes([rank // 2]) * 16):
             mesh = dist.init_device_mesh("cpu", (2, 2))
             torch.manual_seed(0)
@@ -583,12 +583,12 @@ def done(what: str, model: Any) -> tuple[Any, torch.dtype, list[tuple[Tensor, Te
 
 def as_users_do(rank: int, world: int, what: str) -> list[bool]:
     found, shared = through(what)
-    with by_messages():
+    with over_gloo():
         plain, _ = through(what)
     assert len(found) == len(plain) > 10
     return [all(map(torch.equal, found, plain)), *shared]
 
 
 @pytest.mark.parametrize("what", ["to", "share_memory", "deepcopy", "pickle", "torch.save", "views"])
-def test_what_users_do_to_a_model_is_as_it_is_by_messages(what: str, pool2: Run) -> None:
+def test_what_users_do_to_a_model_is_as_it_is_over_gloo(what: str, pool2: Run) -> None:
     assert pool2(as_users_do, what) == [[True, True]] * 2

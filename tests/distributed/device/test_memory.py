@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, fully_shard, wrap
 from flatfsdp.engine.comm.shared_memory import attendant, collectives
-from flatfsdp.engine.comm.shared_memory.groups import by_messages
+from flatfsdp.engine.comm.shared_memory.groups import over_gloo
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.gradients import Gradients
 from flatfsdp.engine.flat.reduction import ReductionInput
@@ -199,18 +199,18 @@ def test_bytes_in_flight_are_a_stated_sum(
         assert found[2] == {kind: 4 * count for kind, count in elements.items()}
 
 
-def peaks_by_messages(rank: int, world: int, options: dict[str, Any]) -> dict[int, dict[str, int]]:
-    with by_messages():
+def peaks_over_gloo(rank: int, world: int, options: dict[str, Any]) -> dict[int, dict[str, int]]:
+    with over_gloo():
         return peaks(rank, world, options, 1)
 
 
-@pytest.mark.parametrize(("strategy", "exchanged"), [("FULL_SHARD", BLOCK // 2), ("NO_SHARD", BLOCK)])
-def test_messages_take_memory_besides(pool2: Run, strategy: str, exchanged: int) -> None:
-    """Memory for the other rank's values; for an all-reduce, also for the summed half that is sent on."""
+@pytest.mark.parametrize(("strategy", "exchanged"), [("FULL_SHARD", 0), ("NO_SHARD", BLOCK // 2)])
+def test_gloo_takes_memory_besides_for_an_all_reduce(pool2: Run, strategy: str, exchanged: int) -> None:
+    """Memory for the other rank's values. Those of a reduce-scatter arrive in its output."""
     options = {"sharding_strategy": strategy}
     elements = next(expected for these, micro, expected in IN_FLIGHT if (these, micro) == (options, 1))
     at_end = ROOT if strategy == "NO_SHARD" else 0  # of which the reduction takes nothing, then
-    for found in pool2(peaks_by_messages, options):
+    for found in pool2(peaks_over_gloo, options):
         assert found[2] == found[8]
         changed = {"exchange": exchanged, "all": elements["all"] + exchanged - at_end}
         assert found[2] == {kind: 4 * count for kind, count in (elements | changed).items()}

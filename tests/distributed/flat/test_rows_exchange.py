@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.engine.comm.shared_memory.groups import by_messages
+from flatfsdp.engine.comm.shared_memory.groups import over_gloo
 from tests.conftest import Run
 
 WIDTH = 192
@@ -34,9 +34,9 @@ class Layer(nn.Module):
         return self.down(self.up(self.after(x)) * self.gate(x))
 
 
-def staged(rank: int, world: int, messages: bool, compute: torch.dtype | None) -> tuple[int, int, int]:
+def staged(rank: int, world: int, gloo: bool, compute: torch.dtype | None) -> tuple[int, int, int]:
     """Bytes that a step stages, those that it gathers, and those that a state dict stages."""
-    with by_messages() if messages else nullcontext():
+    with over_gloo() if gloo else nullcontext():
         torch.manual_seed(0)
         mixed = MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32)
         model = FullyShardedDataParallel(Layer(), use_orig_params=True, layout="rows", mixed_precision=mixed)
@@ -55,6 +55,6 @@ def staged(rank: int, world: int, messages: bool, compute: torch.dtype | None) -
 def test_only_small_parameters_are_staged(world: int, compute: torch.dtype | None, run: Run) -> None:
     size = 4 if compute is None else 2
     elements = sum(parameter.numel() for parameter in Layer().parameters())  # all sizes are multiples of 2 and 3 rows
-    for messages, copied in ((False, 0), (True, NORMS)):
-        for found in run(world, staged, messages, compute):
+    for gloo, copied in ((False, 0), (True, NORMS)):
+        for found in run(world, staged, gloo, compute):
             assert found == (copied * (size + 4), elements * size, copied * 4)

@@ -18,11 +18,11 @@ from tests.conftest import Run
 from tests.harness.models import Block as SmallBlock
 from tests.harness.models import Feedforward, Low, Transformer
 
-WIDTH = 192  # a unit of two such layers is too large to be joined, and large enough for messages
+WIDTH = 192  # a unit of two such layers is too large to be joined
 
 
 class Large(nn.Module):
-    """Units that are exchanged by messages, others that are not, and a norm of the root's own."""
+    """Units of several sizes, and a norm of the root's own."""
 
     def __init__(self) -> None:
         super().__init__()

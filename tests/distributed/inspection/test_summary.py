@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, stats, summary
-from flatfsdp.engine.comm.shared_memory.groups import by_messages
+from flatfsdp.engine.comm.shared_memory.groups import over_gloo
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.fake import fake_world
@@ -284,7 +284,7 @@ def early_waits(rank: int, world: int, way: str) -> tuple[str, str, int]:
     def line(model: Any = model) -> str:
         return "".join(text for text in summary(model).splitlines() if "early waits" in text)
 
-    with by_messages() if way == "messages" else nullcontext():
+    with over_gloo() if way == "gloo" else nullcontext():
         flatfsdp.share_host_memory(None, early_waits=way != "late")
         try:
             before = line()
@@ -302,7 +302,7 @@ def early_waits(rank: int, world: int, way: str) -> tuple[str, str, int]:
 
 
 def test_early_waits_are_shown_and_can_be_turned_off(pool2: Run) -> None:
-    found = {way: pool2(early_waits, way)[0] for way in ("early", "late", "messages", "few bits", "NO_SHARD", "named")}
+    found = {way: pool2(early_waits, way)[0] for way in ("early", "late", "gloo", "few bits", "NO_SHARD", "named")}
     counted = "the reductions of 4 of 6 units"
     assert found.pop("early")[:2] == (f"early waits if ranks share memory: {counted}", f"early waits: {counted}")
     assert [texts for *texts, _ in found.values()] == [["", ""]] * len(found)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from flatfsdp.engine.comm import gloo
 from flatfsdp.engine.comm.shared_memory.exchange import SharedMemory
-from flatfsdp.engine.comm.shared_memory.groups import by_messages
+from flatfsdp.engine.comm.shared_memory.groups import over_gloo
 from flatfsdp.engine.flat.flat_param import FlatParamHandle
 from tests.harness import parity, pool
 from tests.harness.fake_device import streams
@@ -114,13 +114,6 @@ def test_other_settings(recipe: Recipe, options: dict[str, Any]) -> None:
 
 
 @contextmanager
-def pairwise() -> Iterator[None]:
-    """Everything is exchanged by messages, however small."""
-    with by_messages(), patch.object(gloo, "SMALLEST", 0):
-        yield
-
-
-@contextmanager
 def one_late_rank() -> Iterator[None]:
     """Rank 1 is the last to share its gradients."""
     post = SharedMemory.sum_rows
@@ -142,20 +135,7 @@ def one_late_rank_of_gloo() -> Iterator[None]:
         time.sleep(0.02 if dist.get_rank() == 1 else 0)
         return scatter(self, *args)
 
-    with by_messages(), patch.object(gloo.GlooAllToAll, "_scatter", late):
-        yield
-
-
-@contextmanager
-def one_late_rank_pairwise() -> Iterator[None]:
-    """Rank 1 is the last to send its gradients, and everything is exchanged by messages."""
-    scatter = gloo.PairwiseExchange._scatter
-
-    def late(self: gloo.PairwiseExchange, *args: Any) -> Any:
-        time.sleep(0.02 if dist.get_rank() == 1 else 0)
-        return scatter(self, *args)
-
-    with pairwise(), patch.object(gloo.PairwiseExchange, "_scatter", late):
+    with over_gloo(), patch.object(gloo.GlooAllToAll, "_scatter", late):
         yield
 
 
@@ -164,7 +144,7 @@ def one_late_rank_pairwise() -> Iterator[None]:
     some(
         [
             (world, strategy, context)
-            for context in (one_late_rank, one_late_rank_of_gloo, one_late_rank_pairwise)
+            for context in (one_late_rank, one_late_rank_of_gloo)
             for world, strategy in ((3, "FULL_SHARD"), (4, "FULL_SHARD"), (4, "NO_SHARD"), (3, "NO_SHARD"))
         ],
         2,
@@ -175,24 +155,24 @@ def test_sums_are_in_rank_order_however_late_a_rank_is(world: int, strategy: str
 
 
 @contextmanager
-def hostile_and_pairwise() -> Iterator[None]:
-    with hostile_world(), pairwise():
+def hostile_over_gloo() -> Iterator[None]:
+    with hostile_world(), over_gloo():
         yield
 
 
 @contextmanager
-def streams_and_pairwise() -> Iterator[None]:
-    with streams(), pairwise():
+def streams_over_gloo() -> Iterator[None]:
+    with streams(), over_gloo():
         yield
 
 
 # Shared memory is the default.
 @pytest.mark.parametrize(
     ("context", "cell"),
-    spread([by_messages, pairwise, hostile_and_pairwise, streams_and_pairwise], some(ARRAY, 5, 2)),
+    spread([over_gloo, hostile_over_gloo, streams_over_gloo], some(ARRAY, 5, 2)),
     ids=str,
 )
-def test_exchanges_by_messages_change_no_number(cell: Cell, context: Any) -> None:
+def test_exchanges_over_gloo_change_no_number(cell: Cell, context: Any) -> None:
     parity.check(cell.world, cell.recipe, context=context, **cell.options)
 
 

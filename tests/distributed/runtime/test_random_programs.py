@@ -39,7 +39,7 @@ from flatfsdp import (
     register_fsdp_forward_method,
 )
 from flatfsdp.engine.comm.shared_memory import attendant
-from flatfsdp.engine.comm.shared_memory.groups import by_messages
+from flatfsdp.engine.comm.shared_memory.groups import over_gloo
 from flatfsdp.engine.features import local_clipping
 from tests.conftest import Run
 from tests.distributed.comm.test_shared_memory import delayed as delayed_hand_shakes
@@ -1064,8 +1064,8 @@ def test_programs_do_what_they_do_in_one_process(run: Run, seed: int) -> None:
     assert run(world_of(seed), _play, seed, timeout=60) == [[]] * world_of(seed)
 
 
-def _play_by_messages(rank: int, world: int, seed: int) -> list[str]:
-    with by_messages():
+def _play_over_gloo(rank: int, world: int, seed: int) -> list[str]:
+    with over_gloo():
         return _play(rank, world, seed)
 
 
@@ -1081,8 +1081,8 @@ def test_so_they_do_where_ranks_are_late_at_hand_shakes(run: Run, seed: int) -> 
 
 # Shared memory is the default.
 @pytest.mark.parametrize("seed", seeds(2, 200))
-def test_so_they_do_where_ranks_exchange_by_messages(run: Run, seed: int) -> None:
-    assert run(world_of(seed), _play_by_messages, seed, timeout=60) == [[]] * world_of(seed)
+def test_so_they_do_over_gloo(run: Run, seed: int) -> None:
+    assert run(world_of(seed), _play_over_gloo, seed, timeout=60) == [[]] * world_of(seed)
 
 
 def _play_showing(rank: int, world: int, seed: int) -> list[str]:

@@ -269,7 +269,7 @@ def eight(rank: int, world: int) -> tuple[list[str], list[float], list[float]]:
     found = wrong([issue(way, kind, rank, world, 1001, torch.float32) for kind in KINDS])
     shared = [step(model := wrapped(), seed) for seed in range(2)]
     del model
-    with groups.by_messages():
+    with groups.over_gloo():
         return found, shared, [step(wrapped(), seed) for seed in range(2)]
 
 
@@ -485,7 +485,7 @@ def unable(rank: int, world: int, how: str) -> tuple[list[str], list[float], lis
         found = [step(model, seed) for seed in range(3)]
     after, seconds = held(), time.monotonic() - began
     model = None
-    with groups.by_messages():
+    with groups.over_gloo():
         model = wrapped()
         plain = [step(model, seed) for seed in range(3)]
     left = (after[0] - before[0], after[1] - before[1])

@@ -260,7 +260,7 @@ LOST: dict[str, tuple[Callable[[int, int], None], int, int, str]] = {
 }
 
 
-def by_messages(case: Callable[[int, int], Any], rank: int, world: int) -> None:
+def over_gloo(case: Callable[[int, int], Any], rank: int, world: int) -> None:
     """The same where ranks share no memory."""
     flatfsdp.share_host_memory(False)
     case(rank, world)
@@ -269,17 +269,17 @@ def by_messages(case: Callable[[int, int], Any], rank: int, world: int) -> None:
 def lost(*, gloo: bool) -> list[Any]:
     return [
         pytest.param(
-            code, text, marks=job(partial(by_messages, case) if gloo else case, world), id=f"{name}{' by gloo' * gloo}"
+            code, text, marks=job(partial(over_gloo, case) if gloo else case, world), id=f"{name}{' by gloo' * gloo}"
         )
         for name, (case, world, code, text) in LOST.items()
     ]
 
 
 def by_both_ways(case: Callable[[int, int], Any], world: int = 2) -> pytest.MarkDecorator:
-    """Through shared memory, and with --thorough by messages, too."""
+    """Through shared memory, and with --thorough over gloo, too."""
     ways = [pytest.param("shared memory", marks=job(case, world))]
     if is_thorough():
-        ways.append(pytest.param("messages", marks=job(partial(by_messages, case), world)))
+        ways.append(pytest.param("gloo", marks=job(partial(over_gloo, case), world)))
     return pytest.mark.parametrize("way", ways)
 
 

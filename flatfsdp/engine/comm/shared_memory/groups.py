@@ -29,9 +29,9 @@ _KEY, _OUTBOX = "shared memory", "outbox"  # keys of state per process group
 _wanted = True
 _reasons: dict[str, str] = {}  # reasons why process groups of this process share no memory, and the first such group
 
-_by_messages = Override(False)
+_over_gloo = Override(False)
 # A context in which transports use gloo even if groups could share memory: for tests of gloo.
-by_messages = functools.partial(_by_messages.being, True)
+over_gloo = functools.partial(_over_gloo.being, True)
 
 
 def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None = None) -> str:
@@ -95,7 +95,7 @@ def capacity_of(process_group: Any) -> int:
 
 def of_group(process_group: Any) -> SharedMemory | None:
     """The shared memory of `process_group`, if it has some. Collective over the group at its first call."""
-    if _by_messages.value:
+    if _over_gloo.value:
         return None  # without communication
 
     def make() -> SharedMemory | None:
@@ -113,7 +113,7 @@ def of_group(process_group: Any) -> SharedMemory | None:
 
 def shares(process_group: Any) -> bool | None:
     """Whether the ranks of `process_group` share memory; None before they have exchanged anything. Not collective."""
-    if process_group.size() > MOST_RANKS or _by_messages.value:
+    if process_group.size() > MOST_RANKS or _over_gloo.value:
         return False
     known: bool | None = known_for_group(process_group, _KEY, lambda shared: shared is not None)
     return known
@@ -121,7 +121,7 @@ def shares(process_group: Any) -> bool | None:
 
 def would_share(process_group: Any) -> bool:
     """Whether a dry run assumes that the ranks of `process_group` will share memory: they may be on one host."""
-    could = process_group.size() <= MOST_RANKS and not _by_messages.value
+    could = process_group.size() <= MOST_RANKS and not _over_gloo.value
     return could and _wanted and not obstacle()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ...base import _torch
 from ...base.hashing import hash63
-from ..pieces import Row, cut
+from ..pieces import Row, add_up, cut
 from .chunks import Chunk
 
 
@@ -83,7 +83,7 @@ class Sum(Operation):
         parts, total = (row.within(chunk.start, chunk.end) for row in (own, output))
         of_ranks = [parts if each is None else cut(each, parts) for each in arrived]
         for one, *terms in zip(total, *of_ranks, strict=True):
-            _add_up(one, terms, rank)
+            add_up(one, terms, rank)
 
 
 class AllToAll(Operation):
@@ -115,27 +115,12 @@ def _add_scattered(total: torch.Tensor, arrived: Sequence[torch.Tensor | None], 
     before, after = ([each for each in part if each is not None] for part in (arrived[:rank], arrived[rank + 1 :]))
     if rank < 2:
         own.copy_to(total, 0)
-        _add_up(total, [*before, total, *after], rank)
+        add_up(total, [*before, total, *after], rank)
     else:
-        _add_up(total, before, 0)
+        add_up(total, before, 0)
         _torch.foreach_add_(total.split(own.sizes), own.pieces)
         for each in after:
             total.add_(each)
-
-
-def _add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], rank: int) -> None:
-    """Write the sum of `terms`, one per rank, in rank order, to `output`, which may be the term of this `rank`."""
-    if terms[rank].data_ptr() == output.data_ptr() and rank > 1:  # must not be overwritten before it is added
-        before = torch.add(terms[0], terms[1])
-        for term in terms[2:rank]:
-            before.add_(term)
-        torch.add(before, terms[rank], out=output)
-        rest = terms[rank + 1 :]
-    else:
-        torch.add(terms[0], terms[1], out=output)
-        rest = terms[2:]
-    for term in rest:
-        output.add_(term)
 
 
 def _tag(what: str, row: Row) -> int:
