@@ -31,7 +31,7 @@ from .intervals import intervals_of
 from .loading import compare
 from .ranks import CheckpointRanks
 from .replacement import Replacement, written_by
-from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, read_header, read_into
+from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, read_header
 from .weights import INDEX, BlockChecksums, Described, WeightFiles, checksums_of, verify_checksums
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -186,7 +186,7 @@ def load_safetensors(
         with torch.no_grad(), Files() as files:
             for each in params:
                 if (name := _name_in(each, there)) in there:
-                    read_into(files[there[name].file], there[name], each.in_place())
+                    there[name].read(files, each.in_place())
         # Autograd has not seen the writes: tensors derived from the shards are out of date.
         torch.autograd.graph.increment_version([handle.shard for unit in units_in(model) for handle in unit.handles])
 
@@ -247,7 +247,7 @@ def read_whole(source: Path) -> dict[str, torch.Tensor]:
     with Files() as files:
         for name, entry in _entries_at(source).items():
             found[name] = torch.empty(entry.shape, dtype=entry.dtype)
-            read_into(files[entry.file], entry, found[name])
+            entry.read(files, found[name])
     return found
 
 

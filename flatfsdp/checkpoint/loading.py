@@ -118,9 +118,9 @@ class FoundCheckpoint:
         """Read tensors by key, in place: intervals and whole tensors."""
         try:
             with torch.no_grad(), Files(self.folder) as files:
-                reader = TensorReader(self.folder, self.manifest, files)
+                reader = TensorReader([self.folder / file.name for file in self.manifest.files], files)
                 for key, target in targets.items():
-                    reader.read(key, target)
+                    reader.read(self.manifest.tensors[key], target)
         finally:  # files of a replaced checkpoint may be gone, or have other contents of the same size
             if targets and id_in(self.folder) != self.manifest.id:
                 raise CheckpointError(f"{self.folder} was replaced by another save while it was read; load it again")

@@ -21,29 +21,29 @@ from ..engine.state.owned_interval import OwnedInterval, block_of
 from ..errors import CheckpointError
 from .disk import Files, disk
 from .intervals import LARGEST, filling
-from .manifest import Manifest, SavedChunk, SavedFile, SavedTensor
+from .manifest import SavedChunk, SavedFile, SavedTensor
+from .nested_state import shown
 
 
 class TensorReader:
-    """Reads tensors of a folder whose open files are `files`."""
+    """Reads tensors from files, by their numbers in `paths`."""
 
-    def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
-        self._folder = folder
-        self._manifest = manifest
+    def __init__(self, paths: Sequence[Path], files: Files) -> None:
+        self._paths = paths
         self._files = files
 
-    def read(self, key: str, target: torch.Tensor) -> None:
-        """Fill `target` (an interval, or a whole tensor; of any dtype) from the tensor `key`, of the same shape.
+    def read(self, saved: SavedTensor, target: torch.Tensor) -> None:
+        """Fill `target` (an interval, or a whole tensor; of any dtype) from a tensor of the same shape.
 
         Raises:
             CheckpointError: a file is too short, or has no place for some elements.
             OSError: the disk reported an error.
         """
-        with filling(key, target) as intervals:
-            found = self._chunks(self._manifest.tensors[key]) if intervals else []
+        with filling(shown(saved.path), target) as intervals:
+            found = self._chunks(saved) if intervals else []
             for interval in intervals:
                 if interval.span.numel:
-                    self._fill(self._manifest.tensors[key], found, interval)
+                    self._fill(saved, found, interval)
 
     def _fill(self, saved: SavedTensor, chunks: Sequence[SavedChunk], interval: OwnedInterval) -> None:
         spec = saved.spec
@@ -68,12 +68,9 @@ class TensorReader:
         """The chunks in order; of copies for several nodes, the one that this rank sees."""
         chosen: dict[int, SavedChunk] = {}
         for chunk in saved.chunks():
-            if chunk.start not in chosen or self._path(chunk.file).is_file():
+            if chunk.start not in chosen or self._paths[chunk.file].is_file():
                 chosen[chunk.start] = chunk
         return [chosen[start] for start in sorted(chosen)]
-
-    def _path(self, number: int) -> Path:
-        return self._folder / self._manifest.files[number].name
 
     def _fill_in_order(self, chunks: Sequence[SavedChunk], dtype: torch.dtype, interval: OwnedInterval) -> None:
         span, local = interval.span, interval.local.detach()
@@ -90,11 +87,11 @@ class TensorReader:
                     into.copy_(data)
                 done = piece.stop
         if done < span.stop:
-            raise CheckpointError(f"{interval.spec.name!r}: element {done} is in no file of {self._folder}")
+            raise CheckpointError(f"{interval.spec.name!r}: element {done} is in none of its files")
 
     def _read(self, chunk: SavedChunk, span: Span, into: torch.Tensor) -> None:
         """Read the elements `span` of `chunk` into a CPU tensor of the saved dtype."""
-        path = self._path(chunk.file)
+        path = self._paths[chunk.file]
         try:
             file = self._files[path]
         except FileNotFoundError:

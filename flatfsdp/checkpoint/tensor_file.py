@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from pathlib import Path
+from pathlib import Path as FilePath
 
 import torch
 
-from ..engine.base.plain_data import bytes_of
-from ..engine.layout.boxes import Box
-from ..engine.layout.layout import Span
+from ..engine.base.plain_data import bytes_of, name_of
+from ..engine.layout.boxes import runs_of
+from ..engine.layout.layout import ParamSpec, Span
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigTypeError
 from . import form
-from .disk import File, disk
-from .intervals import LARGEST, cut, filling
+from .disk import File, Files, disk
+from .intervals import LARGEST, cut
+from .manifest import SavedTensor
+from .nested_state import Path
+from .reading import TensorReader
 
 SUFFIX = ".safetensors"
 SINGLE = f"model{SUFFIX}"
@@ -50,7 +52,7 @@ _LARGEST_HEADER = 100_000_000  # the limit of the safetensors library
 class Entry:
     """A tensor of a file: `offset` in bytes from the file's beginning to its first element."""
 
-    file: Path
+    file: FilePath
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -61,8 +63,21 @@ class Entry:
         """Bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
+    def saved(self, file: int, path: Path) -> SavedTensor:
+        """The same for a manifest, in whose list the file has number `file`."""
+        # In pieces, each of them a box, so that they can be read into another memory order.
+        most = LARGEST // self.dtype.itemsize
+        row = [file, 0]
+        for box in cut(ParamSpec(self.name, self.shape), Span(0, prod(self.shape)), most):
+            row += (box.span.numel, self.offset + box.span.start * self.dtype.itemsize)
+        return SavedTensor(path, name_of(self.dtype), self.shape, None, [row])
 
-def header_of(file: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
+    def read(self, files: Files, target: torch.Tensor) -> None:
+        """Read into `target`, an interval of the tensor or all of it."""
+        TensorReader([self.file], files).read(self.saved(0, (self.name,)), target)
+
+
+def header_of(file: FilePath, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
     """The header of a file of these tensors, and the place of each.
 
     Raises:
@@ -85,7 +100,7 @@ def header_of(file: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int, .
     return header, [replace(entry, offset=len(header) + entry.offset) for entry in entries]
 
 
-def read_header(path: Path) -> list[Entry]:
+def read_header(path: FilePath) -> list[Entry]:
     """The tensors of a file. No content is executed.
 
     Raises:
@@ -139,33 +154,3 @@ def write_interval(file: File, entry: Entry, interval: OwnedInterval) -> None:
         for place, span in runs_of(box, entry.shape):
             part = data[span.slice]
             file.write(bytes_of(part), entry.offset + place * entry.dtype.itemsize)
-
-
-def read_into(file: File, entry: Entry, target: torch.Tensor) -> None:
-    """Read into `target`, an interval of the tensor `entry` or all of it."""
-    with filling(entry.name, target) as intervals:
-        most = LARGEST // entry.dtype.itemsize
-        for interval, box in ((each, box) for each in intervals for box in cut(each.spec, each.span, most)):
-            block = interval.data_of(box)
-            direct = block.is_contiguous() and block.device.type == "cpu" and block.dtype == entry.dtype
-            data = block.view(-1) if direct else torch.empty(box.span.numel, dtype=entry.dtype)
-            for place, span in runs_of(box, entry.shape):
-                wanted = bytes_of(data[span.slice])
-                if file.read(wanted, entry.offset + place * entry.dtype.itemsize) != len(wanted):
-                    raise CheckpointError(f"{file.path} is truncated")
-            if not direct:
-                block.copy_(data.view(box.sizes))
-
-
-def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Span]]:
-    """The contiguous pieces of a box in a row-major tensor: (first element of the tensor, elements of the box, itself
-    row-major)."""
-    dim = len(shape) - 1
-    while dim > 0 and box.sizes[dim] == shape[dim]:
-        dim -= 1
-    length = prod(box.sizes[max(dim, 0) :])
-    steps = [prod(shape[each + 1 :]) for each in range(len(shape))]
-    first = sum(offset * step for offset, step in zip(box.offsets, steps, strict=True))
-    for number, index in enumerate(itertools.product(*map(range, box.sizes[: max(dim, 0)]))):
-        place = first + sum(each * step for each, step in zip(index, steps, strict=False))
-        yield place, Span(number * length, (number + 1) * length)

@@ -17,13 +17,10 @@ from pathlib import Path
 
 import torch
 
-from ..engine.base.plain_data import name_of
-from ..engine.layout.layout import ParamSpec, Span
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError
 from . import form
 from .disk import Files, disk
-from .intervals import LARGEST, cut
 from .manifest import SavedFile, SavedTensor
 from .plan import PlannedInterval
 from .reading import checksum
@@ -140,16 +137,7 @@ class WeightFiles:
     def saved(self, first: int) -> list[SavedTensor]:
         """The place of each tensor of a model, for the manifest, in whose list the files begin at number `first`."""
         numbers = {name: first + place for place, name in enumerate(self.headers)}
-        found = []
-        for entry in self.entries.values():
-            # In pieces, each of them a box, so that they can be read into another memory order.
-            most = LARGEST // entry.dtype.itemsize
-            pieces = [box.span for box in cut(ParamSpec(entry.name, entry.shape), Span(0, prod(entry.shape)), most)]
-            row = [numbers[entry.file.name], 0]
-            for span in pieces:
-                row += (span.numel, entry.offset + span.start * entry.dtype.itemsize)
-            found.append(SavedTensor(("model", entry.name), name_of(entry.dtype), entry.shape, None, [row]))
-        return found
+        return [each.saved(numbers[each.file.name], ("model", each.name)) for each in self.entries.values()]
 
     def _size(self, name: str) -> int:
         header = len(self.headers[name])

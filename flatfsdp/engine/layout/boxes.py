@@ -8,7 +8,7 @@ Each box is again an interval, so its elements are contiguous. A parameter witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -74,24 +74,16 @@ def runs_of_whole(spec: ParamSpec, span: Span) -> Iterator[tuple[Span, Span]]:
     """(elements of the part, elements of the whole) of each run that is contiguous in both, in the order of the part;
     together they are `span`. Precondition: part and whole have the same order of dimensions in memory."""
     whole, order = spec.whole, spec.whole.order
-    shape = [whole.shape[dim] for dim in order]
-    steps = [prod(shape[place + 1 :]) for place in range(len(shape))]
-    stored = [spec.shape[dim] for dim in order]
-    stored_steps = [prod(stored[place + 1 :]) for place in range(len(shape))]
+    shape, stored = ([each.shape[dim] for dim in order] for each in (whole, spec))
     last: tuple[Span, Span] | None = None
     for box in boxes_of_whole(spec, span):
         assert isinstance(box, PartBox)
         sizes = [box.sizes[dim] for dim in order]
-        begin = [box.offsets[dim] for dim in order]
-        stored_begin = [box.source.offsets[dim] + box.inside[dim] for dim in order]
-        inner = len(shape) - 1  # from this dimension on, elements are contiguous
-        while inner > 0 and sizes[inner] == shape[inner]:
-            inner -= 1
-        length = prod(sizes[max(inner, 0) :])
-        for place in product(*map(range, sizes[: max(inner, 0)])):
-            at = [*place, *(0,) * (len(shape) - len(place))]
-            start = sum((a + b) * step for a, b, step in zip(begin, at, steps, strict=True))
-            own = sum((a + b) * step for a, b, step in zip(stored_begin, at, stored_steps, strict=True))
+        stored_offsets = [box.source.offsets[dim] + box.inside[dim] for dim in order]
+        inner = _contiguous_from(sizes, shape)
+        length = prod(sizes[inner:])
+        starts = _starts([box.offsets[dim] for dim in order], sizes[:inner], shape)
+        for own, start in zip(_starts(stored_offsets, sizes[:inner], stored), starts, strict=True):
             run = Span(own, own + length), Span(start, start + length)
             if last is not None and last[0].stop == own and last[1].stop == start:
                 run = Span(last[0].start, run[0].stop), Span(last[1].start, run[1].stop)
@@ -100,6 +92,32 @@ def runs_of_whole(spec: ParamSpec, span: Span) -> Iterator[tuple[Span, Span]]:
             last = run
     if last is not None:
         yield last
+
+
+def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Span]]:
+    """The contiguous runs of a box in a row-major tensor: (first element of the tensor, elements of the box, itself
+    row-major)."""
+    inner = _contiguous_from(box.sizes, shape)
+    length = prod(box.sizes[inner:])
+    for number, start in enumerate(_starts(box.offsets, box.sizes[:inner], shape)):
+        yield start, Span(number * length, (number + 1) * length)
+
+
+def _contiguous_from(sizes: Sequence[int], shape: Sequence[int]) -> int:
+    """The dimension from which on elements of a block of these sizes are contiguous in a row-major `shape`."""
+    dim = len(shape) - 1
+    while dim > 0 and sizes[dim] == shape[dim]:
+        dim -= 1
+    return max(dim, 0)
+
+
+def _starts(offsets: Sequence[int], outer: Sequence[int], shape: Sequence[int]) -> Iterator[int]:
+    """The first elements, in a row-major `shape`, of the runs of a block at `offsets`: one for each index of its
+    `outer` dimensions."""
+    steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
+    for index in product(*map(range, outer)):
+        yield first + sum(each * step for each, step in zip(index, steps, strict=False))
 
 
 def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
