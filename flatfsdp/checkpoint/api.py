@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..engine.state.optim.load_plan import TensorSpec
+from ..engine.state.optim.loading import TensorSpec
 from . import background
 from .background import Saving
 from .dcp_reader import DcpFolder

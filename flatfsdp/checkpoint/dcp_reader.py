@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..engine.state.optim.load_plan import TensorSpec
+from ..engine.state.optim.loading import TensorSpec
 from ..errors import CheckpointError, by_ranks
 from .nested_state import Path, unflatten
 from .ranks import CheckpointRanks

@@ -12,7 +12,7 @@ import torch
 
 from ..engine.agreement.once_per_job import warn_once_per_job
 from ..engine.base.plain_data import dtype_named
-from ..engine.state.optim.load_plan import TensorSpec
+from ..engine.state.optim.loading import TensorSpec
 from ..errors import CheckpointError, few
 from . import manifest as manifest_file
 from . import metadata

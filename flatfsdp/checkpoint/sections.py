@@ -26,7 +26,7 @@ from ..engine.runtime.unit import Unit
 from ..engine.state.model.types import sharing_memory
 from ..engine.state.named_param import NamedParam, named_buffers, named_state
 from ..engine.state.optim.descriptions import value_of
-from ..engine.state.optim.load_plan import TensorSpec
+from ..engine.state.optim.loading import TensorSpec
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigValueError, UsageError, ranks_in_words, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel

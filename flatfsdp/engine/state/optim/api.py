@@ -12,9 +12,8 @@ from ....errors import ConfigValueError, refuse_type
 from ...config.state_dict_configs import OptimStateKeyType, default_carrier
 from ..model.types import StateDictRequest, settings_of
 from .descriptions import value_of
-from .load_plan import check_dict
 from .loading import load
-from .param_map import ParamMap, groups_of
+from .param_map import ParamMap, check_dict, groups_of
 from .saving import state_by_name
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None

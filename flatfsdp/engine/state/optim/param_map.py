@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....errors import UsageError, refuse_type
+from ....errors import ConfigTypeError, ConfigValueError, UsageError, refuse_type
 from ...flat.flat_param import FlatParamHandle
 from ..named_param import NamedParam, named_state
 
@@ -134,6 +134,25 @@ class ParamMap:
     def __iter__(self) -> Iterator[OptimizedParam]:
         for group in self.groups:
             yield from group
+
+
+def check_dict(state_dict: Any) -> dict[str, Any]:
+    """`state_dict`, if it looks like an optimizer's.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: naming the fault.
+    """
+    if not isinstance(state_dict, dict):
+        raise ConfigTypeError(f"optim_state_dict: got {type(state_dict).__name__}. Accepted: a dict")
+    if "state" not in state_dict:
+        raise ConfigValueError(
+            f'optim_state_dict: expected the keys "state" and "param_groups", found {list(map(str, state_dict))}. '
+            "Where only rank 0 has the dict, pass FullOptimStateDictConfig(rank0_only=True), or call "
+            "scatter_full_optim_state_dict()"
+        )
+    if not isinstance(state_dict["state"], dict):
+        raise ConfigTypeError(f'optim_state_dict["state"]: got {type(state_dict["state"]).__name__}. Accepted: a dict')
+    return state_dict
 
 
 def groups_of(
