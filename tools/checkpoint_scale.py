@@ -23,7 +23,7 @@ from flatfsdp.checkpoint.manifest import Manifest, SavedFile
 from flatfsdp.checkpoint.plan import PlannedInterval, assign, digest
 from flatfsdp.checkpoint.saving import tensors_of_files
 from flatfsdp.checkpoint.validation import prove
-from flatfsdp.checkpoint.writing import ArchivedChunk, Rows
+from flatfsdp.checkpoint.writing import ArchivedChunk, Archives
 from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span
 
 MIB = 2**20
@@ -79,9 +79,9 @@ def steps_of(units: list[FlatLayout]) -> list[PlannedInterval]:
     return [PlannedInterval(".".join(path), path, "float32", (), None, 0, 1, 4) for path in paths]
 
 
-def rows_of(writes: list[PlannedInterval]) -> Rows:
+def rows_of(writes: list[PlannedInterval]) -> Archives:
     """The places that a rank's pieces would have in its file."""
-    rows: Rows = []
+    rows: Archives = []
     offset = 0
     for held in writes:
         pieces = []

@@ -57,9 +57,9 @@ def in_mib(size: int) -> str:
 
 def described(manifest: Manifest, *, tensors: bool) -> list[str]:
     """A checkpoint as lines of text."""
-    parts: dict[str, list[int]] = {}
+    sections: dict[str, list[int]] = {}
     for saved in manifest.tensors.values():
-        sums = parts.setdefault(str(saved.path[0]), [0, 0, 0])
+        sums = sections.setdefault(str(saved.path[0]), [0, 0, 0])
         for each, more in enumerate((1, saved.spec.numel, saved.size)):
             sums[each] += more
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
@@ -68,7 +68,7 @@ def described(manifest: Manifest, *, tensors: bool) -> list[str]:
         f"{len(manifest.files)} files of {in_mib(sum(file.size for file in manifest.files))}",
     ]
     lines += [f"metric {name}: {value}" for name, value in manifest.metrics.items()]
-    for name, (count, numel, size) in parts.items():
+    for name, (count, numel, size) in sections.items():
         lines.append(f"{name}: {count} tensors of {numel:,} elements, {in_mib(size)}")
     values = Counter(str(path[0]) for path, _ in manifest.values.values())
     lines += [f"{name}: {count} plain values" for name, count in values.items()]

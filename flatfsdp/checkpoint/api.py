@@ -23,7 +23,7 @@ from .nested_state import flatten, plain
 from .ranks import CheckpointRanks
 from .retention import Keeping
 from .saving import Contents, SaveRequest, save_contents
-from .sections import Section, parts_of
+from .sections import Section, sections_of
 
 __all__ = ["async_save", "load", "save"]
 
@@ -84,7 +84,7 @@ def save(
     ranks = CheckpointRanks(process_group, "checkpoint.save()")
     request = SaveRequest(path, overwrite, per_node, metrics or {}, model_format, files, keeping)
     with ranks.calling(model):
-        take = _taking(ranks, request, parts_of(model, optimizer), extra, names, copied=False)
+        take = _taking(ranks, request, sections_of(model, optimizer), extra, names, copied=False)
         save_contents(ranks, request, background.finish_before(ranks, take))
 
 
@@ -116,14 +116,14 @@ def async_save(
     ranks = CheckpointRanks(process_group, "checkpoint.async_save()")
     request = SaveRequest(path, overwrite, per_node, metrics or {}, model_format, files, keeping)
     with ranks.calling(model):
-        take = _taking(ranks, request, parts_of(model, optimizer), extra, names, copied=True)
+        take = _taking(ranks, request, sections_of(model, optimizer), extra, names, copied=True)
         return background.start(ranks, request, take)
 
 
 def _taking(
     ranks: CheckpointRanks,
     request: SaveRequest,
-    parts: list[Section],
+    sections: list[Section],
     extra: State | None,
     names: Callable[[str], bool] | None,
     *,
@@ -131,15 +131,17 @@ def _taking(
 ) -> Callable[[], Contents]:
     """Collect the state to save, in memory that nothing else writes to if `copied`. Collective."""
     doing = f"saving {CheckpointFolder.at(request.path).path}"
-    ranks.agree(doing, f"a save of {_listed(parts)}{', the model as safetensors' * request.safetensors}")
-    for part in parts:
-        ranks.exchange(doing, partial(part.take, in_use=True))
-        part.select(names)
+    ranks.agree(doing, f"a save of {_listed(sections)}{', the model as safetensors' * request.safetensors}")
+    for section in sections:
+        ranks.exchange(doing, partial(section.take, in_use=True))
+        section.select(names)
 
     def take() -> Contents:
-        state = {part.name: part.state for part in parts} | ({} if extra is None else {"extra": extra})
-        ties = {f"{part.name}.{name}": f"{part.name}.{first}" for part in parts for name, first in part.ties.items()}
-        contents = Contents.of(state, ties, frozenset(f"{part.name}.{name}" for part in parts for name in part.buffers))
+        state = {section.name: section.state for section in sections} | ({} if extra is None else {"extra": extra})
+        ties = {f"{each.name}.{name}": f"{each.name}.{first}" for each in sections for name, first in each.ties.items()}
+        contents = Contents.of(
+            state, ties, frozenset(f"{each.name}.{name}" for each in sections for name in each.buffers)
+        )
         return contents.staged(background.host_of(ranks)) if copied else contents
 
     return take
@@ -189,57 +191,57 @@ def load(
     """
     ranks = CheckpointRanks(process_group, "checkpoint.load()")
     doing = f"loading {CheckpointFolder.at(path).path}"
-    parts = parts_of(model, optimizer)
+    sections = sections_of(model, optimizer)
     with ranks.calling(model):
-        ranks.agree(doing, f"a load of {_listed(parts)}, {strict=}, {verify=}, {trust=}")
-        for part in parts:
-            ranks.exchange(doing, partial(part.take, in_use=False))
-            part.select(names)
+        ranks.agree(doing, f"a load of {_listed(sections)}, {strict=}, {verify=}, {trust=}")
+        for section in sections:
+            ranks.exchange(doing, partial(section.take, in_use=False))
+            section.select(names)
         if all(ranks.exchange(doing, lambda: trust and is_foreign(path))):
             foreign = ranks.together(doing, lambda: DcpFolder(path))
-            targets = ranks.together(doing, lambda: _targets(parts, foreign.tensors(), strict=strict))
+            targets = ranks.together(doing, lambda: _targets(sections, foreign.tensors(), strict=strict))
             read, others = foreign.read(ranks, targets, ("model", "optimizer"))
         else:
             found = find(ranks, path, check=verify)
             values = [plain(path) for path, _ in found.manifest.values.values()]
-            targets = ranks.together(doing, lambda: _targets(parts, found.tensors(), values, strict=strict))
-            sections = [part.name for part in parts]
-            read, others = found.read(ranks, doing, targets, sections, extra or (lambda keys: True))
-        for part in parts:
-            ranks.exchange(doing, lambda part=part: part.load(read.get(part.name, {})))  # type: ignore[misc]
+            targets = ranks.together(doing, lambda: _targets(sections, found.tensors(), values, strict=strict))
+            inside = [section.name for section in sections]
+            read, others = found.read(ranks, doing, targets, inside, extra or (lambda keys: True))
+        for section in sections:
+            ranks.exchange(doing, lambda section=section: section.load(read.get(section.name, {})))  # type: ignore[misc]
     return others
 
 
-def _listed(parts: list[Section]) -> str:
-    return " and ".join(part.name for part in parts) or "nothing but extra values"
+def _listed(sections: list[Section]) -> str:
+    return " and ".join(section.name for section in sections) or "nothing but extra values"
 
 
 def _targets(
-    parts: list[Section], there: Mapping[str, TensorSpec], values: Iterable[Keys] | None = None, *, strict: bool
+    sections: list[Section], there: Mapping[str, TensorSpec], values: Iterable[Keys] | None = None, *, strict: bool
 ) -> dict[str, torch.Tensor]:
     """The tensors to fill, by key. `values`: the keys that lead to each saved plain value, if they are known.
 
     Raises:
         CheckpointError: these tensors, or the plain entries of a model, do not match the checkpoint.
     """
-    for part in parts:
-        part.expect(there)
-    leaves, _ = flatten({part.name: part.state for part in parts})
+    for section in sections:
+        section.expect(there)
+    leaves, _ = flatten({section.name: section.state for section in sections})
     targets = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     shapes = {key: described.shape for key, described in there.items()}
-    entries = _entries(parts, there, values) if values is not None else None
-    compared = [part.name for part in parts if not part.is_optional]
+    entries = _entries(sections, there, values) if values is not None else None
+    compared = [section.name for section in sections if not section.is_optional]
     compare(shapes, targets, compared, strict=strict, entries=entries)
     return targets
 
 
-def _entries(parts: list[Section], there: Iterable[str], values: Iterable[Keys]) -> tuple[list[str], list[str]]:
+def _entries(sections: list[Section], there: Iterable[str], values: Iterable[Keys]) -> tuple[list[str], list[str]]:
     """The entries of the model's state dict that are not tensors (extra states of modules): own ones, and saved ones.
 
     An entry with both tensors and plain values counts for a side that has either. An optimizer's entries of this kind
     are hyperparameters, which differ between versions of torch.
     """
-    state = next((part.state for part in parts if part.name == "model"), None)
+    state = next((section.state for section in sections if section.name == "model"), None)
     if state is None:
         return [], []
     here = {f"model.{key}": None for key in state if not isinstance(state[key], torch.Tensor)}

@@ -52,9 +52,9 @@ class DcpFolder:
         return path if name == self._names[name] else ("model", *path)
 
     def read(
-        self, ranks: CheckpointRanks, targets: Mapping[str, torch.Tensor], parts: Collection[str]
+        self, ranks: CheckpointRanks, targets: Mapping[str, torch.Tensor], sections: Collection[str]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fill `targets`. Returned, both nested: the targets with the plain values whose first names are in `parts`,
+        """Fill `targets`. Returned, both nested: the targets with the plain values whose first names are in `sections`,
         and everything under other first names. Collective."""
         saved = self._metadata.state_dict_metadata
         wanted: dict[str, Any] = {name: target for name, target in targets.items() if name in self._names}
@@ -62,7 +62,7 @@ class DcpFolder:
         others: dict[str, Any] = {}
         for name, key in self._names.items():
             each = saved[key]
-            inside = self.path_of(name)[0] in parts
+            inside = self.path_of(name)[0] in sections
             if not isinstance(each, TensorStorageMetadata):
                 (values if inside else others)[name] = None
             elif not inside:

@@ -35,22 +35,22 @@ class File:
         Raises:
             OSError: the system reported an error.
         """
-        rest = memoryview(data).cast("B")
-        while rest:
-            self._disk.before("write", self.path, len(rest))
-            done = os.pwrite(self._descriptor, rest, offset)
-            rest, offset = rest[done:], offset + done
+        remaining = memoryview(data).cast("B")
+        while remaining:
+            self._disk.before("write", self.path, len(remaining))
+            done = os.pwrite(self._descriptor, remaining, offset)
+            remaining, offset = remaining[done:], offset + done
 
     def read(self, into: memoryview, offset: int) -> int:
         """Read into `into` from `offset` on. Returned: the number of bytes read, less only at the end of the file."""
-        rest = into.cast("B")
-        self._disk.before("read", self.path, len(rest))
-        while rest:
-            done = os.preadv(self._descriptor, [rest], offset)
+        remaining = into.cast("B")
+        self._disk.before("read", self.path, len(remaining))
+        while remaining:
+            done = os.preadv(self._descriptor, [remaining], offset)
             if done == 0:
                 break
-            rest, offset = rest[done:], offset + done
-        return len(into) - len(rest)
+            remaining, offset = remaining[done:], offset + done
+        return len(into) - len(remaining)
 
     def allocate(self, size: int) -> None:
         """Give the file `size` bytes; zeros where nothing is written."""

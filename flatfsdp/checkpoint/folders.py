@@ -206,10 +206,10 @@ def last_sequence(folder: Path) -> int:
     return max((manifest.sequence_in(inside) for inside in folder.iterdir() if not inside.is_symlink()), default=0)
 
 
-def manifests(place: CheckpointFolder) -> list[tuple[Path, Manifest | CheckpointError]]:
-    """The manifest of each complete folder at a place, or the error that reading it raised."""
+def manifests(location: CheckpointFolder) -> list[tuple[Path, Manifest | CheckpointError]]:
+    """The manifest of each complete folder at a location, or the error that reading it raised."""
     found: list[tuple[Path, Manifest | CheckpointError]] = []
-    for folder in place.complete():
+    for folder in location.complete():
         where = folder / manifest.NAME
         try:
             if not is_inside(where, os.path.realpath(folder)):
@@ -222,14 +222,14 @@ def manifests(place: CheckpointFolder) -> list[tuple[Path, Manifest | Checkpoint
     return found
 
 
-def candidates(place: CheckpointFolder, *, damaged: bool = False) -> list[tuple[Path, Manifest]]:
-    """The complete checkpoints of flatfsdp at a place, the newest first.
+def candidates(location: CheckpointFolder, *, damaged: bool = False) -> list[tuple[Path, Manifest]]:
+    """The complete checkpoints of flatfsdp at a location, the newest first.
 
     Raises:
         CheckpointError: a manifest is damaged; with `damaged` it is left out instead.
     """
     found = []
-    for folder, read in manifests(place):
+    for folder, read in manifests(location):
         if isinstance(read, Manifest):
             found.append((folder, read))
         elif not damaged:
@@ -237,13 +237,13 @@ def candidates(place: CheckpointFolder, *, damaged: bool = False) -> list[tuple[
     return sorted(found, key=lambda each: each[1].order, reverse=True)
 
 
-def refuse_newer(place: CheckpointFolder) -> None:
-    """Require that there is no checkpoint of a newer flatfsdp at a place: this version must not replace it.
+def refuse_newer(location: CheckpointFolder) -> None:
+    """Require that there is no checkpoint of a newer flatfsdp at a location: this version must not replace it.
 
     Raises:
         CheckpointError: there is one.
     """
-    for _, read in manifests(place):
+    for _, read in manifests(location):
         if isinstance(read, NewerFormatError):
             raise CheckpointError(f"{read}, and this version does not replace it. Save to another folder")
 
@@ -268,7 +268,7 @@ def choose(seen: Sequence[Sequence[str]], path: Path) -> str:
     raise CheckpointError(f"{path}: ranks see checkpoints of different saves there; copy one of them to every node")
 
 
-def leader_of(place: CheckpointFolder, ranks: CheckpointRanks, doing: str, *, per_node: bool) -> int:
+def leader_of(location: CheckpointFolder, ranks: CheckpointRanks, doing: str, *, per_node: bool) -> int:
     """The rank that acts on folders for this one, found by a file that it writes next to them. Collective.
 
     Raises:
@@ -278,21 +278,21 @@ def leader_of(place: CheckpointFolder, ranks: CheckpointRanks, doing: str, *, pe
     with ExitStack() as undo:
 
         def leave() -> str:
-            token = leave_token(place.path)
+            token = leave_token(location.path)
             undo.callback(drop_token, token)
             return token.name
 
         tokens = ranks.exchange(doing, lambda: leave() if writes else "")
         if per_node:
-            names = ranks.together(doing, lambda: {each.name for each in place.path.parent.iterdir()})
+            names = ranks.together(doing, lambda: {each.name for each in location.path.parent.iterdir()})
             return next(rank for rank, token in enumerate(tokens) if token in names)
-        seen = ranks.exchange(doing, lambda: _sees(place.path.with_name(tokens[0])))
+        seen = ranks.exchange(doing, lambda: _sees(location.path.with_name(tokens[0])))
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
         raise CheckpointError(
             f"{doing}: {ranks_in_words(blind)} of {ranks.world} do not see the files of rank 0 in "
-            f"{place.path.parent}. Save to a folder that all ranks share, or pass per_node=True: then every node keeps "
-            "a folder with the state of its own ranks"
+            f"{location.path.parent}. Save to a folder that all ranks share, or pass per_node=True: then every node "
+            "keeps a folder with the state of its own ranks"
         )
     return 0
 

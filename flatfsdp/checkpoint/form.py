@@ -22,16 +22,16 @@ def parse(data: bytes | bytearray) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def _of_kind(kind: type[T], name: str, value: Any, what: str) -> T:
-    if not isinstance(value, kind):
+def _of_type(cls: type[T], name: str, value: Any, what: str) -> T:
+    if not isinstance(value, cls):
         raise ValueError(f"{what} is {_shown(value)}, not {name}")
     return value
 
 
 # Arguments of each: the value, and a name of it for errors.
-mapping: Callable[[Any, str], dict[str, Any]] = partial(_of_kind, dict, "an object")
-items: Callable[[Any, str], list[Any]] = partial(_of_kind, list, "a list")
-text: Callable[[Any, str], str] = partial(_of_kind, str, "a string")
+mapping: Callable[[Any, str], dict[str, Any]] = partial(_of_type, dict, "an object")
+items: Callable[[Any, str], list[Any]] = partial(_of_type, list, "a list")
+text: Callable[[Any, str], str] = partial(_of_type, str, "a string")
 
 
 def whole(value: Any, what: str, *, least: int = 0) -> int:

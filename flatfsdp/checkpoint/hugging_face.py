@@ -1,6 +1,6 @@
 """Weights in the format of Hugging Face: `model.safetensors`, or numbered files with an index. No tensor is gathered.
 
-[Note: exports] Every rank writes the elements that it owns to their places in files of final size, and reads them into
+[Note: exports] Every rank writes the elements that it owns to their offsets in files of final size, and reads them into
 its shards, so that no rank ever holds more than its own elements. A file that was not written completely looks complete
 to the format and holds zeros. So an export ends with `model.safetensors.checksums.json`, the CRC-32 of each `BLOCK`
 bytes of each file, and the folder takes its place only then ([Note: siblings]).
@@ -49,7 +49,7 @@ def export_safetensors(
 ) -> None:
     """Write the parameters and buffers of `model` as safetensors files, in the format that ``transformers`` loads.
 
-    Collective over `process_group`. Nothing is gathered: each rank writes its own elements to their places, and rank 0
+    Collective over `process_group`. Nothing is gathered: each rank writes its own elements to their offsets, and rank 0
     its buffers. Parameters with several names (tied ones) are written once, under the first.
 
     Args:
@@ -98,8 +98,8 @@ def _export(
     overwrite: bool,
     files: Callable[[Path], None] | None = None,
 ) -> None:
-    place = CheckpointFolder.at(folder, CHECKSUMS)
-    export = Replacement(ranks, place, f"exporting to {place.path}")
+    location = CheckpointFolder.at(folder, CHECKSUMS)
+    export = Replacement(ranks, location, f"exporting to {location.path}")
     params: list[NamedParam] = []
     planned: list[WeightFiles] = []
 
@@ -119,22 +119,22 @@ def _export(
     def prepare() -> None:
         refuse_link(folder, overwrite=overwrite)
         export.lock.take()
-        place.prepare(next(iter(place.complete()), None), overwrite=overwrite)
+        location.prepare(next(iter(location.complete()), None), overwrite=overwrite)
 
     def write() -> None:
         mine = [each for each in params if each.saves(first=ranks.rank == 0)]
-        weights.write(place.new, ((p.name, piece) for p in mine for piece in intervals_of(p.name, p.in_place())))
+        weights.write(location.new, ((p.name, piece) for p in mine for piece in intervals_of(p.name, p.in_place())))
 
     def conclude(checksums: Sequence[BlockChecksums]) -> None:
         if (index := weights.index()) is not None:
-            disk().write_file(place.new / INDEX, index)
-        beside = [] if files is None else [each.name for each in written_by(files, place.new)]
+            disk().write_file(location.new / INDEX, index)
+        beside = [] if files is None else [each.name for each in written_by(files, location.new)]
         export.publish(checksums_of(checksums, beside=beside))
 
     def fill() -> None:
-        export.lead(lambda: weights.create(place.new))
+        export.lead(lambda: weights.create(location.new))
         export.all(write)
-        checksums = export.all(lambda: weights.checksums(place.new, ranks.rank, ranks.world))
+        checksums = export.all(lambda: weights.checksums(location.new, ranks.rank, ranks.world))
         export.lead(lambda: conclude(checksums))
 
     export.run(lambda: export.lead(prepare), fill)
@@ -271,26 +271,27 @@ def _entries_at(source: Path) -> dict[str, Entry]:
     """The tensors of a file or a folder, by name."""
     if source.is_file():
         return {entry.name: entry for entry in read_header(source)}
-    place = CheckpointFolder.at(source, CHECKSUMS)
-    folder = next(iter(place.complete()), place.path)
+    location = CheckpointFolder.at(source, CHECKSUMS)
+    folder = next(iter(location.complete()), location.path)
     index = folder / INDEX
     if index.is_file():
         try:
             weight_map = form.mapping(
                 form.mapping(form.parse(disk().read_file(index)), "it").get("weight_map"), "weight_map"
             )
-            places = {
+            weight_files = {
                 name: form.inner_name(file, f"weight_map: the file of {name}") for name, file in weight_map.items()
             }
         except ValueError as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error}") from error
         files = {
-            name: {entry.name: entry for entry in read_header(folder / name)} for name in sorted(set(places.values()))
+            name: {entry.name: entry for entry in read_header(folder / name)}
+            for name in sorted(set(weight_files.values()))
         }
-        absent = [f"{name} in {file}" for name, file in places.items() if name not in files[file]]
+        absent = [f"{name} in {file}" for name, file in weight_files.items() if name not in files[file]]
         if absent:
             raise CheckpointError(f"{index} names tensors that are not in their files: {few(absent)}")
-        return {name: files[file][name] for name, file in places.items()}
+        return {name: files[file][name] for name, file in weight_files.items()}
     single = folder / SINGLE
     paths = [single] if single.is_file() else sorted(folder.glob(f"*{SUFFIX}"))
     if not paths:

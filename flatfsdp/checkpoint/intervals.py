@@ -47,11 +47,11 @@ def cut(spec: ParamSpec, span: Span, most: int) -> Iterator[Box]:
         if box.span.numel <= most:
             yield box
             continue
-        row = box.span.numel
+        step = box.span.numel
         for size in box.sizes_in_memory:
-            row //= size
+            step //= size
             if size > 1:
                 break
-        step = max(1, most // row) * row
+        step *= max(1, most // step)
         for start in range(box.span.start, box.span.stop, step):
             yield from cut(spec, Span(start, min(box.span.stop, start + step)), most)

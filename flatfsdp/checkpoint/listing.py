@@ -104,24 +104,25 @@ def _is_save(inside: Path, hidden: bool, named: str) -> bool:
     )
 
 
-def _look(place: CheckpointFolder) -> tuple[Listed, list[str]]:
-    there = candidates(place, damaged=True)
+def _look(location: CheckpointFolder) -> tuple[Listed, list[str]]:
+    there = candidates(location, damaged=True)
     if not there:
-        for _, error in manifests(place):
-            return Listed(place.path, problem=str(error)), []
-        if is_foreign(place.path):
-            problem = f"it has lost its {place.marker}, or torch.distributed.checkpoint saved it"
-            return Listed(place.path, problem=problem), []
-        return Listed(place.path, problem=f"it has no {place.marker}: its save did not finish", unfinished=True), []
+        for _, error in manifests(location):
+            return Listed(location.path, problem=str(error)), []
+        if is_foreign(location.path):
+            problem = f"it has lost its {location.marker}, or torch.distributed.checkpoint saved it"
+            return Listed(location.path, problem=problem), []
+        problem = f"it has no {location.marker}: its save did not finish"
+        return Listed(location.path, problem=problem, unfinished=True), []
     folder, manifest = there[0]
     here = [file for file in manifest.files if os.path.lexists(folder / file.name)]
     try:
-        prove(manifest, str(folder / place.marker))
+        prove(manifest, str(folder / location.marker))
         verify(folder, here, contents=False)
         problem = ""
     except CheckpointError as error:
         problem = str(error)
-    known = place.path, manifest.id, manifest.saved, manifest.world, manifest.metrics, problem
+    known = location.path, manifest.id, manifest.saved, manifest.world, manifest.metrics, problem
     return Listed(*known, sequence=manifest.sequence), [file.name for file in manifest.files if file not in here]
 
 

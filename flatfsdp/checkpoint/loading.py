@@ -97,11 +97,11 @@ class FoundCheckpoint:
         ranks: CheckpointRanks,
         doing: str,
         targets: Mapping[str, torch.Tensor],
-        parts: Collection[str],
+        sections: Collection[str],
         wanted: Wanted,
     ) -> tuple[dict[Any, Any], Any]:
-        """Fill `targets`. Returned: the targets with the plain values whose first names are in `parts`, nested; and the
-        `wanted` extra values. Collective."""
+        """Fill `targets`. Returned: the targets with the plain values whose first names are in `sections`, nested; and
+        the `wanted` extra values. Collective."""
         inside = {key: target for key, target in targets.items() if key in self.manifest.tensors}
 
         def prepare() -> dict[str, torch.Tensor]:
@@ -111,7 +111,7 @@ class FoundCheckpoint:
 
         extra = ranks.together(doing, prepare)
         self._read_all(ranks, doing, inside, extra)
-        read = self.nested(inside, lambda path: path[0] in parts)
+        read = self.nested(inside, lambda path: path[0] in sections)
         return read, self.nested(extra, lambda path: path[0] == "extra" and wanted(path[1:])).get("extra")
 
     def read_tensors(self, targets: Mapping[str, torch.Tensor]) -> None:
@@ -183,21 +183,21 @@ def find(ranks: CheckpointRanks, path: str | os.PathLike[str], *, check: bool) -
     Raises:
         CheckpointError: on every rank.
     """
-    place = CheckpointFolder.at(path)
-    doing = f"loading {place.path}"
+    location = CheckpointFolder.at(path)
+    doing = f"loading {location.path}"
     mine: dict[str, FoundCheckpoint] = {}
 
     def look() -> list[str]:
-        if is_foreign(place.path):
+        if is_foreign(location.path):
             raise CheckpointError(
                 f"torch.distributed.checkpoint saved it, or its {NAME} is lost, and with it the checksums. Its table "
                 "of contents is a pickle, and reading a pickle runs whatever code it names; pass trust=True if you "
                 "know who wrote it"
             )
-        mine.update({found.id: FoundCheckpoint(folder, found) for folder, found in candidates(place)})
+        mine.update({found.id: FoundCheckpoint(folder, found) for folder, found in candidates(location)})
         return list(mine)
 
-    found = mine[choose(ranks.exchange(doing, look), place.path)]
+    found = mine[choose(ranks.exchange(doing, look), location.path)]
     files = found.manifest.files
     names = frozenset(file.name for file in files)
     here = ranks.exchange(doing, lambda: frozenset(name for name in names if os.path.lexists(found.folder / name)))
@@ -209,9 +209,9 @@ def find(ranks: CheckpointRanks, path: str | os.PathLike[str], *, check: bool) -
         mine = [file for file in files if file.name in here[ranks.rank]]
         verify(found.folder, mine, contents=False)
         if check:
-            holders = {file.name: [rank for rank, names in enumerate(here) if file.name in names] for file in mine}
-            numbered = [(holders[file.name], place, file) for place, file in enumerate(files) if file.name in holders]
-            share = [file for those, place, file in numbered if those[place % len(those)] == ranks.rank]
+            seeing = {file.name: [rank for rank, names in enumerate(here) if file.name in names] for file in mine}
+            numbered = [(seeing[file.name], number, file) for number, file in enumerate(files) if file.name in seeing]
+            share = [file for those, number, file in numbered if those[number % len(those)] == ranks.rank]
             verify(found.folder, share)
 
     ranks.exchange(doing, check_mine)
@@ -221,7 +221,7 @@ def find(ranks: CheckpointRanks, path: str | os.PathLike[str], *, check: bool) -
 def compare(
     there: Mapping[str, tuple[int, ...]],
     targets: Mapping[str, torch.Tensor],
-    parts: Collection[str] | None,
+    sections: Collection[str] | None,
     *,
     strict: bool,
     entries: tuple[Collection[str], Collection[str]] | None = None,
@@ -232,11 +232,11 @@ def compare(
 
     Raises:
         CheckpointError: with everything that has another shape in the checkpoint, and, where `strict`, that is missing
-            there, or is there under the first names `parts` (None: under any) without a target.
+            there, or is there under the first names `sections` (None: under any) without a target.
     """
     problems = []
     missing = [key for key in targets if key not in there]
-    inside = [key for key in there if parts is None or key.partition(".")[0] in parts]
+    inside = [key for key in there if sections is None or key.partition(".")[0] in sections]
     unexpected = [key for key in inside if key not in targets]
     if entries is not None:
         here, saved = entries

@@ -1,12 +1,12 @@
 """One save at a time to a path.
 
-[Note: lock] A process that writes to the folders of a place ([Note: siblings]) holds `.<name>.lock` next to them. The
+[Note: lock] A process that writes to the folders of a location ([Note: siblings]) holds `.<name>.lock` beside them. The
 system creates that file for one process only (O_CREAT | O_EXCL; not every network file system has `flock`). The file
 names its process ([Note: processes]), which increments a counter in it while it holds the lock. A lock is *stale* where
 its process has ended, as seen on its own machine, or, on other machines, where the counter has not changed for
 `PATIENCE` seconds on the clock of the reader: clocks of two machines are never compared. A stale lock is renamed first,
 and removed only if the renamed file is still that lock: of two processes that find it stale, the slower one may have
-renamed the lock of the faster one, and restores it. The holder checks its lock again before irreversible steps: it may
+renamed the lock of the faster one, and restores it. The owner checks its lock again before irreversible steps: it may
 have been paused for so long that the lock became stale.
 """
 
@@ -46,7 +46,7 @@ _seen: dict[Path, tuple[bytes, float]] = {}
 
 
 @dataclass(frozen=True)
-class LockHolder:
+class LockOwner:
     """A process, and one operation of it.
 
     Attributes:
@@ -62,7 +62,7 @@ class LockHolder:
         return f"{self.process}{f' ({self.job})' if self.job else ''}"
 
     @classmethod
-    def new(cls, process: ProcessIdentity) -> LockHolder:
+    def new(cls, process: ProcessIdentity) -> LockOwner:
         """A new operation of `process`, which is this one."""
         jobs = [f"{name} {os.environ[name]}" for name in _JOBS if name in os.environ]
         program = os.path.basename(sys.argv[0]) if sys.argv else ""
@@ -76,7 +76,7 @@ class LockHolder:
         return json.dumps(line).encode() + b"\n"
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> LockHolder | None:
+    def from_bytes(cls, data: bytes) -> LockOwner | None:
         """Read from data that begins with such a line; None where it does not."""
         try:
             line = json.loads(data.partition(b"\n")[0])
@@ -94,7 +94,7 @@ class LockHolder:
         return "-".join(map(str, (*self.process[1:], self.token)))
 
     @classmethod
-    def from_name(cls, name: str) -> LockHolder | None:
+    def from_name(cls, name: str) -> LockOwner | None:
         """Read from such a name; None for any other."""
         found = re.fullmatch(r"([0-9a-f]*)-([1-9]\d*)-(\d*)-([0-9a-f]+)", name)
         return None if found is None else cls(ProcessIdentity("", found[1], int(found[2]), found[3]), "", found[4])
@@ -118,15 +118,15 @@ class Machine:
         """As `processes.start_of`."""
         return start_of(pid)
 
-    def is_over(self, holder: LockHolder) -> bool | None:
+    def is_over(self, owner: LockOwner) -> bool | None:
         """Whether the process has ended, or, where it is this one, the operation; None where unknown."""
-        if self.process.system and holder.process[1:] == self.process[1:]:
-            return holder.token not in _busy
-        return holder.process.is_gone(self.process, self.start_of)
+        if self.process.system and owner.process[1:] == self.process[1:]:
+            return owner.token not in _busy
+        return owner.process.is_gone(self.process, self.start_of)
 
 
 class Lock:
-    """The lock of the place at `path`.
+    """The lock of the location `path`.
 
     Args:
         path: the folder that is saved to.
@@ -137,7 +137,7 @@ class Lock:
         self.path = path
         self.file = path.with_name(f".{path.name}{LOCK}")
         self._machine = machine or Machine()
-        self._mine: LockHolder | None = None
+        self._mine: LockOwner | None = None
         self._beat: _Heartbeat | None = None
 
     # --- take and give back -------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Lock:
         try:
             with suppress(OSError):
                 found = self._read()
-                if found is not None and LockHolder.from_bytes(found) == mine:
+                if found is not None and LockOwner.from_bytes(found) == mine:
                     self._put_away(found)
         finally:  # not earlier: other threads of this process may remove locks whose tokens are not busy
             _busy.discard(mine.token)
@@ -191,7 +191,7 @@ class Lock:
                 "long that another job took it, or somebody removed it. Nothing has been replaced; save again"
             )
 
-    # --- its holder ---------------------------------------------------------------------------------------------------
+    # --- its owner ---------------------------------------------------------------------------------------------------
 
     def _other(self, *, patient: bool) -> str | None:
         """Try to acquire the lock. Returned: None, or a description of the process that holds it."""
@@ -204,15 +204,15 @@ class Lock:
                 if vanished > 100:  # a dangling link: it exists, and cannot be read
                     raise CheckpointError(f"{self.file} is not the lock of a save. Remove it")
                 continue
-            holder = LockHolder.from_bytes(found)
-            gone = None if holder is None else self._machine.is_over(holder)
+            owner = LockOwner.from_bytes(found)
+            gone = None if owner is None else self._machine.is_over(owner)
             if gone is None:
                 gone = self._stands_still(found)
             moves = watched is not None and watched != found
             if gone:
                 self._put_away(found)
             elif gone is False or moves or not patient:
-                return "somebody" if holder is None else str(holder)
+                return "somebody" if owner is None else str(owner)
             else:
                 watched = found
                 self._machine.wait(POLL)
@@ -224,7 +224,7 @@ class Lock:
         except FileExistsError:
             return False
         _seen.pop(self.file, None)
-        mine = LockHolder.new(self._machine.process)
+        mine = LockOwner.new(self._machine.process)
         _busy.add(mine.token)
         self._mine = mine
         try:
@@ -246,9 +246,9 @@ class Lock:
         except FileNotFoundError:
             return None
 
-    def _is(self, mine: LockHolder) -> bool:
+    def _is(self, mine: LockOwner) -> bool:
         found = self._read()
-        return found is not None and LockHolder.from_bytes(found) == mine
+        return found is not None and LockOwner.from_bytes(found) == mine
 
     def _stands_still(self, found: bytes) -> bool | None:
         """True where the counter has not changed for so long that the lock is stale; None: not yet."""
@@ -261,7 +261,7 @@ class Lock:
 
     def _put_away(self, known: bytes) -> None:
         """Remove the lock if its contents are still `known`."""
-        away = self.file.with_name(f".{self.path.name}.{LockHolder.new(self._machine.process).name}{TOKEN}")
+        away = self.file.with_name(f".{self.path.name}.{LockOwner.new(self._machine.process).name}{TOKEN}")
         # Threads of this process take turns: no other thread renames a lock between this read and this rename.
         with _putting_away:
             if self._read() != known:
@@ -271,7 +271,7 @@ class Lock:
             except FileNotFoundError:
                 return
             if self._read(away) != known:  # another process was faster
-                with suppress(OSError):  # a third process has one; this holder finds its own lost (`check`)
+                with suppress(OSError):  # a third process has one; this owner finds its own lost (`check`)
                     os.link(away, self.file)
             disk().remove(away)
 
@@ -280,8 +280,8 @@ class _Heartbeat:
     """Increments the counter of a lock, in a thread, until `end`. It writes to the file that it was given, even after a
     rename."""
 
-    def __init__(self, file: File, place: int) -> None:
-        self._file, self._place = file, place
+    def __init__(self, file: File, offset: int) -> None:
+        self._file, self._offset = file, offset
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flatfsdp checkpoint lock", daemon=True)
         self._thread.start()
@@ -292,7 +292,7 @@ class _Heartbeat:
             while not self._ended.wait(BEAT):
                 number += 1
                 with suppress(OSError):
-                    self._file.write(b"%012d\n" % number, self._place)
+                    self._file.write(b"%012d\n" % number, self._offset)
                     self._file.sync()
 
     def end(self) -> None:
@@ -331,7 +331,7 @@ def locked_now(path: Path) -> Iterator[bool]:
 
 def leave_token(path: Path) -> Path:
     """Write a file next to the folder `path` by which the ranks of a save find each other; `drop_token` removes it."""
-    mine = LockHolder.new(ProcessIdentity.this())
+    mine = LockOwner.new(ProcessIdentity.this())
     token = path.with_name(f".{path.name}.{mine.name}{TOKEN}")
     _busy.add(mine.token)
     try:
@@ -345,8 +345,8 @@ def leave_token(path: Path) -> Path:
 
 def drop_token(token: Path) -> None:
     """Remove such a file, if possible."""
-    holder = _holder_of(token)
-    _busy.discard("" if holder is None else holder.token)
+    owner = _owner_of(token)
+    _busy.discard("" if owner is None else owner.token)
     with suppress(OSError):
         disk().remove(token)
 
@@ -362,8 +362,8 @@ def sweep_tokens(path: Path) -> None:
         if left.is_symlink() or not left.is_file():
             continue
         with suppress(FileNotFoundError):
-            holder = _holder_of(left)
-            gone = None if holder is None else machine.is_over(holder)
+            owner = _owner_of(left)
+            gone = None if owner is None else machine.is_over(owner)
             if gone is None:
                 gone = Lock(path).file.stat().st_mtime - left.stat().st_mtime > PATIENCE
             if gone:
@@ -375,5 +375,5 @@ def path_of_token(token: Path) -> Path:
     return token.with_name(token.name[1 : -len(TOKEN)].rpartition(".")[0])
 
 
-def _holder_of(token: Path) -> LockHolder | None:
-    return LockHolder.from_name(token.name[: -len(TOKEN)].rpartition(".")[2])
+def _owner_of(token: Path) -> LockOwner | None:
+    return LockOwner.from_name(token.name[: -len(TOKEN)].rpartition(".")[2])

@@ -1,10 +1,10 @@
 """A checkpoint's table of contents: a JSON file, written after the data, so that a folder with one is complete.
 
 [Note: manifest] `flatfsdp.json` is one object: `{"crc32": "...", "manifest": {...}}`. The checksum covers the bytes of
-the inner object. That has the size and the CRC-32 of every file, the dtype, the shape and the places of the elements
+the inner object. That has the size and the CRC-32 of every file, the dtype, the shape and the chunks of the elements
 of every tensor, and all other values. Elements lie in *chunks*: boxes ([Note: boxes]) given as intervals in memory
 order, each in one contiguous piece of a file; where nodes share no file system, in one file of each node. A tensor's
-"chunks" are rows of integers: file, first element, and then, for each of the chunks that follow each other, its number
+"chunks" are runs of integers: file, first element, and then, for each of the chunks that follow each other, its number
 of elements and its offset in bytes.
 
 [Note: order] The order of checkpoints must not depend on clocks, which can be set, nor on steps, which runs may repeat.
@@ -74,14 +74,14 @@ class SavedChunk:
 class SavedTensor:
     """A tensor of the checkpoint. `stride` gives its memory order where that is not row-major.
 
-    `rows` are its chunks as in [Note: manifest].
+    `runs` are its chunks as in [Note: manifest].
     """
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
-    rows: Sequence[Sequence[int]]
+    runs: Sequence[Sequence[int]]
 
     @property
     def spec(self) -> ParamSpec:
@@ -95,7 +95,7 @@ class SavedTensor:
 
     def chunks(self) -> Iterator[SavedChunk]:
         """Its chunks, in no order."""
-        for file, start, *pieces in self.rows:
+        for file, start, *pieces in self.runs:
             for numel, offset in zip(pieces[::2], pieces[1::2], strict=True):
                 yield SavedChunk(file, start, start + numel, offset)
                 start += numel
@@ -103,7 +103,7 @@ class SavedTensor:
     def to_json(self) -> dict[str, Any]:
         """The form in the manifest."""
         stride = {} if self.stride is None else {"stride": self.stride}
-        return {"path": self.path, "dtype": self.dtype, "shape": self.shape, **stride, "chunks": self.rows}
+        return {"path": self.path, "dtype": self.dtype, "shape": self.shape, **stride, "chunks": self.runs}
 
     @classmethod
     def from_json(cls, read: Mapping[str, Any]) -> SavedTensor:
@@ -115,12 +115,12 @@ class SavedTensor:
         stride = None
         if "stride" in read:
             stride = tuple(form.whole(step, "stride") for step in form.items(read["stride"], "stride"))
-        rows = [form.items(row, "chunks") for row in form.items(read.get("chunks"), "chunks")]
-        for row in rows:
-            for each in row:
+        runs = [form.items(run, "chunks") for run in form.items(read.get("chunks"), "chunks")]
+        for run in runs:
+            for each in run:
                 form.whole(each, "chunks")
         shape = form.dims(read.get("shape"), "shape")
-        return cls(_path(read.get("path")), form.text(read.get("dtype"), "dtype"), shape, stride, rows)
+        return cls(_path(read.get("path")), form.text(read.get("dtype"), "dtype"), shape, stride, runs)
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def _step(step: Any) -> Step:
     if isinstance(step, str) or type(step) is int:
         return step
     if isinstance(step, list) and len(step) == 1:
-        return (form.whole(step[0], "path: a place in a list"),)
+        return (form.whole(step[0], "path: an index of a list"),)
     raise ValueError(f"path: a step is {str(step)[:60]}")
 
 

@@ -22,7 +22,7 @@ from ..engine.layout.boxes import boxes_of
 from ..engine.layout.layout import Span
 from .nested_state import Path
 from .plan import PlannedInterval
-from .writing import Rows
+from .writing import Archives
 
 NAME = ".metadata"
 
@@ -38,7 +38,7 @@ class _Call:
 
 
 def metadata_of(
-    tensors: Mapping[str, PlannedInterval], files: Iterable[tuple[str, Rows, Rows]], values: Mapping[str, Path]
+    tensors: Mapping[str, PlannedInterval], files: Iterable[tuple[str, Archives, Archives]], values: Mapping[str, Path]
 ) -> bytes:
     """The contents of `.metadata`.
 
@@ -49,20 +49,20 @@ def metadata_of(
     """
     specs = {key: interval.spec for key, interval in tensors.items()}
     chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {key: {} for key in tensors}  # sizes by offsets
-    places: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []  # the arguments of the places' classes
-    for name, rows, plain in files:
-        for key, first, pieces in rows:
+    archives: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []  # the arguments of DCP's classes
+    for name, tensors_of_file, plain in files:
+        for key, first, pieces in tensors_of_file:
             spec, known = specs[key], chunks[key]
             for piece in pieces:
                 (box,) = boxes_of(spec, Span(first, first + piece.numel))
                 first += piece.numel
                 if box.offsets not in known:  # else another node has it too
                     known[box.offsets] = box.sizes
-                    places.append((key, box.offsets, name, piece.offset, piece.length))
-        places += [(key, None, name, piece.offset, piece.length) for key, _, (piece,) in plain]
+                    archives.append((key, box.offsets, name, piece.offset, piece.length))
+        archives += [(key, None, name, piece.offset, piece.length) for key, _, (piece,) in plain]
     described: dict[str, Any] = {key: _tensor(interval, chunks[key]) for key, interval in tensors.items()}
     described |= {key: dcp.BytesStorageMetadata() for key in values}
-    columns = [[place[number] for place in places] for number in range(5)]
+    columns = [[each[number] for each in archives] for number in range(5)]
     indices, infos = _Call(map, dcp.MetadataIndex, *columns[:2]), _Call(map, _torch.storage_info(), *columns[2:])
     stored = _Call(dict, _Call(zip, indices, infos))
     paths = {key: _for_dcp(interval.path) for key, interval in tensors.items()}
@@ -83,5 +83,5 @@ def _tensor(interval: PlannedInterval, chunks: Mapping[tuple[int, ...], tuple[in
 
 
 def _for_dcp(path: Path) -> tuple[str | int, ...]:
-    # DCP has strings for keys of mappings and integers for places in lists.
+    # DCP has strings for keys of mappings and integers for indices of lists.
     return tuple(step[0] if isinstance(step, tuple) else str(step) for step in path)

@@ -18,7 +18,7 @@ import torch
 from ..engine.base.plain_data import READ, JsonWriter
 from ..errors import ConfigTypeError, ConfigValueError
 
-# A key of a mapping, or a place in a list as (place,).
+# A key of a mapping, or an index of a list as (index,).
 Step: TypeAlias = "str | int | tuple[int]"
 Path: TypeAlias = tuple[Step, ...]
 
@@ -43,8 +43,8 @@ def _collect(value: Any, path: Path, leaves: dict[str, Any], paths: dict[str, Pa
                 raise ConfigTypeError(f"{shown(path) or 'state'}: got the key {key!r}. Accepted: strings and integers.")
             _collect(inner, (*path, key), leaves, paths)
     elif isinstance(value, list | tuple) and _is_open(value):
-        for place, inner in enumerate(value):
-            _collect(inner, (*path, (place,)), leaves, paths)
+        for index, inner in enumerate(value):
+            _collect(inner, (*path, (index,)), leaves, paths)
     else:
         key = shown(path)
         if key in leaves:
@@ -78,7 +78,7 @@ def shown(path: Path) -> str:
 
 
 def plain(path: Path) -> tuple[str | int, ...]:
-    """The keys and places of a path, as users write them."""
+    """The keys and indices of a path, as users write them."""
     return tuple(map(_plain, path))
 
 
@@ -90,10 +90,10 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any,
     """The nested state of `leaves`; tuples that held tensors become lists."""
     root: dict[Any, Any] = {}
     for key, leaf in leaves.items():
-        path, holder = paths[key], root
+        path, inside = paths[key], root
         for step, following in itertools.pairwise(path):
-            holder = holder.setdefault(_plain(step), _List() if isinstance(following, tuple) else {})
-        holder[_plain(path[-1])] = leaf
+            inside = inside.setdefault(_plain(step), _List() if isinstance(following, tuple) else {})
+        inside[_plain(path[-1])] = leaf
     whole: dict[Any, Any] = _with_lists(root)
     return whole
 
@@ -104,7 +104,7 @@ def _plain(step: Step) -> str | int:
 
 def _with_lists(value: Any) -> Any:
     if isinstance(value, _List):
-        return [_with_lists(value[place]) for place in sorted(value)]
+        return [_with_lists(value[index]) for index in sorted(value)]
     return {key: _with_lists(inner) for key, inner in value.items()} if type(value) is dict else value
 
 
@@ -145,9 +145,9 @@ def decode(value: Any) -> Any:
         return [decode(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    ((kind, contents),) = value.items()
-    if kind == "bytes":
+    ((tag, contents),) = value.items()
+    if tag == "bytes":
         return base64.b64decode(contents, validate=True)
-    if kind not in READ:
-        raise ValueError(f"an object is of an unknown kind, {kind!r}")
-    return READ[kind](decode(contents))
+    if tag not in READ:
+        raise ValueError(f"an object is of an unknown tag, {tag!r}")
+    return READ[tag](decode(contents))

@@ -45,21 +45,21 @@ def digest(plan: Sequence[PlannedInterval]) -> str:
 def assign(
     plans: Sequence[Sequence[PlannedInterval]], nodes: Sequence[int], firsts: Collection[str] = ()
 ) -> list[list[PlannedInterval]]:
-    """The intervals that each rank writes, given those that each holds. Of several holders, the one with the least to
-    write so far writes; of tensors with keys in `firsts`, whose values ranks may not share, the first holder.
+    """The intervals that each rank writes, given those that each holds. Of several ranks that hold one, the one with
+    the least to write so far writes; of tensors with keys in `firsts`, whose values ranks may not share, the first.
 
     `nodes` are equal for ranks that share a file system: on each node, everything that its ranks hold is written.
 
     Raises:
         CheckpointError: ranks describe a tensor differently, or its intervals overlap or do not cover it.
     """
-    holders: dict[str, dict[PlannedInterval, list[int]]] = {}
+    ranks_of: dict[str, dict[PlannedInterval, list[int]]] = {}
     for rank, plan in enumerate(plans):
         for interval in plan:
-            holders.setdefault(interval.key, {}).setdefault(interval, []).append(rank)
+            ranks_of.setdefault(interval.key, {}).setdefault(interval, []).append(rank)
     writes: list[list[PlannedInterval]] = [[] for _ in plans]
     load = [0] * len(plans)
-    for key, intervals in holders.items():
+    for key, intervals in ranks_of.items():
         _check(key, intervals)
         for interval, ranks in intervals.items():
             for node in {nodes[rank] for rank in ranks}:

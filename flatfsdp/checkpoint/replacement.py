@@ -28,19 +28,19 @@ class Replacement:
 
     Attributes:
         ranks: the ranks that write.
-        place: the folders.
+        location: the folders.
         doing: a description of the operation, for messages.
-        lock: the lock of the place, which the rank that acts on folders takes. [Note: lock]
+        lock: the lock of the location, which the rank that acts on folders takes. [Note: lock]
         leader: the rank that acts on folders for this one; known in `run`.
     """
 
     leader: int
 
-    def __init__(self, ranks: CheckpointRanks, place: CheckpointFolder, doing: str) -> None:
+    def __init__(self, ranks: CheckpointRanks, location: CheckpointFolder, doing: str) -> None:
         self.ranks = ranks
-        self.place = place
+        self.location = location
         self.doing = doing
-        self.lock = Lock(place.path)
+        self.lock = Lock(location.path)
 
     @property
     def leads(self) -> bool:
@@ -56,13 +56,13 @@ class Replacement:
         return self.all(lambda: work() if self.leads else None)
 
     def run(self, prepare: Callable[[], object], fill: Callable[[], T], *, per_node: bool = False) -> T:
-        """Replace the folder with `place.new`, which `prepare` makes and `fill` writes. Returned: the result of `fill`.
-        Collective, as both are.
+        """Replace the folder with `location.new`, which `prepare` makes and `fill` writes. Returned: the result of
+        `fill`. Collective, as both are.
 
         Raises:
             CheckpointError: on every rank; the old folder is still in place.
         """
-        self.leader = leader_of(self.place, self.ranks, self.doing, per_node=per_node)
+        self.leader = leader_of(self.location, self.ranks, self.doing, per_node=per_node)
         try:
             prepare()
             try:
@@ -71,10 +71,10 @@ class Replacement:
                 if self.leads:
                     with contextlib.suppress(OSError, CheckpointError):  # frees space on a full disk
                         self.lock.check()
-                        self.place.discard(self.place.new)
+                        self.location.discard(self.location.new)
                 raise
             self.lead(self._swap)
-            self.lead(lambda: self.place.discard(self.place.old))  # the replaced folder
+            self.lead(lambda: self.location.discard(self.location.old))  # the replaced folder
             return filled
         finally:
             self.lock.release()
@@ -82,11 +82,11 @@ class Replacement:
     def publish(self, data: bytes) -> None:
         """Make the new folder complete, by its marker with these contents."""
         self.lock.check()
-        disk().publish(self.place.new / self.place.marker, data)
+        disk().publish(self.location.new / self.location.marker, data)
 
     def _swap(self) -> None:
         self.lock.check()
-        self.place.swap()
+        self.location.swap()
 
 
 def written_by(write: Callable[[Path], None], folder: Path) -> list[SavedFile]:

@@ -80,26 +80,26 @@ class Keeping:
                 names.append(left.stem[1:])
         for name in sorted(set(names)):
             if name and fnmatchcase(name, self.named):
-                place = CheckpointFolder(folder / name)
-                with suppress(CheckpointError), locked_now(place.path) as free:  # a folder that no save made stays
+                location = CheckpointFolder(folder / name)
+                with suppress(CheckpointError), locked_now(location.path) as free:  # a folder that no save made stays
                     if not free:
                         continue
-                    sweep_tokens(place.path)
-                    refuse_newer(place)
-                    if self.unfinished and place.is_complete(place.new):
-                        place.clear_up(place.new)  # complete, only not in its place: it counts as a checkpoint
+                    sweep_tokens(location.path)
+                    refuse_newer(location)
+                    if self.unfinished and location.is_complete(location.new):
+                        location.clear_up(location.new)  # complete, only not in its place: it counts as a checkpoint
                     elif self.unfinished:
-                        place.discard(place.new)
+                        location.discard(location.new)
 
 
 def _remove(path: Path, id: str) -> bool:
     """Remove the checkpoint with this id at `path`; False during a save, or where another one is there."""
-    place = CheckpointFolder(path)
+    location = CheckpointFolder(path)
     with locked_now(path) as free:
-        if not free or id_in(path) != id or os.path.lexists(place.old):
+        if not free or id_in(path) != id or os.path.lexists(location.old):
             return False
-        disk().rename(path, place.old)  # atomic: a partly removed checkpoint never has a checkpoint's name
-        place.discard(place.old)
+        disk().rename(path, location.old)  # atomic: a partly removed checkpoint never has a checkpoint's name
+        location.discard(location.old)
         return True
 
 
@@ -159,10 +159,10 @@ def _saved_in(folder: Path, named: str) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda each: each[1].order)
 
 
-def _finish_removal(place: CheckpointFolder) -> None:
+def _finish_removal(location: CheckpointFolder) -> None:
     """Finish a killed removal. An old folder alone is one's leftover: a save would have a complete new folder, too."""
-    with locked_now(place.path) as free:
-        if free and is_own(place.old) and not place.path.exists() and not place.is_complete(place.new):
+    with locked_now(location.path) as free:
+        if free and is_own(location.old) and not location.path.exists() and not location.is_complete(location.new):
             with suppress(CheckpointError):
-                refuse_newer(place)
-                place.discard(place.old)
+                refuse_newer(location)
+                location.discard(location.old)

@@ -35,7 +35,7 @@ from .ranks import CheckpointRanks
 from .replacement import Replacement, written_by
 from .retention import Keeping
 from .weights import BlockChecksums, WeightFiles, is_weight, is_whole_everywhere
-from .writing import Rows, held_by, pieces_of, write
+from .writing import Archives, held_by, pieces_of, write
 
 T = TypeVar("T")
 
@@ -148,7 +148,7 @@ class _WritePlan:
     tensors: dict[str, PlannedInterval]
     weights: WeightFiles | None
     digest: str = ""
-    files: list[tuple[Rows, Rows]] = field(default_factory=list)
+    files: list[tuple[Archives, Archives]] = field(default_factory=list)
     metadata: tuple[str, bytes] = ("", b"")
 
 
@@ -172,26 +172,26 @@ class _Save(Replacement):
     leaders: list[int]
 
     def __init__(self, ranks: CheckpointRanks, request: SaveRequest) -> None:
-        place = CheckpointFolder.at(request.path)
-        super().__init__(ranks, place, f"saving {place.path}")
+        location = CheckpointFolder.at(request.path)
+        super().__init__(ranks, location, f"saving {location.path}")
         self.request = request
 
     def save(self, take: Callable[[], Contents]) -> None:
         self.all(lambda: self.take(take))
         _plans[self.ranks.key] = self.run(self.prepare, self.fill, per_node=self.request.per_node)
         if (keeping := self.request.keeping) is not None:
-            doing = f"removing older checkpoints, now that {self.place.path} is complete"
-            folder, leads = self.place.path.parent, self.leads
-            self.ranks.exchange(doing, lambda: keeping.remove(folder, self.place.path) if leads else [])
+            doing = f"removing older checkpoints, now that {self.location.path} is complete"
+            folder, leads = self.location.path.parent, self.leads
+            self.ranks.exchange(doing, lambda: keeping.remove(folder, self.location.path) if leads else [])
 
     def fill(self) -> _WritePlan:
         """Write the new folder, complete at the end."""
         plan, values = self.agree()
         if (weights := plan.weights) is not None:
-            self.lead(lambda: weights.create(self.place.new))
+            self.lead(lambda: weights.create(self.location.new))
         files = self.write(plan, values)
         checksums = [] if weights is None else self.checksums(weights)
-        parent = self.place.path.parent
+        parent = self.location.path.parent
         stamps = self.all(lambda: (uuid.uuid4().hex, time.time(), last_sequence(parent) if self.leads else 0))
         (name, when, _), sequence = stamps[0], 1 + max(last for _, _, last in stamps)
         self.lead(lambda: self.complete(plan, values, files, checksums, name, when, sequence))
@@ -207,13 +207,13 @@ class _Save(Replacement):
         def look() -> list[str]:
             refuse_link(self.request.path, overwrite=self.request.overwrite)
             self.lock.take()
-            there.update((each.id, folder) for folder, each in candidates(self.place, damaged=True))
+            there.update((each.id, folder) for folder, each in candidates(self.location, damaged=True))
             return list(there)
 
         seen = [ids for ids in self.lead(look) if ids is not None]
         common = [id for id in seen[0] if all(id in ids for ids in seen)][:1]
         keep = there[common[0]] if common and there else None
-        self.lead(lambda: self.place.prepare(keep, overwrite=self.request.overwrite))
+        self.lead(lambda: self.location.prepare(keep, overwrite=self.request.overwrite))
 
     def agree(self) -> tuple[_WritePlan, dict[str, tuple[Path, Any]]]:
         """The plan, and the values of all ranks."""
@@ -285,18 +285,18 @@ class _Save(Replacement):
         """The checksums of the blocks of all safetensors files; each rank of this node reads its share."""
         mine = [rank for rank, leader in enumerate(self.leaders) if leader == self.leader]
         share = mine.index(self.ranks.rank)
-        found = self.all(lambda: weights.checksums(self.place.new, share, len(mine)))
+        found = self.all(lambda: weights.checksums(self.location.new, share, len(mine)))
         return [found[rank] for rank in mine]
 
     def write(self, plan: _WritePlan, values: Mapping[str, tuple[Path, Any]]) -> list[tuple[SavedFile, str]]:
-        """Write all files, and record the places in them. Returned: the files, each with a hash of these places."""
+        """Write all files, and record the offsets in them. Returned: the files, each with a hash of these offsets."""
 
-        def write_mine() -> tuple[SavedFile, str, Rows | None, Rows]:
+        def write_mine() -> tuple[SavedFile, str, Archives | None, Archives]:
             plain = {key: decode(value) for key, (_, value) in values.items()} if self.ranks.rank == 0 else {}
-            done = write(self.place.new / f"__{self.ranks.rank}_0.distcp", plan.writes, self.contents.tensors, plain)
+            done = write(self.location.new / f"__{self.ranks.rank}_0.distcp", plan.writes, self.contents.tensors, plain)
             if plan.weights is not None:
                 pieces = pieces_of(plan.weighty, self.contents.tensors)
-                plan.weights.write(self.place.new, ((str(each.path[1]), piece) for each, piece in pieces))
+                plan.weights.write(self.location.new, ((str(each.path[1]), piece) for each, piece in pieces))
             return done.file, done.digest, None if done.digest == plan.digest else done.tensors, done.values
 
         answers = self.all(write_mine)
@@ -328,16 +328,16 @@ class _Save(Replacement):
                 tensors[key] = replace(tensors[first], path=self.contents.paths[key])
         digests = _hash(repr([digest for _, digest in files]))
         if plan.metadata[0] != digests:
-            rows = [(file.name, *rows) for (file, _), rows in zip(files, plan.files, strict=True)]
+            archives = [(file.name, *each) for (file, _), each in zip(files, plan.files, strict=True)]
             paths = {key: path for key, (path, _) in values.items()}
-            plan.metadata = digests, metadata.metadata_of(plan.tensors, rows, paths)
+            plan.metadata = digests, metadata.metadata_of(plan.tensors, archives, paths)
         data = plan.metadata[1]
-        disk().write_file(self.place.new / metadata.NAME, data)
+        disk().write_file(self.location.new / metadata.NAME, data)
         if plan.weights is not None:
-            saved += plan.weights.conclude(self.place.new, checksums)
+            saved += plan.weights.conclude(self.location.new, checksums)
         saved.append(SavedFile.of(metadata.NAME, data))
         if self.request.files is not None:
-            saved += written_by(self.request.files, self.place.new)
+            saved += written_by(self.request.files, self.location.new)
         whole = Manifest(
             world=self.ranks.world,
             files=saved,
@@ -352,34 +352,35 @@ class _Save(Replacement):
 
 
 def tensors_of_files(
-    tensors: Mapping[str, PlannedInterval], files: Sequence[tuple[Rows, Rows]]
+    tensors: Mapping[str, PlannedInterval], files: Sequence[tuple[Archives, Archives]]
 ) -> dict[str, SavedTensor]:
-    """The places of each tensor, given any interval of each, and for each file the places of (tensors, values)."""
-    rows: dict[str, list[list[int]]] = {key: [] for key in tensors}
+    """The chunks of each tensor, given any interval of each, and for each file the archives of (tensors, values)."""
+    runs: dict[str, list[list[int]]] = {key: [] for key in tensors}
     for number, (inside, _) in enumerate(files):
         for key, first, pieces in inside:
-            row = [number, first]
+            run = [number, first]
             for piece in pieces:
-                row += (piece.numel, piece.offset + piece.inside)
-            rows[key].append(row)
+                run += (piece.numel, piece.offset + piece.inside)
+            runs[key].append(run)
     return {
-        key: SavedTensor(each.path, each.dtype, each.shape, each.stride, rows[key]) for key, each in tensors.items()
+        key: SavedTensor(each.path, each.dtype, each.shape, each.stride, runs[key]) for key, each in tensors.items()
     }
 
 
 def _united(values: Sequence[Mapping[str, tuple[Path, Any]]]) -> dict[str, tuple[Path, Any]]:
     """The values of all ranks, which must agree where they have the same key."""
     united: dict[str, tuple[Path, Any]] = {}
-    holders: dict[str, int] = {}
+    first_ranks: dict[str, int] = {}
     for rank, own in enumerate(values):
         for key, (path, value) in own.items():
             before = united.setdefault(key, (path, value))[1]
             if before != value:
                 raise CheckpointError(
-                    f"{key} is {str(decode(before))[:60]!r} on rank {holders[key]}, but {str(decode(value))[:60]!r} on "
-                    f"rank {rank}. Give values that differ between ranks different keys, such as the rank's number"
+                    f"{key} is {str(decode(before))[:60]!r} on rank {first_ranks[key]}, but "
+                    f"{str(decode(value))[:60]!r} on rank {rank}. Give values that differ between ranks different "
+                    "keys, such as the rank's number"
                 )
-            holders.setdefault(key, rank)
+            first_ranks.setdefault(key, rank)
     return united
 
 

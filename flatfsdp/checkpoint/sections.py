@@ -1,4 +1,4 @@
-"""The parts of a checkpoint: this rank's intervals of a model, of its optimizer and of the residuals of quantized
+"""The sections of a checkpoint: this rank's intervals of a model, of its optimizer and of the residuals of quantized
 gradients, and how they are loaded.
 """
 
@@ -71,16 +71,16 @@ class Section:
 def _replace_values(state: Any, read: Any) -> None:
     """Replace plain values of `state` with those of `read`; its tensors have been filled."""
     if isinstance(state, list) and isinstance(read, list) and len(state) == len(read):
-        places: Iterable[Any] = range(len(state))
+        keys: Iterable[Any] = range(len(state))
     elif isinstance(state, MutableMapping) and isinstance(read, Mapping):
-        places = [key for key in state if key in read]
+        keys = [key for key in state if key in read]
     else:
         return
-    for place in places:
-        if isinstance(state[place], Mapping | list) and isinstance(read[place], Mapping | list):
-            _replace_values(state[place], read[place])
-        elif not isinstance(state[place], torch.Tensor):
-            state[place] = read[place]
+    for key in keys:
+        if isinstance(state[key], Mapping | list) and isinstance(read[key], Mapping | list):
+            _replace_values(state[key], read[key])
+        elif not isinstance(state[key], torch.Tensor):
+            state[key] = read[key]
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -228,12 +228,12 @@ class _OptimizerSection(Section):
                 if name is not None:
                     found.setdefault(name, {})[key.removeprefix(f"{prefix}{name}.")] = described
         own = self.state["state"]
-        kinds = {name: _tensors_in(values) for name, values in own.items()}
-        state = {name: own[name] for name, tensors in kinds.items() if not tensors}
+        tensors_of = {name: _tensors_in(values) for name, values in own.items()}
+        state = {name: own[name] for name, tensors in tensors_of.items() if not tensors}
         for name, inside in found.items():
             if name in own:
                 state[name] = own[name]
-            elif inside.keys() in kinds.values():
+            elif inside.keys() in tensors_of.values():
                 state[name] = {each: _target(named[name], described) for each, described in inside.items()}
         self.state = {**self.state, "state": state}
 
@@ -250,8 +250,8 @@ def _tensors_in(values: Mapping[str, Any]) -> set[str]:
 
 def _longest(names: Collection[str], key: str) -> str | None:
     """The longest of `names` that the `key` begins with: names may begin with other names."""
-    parts = key.split(".")
-    candidates = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    names = key.split(".")
+    candidates = (".".join(names[:end]) for end in range(len(names) - 1, 0, -1))
     return next((name for name in candidates if name in names), None)
 
 
@@ -325,12 +325,12 @@ class _ResidualSection(Section):
 
     def _kinds(self) -> Iterator[_Kind]:
         facts = [(name, *_facts(unit)) for name, unit in self._units.items()]
-        place = f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.{dist.get_rank()}"
+        prefix = f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.{dist.get_rank()}"
         for name, unit in self._units.items():
             handles = [handle for handle in unit.handles if handle.precision.error_feedback]
             for number, (handle, residuals) in enumerate(zip(handles, residuals_of(unit), strict=True)):
                 numels = residual_numels(handle.layout.shard_numel, unit.axes.of(handle))
-                yield _Kind(f"{place}.{name or 'root'}.{number}", residuals, handle.precision.reduce, numels)
+                yield _Kind(f"{prefix}.{name or 'root'}.{number}", residuals, handle.precision.reduce, numels)
 
 
 def _facts(unit: Unit) -> Iterator[object]:
@@ -353,17 +353,17 @@ def _has_residuals(model: nn.Module) -> bool:
     return any(grads.residuals is not None for _, unit in _units(model) for grads in unit.grads)
 
 
-def parts_of(model: Any, optimizer: Any) -> list[Section]:
-    """The parts for the arguments that users give.
+def sections_of(model: Any, optimizer: Any) -> list[Section]:
+    """The sections for the arguments that users give.
 
     Raises:
         ConfigTypeError, ConfigValueError: arguments of a wrong type, or an optimizer without its model.
     """
-    parts: list[Section] = []
+    found: list[Section] = []
     if isinstance(model, nn.Module):
-        parts.append(_ModelSection(model))
+        found.append(_ModelSection(model))
     elif isinstance(model, Mapping):
-        parts.append(Section("model", model))
+        found.append(Section("model", model))
     elif model is not None:
         refuse_type("model", model, "a module, or a state dict")
     if isinstance(optimizer, Optimizer):
@@ -371,11 +371,11 @@ def parts_of(model: Any, optimizer: Any) -> list[Section]:
             raise ConfigValueError(
                 "optimizer: its state is saved by the names of the model's parameters; pass model= as a module, too"
             )
-        parts.append(_OptimizerSection(optimizer, model))
+        found.append(_OptimizerSection(optimizer, model))
     elif isinstance(optimizer, Mapping):
-        parts.append(Section("optimizer", optimizer))
+        found.append(Section("optimizer", optimizer))
     elif optimizer is not None:
         refuse_type("optimizer", optimizer, "an optimizer, or a state dict")
     if isinstance(model, nn.Module) and _has_residuals(model):
-        parts.append(_ResidualSection(model))
-    return parts
+        found.append(_ResidualSection(model))
+    return found

@@ -1,4 +1,4 @@
-"""The safetensors format: a header with the place of each tensor in the file, row-major, and then the tensors."""
+"""The safetensors format: a header with the offset of each tensor in the file, row-major, and then the tensors."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class Entry:
         """The same for a manifest, in whose list the file has number `file`."""
         # In pieces, each of them a box, so that they can be read into another memory order.
         most = LARGEST // self.dtype.itemsize
-        row = [file, 0]
+        run = [file, 0]
         for box in cut(ParamSpec(self.name, self.shape), Span(0, prod(self.shape)), most):
-            row += (box.span.numel, self.offset + box.span.start * self.dtype.itemsize)
-        return SavedTensor(path, name_of(self.dtype), self.shape, None, [row])
+            run += (box.span.numel, self.offset + box.span.start * self.dtype.itemsize)
+        return SavedTensor(path, name_of(self.dtype), self.shape, None, [run])
 
     def read(self, files: Files, target: torch.Tensor) -> None:
         """Read into `target`, an interval of the tensor or all of it."""
@@ -78,7 +78,7 @@ class Entry:
 
 
 def header_of(file: FilePath, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
-    """The header of a file of these tensors, and the place of each.
+    """The header of a file of these tensors, and the offset of each.
 
     Raises:
         ConfigTypeError: a dtype that the format does not know.
@@ -148,9 +148,8 @@ def read_header(path: FilePath) -> list[Entry]:
 
 
 def write_interval(file: File, entry: Entry, interval: OwnedInterval) -> None:
-    """Write an interval of the tensor `entry` to its places, with at most `intervals.LARGEST` bytes in memory twice."""
+    """Write an interval of the tensor `entry` to its offsets, at most `intervals.LARGEST` bytes in memory twice."""
     for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
         data = interval.data_of(box).to("cpu", entry.dtype).contiguous().view(-1)
-        for place, span in runs_of(box, entry.shape):
-            part = data[span.slice]
-            file.write(bytes_of(part), entry.offset + place * entry.dtype.itemsize)
+        for first, span in runs_of(box, entry.shape):
+            file.write(bytes_of(data[span.slice]), entry.offset + first * entry.dtype.itemsize)

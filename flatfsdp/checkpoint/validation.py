@@ -29,7 +29,7 @@ def prove(manifest: Manifest, where: str) -> None:
             if key != shown(saved.path):
                 raise ValueError(f"its path is {shown(saved.path)!r}")
             _occupy(occupied, manifest, key, dtype_named(saved.dtype).itemsize)
-            _require_cover(saved.rows, saved.spec.numel)  # checks its strides, too
+            _require_cover(saved.runs, saved.spec.numel)  # checks its strides, too
         except (ValueError, FlatFSDPError) as error:
             raise CheckpointError(f"{where}: tensor {key!r}: {error}") from error
     for number, file in enumerate(manifest.files):
@@ -52,25 +52,25 @@ def prove(manifest: Manifest, where: str) -> None:
 
 def _occupy(occupied: list[list[tuple[int, int, str]]], manifest: Manifest, key: str, size: int) -> None:
     """Add the intervals (first byte, end, tensor) of a tensor, with elements of `size` bytes, to those of files."""
-    for row in manifest.tensors[key].rows:
-        if len(row) < 2 or len(row) % 2:
-            raise ValueError(f"a row of its chunks has {len(row)} numbers")
-        if row[0] >= len(manifest.files):
-            raise ValueError(f"it is in file number {row[0]}, and there are {len(manifest.files)}")
-        file, numels, offsets = manifest.files[row[0]], row[2::2], row[3::2]
+    for run in manifest.tensors[key].runs:
+        if len(run) < 2 or len(run) % 2:
+            raise ValueError(f"a run of its chunks has {len(run)} numbers")
+        if run[0] >= len(manifest.files):
+            raise ValueError(f"it is in file number {run[0]}, and there are {len(manifest.files)}")
+        file, numels, offsets = manifest.files[run[0]], run[2::2], run[3::2]
         ends = [offset + numel * size for numel, offset in zip(numels, offsets, strict=True)]
         if ends and max(ends) > file.size:
-            first, last = row[1], row[1] + sum(numels)
+            first, last = run[1], run[1] + sum(numels)
             raise ValueError(f"elements [{first}, {last}) end at byte {max(ends)} of {file.name}, of {file.size}")
         if any(numels):
-            occupied[row[0]] += zip(offsets, ends, repeat(key))
+            occupied[run[0]] += zip(offsets, ends, repeat(key))
 
 
-def _require_cover(rows: Iterable[Sequence[int]], numel: int) -> None:
-    """Require that rows have every element once; where nodes share no files, once for each node."""
+def _require_cover(runs: Iterable[Sequence[int]], numel: int) -> None:
+    """Require that runs have every element once; where nodes share no files, once for each node."""
     start = end = 0
     files: set[int] = set()
-    for first, stop, file in sorted((row[1], row[1] + sum(row[2::2]), row[0]) for row in rows):
+    for first, stop, file in sorted((run[1], run[1] + sum(run[2::2]), run[0]) for run in runs):
         if (first, stop) == (start, end) and file not in files and stop > first:
             files.add(file)
             continue

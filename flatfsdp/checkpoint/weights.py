@@ -2,7 +2,7 @@
 
 [Note: weights] The tensors of a model then lie only in `model.safetensors` (or numbered files with an index) inside the
 checkpoint. They are planned, written and checked like the others ([Note: cached plan]), each element by one of the
-ranks that own it, and the manifest has their places in those files, as for all tensors. A parameter
+ranks that own it, and the manifest has their offsets in those files, as for all tensors. A parameter
 with several names (a tied one) is stored once, and the manifest has it under each of them.
 """
 
@@ -60,7 +60,7 @@ class WeightFiles:
 
     Attributes:
         headers: the header of each file, by its name.
-        entries: the place of each tensor, by its name; the files are names inside a folder.
+        entries: the offset of each tensor, by its name; the files are names inside a folder.
     """
 
     headers: Mapping[str, bytes]
@@ -97,7 +97,7 @@ class WeightFiles:
                 file.allocate(self._size(name))  # zeros until they are written
 
     def write(self, folder: Path, pieces: Iterable[tuple[str, OwnedInterval]]) -> None:
-        """Write pieces of tensors, given with the tensors' names, to their places."""
+        """Write pieces of tensors, given with the tensors' names, to their offsets."""
         with torch.no_grad(), Files(folder, write=True) as files:
             for name, piece in pieces:
                 write_interval(files[self.entries[name].file], self.entries[name], piece)
@@ -111,9 +111,9 @@ class WeightFiles:
         """The index (tensors to files) in the format that readers expect; None for a single file."""
         if len(self.headers) == 1:
             return None
-        places = {entry.name: entry.file.name for entry in self.entries.values()}
+        weight_map = {entry.name: entry.file.name for entry in self.entries.values()}
         total = sum(entry.size for entry in self.entries.values())
-        return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode() + b"\n"
 
     def conclude(self, folder: Path, checksums: Sequence[BlockChecksums]) -> list[SavedFile]:
         """Write the files that accompany the weights of a checkpoint, given the checksums of their blocks. Returned:
@@ -135,8 +135,8 @@ class WeightFiles:
         return saved
 
     def saved(self, first: int) -> list[SavedTensor]:
-        """The place of each tensor of a model, for the manifest, in whose list the files begin at number `first`."""
-        numbers = {name: first + place for place, name in enumerate(self.headers)}
+        """The chunks of each tensor of a model, for the manifest, in whose list the files begin at number `first`."""
+        numbers = {name: first + index for index, name in enumerate(self.headers)}
         return [each.saved(numbers[each.file.name], ("model", each.name)) for each in self.entries.values()]
 
     def _size(self, name: str) -> int:
@@ -189,17 +189,17 @@ def verify_checksums(files: Sequence[Path], share: int, shares: int) -> None:
 
 
 # [Note: CRC-32] A CRC is the remainder of the data, read as a polynomial over the integers modulo 2. So the CRC of two
-# concatenated parts is that of the first, times x^(bits of the second), plus that of the second. Polynomials are
+# concatenated blocks is that of the first, times x^(bits of the second), plus that of the second. Polynomials are
 # 32-bit integers here, the highest bit being x^0, as in zlib.
 _MODULUS = 0xEDB88320  # without its x^32
 _ONE = 1 << 31
 _X = 1 << 30
 
 
-def joined(parts: Iterable[tuple[int, int]]) -> int:
-    """The CRC-32 of concatenated parts, each given as (CRC-32, bytes): several ranks share the reading of one file."""
+def joined(blocks: Iterable[tuple[int, int]]) -> int:
+    """The CRC-32 of concatenated blocks, each given as (CRC-32, bytes): several ranks share the reading of one file."""
     whole = 0
-    for crc32, size in parts:
+    for crc32, size in blocks:
         whole = _times(_shift(size), whole) ^ crc32
     return whole
 

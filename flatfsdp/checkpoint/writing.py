@@ -1,7 +1,7 @@
 """One rank's file of a checkpoint: its intervals, and for the first rank the plain values, one archive after the other.
 
 [Note: archives] Each chunk of a tensor is an archive in the format of torch.save, because torch.distributed.checkpoint
-(DCP) reads that. flatfsdp itself reads only the elements inside, whose place it records, and unpickles nothing.
+(DCP) reads that. flatfsdp itself reads only the elements inside, whose offset it records, and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class ArchivedChunk(NamedTuple):
 
 
 # (key, first element, consecutive archives); for a plain value (key, 0, its archive).
-Rows = list[tuple[str, int, list[ArchivedChunk]]]
+Archives = list[tuple[str, int, list[ArchivedChunk]]]
 
 
 class WrittenFile(NamedTuple):
     """A written file. `digest` is equal for equal `tensors`."""
 
     file: SavedFile
-    tensors: Rows
-    values: Rows
+    tensors: Archives
+    values: Archives
     digest: str
 
 
@@ -85,15 +85,15 @@ def write(
     with disk().create(path) as file:
         out = _SequentialFile(file)
         pieces = pieces_of(writes, tensors)
-        rows: Rows = [(each.key, each.start, [*map(out.add, _cut(each, piece))]) for each, piece in pieces]
+        chunks: Archives = [(each.key, each.start, [*map(out.add, _cut(each, piece))]) for each, piece in pieces]
         plain = [(key, 0, [out.add(value)]) for key, value in values.items()]
         file.sync()
-    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
-    return WrittenFile(SavedFile(path.name, out.offset, out.crc32), rows, plain, digest)
+    digest = hashlib.sha256(repr(chunks).encode()).hexdigest()
+    return WrittenFile(SavedFile(path.name, out.offset, out.crc32), chunks, plain, digest)
 
 
 def archive(value: Any) -> tuple[bytes, int]:
-    """The bytes of torch.save for `value`, which torch.load reads at any place of a file; and for a tensor, on the CPU
+    """The bytes of torch.save for `value`, which torch.load reads at any offset of a file; and for a tensor, on the CPU
     with its own storage, the offset of its elements in these bytes (0 for other values)."""
     file = io.BytesIO()
     torch.save(value, file)

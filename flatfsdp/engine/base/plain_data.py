@@ -1,14 +1,14 @@
 """Serialization of Python values without pickles: objects that ranks exchange, and plain values of checkpoints.
 
 [Note: plain data] Unpickling runs arbitrary code, and a connection between ranks does not authenticate the sender
-([Note: trust]). So values are serialized as JSON. A value that JSON lacks is an object with one key: {its kind: its
-contents} (`JsonWriter`, `READ`). Checkpoints have these kinds, and byte strings.
+([Note: trust]). So values are serialized as JSON. A value that JSON lacks is an object with one key: {its tag: its
+contents} (`JsonWriter`, `READ`). Checkpoints have these tags, and byte strings.
 
 Between ranks the JSON is followed by the raw bytes of tensors and byte strings. Supported are None, numbers, text,
 bytes, lists, tuples, sets, dicts, paths, dtypes, devices, dense tensors (which arrive on the CPU), and flatfsdp's own
 dataclasses and named tuples, which are rebuilt from their fields. Objects of user-defined classes can only be pickled:
 that requires `objects` on both sides of a call. The format is the length of the JSON, as 8 bytes, the JSON, and the raw
-parts, each at a multiple of 16.
+bytes, each at a multiple of 16.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def encode(value: Any, *, objects: bool = False) -> bytes:
     """
     writer = _Writer(objects)
     head = json.dumps(writer.node(value), separators=(",", ":")).encode()
-    return b"".join([len(head).to_bytes(8, "little"), head, _padding(8 + len(head)), *writer.parts])
+    return b"".join([len(head).to_bytes(8, "little"), head, _padding(8 + len(head)), *writer.blobs])
 
 
 def decode(data: bytes | bytearray | memoryview, *, objects: bool = False) -> Any:
@@ -100,22 +100,22 @@ class JsonWriter:
     """Makes the JSON of values. [Note: plain data]"""
 
     def node(self, value: Any, path: tuple[object, ...] = ()) -> Any:
-        """The JSON of `value`: itself, or {its kind: its contents}. `path`: the keys that lead to it, for errors."""
-        kind = type(value)
-        if kind in _SCALARS:
+        """The JSON of `value`: itself, or {its tag: its contents}. `path`: the keys that lead to it, for errors."""
+        cls = type(value)
+        if cls in _SCALARS:
             return value
-        if kind is list:
+        if cls is list:
             # Tables have millions of values: lists of scalars are not traversed.
             plain = _SCALARS.issuperset(map(type, value))
             return value if plain else [self.node(each, (*path, index)) for index, each in enumerate(value)]
-        if kind is tuple:
+        if cls is tuple:
             return {"tuple": self.node(list(value), path)}
-        if kind in (dict, OrderedDict, Counter):
+        if cls in (dict, OrderedDict, Counter):
             pairs = [[self.node(key, path), self.node(each, (*path, key))] for key, each in value.items()]
-            return {kind.__name__: pairs}
-        if kind is torch.dtype:
+            return {cls.__name__: pairs}
+        if cls is torch.dtype:
             return {"dtype": name_of(value)}
-        if kind is complex:
+        if cls is complex:
             return {"complex": [value.real, value.imag]}
         return self.other(value, path)
 
@@ -126,94 +126,94 @@ class JsonWriter:
 
 class _Writer(JsonWriter):
     def __init__(self, objects: bool) -> None:
-        self.parts: list[bytes] = []
+        self.blobs: list[bytes] = []
         self._size = 0
         self._objects = objects
 
     def other(self, value: Any, path: tuple[object, ...]) -> Any:
-        kind = type(value)
-        if kind in (set, frozenset, torch.Size):
-            return {kind.__name__: self.node(list(value), path)}
-        if kind is bytes:
-            return {"bytes": self._part(value)}
-        if kind is torch.device:
+        cls = type(value)
+        if cls in (set, frozenset, torch.Size):
+            return {cls.__name__: self.node(list(value), path)}
+        if cls is bytes:
+            return {"bytes": self._blob(value)}
+        if cls is torch.device:
             return {"device": str(value)}
-        if kind in (PosixPath, WindowsPath):
+        if cls in (PosixPath, WindowsPath):
             return {"Path": str(value)}
-        if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
+        if cls in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
             dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            return {"Tensor": [name_of(value.dtype), list(value.shape), *self._part(bytes(bytes_of(dense)))]}
-        if kind.__module__.partition(".")[0] == _PACKAGE and (names := _fields(kind)) is not None:
-            return {f"{kind.__module__}:{kind.__qualname__}": self.node([getattr(value, name) for name in names], path)}
-        return {"pickle": self._part(self._pickled(value))}
+            return {"Tensor": [name_of(value.dtype), list(value.shape), *self._blob(bytes(bytes_of(dense)))]}
+        if cls.__module__.partition(".")[0] == _PACKAGE and (names := _fields(cls)) is not None:
+            return {f"{cls.__module__}:{cls.__qualname__}": self.node([getattr(value, name) for name in names], path)}
+        return {"pickle": self._blob(self._pickled(value))}
 
     def _pickled(self, value: Any) -> bytes:
-        kind = type(value)
+        cls = type(value)
         if not self._objects:
             raise UsageError(
-                f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks here. Only plain data can be "
+                f"a {cls.__module__}.{cls.__qualname__} cannot be sent to other ranks here. Only plain data can be "
                 "sent: numbers, text, bytes, lists, tuples, sets, dicts, dtypes and dense tensors"
             )
         try:
             return pickle.dumps(value)
         except Exception as error:
             raise UsageError(
-                f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks, not even as a pickle: {error}"
+                f"a {cls.__module__}.{cls.__qualname__} cannot be sent to other ranks, not even as a pickle: {error}"
             ) from error
 
-    def _part(self, data: bytes) -> list[int]:
+    def _blob(self, data: bytes) -> list[int]:
         start = self._size
-        self.parts += [data, _padding(len(data))]
+        self.blobs += [data, _padding(len(data))]
         self._size += _aligned(len(data))
         return [start, len(data)]
 
 
 class _Reader:
-    def __init__(self, parts: bytearray, objects: bool) -> None:
-        self._parts = parts
+    def __init__(self, blobs: bytearray, objects: bool) -> None:
+        self._blobs = blobs
         self._objects = objects
 
     def value(self, node: dict[str, Any]) -> Any:
-        """The value of {its kind: its contents}, whose contents have been read."""
-        ((kind, contents),) = node.items()
-        if kind in READ:
-            return READ[kind](contents)
-        if kind == "Tensor":
+        """The value of {its tag: its contents}, whose contents have been read."""
+        ((tag, contents),) = node.items()
+        if tag in READ:
+            return READ[tag](contents)
+        if tag == "Tensor":
             name, shape, start, size = contents
             if not size:
                 return torch.empty(shape, dtype=dtype_named(name))
-            data = torch.frombuffer(self._parts, dtype=torch.uint8, offset=start, count=size)
+            data = torch.frombuffer(self._blobs, dtype=torch.uint8, offset=start, count=size)
             return data.view(dtype_named(name)).view(shape)
-        if kind == "bytes":
+        if tag == "bytes":
             return self._bytes(contents)
-        if kind == "pickle":
+        if tag == "pickle":
             if not self._objects:
                 raise ValueError("a rank sent a pickle where plain data was expected")
             return pickle.loads(self._bytes(contents))
-        return _class(kind)(*contents)
+        return _class(tag)(*contents)
 
     def _bytes(self, interval: list[int]) -> bytes:
         start, size = interval
-        return bytes(self._parts[start : start + size])
+        return bytes(self._blobs[start : start + size])
 
 
 _SCALARS = frozenset({type(None), bool, int, float, str})
-# Functions that make values of their contents, by kind.
+# Functions that make values of their contents, by tag.
 READ: dict[str, Callable[[Any], Any]] = {
     **{each.__name__: each for each in (tuple, set, frozenset, torch.Size, dict, OrderedDict)},
     "Counter": lambda pairs: Counter(dict(pairs)),
-    "complex": lambda parts: complex(*parts),
+    "complex": lambda each: complex(*each),
     "dtype": dtype_named,
     "device": torch.device,
     "Path": Path,
 }
 
 
-def _fields(kind: Any) -> tuple[str, ...] | None:
+def _fields(cls: Any) -> tuple[str, ...] | None:
     """The names of the constructor arguments of a dataclass or a named tuple; None for other classes."""
-    if dataclasses.is_dataclass(kind):
-        return tuple(each.name for each in dataclasses.fields(kind) if each.init)
-    return kind._fields if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
+    if dataclasses.is_dataclass(cls):
+        return tuple(each.name for each in dataclasses.fields(cls) if each.init)
+    return cls._fields if issubclass(cls, tuple) and hasattr(cls, "_fields") else None
 
 
 def _class(name: str) -> Any:

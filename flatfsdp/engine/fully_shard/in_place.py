@@ -77,14 +77,14 @@ def run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwar
 # -- moves and casts ---------------------------------------------------------------------------------------------------
 
 
-def apply(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], rest: Callable[[], Any]) -> None:
-    """Let `change` cast, move or empty the shards of the unit of `module`, once for all of its entries, and `rest()`
-    all other tensors in `module`."""
+def apply(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], change_others: Callable[[], Any]) -> None:
+    """Let `change` cast, move or empty the shards of the unit of `module`, once for all of its entries, and
+    `change_others()` all other tensors in `module`."""
     unit: Unit = module.__dict__["_unit"]
     with _applying() as changed:
         is_first = unit not in changed
         changed.append(unit)
-        apply_to_tensors(module, change, rest, shards=is_first)
+        apply_to_tensors(module, change, change_others, shards=is_first)
 
 
 @contextmanager

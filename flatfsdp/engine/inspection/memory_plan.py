@@ -112,8 +112,8 @@ def memory_plan(
     with _stand_in_forwards(units):
         for _ in range(SETTLING + 1):
             figures.reset()
-            for place in range(microbatches):
-                model.set_requires_gradient_sync(place == microbatches - 1)
+            for number in range(microbatches):
+                model.set_requires_gradient_sync(number == microbatches - 1)
                 model(torch.zeros(())).float().backward()
             if max_norm is not None:
                 model.clip_grad_norm_(max_norm)

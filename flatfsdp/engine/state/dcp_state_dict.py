@@ -74,9 +74,9 @@ def _ties(model: nn.Module) -> Iterator[tuple[str, FlatParameter]]:
     yields the paths at which `model` has parameters of flat ones, for each that it has at several places."""
     units = units_in(model)
     flats = {id(each.leaf): each.handle.flat_param for each in params_of(units) if each.handle.face.is_flat}
-    places = [each for unit in units for each in (*unit.param_refs, *unit.shared_refs) if id(each.leaf) in flats]
-    times = Counter(id(each.leaf) for each in places)
-    tied = [each for each in places if times[id(each.leaf)] > 1]
+    refs = [each for unit in units for each in (*unit.param_refs, *unit.shared_refs) if id(each.leaf) in flats]
+    times = Counter(id(each.leaf) for each in refs)
+    tied = [each for each in refs if times[id(each.leaf)] > 1]
     paths = {id(module): path for path, module in model.named_modules()} if tied else {}
     yield from ((fqn(paths[id(each.module)], each.attribute), flats[id(each.leaf)]) for each in tied)
 

@@ -1,4 +1,4 @@
-"""A rank's part of a model's parameters and buffers, by their names."""
+"""A model's parameters and buffers by their names, and the elements of them that a rank has."""
 
 from __future__ import annotations
 

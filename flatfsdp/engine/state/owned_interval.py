@@ -214,7 +214,7 @@ class OwnedInterval(torch.Tensor):
 
     def local_shards(self) -> list[Any]:
         """This rank's elements as torch's `Shard`s, one for each of `boxes`: `.tensor`, a view of `local`, and
-        `.metadata`, with its place in the whole."""
+        `.metadata`, with its position in the whole."""
         return [_torch.shard(self.data_of(box), box.offsets) for box in self.boxes if 0 not in box.sizes]
 
     # -- the interface for DCP ---------------------------------------------------------------------------------------
@@ -320,8 +320,8 @@ def _new_empty(interval: OwnedInterval, size: Any, *, dtype: Any = None, device:
     return interval.with_local(torch.empty_like(interval.local, dtype=dtype, device=device))
 
 
-def _place(interval: OwnedInterval) -> object:
-    """The place in the whole of the parameter to which `interval` belongs."""
+def _position(interval: OwnedInterval) -> object:
+    """The position in the whole of the parameter to which `interval` belongs."""
     part = interval.spec.part
     return interval.spec.shape if part is None or part.is_whole else (part.shape, part.ranges)
 
@@ -357,7 +357,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             block_of(target, box.offsets, box.sizes).copy_(source.data_of(box), non_blocking=non_blocking)
     elif not isinstance(source, OwnedInterval):
         target.take_from(source)
-    elif source.span == target.span and _place(source) == _place(target):
+    elif source.span == target.span and _position(source) == _position(target):
         target.local.copy_(source.local, non_blocking=non_blocking)
     else:
         raise UsageError(

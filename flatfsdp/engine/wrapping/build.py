@@ -233,14 +233,14 @@ def _homes(
     param_refs: list[ParamRef] = []
     shared_refs: list[ParamRef] = []
     ignored: dict[nn.Module, set[str]] = {}
-    for holder, attribute, path in param_refs_of(module, ignored_modules):
-        leaf = holder._parameters[attribute]
+    for inside, attribute, path in param_refs_of(module, ignored_modules):
+        leaf = inside._parameters[attribute]
         assert leaf is not None
         if leaf in ignored_params:
-            ignored.setdefault(holder, set()).add(attribute)
+            ignored.setdefault(inside, set()).add(attribute)
         elif (owning_unit := owner_of(leaf)) is not None:
             _check_tie(owning_unit, module, path, config, front)
-            shared_refs.append(ParamRef(holder, attribute, path, leaf))
+            shared_refs.append(ParamRef(inside, attribute, path, leaf))
         elif getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
                 f"{path!r} is a FlatParameter: the module is already wrapped by FullyShardedDataParallel. Wrap the "
@@ -248,7 +248,7 @@ def _homes(
             )
         else:
             check_shardable(path, leaf)
-            param_refs.append(ParamRef(holder, attribute, path, leaf))
+            param_refs.append(ParamRef(inside, attribute, path, leaf))
     return param_refs, shared_refs, ignored
 
 

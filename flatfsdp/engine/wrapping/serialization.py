@@ -52,7 +52,7 @@ _OF_HANDLE = ("layout", "rank", "device", "options")
 _HOOKS = {"comm_hook": "register_comm_hook()", "all_reduce_hook": "set_all_reduce_hook()"}
 
 T = TypeVar("T")
-# For each unit, the places of the units that it names: those that it prefetches, in forward and in backward, and those
+# For each unit, the numbers of the units that it names: those that it prefetches, in forward and in backward, and those
 # that come right after its branch.
 _NAMING = ("forward_targets", "backward_targets", "branch_before")
 Lists = list[list[list[int]]]
@@ -74,7 +74,7 @@ class UnitPlan:
             transformed.
         left_alone: the ignored parameters.
         shared: (module, attribute, path, owner, number of the handle, number of the leaf) of each reference to a
-            parameter that another unit owns, by its place among the copied units. [Note: late ties]
+            parameter that another unit owns, by its number among the copied units. [Note: late ties]
         elsewhere: the axes of handles that are sharded over others, by their numbers. [Note: several meshes]
         in_place: whether the entries are modules of `fully_shard`.
         residuals: of gradients, for each kind with error feedback.
@@ -166,7 +166,7 @@ def _build(plans: Sequence[UnitPlan], lists: Lists) -> list[Unit]:
         unit.share_params_of(list(dict.fromkeys(owners)))
     for unit, named in zip(units, lists, strict=True):
         if any(named):
-            targets = (PrefetchTargets(units[place] for place in each) for each in named)
+            targets = (PrefetchTargets(units[number] for number in each) for each in named)
             model_of(unit).setup.set_options(unit, **dict(zip(_NAMING, targets, strict=True)))
     return units
 
@@ -175,11 +175,11 @@ def _unit_of(plan: UnitPlan) -> Unit:
     tracker, handles = MemoryTracker(), []
     for settings, leaves in zip(plan.handles, plan.leaves, strict=True):
         made = []
-        for leaf, kind, attributes in leaves:
+        for leaf, cls, attributes in leaves:
             if not isinstance(leaf, nn.Parameter):
                 empty = torch.empty(0, dtype=settings["shard"].dtype, device=settings["device"])
                 leaf = nn.Parameter(empty, requires_grad=leaf)
-            leaf.__class__ = kind
+            leaf.__class__ = cls
             vars(leaf).update(attributes)
             made.append(leaf)
         handles.append(handle_class(settings["options"])(made, tracker=tracker, **settings))
@@ -203,8 +203,8 @@ def _unit_of(plan: UnitPlan) -> Unit:
     extended = []
     for number, index, state, transform in plan.extended:
         leaf = handles[number].leaves[index]
-        places = [each for each in unit.param_refs if each.leaf is leaf]
-        extended.append(TransformedParam(leaf, state, as_transform(transform), places))
+        refs = [each for each in unit.param_refs if each.leaf is leaf]
+        extended.append(TransformedParam(leaf, state, as_transform(transform), refs))
     install_extensions(unit, extended)
     put_at_rest(unit)
     for module, ignored in plan.left_alone:
@@ -269,11 +269,11 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _lists_of(units: list[Unit]) -> Lists:
-    """The lists of units that `units` name, by their places among these."""
-    places = {unit: place for place, unit in enumerate(units)}
+    """The lists of units that `units` name, by their numbers among these."""
+    numbers = {unit: number for number, unit in enumerate(units)}
 
     def known(targets: PrefetchTargets[Unit]) -> list[int]:
-        return [places[unit] for unit in targets.units() if unit in places]
+        return [numbers[unit] for unit in targets.units() if unit in numbers]
 
     return [[known(getattr(unit.options, name)) for name in _NAMING] for unit in units]
 
@@ -424,8 +424,8 @@ def set_state(wrapper: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _of_earlier(cls: type[nn.Module], state: dict[str, Any]) -> tuple[nn.Module, list[UnitPlan]]:
-    wrapper = blank(cls)
-    set_state(wrapper, state)
+    outermost = blank(cls)
+    set_state(outermost, state)
     found = [*_earlier]
     _earlier.clear()
     owned = {
@@ -434,9 +434,9 @@ def _of_earlier(cls: type[nn.Module], state: dict[str, Any]) -> tuple[nn.Module,
         for kind, handle in enumerate(of_unit["handles"])
         for index, leaf in enumerate(handle["leaves"])
     }
-    return wrapper, [
+    return outermost, [
         UnitPlan(
-            entries=[holder],
+            entries=[wrapper],
             handles=[{name: each[name] for name in ("shard", *_OF_HANDLE)} for each in of_unit["handles"]],
             leaves=[
                 [(leaf, *kind) for leaf, kind in zip(each["leaves"], each["kinds"], strict=True)]
@@ -454,7 +454,7 @@ def _of_earlier(cls: type[nn.Module], state: dict[str, Any]) -> tuple[nn.Module,
             in_place=False,
             **{name: of_unit[name] for name in ("modules", "left_alone", "groups", "is_last_backward", "residuals")},
         )
-        for holder, of_unit in found
+        for wrapper, of_unit in found
     ]
 
 

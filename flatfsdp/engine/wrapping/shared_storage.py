@@ -251,7 +251,7 @@ def _inner(tensor: Any) -> list[torch.Tensor]:
         return []
     if hasattr(type(tensor), "__tensor_flatten__") and not _is_fake(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _inner(getattr(tensor, name))]
+        return [each for name in names for each in _inner(getattr(tensor, name))]
     if has_gather_hooks(tensor) and not _is_fake(tensor):  # it does not name them
         return inner_of(tensor)
     return [tensor] if tensor.layout is torch.strided else []
@@ -262,24 +262,24 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    return [part.untyped_storage() for part in _inner(tensor) if part.numel()]
+    return [each.untyped_storage() for each in _inner(tensor) if each.numel()]
 
 
 def _extents_of(tensor: torch.Tensor) -> tuple[_Extent, ...]:
-    parts = [part for part in _inner(tensor) if part.numel()]
+    inner = [each for each in _inner(tensor) if each.numel()]
     by_storage = is_memoryless()
     found: list[_Extent] = []
-    for part in parts:
-        shape, stride, size = part.shape, part.stride(), part.itemsize
-        last = part.numel() - 1
-        if not part.is_contiguous():
+    for each in inner:
+        shape, stride, size = each.shape, each.stride(), each.itemsize
+        last = each.numel() - 1
+        if not each.is_contiguous():
             last = sum([(extent - 1) * step for extent, step in zip(shape, stride, strict=True)])
-        if by_storage or part.is_meta:
-            space: object = part.untyped_storage()._cdata
-            start = int(part.storage_offset()) * size
+        if by_storage or each.is_meta:
+            space: object = each.untyped_storage()._cdata
+            start = int(each.storage_offset()) * size
         else:
-            space, start = part.device, part.data_ptr()
-        found.append((space, start, start + (last + 1) * size, tuple(shape), stride, size, part.dtype))
+            space, start = each.device, each.data_ptr()
+        found.append((space, start, start + (last + 1) * size, tuple(shape), stride, size, each.dtype))
     return tuple(found)
 
 
@@ -296,8 +296,8 @@ def _overlapping(held: Iterable[_Held]) -> list[tuple[_Held, _Held]]:
     found: dict[tuple[int, int], None] = {}
     for ranges in spaces.values():
         ranges.sort()
-        for place, (_, stop, number) in enumerate(ranges[:-1]):
-            after = place + 1
+        for index, (_, stop, number) in enumerate(ranges[:-1]):
+            after = index + 1
             while after < len(ranges) and ranges[after][0] < stop:
                 other = ranges[after][2]
                 if number != other and (every[number].is_own or every[other].is_own):

@@ -49,11 +49,11 @@ def no_sync(unit: Unit) -> Iterator[None]:
 def apply_to_tensors(
     wrapper: nn.Module,
     change: Callable[[torch.Tensor], torch.Tensor],
-    rest: Callable[[], Any],
+    change_others: Callable[[], Any],
     *,
     shards: bool = True,
 ) -> None:
-    """`change` (cast or move) the `shards` of `wrapper`'s own unit; `rest()` changes everything else in the wrapper.
+    """`change` (cast or move) the `shards` of `wrapper`'s own unit; `change_others()` changes all else in the wrapper.
 
     Raises:
         UsageError: while a forward awaits its backward, unless nothing changes, and for a move to the meta device.
@@ -85,7 +85,7 @@ def apply_to_tensors(
     for param_ref, _ in param_refs:
         param_ref.unregister()
     try:
-        rest()
+        change_others()
     finally:
         for param_ref, face in param_refs:
             face.put(param_ref)

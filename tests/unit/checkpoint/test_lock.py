@@ -18,7 +18,7 @@ import torch
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import lock
 from flatfsdp.checkpoint.disk import Disk, through
-from flatfsdp.checkpoint.lock import PATIENCE, Lock, LockHolder, Machine, locked
+from flatfsdp.checkpoint.lock import PATIENCE, Lock, LockOwner, Machine, locked
 from flatfsdp.engine.base.processes import ProcessIdentity, start_of
 from flatfsdp.errors import CheckpointError
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
@@ -46,7 +46,7 @@ class Other(Machine):
 
 def left_by(path: Path, machine: Machine, token: str = "f00d") -> Path:
     """The lock of a process that did not give it back."""
-    holder = LockHolder(machine.process, "train.py", token)
+    holder = LockOwner(machine.process, "train.py", token)
     file = path.with_name(f".{path.name}.lock")
     file.write_bytes(holder.to_bytes())
     return file
@@ -191,7 +191,7 @@ def test_who_was_stopped_for_long_finds_its_lock_lost(tmp_path: Path) -> None:
 
 
 def test_many_threads_have_it_one_at_a_time(tmp_path: Path) -> None:
-    gone = LockHolder(ProcessIdentity.this()._replace(pid=2**22 + 1), "", "f00d")
+    gone = LockOwner(ProcessIdentity.this()._replace(pid=2**22 + 1), "", "f00d")
     (tmp_path / ".x.lock").write_bytes(gone.to_bytes())
     inside: list[int] = []
     most: list[int] = []
@@ -324,7 +324,7 @@ def test_a_lock_is_had_until_its_process_is_killed_and_not_longer(tmp_path: Path
         machine = Machine()
         start = start_of(process.pid)
         assert start, "Linux tells when a process began"
-        holder = LockHolder(machine.process._replace(pid=process.pid, start=start), "", "f00d")
+        holder = LockOwner(machine.process._replace(pid=process.pid, start=start), "", "f00d")
         (tmp_path / ".x.lock").write_bytes(holder.to_bytes())
         with pytest.raises(CheckpointError, match=rf"process {process.pid} on .* is saving to "):
             save(tmp_path / "x")

@@ -219,16 +219,16 @@ def _under_way(wrapper: nn.Module) -> list[UnitLoad]:
     return [module.__dict__[UNDER_WAY] for module in wrapper.modules() if UNDER_WAY in module.__dict__]
 
 
-def begin(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def begin(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
     """Start the wrapper's load: let modules inside find their keys, and placeholders to copy into.
 
-    `rest`: as in `_load_from_state_dict`: the metadata of the module first, torch's list of errors last.
+    `others`: as in `_load_from_state_dict`: the metadata of the module first, torch's list of errors last.
     """
     unit: Unit = wrapper.__dict__["_unit"]
     if (left := wrapper.__dict__.pop(UNDER_WAY, None)) is not None:  # of a call that raised
         left.abandon()
     for before in wrapper._load_state_dict_pre_hooks.values():
-        before(state_dict, prefix, *rest)
+        before(state_dict, prefix, *others)
     if unit.phase is SUMMONED:
         _rename(state_dict, prefix, wrapper)
         return
@@ -240,9 +240,9 @@ def begin(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
     for key, interval in own.items():
         state_dict.setdefault(key, interval)
     _unpack_flat(unit, state_dict, prefix)
-    wrapper.__dict__[UNDER_WAY] = UnitLoad(unit, state_dict, prefix, rest[-1])
+    wrapper.__dict__[UNDER_WAY] = UnitLoad(unit, state_dict, prefix, others[-1])
     _rename(state_dict, prefix, wrapper)
-    if rest[0].get("assign_to_params_buffers"):
+    if others[0].get("assign_to_params_buffers"):
         _warn_of_dtypes(unit, state_dict, prefix)
 
 

@@ -100,7 +100,7 @@ def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any
             del destination[key]
 
 
-def before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
     """torch's load state dict pre-hook; the last argument is torch's list of errors."""
     unit = _unit_called(module)
     if unit is None:
@@ -108,7 +108,7 @@ def before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     if only_rank0(unit.options.state_dict):
         _refuse(unit, module, "is loaded from rank 0 (rank0_only=True), which only its wrapper can do")
     begin_unit(unit, state_dict)
-    module.__dict__[_UNDER_WAY] = UnitLoad(unit, state_dict, prefix, rest[-1], within=module)
+    module.__dict__[_UNDER_WAY] = UnitLoad(unit, state_dict, prefix, others[-1], within=module)
 
 
 def after_loading(module: nn.Module, incompatible: Any) -> None:

@@ -229,8 +229,8 @@ def _rekeyed(
         )
     if kinds <= {str if chosen is OptimStateKeyType.PARAM_NAME else int}:
         return state_dict
-    holder = ParamMap(model, groups)
-    flat = next((param for param in holder if len(param.params) > 1), None)
+    param_map = ParamMap(model, groups)
+    flat = next((param for param in param_map if len(param.params) > 1), None)
     if flat is not None:
         raise ConfigValueError(
             f"rekey_optim_state_dict: parameter {flat.key} of the optimizer is a flat parameter of {len(flat.params)} "
@@ -240,9 +240,9 @@ def _rekeyed(
         )
     new: dict[Any, Any]
     if chosen is OptimStateKeyType.PARAM_NAME:
-        new = {param.key: param.name for param in holder}
+        new = {param.key: param.name for param in param_map}
     else:
-        new = {name: param.key for param in holder for name in param.params[0].names}
+        new = {name: param.key for param in param_map for name in param.params[0].names}
     unknown = sorted({key for key in keys if key not in new}, key=str)
     if unknown:
         raise ConfigValueError(

@@ -116,15 +116,15 @@ def _described(value: Any) -> Any:
     return value_of(value)
 
 
-def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] = ()) -> LoadPlan:
-    """The plan for an optimizer over `holder`'s parameters. No communication.
+def plan(param_map: ParamMap, description: StateDictSpec, others: Collection[Any] = ()) -> LoadPlan:
+    """The plan for an optimizer over `param_map`'s parameters. No communication.
 
     `others`: entries of the optimizer's state that belong to no parameter.
 
     Raises:
         ConfigValueError: a name of no parameter of the optimizer, or states that do not fit; the message names them.
     """
-    by_name = {name: named for named in holder.params for name in named.names}
+    by_name = {name: named for named in param_map.params for name in named.names}
     beside = {key for key, entry in description.state.items() if key in others or not isinstance(entry, dict)}
     found: dict[str, Values] = {}
     sources: dict[str, str] = {}
@@ -148,7 +148,7 @@ def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] =
             )
         )
     groups = [[named.name for _, named in group if named is not None] for group in listed]
-    unheld = sorted({*found, *(name for group in groups for name in group)} - holder.by_name.keys())
+    unheld = sorted({*found, *(name for group in groups for name in group)} - param_map.by_name.keys())
     if unheld:
         raise ConfigValueError(
             f"optim_state_dict: it has {_few(unheld)}, which this optimizer does not hold. Remove them from the "
@@ -161,7 +161,7 @@ def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] =
         if isinstance(value, TensorSpec) and value.shape
     }
     states: dict[Key, dict[str, Any]] = {}
-    for param in holder:
+    for param in param_map:
         entries = {
             named.name: _with_scalars_shaped(named, found[named.name], shaped)
             for named in param.params
@@ -171,7 +171,7 @@ def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] =
         if planned:
             states[param.key] = planned
     kept = {key: description.state[key] for key in description.state if key in beside}
-    return LoadPlan(states, sources, kept, None if given is None else _groups(holder, given, groups))
+    return LoadPlan(states, sources, kept, None if given is None else _groups(param_map, given, groups))
 
 
 def _with_scalars_shaped(named: NamedParam, values: Values, shaped: Collection[str]) -> Values:
@@ -219,8 +219,8 @@ def _of_flat(param: OptimizedParam, entries: Mapping[str, Values]) -> dict[str, 
     entries = {named.name: entries[named.name] for named in members if named.name in entries}
     if not entries:
         return {}
-    first, *rest = entries
-    for name in rest:
+    first, *others = entries
+    for name in others:
         if entries[name].keys() != entries[first].keys():
             raise ConfigValueError(
                 f"optim_state_dict: {first!r} has the states {_few(sorted(entries[first]))}, {name!r} has "
@@ -308,13 +308,13 @@ def _owned_by_one(named: NamedParam) -> bool:
 
 
 def _groups(
-    holder: ParamMap, given: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+    param_map: ParamMap, given: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
     """The dict's param groups in the optimizer's structure: split and merged as far as their settings allow. Parameters
     that no unit manages may be missing, such as a part of the model that each rank keeps to itself."""
     group_of = {name: number for number, group in enumerate(names) for name in group}
     out = []
-    for number, group in enumerate(holder.groups):
+    for number, group in enumerate(param_map.groups):
         missing = [n.name for param in group for n in param.params if n.unit is not None and n.name not in group_of]
         if missing:
             raise ConfigValueError(
@@ -382,8 +382,8 @@ def load(
 
         def prepare() -> int:
             loading.description = describe(state_dict) if description is None else description
-            loading.holder = ParamMap(model, groups_of(model, optim, optim_input), by_name=by_name)
-            loading.plan = plan(loading.holder, loading.description, frozenset(others_of(optim)))
+            loading.param_map = ParamMap(model, groups_of(model, optim, optim_input), by_name=by_name)
+            loading.plan = plan(loading.param_map, loading.description, frozenset(others_of(optim)))
             return hash63(repr(loading.common()))
 
         digests = all_or_none(axes, prepare, doing=DOING)
@@ -444,12 +444,12 @@ class _Loading:
 
     Attributes:
         description: of the dict.
-        holder: the parameters that the optimizer steps on.
+        param_map: the parameters that the optimizer steps on.
         plan: the plan for each value.
     """
 
     description: StateDictSpec
-    holder: ParamMap
+    param_map: ParamMap
     plan: LoadPlan
 
     def __init__(self, axes: Sequence[Transport], *, from_first: bool) -> None:
@@ -459,7 +459,7 @@ class _Loading:
 
     def common(self) -> list[tuple[str, str]]:
         """The facts that all ranks' dicts must share: (name, description of its tensors) of parameters in units."""
-        outside = {name for named in self.holder.params if named.unit is None for name in named.names}
+        outside = {name for named in self.param_map.params if named.unit is None for name in named.names}
         found = []
         for name, values in self.description.state.items():
             if isinstance(values, dict) and name not in outside:
@@ -477,9 +477,9 @@ class _Loading:
             source: the state of the dict; empty on ranks that do not have it.
         """
         self._source = source
-        by_name = self.holder.by_name
+        by_name = self.param_map.by_name
         out: dict[Key, dict[str, Any]] = {}
-        for unit, kind, members in by_handle(self.holder.params):
+        for unit, kind, members in by_handle(self.param_map.params):
             handle = unit.handles[kind]
             inside = list({id(by_name[n.name]): by_name[n.name] for n in members if n.name in by_name}.values())
             for state, dtype in shaped_states(map(self._planned, inside)):
@@ -489,7 +489,7 @@ class _Loading:
                 for each in having:
                     piece = shard if each.is_flat else each.like_holder(pieces[each.params[0].index].clone())
                     out.setdefault(each.key, {})[state] = piece
-        for named in self.holder.params:
+        for named in self.param_map.params:
             param = by_name.get(named.name)
             if param is None or param.params[0] is not named:
                 continue
@@ -500,7 +500,7 @@ class _Loading:
                     out.setdefault(param.key, {})[state] = taken
         return {
             each.key: {state: out[each.key][state] for state in self._planned(each)}
-            for each in self.holder
+            for each in self.param_map
             if each.key in out and (each.reports or isinstance(each.key, str))
         }
 

@@ -72,10 +72,10 @@ def step_alone(clone: torch.optim.Optimizer) -> None:
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     devices = {each.device for group in clone.param_groups for each in group["params"] if each.device.type != "cpu"}
-    kind = next(iter(devices)).type if devices else "cpu"
+    device_type = next(iter(devices)).type if devices else "cpu"
     numbers = random.getstate()
     try:
-        with torch.random.fork_rng(devices=sorted(devices, key=str), device_type=kind):
+        with torch.random.fork_rng(devices=sorted(devices, key=str), device_type=device_type):
             step(clone)
     finally:
         random.setstate(numbers)

@@ -45,7 +45,7 @@ from .param_map import Key, OptimizedParam, ParamMap, check_dict, groups_of
 
 DOING = {
     "whole": "gathers the state of an optimizer",
-    "interval": "takes this rank's part of the state of an optimizer",
+    "interval": "takes this rank's elements of the state of an optimizer",
     "sharded_tensor": "gathers the state of an optimizer into ShardedTensors",
     "dtensor": "gathers the state of an optimizer into DTensors",
     "fsdp1": "gathers the state of an optimizer as FSDP1 has it",
@@ -76,7 +76,7 @@ def state_by_name(
             return bool(saving.own), saving.descriptions()
 
         def step() -> dict[str, Description | None]:
-            saving.own = state_before_first_step(optim, saving.holder.groups)
+            saving.own = state_before_first_step(optim, saving.param_map.groups)
             return saving.descriptions()
 
         answers = all_or_none(axes, prepare, doing=doing, objects=True)
@@ -114,13 +114,13 @@ class _Saving:
 
     Attributes:
         keeps: whether this rank gets the gathered values.
-        holder: the parameters that the optimizer steps on.
+        param_map: the parameters that the optimizer steps on.
         own: its state by key, without entries that have no states.
         others: entries of its state that belong to no parameter.
     """
 
     keeps: bool
-    holder: ParamMap
+    param_map: ParamMap
     own: Mapping[Key, dict[str, Any]]
     others: Mapping[Any, Any]
 
@@ -144,23 +144,23 @@ class _Saving:
             keys = [key for key in own["state"] if key in names]
         else:
             keys = [key for each in self._param_groups for key in each["params"]]
-        self.holder = ParamMap(model, groups, by_name=any(isinstance(key, str) for key in keys))
-        known = [param.key for param in self.holder]
+        self.param_map = ParamMap(model, groups, by_name=any(isinstance(key, str) for key in keys))
+        known = [param.key for param in self.param_map]
         if self._param_groups is not None and sorted(map(str, keys)) != sorted(map(str, known)):
             raise ConfigValueError(
                 f"optim_state_dict: its param groups have {len(keys)} parameters, those of the optimizer have "
                 f"{len(known)}, or their keys differ. Pass the optimizer's own state_dict(), or omit this argument"
             )
         states = own["state"]
-        self.own = {each.key: each.pieces_of(states[each.key]) for each in self.holder if states.get(each.key)}
+        self.own = {each.key: each.pieces_of(states[each.key]) for each in self.param_map if states.get(each.key)}
         self.others = {key: entry for key, entry in own["state"].items() if key not in {*known}}
 
     def descriptions(self) -> dict[str, Description | None]:
         """This rank's descriptions for the others: states of every parameter in units of which it has elements."""
         found: dict[str, Description | None] = {}
-        for unit, kind, members in by_handle(self.holder.params):
+        for unit, kind, members in by_handle(self.param_map.params):
             for named in _describing(unit.handles[kind], members):
-                param = self.holder.by_name.get(named.name)
+                param = self.param_map.by_name.get(named.name)
                 if param is None:
                     if named.has_elements:
                         found[named.name] = None
@@ -171,12 +171,12 @@ class _Saving:
     def state_dict(self, agreed: Mapping[str, Description]) -> dict[str, Any]:
         """All states and groups, in the order of the model's parameters; empty unless this rank `keeps` them.
         Collective if states are gathered."""
-        for unit, kind, members in by_handle(self.holder.params):
+        for unit, kind, members in by_handle(self.param_map.params):
             self._add(unit, kind, _by_name(unit.handles[kind], members, agreed))
         if not self.keeps:
             return {}
         made = self._made
-        for param in self.holder:
+        for param in self.param_map:
             if param.handle is None and (values := self.own.get(param.key)):
                 made[param.name] = {
                     name: value.detach()
@@ -184,7 +184,7 @@ class _Saving:
                     else _copied(value, self._wanted.device)
                     for name, value in values.items()
                 }
-        ordered: dict[Any, Any] = {each.name: made[each.name] for each in self.holder.params if each.name in made}
+        ordered: dict[Any, Any] = {each.name: made[each.name] for each in self.param_map.params if each.name in made}
         ordered |= {key: value_of(value) for key, value in self.others.items()}
         return {"state": ordered, **self._named_groups()}
 
@@ -213,13 +213,13 @@ class _Saving:
                     self._made[named.name][name] = named.interval(local)
 
     def _state(self, named: NamedParam, name: str) -> Any:
-        return self.own[self.holder.by_name[named.name].key][name]
+        return self.own[self.param_map.by_name[named.name].key][name]
 
     def _shard_of(
         self, handle: FlatParamHandle, having: Sequence[NamedParam], name: str, dtype: torch.dtype
     ) -> torch.Tensor:
         """One state of parameters of one handle, laid out like its shard."""
-        stepped = self.holder.by_name
+        stepped = self.param_map.by_name
         if having[0].name in stepped and stepped[having[0].name].is_flat:
             flat: torch.Tensor = self._state(having[0], name).detach()
             return flat
@@ -236,7 +236,7 @@ class _Saving:
         if named.span_in_param.is_empty:
             return torch.empty(0, dtype=dtype)
         value: torch.Tensor = self._state(named, name).detach()
-        if self.holder.by_name[named.name].is_flat:
+        if self.param_map.by_name[named.name].is_flat:
             return named.local_view(value)
         if not handle.is_unsharded_at_rest:
             return value
@@ -251,7 +251,7 @@ class _Saving:
         """The param groups with names in place of keys, as an entry of a state dict; none if they were not given."""
         if self._param_groups is None:
             return {}
-        names = {param.key: [named.name for named in param.params] for param in self.holder}
+        names = {param.key: [named.name for named in param.params] for param in self.param_map}
         out = []
         for group in self._param_groups:
             covered = [name for key in group["params"] for name in names[key]]

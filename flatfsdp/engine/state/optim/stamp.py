@@ -29,9 +29,9 @@ def stamp_state_dicts() -> None:
     global _installed
     if not _installed:
         _installed = True
-        kind: Any = torch.optim.Optimizer
-        kind.state_dict = _stamping(kind.state_dict)
-        kind.load_state_dict = _comparing(kind.load_state_dict)
+        cls: Any = torch.optim.Optimizer
+        cls.state_dict = _stamping(cls.state_dict)
+        cls.load_state_dict = _comparing(cls.load_state_dict)
 
 
 def _stamping(torchs_own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -344,7 +344,7 @@ ON_ONE_RANK = {
         "UsageError: a builtins.function cannot be sent to other ranks",
     ),
     "another kind": (
-        "AgreementError: rank 0 gathers the state of an optimizer; rank 1 takes this rank's part of the state of an",
+        "AgreementError: rank 0 gathers the state of an optimizer; rank 1 takes this rank's elements of the state",
     )
     * 2,
     "another call": ("step 2: rank 0 called optim_state_dict(); rank 1 called optim_state_dict_to_load(). All ranks",)
