@@ -9,10 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from flatfsdp.engine.watchdog import start_name
-from flatfsdp.engine.watchdog.start_name import PLACE, TRIES, Claim, Moment, name_of_this_start, started_at
+from flatfsdp.engine.watchdog import store as stores
 from flatfsdp.engine.watchdog.status_report import ExitRecord
-from flatfsdp.engine.watchdog.store import StoreClient
+from flatfsdp.engine.watchdog.store import START, TRIES, Claim, Moment, StoreClient, name_of_this_start, started_at
 
 
 def tcp() -> dist.Store:
@@ -24,7 +23,7 @@ linux = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads 
 
 
 def claim(store: dist.Store, at: Moment) -> None:
-    store.set(PLACE, json.dumps(Claim("before", at)))
+    store.set(START, json.dumps(Claim("before", at)))
 
 
 @linux
@@ -60,7 +59,7 @@ def test_ranks_of_other_machines_go_by_the_time_of_day() -> None:
 def test_a_process_that_cannot_find_out_when_it_was_started_takes_the_name_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(start_name, "this_system", lambda: "")
+    monkeypatch.setattr(stores, "this_system", lambda: "")
     store = dist.HashStore()
     claim(store, Moment("", 0.0, 0.0))
     assert started_at() is None
@@ -71,7 +70,7 @@ def test_a_process_that_cannot_find_out_when_it_was_started_takes_the_name_there
 @pytest.mark.parametrize("garbage", ["", "7", "[]", '["a", 1]', '["a", ["b", "c", 1]]', "\0", "[" * 5000])
 def test_garbage_is_no_name(make: Callable[[], dist.Store], garbage: str) -> None:
     store = make()
-    store.set(PLACE, garbage)
+    store.set(START, garbage)
     assert name_of_this_start(store) == name_of_this_start(store)
 
 
@@ -98,7 +97,7 @@ def test_notes_of_an_earlier_start_are_not_read(
     # It was started earlier, and has ended.
     with monkeypatch.context() as earlier:
         earlier.setattr(Moment, "now", classmethod(lambda cls: began._replace(since_boot=began.since_boot - 1)))
-        earlier.setattr(start_name, "started_at", lambda: began._replace(since_boot=began.since_boot - 2))
+        earlier.setattr(stores, "started_at", lambda: began._replace(since_boot=began.since_boot - 2))
         before = StoreClient(store)
         ExitRecord(1, "was killed").publish(before, alarm=True)
     assert ExitRecord.read_all(before).keys() == {1}
