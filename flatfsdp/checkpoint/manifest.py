@@ -288,14 +288,14 @@ def _step(step: Any) -> Step:
 
 def _lines(entries: Mapping[str, Any]) -> bytes:
     """JSON with a line for each entry of the outer two levels, for human readers."""
-    parts = []
+    lines = []
     for name, value in entries.items():
         if isinstance(value, dict) and value:
             inner = ",\n  ".join(f"{json.dumps(key)}: {_compact(each)}" for key, each in value.items())
-            parts.append(f"{json.dumps(name)}: {{\n  {inner}\n }}")
+            lines.append(f"{json.dumps(name)}: {{\n  {inner}\n }}")
         else:
-            parts.append(f"{json.dumps(name)}: {_compact(value)}")
-    return ("{\n " + ",\n ".join(parts) + "\n}").encode()
+            lines.append(f"{json.dumps(name)}: {_compact(value)}")
+    return ("{\n " + ",\n ".join(lines) + "\n}").encode()
 
 
 def _compact(value: Any) -> str:

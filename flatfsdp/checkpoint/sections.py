@@ -34,13 +34,13 @@ from .nested_state import flatten
 
 
 class Section:
-    """One part, under its name in the checkpoint. This class is for state dicts, which the user makes and loads.
+    """One section, under its name in the checkpoint. This class is for state dicts, which the user makes and loads.
 
     Attributes:
         state: nested mappings.
         ties: names in `state` of a parameter or buffer with several names, each with the first of them.
         buffers: names in `state` of buffers, whose values may differ between ranks.
-        is_optional: the part may be missing in a checkpoint, or differ: it is not compared with `state`.
+        is_optional: the section may be missing in a checkpoint, or differ: it is not compared with `state`.
     """
 
     ties: Mapping[str, str] = MappingProxyType({})

@@ -74,10 +74,10 @@ def locals_of(values: Iterable[Any]) -> list[Any]:
     module: Any = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return list(values)
-    kind, every = module.DTensor, list(values)
-    if set(map(type, every)) <= {kind}:
+    dtensor, every = module.DTensor, list(values)
+    if set(map(type, every)) <= {dtensor}:
         return list(map(_LOCAL, every))
-    return [value._local_tensor if isinstance(value, kind) else value for value in every]
+    return [value._local_tensor if isinstance(value, dtensor) else value for value in every]
 
 
 def are_split_alike(one: Any, other: Any) -> bool:
@@ -156,10 +156,10 @@ def dtensors(locals_: Sequence[torch.Tensor], specs: Iterable[Any]) -> list[Any]
     """
     if not locals_:
         return []
-    nothing, kind = nothing_like(locals_[0]), dtensor_type()
+    nothing, dtensor = nothing_like(locals_[0]), dtensor_type()
     made = []
     for local, spec in zip(locals_, specs, strict=True):
-        one = kind.__new__(kind, nothing, spec, requires_grad=False)
+        one = dtensor.__new__(dtensor, nothing, spec, requires_grad=False)
         one._local_tensor = local
         made.append(one)
     return made

@@ -112,9 +112,9 @@ def untested() -> str | None:
     )
 
 
-def _options(kind: str) -> tuple[Any, Any]:
+def _options(name: str) -> tuple[Any, Any]:
     """Options for an operation on the caller's stream, and for one on the backend's stream."""
-    made = getattr(torch.distributed.distributed_c10d, kind)(), getattr(torch.distributed.distributed_c10d, kind)()
+    made = getattr(torch.distributed.distributed_c10d, name)(), getattr(torch.distributed.distributed_c10d, name)()
     for options, asynchronous in zip(made, (False, True), strict=True):
         options.asyncOp = asynchronous
     return made
@@ -151,8 +151,8 @@ class FlatCollectives:
 
 def _grouped(newer: str, older: str) -> Any:
     """The method of process groups that has the first of these names that exists in this torch."""
-    kind: Any = torch.distributed.ProcessGroup
-    return getattr(kind, newer, None) or getattr(kind, older)
+    cls: Any = torch.distributed.ProcessGroup
+    return getattr(cls, newer, None) or getattr(cls, older)
 
 
 _gather_grouped = partial(_grouped, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
@@ -436,12 +436,12 @@ def _registry_key() -> str:
     return key
 
 
-def register_as_sharded(kind: type[torch.nn.Module]) -> None:
-    """Let torch's composable functions see each module of class `kind` as sharded, besides what is registered for it.
+def register_as_sharded(cls: type[torch.nn.Module]) -> None:
+    """Let torch's composable functions see each module of class `cls` as sharded, besides what is registered for it.
 
     A property of the class, since the attribute's name differs between processes and would be in pickles."""
     key = _registry_key()
-    setattr(kind, key, property(lambda module: {**vars(module).get(key, {}), "fully_shard": None}))
+    setattr(cls, key, property(lambda module: {**vars(module).get(key, {}), "fully_shard": None}))
 
 
 def active_ddp() -> tuple[torch.nn.parallel.DistributedDataParallel, set[int]] | None:

@@ -142,9 +142,9 @@ _NOTHING_CALLED: dict[str, tuple[Callable[..., Any], ...]] = dict.fromkeys(POINT
 
 
 @cache  # several observers are attached to each new unit
-def _points_of(kind: Any) -> tuple[str, ...]:
+def _points_of(cls: Any) -> tuple[str, ...]:
     """The points whose methods that class of observers overrides."""
-    return tuple(point for point in POINTS if getattr(kind, point) is not getattr(Observer, point))
+    return tuple(point for point in POINTS if getattr(cls, point) is not getattr(Observer, point))
 
 
 class Observers:
@@ -175,8 +175,8 @@ class Observers:
         self.all = observers
         vars(self).update(_NOTHING_CALLED)
         for each in observers:
-            kind: Any = type(each)
-            for point in _points_of(kind):
+            cls: Any = type(each)
+            for point in _points_of(cls):
                 setattr(self, point, (*getattr(self, point), getattr(each, point)))
 
     def add(self, observer: Observer) -> None:
@@ -187,10 +187,10 @@ class Observers:
         """Stop calling `observer`."""
         self.set(*[each for each in self.all if each is not observer])
 
-    def find(self, kind: type[T]) -> T | None:
-        """The first observer of that `kind`; None if there is none."""
+    def find(self, cls: type[T]) -> T | None:
+        """The first observer of that class; None if there is none."""
         for each in self.all:
-            if isinstance(each, kind):
+            if isinstance(each, cls):
                 return each
         return None
 

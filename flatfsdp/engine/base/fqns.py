@@ -18,11 +18,11 @@ def fqn(path: str, name: str) -> str:
 
 def clean(name: str) -> str:
     """`name`, a path of attributes, without the attributes of wrappers."""
-    return ".".join(part for part in name.split(".") if part not in TRANSPARENT)
+    return ".".join(each for each in name.split(".") if each not in TRANSPARENT)
 
 
 def clean_text(text: str) -> str:
     """`text`, which contains paths, without the attributes of wrappers."""
-    for part in TRANSPARENT:
-        text = text.replace(f"{part}.", "")
+    for each in TRANSPARENT:
+        text = text.replace(f"{each}.", "")
     return text

@@ -92,8 +92,8 @@ def gathered(content: bytes, device: torch.device, gather: Callable[[torch.Tenso
     sizes = gather(torch.tensor([own.numel()], device=device)).view(-1).tolist()
     block = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     block[: own.numel()] = own.to(device)
-    rows = gather(block).cpu().view(len(sizes), -1)
-    return [bytes(bytes_of(row[:size])) for row, size in zip(rows, sizes, strict=True)]
+    blocks = gather(block).cpu().view(len(sizes), -1)
+    return [bytes(bytes_of(each[:size])) for each, size in zip(blocks, sizes, strict=True)]
 
 
 class JsonWriter:

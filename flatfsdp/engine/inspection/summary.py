@@ -277,9 +277,9 @@ class Stats:
         """
         found: dict[str, tuple[int, int]] = {}
         for model in self._models():
-            for kind, count in model.resources.comm_stats.counts.items():
-                calls, size = found.get(kind, (0, 0))
-                found[kind] = (calls + count, size + model.resources.comm_stats.bytes[kind])
+            for collective, count in model.resources.comm_stats.counts.items():
+                calls, size = found.get(collective, (0, 0))
+                found[collective] = (calls + count, size + model.resources.comm_stats.bytes[collective])
         return found
 
     @property

@@ -36,8 +36,8 @@ class _Either(type):
     def __getattr__(cls, name: str) -> Callable[..., Any]:
         def of_model(*args: Any, **kwargs: Any) -> Any:
             model: nn.Module = args[0] if args else kwargs["module" if "module" in kwargs else "model"]
-            kind = next((type(each) for each in model.modules() if isinstance(each, cls.ours)), cls.torchs)
-            return getattr(kind, name)(*args, **kwargs)
+            found = next((type(each) for each in model.modules() if isinstance(each, cls.ours)), cls.torchs)
+            return getattr(found, name)(*args, **kwargs)
 
         return of_model
 
@@ -112,14 +112,14 @@ def _unflatten_of(torchs_own: Callable[..., dict[str, Any]], ours: type) -> Call
             return unflattened
         states: dict[str, dict[str, Any]] = {name: {} for name in unflattened["state"]}
         for key, value in flattened.items():
-            kind, *parts = key.split(".")
-            length = next((n for n in range(len(parts) - 1, 0, -1) if ".".join(parts[:n]) in states), None)
-            if kind != "state" or length is None:
+            section, *names = key.split(".")
+            length = next((n for n in range(len(names) - 1, 0, -1) if ".".join(names[:n]) in states), None)
+            if section != "state" or length is None:
                 continue
-            entry = states[".".join(parts[:length])]
-            for part in parts[length:-1]:  # of a state that is a dict
-                entry = entry.setdefault(part, {})
-            entry[parts[-1]] = value
+            entry = states[".".join(names[:length])]
+            for each in names[length:-1]:  # of a state that is a dict
+                entry = entry.setdefault(each, {})
+            entry[names[-1]] = value
         return {**unflattened, "state": states}
 
     return unflatten

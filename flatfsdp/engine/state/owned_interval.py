@@ -64,8 +64,8 @@ class RemoteElements:
                     work = gather(every.view(torch.uint8), own.view(torch.uint8))
                     if work is not None:
                         work.wait()
-        rows = every.view(len(sizes), most)
-        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(local.device)
+        blocks = every.view(len(sizes), most)
+        return torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)]).to(local.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteElements:
         return self

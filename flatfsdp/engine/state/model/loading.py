@@ -295,7 +295,7 @@ def _rename(state_dict: dict[str, Any], prefix: str, wrapper: nn.Module) -> None
     hold their inner modules. Other wrappers find their keys themselves."""
     walked: dict[str, str] = {}  # by a module's path, as keys may contain it
     for path, _ in wrapper.get_submodule(WRAPPED).named_modules(remove_duplicate=False):  # inner modules come later
-        walks = ".".join(part for part in path.split(".") if part == COMPILED or part not in TRANSPARENT)
+        walks = ".".join(each for each in path.split(".") if each == COMPILED or each not in TRANSPARENT)
         walked[clean(path)] = walked[walks] = walks
     for key in [key for key in state_dict if key.startswith(prefix)]:
         owner, _, name = key.removeprefix(prefix).rpartition(".")

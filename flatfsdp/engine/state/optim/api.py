@@ -222,12 +222,12 @@ def _rekeyed(
     checked = check_dict(state_dict)
     groups_of_dict = checked.get("param_groups", ())
     keys = [*checked["state"], *(key for group in groups_of_dict for key in group["params"])]
-    kinds = {type(key) for key in keys}
-    if not kinds <= {int} and not kinds <= {str}:
+    types = {type(key) for key in keys}
+    if not types <= {int} and not types <= {str}:
         raise ConfigValueError(
-            f"optim_state_dict: expected names or numbers as keys, found {', '.join(sorted(k.__name__ for k in kinds))}"
+            f"optim_state_dict: expected names or numbers as keys, found {', '.join(sorted(k.__name__ for k in types))}"
         )
-    if kinds <= {str if chosen is OptimStateKeyType.PARAM_NAME else int}:
+    if types <= {str if chosen is OptimStateKeyType.PARAM_NAME else int}:
         return state_dict
     param_map = ParamMap(model, groups)
     flat = next((param for param in param_map if len(param.params) > 1), None)
