@@ -111,8 +111,9 @@ class ParamRef:
             module.__dict__.pop(self.attribute, None)
             module._parameters[self.attribute] = self._held[self._number] = self.leaf
 
-    def hold(self, parameter: nn.Parameter) -> None:
-        """Let the module, if it exists, list `parameter` in this place: the leaf or its replacement at rest."""
+    def hold(self, parameter: nn.Parameter | None) -> None:
+        """Let the module, if it exists, list `parameter` in this place: the leaf or its replacement at rest; for a
+        moment also None."""
         module = self.module_ref()
         if module is None:
             return
@@ -121,7 +122,8 @@ class ParamRef:
             module._parameters[self.attribute] = parameter
         else:  # a recurrent module also has its weights in a list
             setattr(module, self.attribute, parameter)
-        self.held = parameter
+        if parameter is not None:
+            self.held = parameter
 
     def unregister(self) -> None:
         """Keep the leaf as a plain attribute that `parameters()` does not list."""

@@ -249,23 +249,25 @@ def _taking(units: list[Unit]) -> Iterator[None]:
     leave their units to the caller."""
     refs = [each for unit in units for each in unit.leaves.listing.flat]
     refs += [each for unit in units if unit.entries.in_place for each in (*unit.param_refs, *unit.shared_refs)]
-    held = [(each.module._parameters, each.attribute) for each in refs]
-    before = [registry[attribute] for registry, attribute in held]
-    for registry, attribute in held:
-        registry[attribute] = None
+    before = [each.module._parameters[each.attribute] for each in refs]
+    for each in refs:
+        each.hold(None)
     _under_way.extend(units)
     try:
         yield
     finally:
         del _under_way[len(_under_way) - len(units) :]
-        for (registry, attribute), parameter in zip(held, before, strict=True):
-            registry[attribute] = parameter
+        for each, parameter in zip(refs, before, strict=True):
+            each.hold(parameter)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of `module`, without its unit and its methods that gather."""
+    """The attributes of `module` as its class pickles them, without its unit and its methods that gather."""
     left_out = (*_OF_UNIT, *module.__dict__.get(REGISTERED, ()))
-    return {key: value for key, value in module.__dict__.items() if key not in left_out}
+    of_class = getattr(type(module), "__getstate__", None)
+    plain = of_class is None or of_class is getattr(object, "__getstate__", None)
+    state = vars(module) if plain else of_class(module)  # type: ignore[misc]  # not None
+    return {key: value for key, value in state.items() if key not in left_out}
 
 
 def _lists_of(units: list[Unit]) -> Lists:
@@ -311,7 +313,7 @@ def _copy_attributes(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     twin: nn.Module = plain.__new__(plain)
     twin.__class__ = cls
     memo[id(module)] = twin
-    twin.__dict__.update(copy.deepcopy(_attributes(module), memo))
+    twin.__setstate__(copy.deepcopy(_attributes(module), memo))
     return twin
 
 

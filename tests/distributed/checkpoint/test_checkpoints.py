@@ -21,7 +21,7 @@ from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint.disk import Disk, through
 from flatfsdp.checkpoint.nested_state import flatten
-from flatfsdp.checkpoint.sections import parts_of
+from flatfsdp.checkpoint.sections import sections_of
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError
 from tests.distributed.state.optim.test_optim_state import Corners, different
 from tests.harness import inspect, pool
@@ -176,7 +176,7 @@ def shown_for_a_save(rank: int, world: int, setting: Setting) -> set[int]:
     held += [*trained.model.buffers(), *trained.model.outside.parameters()]
     held += [value for state in trained.optim.state.values() for value in state.values()]
     read = []
-    for part in parts_of(trained.model, trained.optim):
+    for part in sections_of(trained.model, trained.optim):
         part.take(in_use=True)
         read += [each for each in flatten(part.state)[0].values() if isinstance(each, torch.Tensor) and each.dim()]
     assert len(read) > 20

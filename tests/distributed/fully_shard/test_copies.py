@@ -73,3 +73,43 @@ def test_copies_train_on(how: str, pool2: Run) -> None:
 
 def test_hybrids_are_pickled(pool4: Run) -> None:
     assert not [each for found in pool4(copies, "pickle", (2, 2)) for each in found]
+
+
+class Recurrent(nn.Module):
+    """One unit that is a recurrent module, which also has its weights in a list, and one with such a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner = nn.LSTM(4, 4), nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.outer(x)[0])[0]  # type: ignore[no-any-return]
+
+
+def recurrent(rank: int, world: int, how: str) -> list[str]:
+    torch.manual_seed(0)
+    model: Any = Recurrent()
+    mesh = named_mesh(world)
+    flatfsdp.fully_shard(model.outer, mesh=mesh)
+    flatfsdp.fully_shard(model, mesh=mesh)
+    x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(rank))
+
+    def trained(each: Any) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        losses = []
+        for _ in range(2):
+            losses.append(each(x).square().sum())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach() for loss in losses]
+
+    trained(model)
+    twin = copy.deepcopy(model) if how == "copy" else pickle.loads(pickle.dumps(model))
+    one, two = trained(model), trained(twin)
+    return [f"{one} and {two}"] if not all(map(torch.equal, one, two)) else differences(model, twin)
+
+
+@pytest.mark.parametrize("how", ["copy", "pickle"])
+def test_recurrent_modules(how: str, pool2: Run) -> None:
+    assert not [each for found in pool2(recurrent, how) for each in found]
