@@ -1,26 +1,27 @@
 """Reading elements of a checkpoint into memory: only the requested ones, directly to their destination.
 
 Where a tensor's memory order is that of the file, and it is on the CPU, bytes go from the file directly into the
-tensor; otherwise through a buffer of at most `intervals.LARGEST` bytes, or one chunk.
+tensor; otherwise through a buffer of at most `intervals.LARGEST` bytes, or one row.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from operator import sub
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
 from ..engine.base.plain_data import bytes_of, dtype_named
-from ..engine.layout.boxes import Box, boxes_of
+from ..engine.layout.boxes import runs_of
 from ..engine.layout.layout import Span
-from ..engine.state.owned_interval import OwnedInterval, block_of
+from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError
 from .disk import Files, disk
-from .intervals import LARGEST, filling
+from .intervals import LARGEST, cut, filling
 from .manifest import SavedChunk, SavedFile, SavedTensor
 from .nested_state import shown
 
@@ -45,25 +46,6 @@ class TensorReader:
                 if interval.span.numel:
                     self._fill(saved, found, interval)
 
-    def _fill(self, saved: SavedTensor, chunks: Sequence[SavedChunk], interval: OwnedInterval) -> None:
-        spec = saved.spec
-        dtype = dtype_named(saved.dtype)
-        if spec.stride == interval.spec.stride:
-            self._fill_in_order(chunks, dtype, interval)
-            return
-        for chunk in chunks:
-            for box in boxes_of(spec, Span(chunk.start, chunk.stop)):
-                own = boxes_of(interval.spec, interval.span)
-                meets = [(mine, both) for mine in own if (both := _overlap(box, mine)) is not None]
-                if not meets:
-                    continue
-                data = torch.empty(box.span.numel, dtype=dtype)
-                self._read(chunk, box.span, data)
-                elements = data.view(box.sizes_in_memory).permute(box.back)
-                for mine, (offsets, sizes) in meets:
-                    target = block_of(interval.data_of(mine), _inside(mine, offsets), sizes)
-                    target.copy_(block_of(elements, _inside(box, offsets), sizes))
-
     def _chunks(self, saved: SavedTensor) -> list[SavedChunk]:
         """The chunks in order; of copies for several nodes, the one that this rank sees."""
         chosen: dict[int, SavedChunk] = {}
@@ -72,46 +54,47 @@ class TensorReader:
                 chosen[chunk.start] = chunk
         return [chosen[start] for start in sorted(chosen)]
 
-    def _fill_in_order(self, chunks: Sequence[SavedChunk], dtype: torch.dtype, interval: OwnedInterval) -> None:
-        span, local = interval.span, interval.local.detach()
-        direct = local.device.type == "cpu" and local.dtype == dtype and local.is_contiguous()
-        most = span.numel if direct else LARGEST // dtype.itemsize
-        done = span.start
-        for chunk in chunks:
-            while chunk.start <= done < min(chunk.stop, span.stop):
-                piece = Span(done, min(span.stop, chunk.stop, done + most))
-                into = local[piece.shift(-span.start).slice]
-                data = into if direct else torch.empty(piece.numel, dtype=dtype)
-                self._read(chunk, piece, data)
+    def _fill(self, saved: SavedTensor, chunks: Sequence[SavedChunk], interval: OwnedInterval) -> None:
+        own, local, dtype = interval.span, interval.local.detach(), dtype_named(saved.dtype)
+        most = LARGEST // dtype.itemsize
+        if (spec := saved.spec).stride == interval.spec.stride:
+            direct = local.device.type == "cpu" and local.dtype == dtype and local.is_contiguous()
+            for start in range(own.start, own.stop, own.numel if direct else most):
+                span = Span(start, own.stop if direct else min(own.stop, start + most))
+                into = local[span.shift(-own.start).slice]
+                data = into if direct else torch.empty(span.numel, dtype=dtype)
+                self._read(chunks, span, data)
                 if not direct:
                     into.copy_(data)
-                done = piece.stop
+            return
+        order = spec.order
+        shape = [spec.shape[dim] for dim in order]
+        for box in cut(interval.spec, own, most):
+            offsets, sizes = ([each[dim] for dim in order] for each in (box.offsets, box.sizes))
+            data = torch.empty(box.span.numel, dtype=dtype)
+            for first, span in runs_of(offsets, sizes, shape):
+                self._read(chunks, Span(first, first + span.numel), data[span.slice])
+            elements = data.view(sizes).permute([order.index(dim) for dim in range(len(order))])
+            interval.data_of(box).copy_(elements)
+
+    def _read(self, chunks: Sequence[SavedChunk], span: Span, into: torch.Tensor) -> None:
+        """Read the elements `span` of the tensor, in the file's order, into a CPU tensor of the saved dtype."""
+        done, wanted, size = span.start, bytes_of(into), into.element_size()
+        for chunk in chunks[max(0, bisect_right(chunks, done, key=attrgetter("start")) - 1) :]:
+            if not chunk.start <= done < min(chunk.stop, span.stop):
+                break
+            stop = min(chunk.stop, span.stop)
+            piece = wanted[(done - span.start) * size : (stop - span.start) * size]
+            try:
+                file = self._files[self._paths[chunk.file]]
+            except FileNotFoundError:
+                raise _missing(self._paths[chunk.file]) from None
+            offset = chunk.offset + (done - chunk.start) * size
+            if file.read(piece, offset) != len(piece):
+                raise CheckpointError(f"{file.path} ends before byte {offset + len(piece)}: the file is truncated")
+            done = stop
         if done < span.stop:
-            raise CheckpointError(f"{interval.spec.name!r}: element {done} is in none of its files")
-
-    def _read(self, chunk: SavedChunk, span: Span, into: torch.Tensor) -> None:
-        """Read the elements `span` of `chunk` into a CPU tensor of the saved dtype."""
-        path = self._paths[chunk.file]
-        try:
-            file = self._files[path]
-        except FileNotFoundError:
-            raise _missing(path) from None
-        wanted = bytes_of(into)
-        offset = chunk.offset + (span.start - chunk.start) * into.element_size()
-        if file.read(wanted, offset) != len(wanted):
-            raise CheckpointError(f"{file.path} ends before byte {offset + len(wanted)}: the file is truncated")
-
-
-def _overlap(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(offsets, sizes) of the intersection of two boxes of a tensor; None where it is empty."""
-    offsets = tuple(map(max, one.offsets, other.offsets))
-    stops = [min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)]
-    sizes = tuple(stop - start for start, stop in zip(offsets, stops, strict=True))
-    return (offsets, sizes) if all(size > 0 for size in sizes) else None
-
-
-def _inside(box: Box, offsets: Sequence[int]) -> list[int]:
-    return list(map(sub, offsets, box.offsets))
+            raise CheckpointError(f"element {done} of a tensor is in no file")
 
 
 def _missing(path: Path) -> CheckpointError:

@@ -250,8 +250,8 @@ def _tensors_in(values: Mapping[str, Any]) -> set[str]:
 
 def _longest(names: Collection[str], key: str) -> str | None:
     """The longest of `names` that the `key` begins with: names may begin with other names."""
-    names = key.split(".")
-    candidates = (".".join(names[:end]) for end in range(len(names) - 1, 0, -1))
+    path = key.split(".")
+    candidates = (".".join(path[:end]) for end in range(len(path) - 1, 0, -1))
     return next((name for name in candidates if name in names), None)
 
 

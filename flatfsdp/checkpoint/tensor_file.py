@@ -151,5 +151,5 @@ def write_interval(file: File, entry: Entry, interval: OwnedInterval) -> None:
     """Write an interval of the tensor `entry` to its offsets, at most `intervals.LARGEST` bytes in memory twice."""
     for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
         data = interval.data_of(box).to("cpu", entry.dtype).contiguous().view(-1)
-        for first, span in runs_of(box, entry.shape):
+        for first, span in runs_of(box.offsets, box.sizes, entry.shape):
             file.write(bytes_of(data[span.slice]), entry.offset + first * entry.dtype.itemsize)

@@ -94,12 +94,12 @@ def runs_of_whole(spec: ParamSpec, span: Span) -> Iterator[tuple[Span, Span]]:
         yield last
 
 
-def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Span]]:
-    """The contiguous runs of a box in a row-major tensor: (first element of the tensor, elements of the box, itself
+def runs_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, Span]]:
+    """The contiguous runs of a block in a row-major tensor: (first element of the tensor, elements of the block, itself
     row-major)."""
-    inner = _contiguous_from(box.sizes, shape)
-    length = prod(box.sizes[inner:])
-    for number, start in enumerate(_starts(box.offsets, box.sizes[:inner], shape)):
+    inner = _contiguous_from(sizes, shape)
+    length = prod(sizes[inner:])
+    for number, start in enumerate(_starts(offsets, sizes[:inner], shape)):
         yield start, Span(number * length, (number + 1) * length)
 
 

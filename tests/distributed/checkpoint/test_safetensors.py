@@ -264,5 +264,8 @@ def test_runs_are_where_a_row_major_tensor_has_them(spec: ParamSpec) -> None:
         for stop in range(start + 1, spec.numel + 1):
             for box in boxes_of(spec, Span(start, stop)):
                 block = numbers[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
-                runs = [list(range(place, place + span.numel)) for place, span in runs_of(box, spec.shape)]
+                runs = [
+                    list(range(place, place + span.numel))
+                    for place, span in runs_of(box.offsets, box.sizes, spec.shape)
+                ]
                 assert [number for each in runs for number in each] == block.flatten().tolist()
