@@ -204,6 +204,7 @@ def drawn_program(seed: int) -> Program:
     _draw_nested(random.Random(f"nested {seed}"), steps)
     _draw_plain(random.Random(f"plain {seed}"), steps)
     _draw_beside(random.Random(f"beside {seed}"), steps)
+    _leave_tied_out(steps, {*owners, *chain.from_iterable(owners.values())})
     kinds: list[Any] = [rng.choice(("before", "halfway", "after", None))]
     if rng.random() < 0.2:
         kinds = ["before", "halfway", "after", None]
@@ -334,6 +335,18 @@ def _draw_plain(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
             ]
 
 
+def _leave_tied_out(steps: Sequence[Call | list[str]], tied: set[str]) -> None:
+    """Let no reentrant checkpoint run a `tied` unit or a part of it, which are refused."""
+    for step in steps:
+        for each in step.calls() if isinstance(step, Call) else ():
+            if each.unit in tied:
+                for region in _outwards(each.region):
+                    region.reentrant = False
+            each.body = [
+                item.leaves[0] if isinstance(item, Plain) and item.leaves[0][0] in tied else item for item in each.body
+            ]
+
+
 def _draw_beside(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
     if rng.random() < 0.3:
         for step in steps:
@@ -358,6 +371,10 @@ def _draw_tied(rng: random.Random, steps: Sequence[Call | list[str]]) -> dict[st
                 if each.unit == user:
                     each.body.insert(rng.randint(0, len(each.body)), (owner, 0))
     return owners
+
+
+class Refused(Exception):
+    """A part of a unit that ran in several passes was recomputed after its reduction."""
 
 
 class SimulatedForwards(ForwardSchedule[str]):
@@ -445,7 +462,7 @@ class SimulatedRank:
         self.has_backward = False
         self._now: Call | None = None  # whose backward runs
         self._schedule_class = schedule_class
-        self._record: ForwardRecord[str] = ForwardRecord(knows_late=random.Random(f"late {seed}").random() < 0.8)
+        self._record: ForwardRecord[str] = ForwardRecord()
         self._segments: dict[Region, Any] = {}
         self._checkpointed: dict[Region, list[Call]] = {}  # the outermost calls in each reentrant checkpoint
         self.unsharded: dict[str, int] = {}  # by unit, the number of its gather
@@ -607,7 +624,8 @@ class SimulatedRank:
         return self._parted(each)
 
     def _parted(self, each: Leaf | Plain) -> Leaf | Plain:
-        return Plain([each]) if not isinstance(each, Plain) and self._drawn_parts.random() < self._parting else each
+        parted = not isinstance(each, Plain) and self._drawn_parts.random() < self._parting
+        return Plain([each]) if parted and _leaves_in(each)[0][0] not in self.program.tied() else each
 
     def run_without_graph(self, unit: str) -> None:
         """Run a forward like under `no_grad()`."""
@@ -776,18 +794,13 @@ class SimulatedRank:
         regions = [*_outwards(call.region)]
         again = inside in regions
         if again:
-            with_graph = not any(each.reentrant for each in regions[: regions.index(inside)])
-            further = regions[: regions.index(inside)]
-            self.schedule.recomputed(call.unit, again=not all(each.reentrant for each in further))
+            self.schedule.recomputed(call.unit)
             needed = (*self.program.rules[call.unit].owners, call.unit)
             for each in needed:
                 self._wait(each)
         for inner in call.body:
             if isinstance(inner, Call):
                 self._run_again(inner, inside=inside)
-        if again and with_graph:
-            for each in (call.unit, *self.program.rules[call.unit].owners):
-                self.schedule.has_graph(each)
 
     def _through(self, call: Call, *, inside: Region | None = None) -> None:
         """The backward of one call: its end, its inner calls, its begin. `inside`: the reentrant checkpoint whose graph
@@ -887,6 +900,8 @@ class SimulatedRank:
             self.gradient_arrived(watched=False)
         inside = self._arrived_inside.setdefault(unit, set())
         again = (unit, index) in self._arrived or unit in self._completed
+        if again and self.in_inner_task() and unit in self.reduced and unit in self.schedule.clock.in_passes:
+            raise Refused(unit)
         if again:
             self._late[unit] = self._late.get(unit, 0) - 1
         if not self._is_elsewhere(unit):
@@ -961,15 +976,6 @@ class SimulatedRank:
             elements=lambda unit: len(self._leaves(unit)),
             participates=self._participates.__contains__,
             awaits_gradients=self._awaits,
-        )
-
-    def may_bring_more(self, unit: str) -> bool:
-        """Another call of it is to come, or what is in a checkpoint inside of one."""
-        return any(
-            each not in self._begun
-            or any(isinstance(item, Plain) and item not in self._recomputed for item in each.body)
-            for each in self._reached
-            if unit == each.unit or unit in self.program.rules[each.unit].owners
         )
 
     def _leaves(self, unit: str) -> list[int]:
@@ -1286,6 +1292,8 @@ def problem_of_program(program: Program, seed: int, *, world: int = 0, job: Job 
         played.run()
     except Problem as error:
         return str(error)
+    except Refused:
+        return ""
     excused = played.is_unforeseen()
     for ways in (on_host, on_device):
         try:

@@ -195,12 +195,12 @@ def shape_awaited(leaf: torch.Tensor) -> torch.Size:
 shape_admitted = _torch.shape_awaited
 
 
-def customs_before(nodes: Iterable[Any], node: Any = None, *, until: Iterable[Any] = ()) -> list[Any]:
-    """The nodes of custom autograd Functions that a backward reaches from `nodes`, not beyond those in `until`. With
-    `node`: only those whose forward ran before that of `node`."""
+def customs_before(nodes: Iterable[Any], node: Any = None) -> list[Any]:
+    """The nodes of custom autograd Functions that a backward reaches from `nodes`. With `node`: only those whose
+    forward ran before that of `node`."""
     latest = math.inf if node is None else node._sequence_nr()
     customs = torch.autograd.function.BackwardCFunction
-    return [each for each in _downstream(nodes, until) if isinstance(each, customs) and each._sequence_nr() < latest]
+    return [each for each in _downstream(nodes) if isinstance(each, customs) and each._sequence_nr() < latest]
 
 
 def flows_past(nodes: Iterable[Any], leaves: Iterable[torch.Tensor]) -> bool:
@@ -221,9 +221,9 @@ def leaves_used_in(intervals: Iterable[tuple[int, int]], roots: Iterable[Any]) -
                     yield following.variable
 
 
-def _downstream(nodes: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[Any]:
-    """`nodes` and all nodes that a backward reaches from them, not beyond those in `until`."""
-    seen = {None, *until}
+def _downstream(nodes: Iterable[Any]) -> Iterator[Any]:
+    """`nodes` and all nodes that a backward reaches from them."""
+    seen: set[Any] = {None}
     left = [each for each in nodes if each not in seen]
     seen.update(left)
     while left:

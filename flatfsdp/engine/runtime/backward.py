@@ -226,7 +226,7 @@ class Backward:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
         if not self.reduces(unit) and unit not in self.schedule.clock.planned:
             self._turns.check_recomputed_in_window(unit)
-        self.schedule.recomputed(unit, again=_torch.saving() is not None)
+        self.schedule.recomputed(unit)
 
     def gradient_elements_arrived(self, unit: Unit, elements: int) -> None:
         """`elements` of gradients of `unit` have arrived, which counts them. Collective over both axes, and over the
@@ -295,10 +295,6 @@ class Backward:
                 hooks.will_accumulate(leaf) for unit in self.schedule.clock.sequence for leaf in unit.trainable_leaves()
             )
         )
-
-    def may_bring_more(self, unit: Unit) -> bool:
-        """Whether custom Functions may still compute gradients of `unit`, or of units that use its parameters."""
-        return any(each.leaves.customs.are_to_come() for each in (unit, *unit.alive_sharing_units()))
 
     def gather(self, units: Sequence[Unit], *, ahead: bool) -> None:
         """Issue the gathers of all sharded handles of a group, possibly `ahead` of their use."""

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from ...errors import InternalError, UsageError
+from ...errors import InternalError, UsageError, fail
 from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base import autograd as hooks
@@ -31,7 +31,7 @@ from .iteration import FAILED, Iteration
 from .model_facts import Flags, backward_plan, trained
 from .replica_checks import ReplicaChecks
 from .setup import Setup
-from .unit import Unit, follow_requires_grad, refuse_without_model
+from .unit import Unit, follow_requires_grad, refuse_without_model, shared_under_reentrance
 from .unit_state import ForwardCall
 
 Exceptions = tuple[bool, frozenset[Unit], Mapping[Unit, UnitRules[Unit]]]
@@ -279,6 +279,7 @@ class BackwardHooks:
         elif not own.completed and (not again or index in grads.missing):  # missing: the part of `own.task` is to come
             own.arrived_in_inner_tasks.add((kind, index))
         if task != own.task:
+            _check_recomputed_part(unit, backward)
             late_gradients.came(unit, self.of_unit[unit].custom_ran)
         if not backward.gradient_has_arrived:
             backward.gradient_arrived(watched=bool(self.observers.gradient_came))
@@ -360,6 +361,21 @@ def _refuse_inside_forward(unit: Unit) -> NoReturn:
         "forward ends. Such a backward may only go through units whose forward is over: wrap the modules that it goes "
         "through as separate units, or call backward() after the forward"
     )
+
+
+def _check_recomputed_part(unit: Unit, backward: Backward) -> None:
+    """A part of `unit` that a reentrant checkpoint recomputed brought a gradient."""
+    for other in (*unit.owning_units, *unit.alive_sharing_units()):
+        fail(UsageError(f"a part of {shared_under_reentrance(unit, other)}"))
+    if unit.backward.completed and unit in backward.schedule.clock.in_passes and unit in backward.reduced:
+        fail(
+            UsageError(
+                f"unit {unit.label}: a part of it that was recomputed by a reentrant checkpoint brought a gradient "
+                "after the unit's gradients had been reduced. The unit ran in several forwards before this backward, "
+                "and no backward so far recomputed such a part of it, so other ranks do not expect another reduction. "
+                "Use checkpoint(..., use_reentrant=False), or call backward() after each forward"
+            )
+        )
 
 
 def _may_be_read_after_its_gradients(unit: Unit, backward: Backward) -> bool:

@@ -27,7 +27,6 @@ from .forward_gathers import ForwardGathers
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
 from .iteration import ENDED_BADLY, FAILED, LEFT_BEHIND, Iteration, Outcome
-from .late_gradients import follow_customs
 from .model_facts import trained_parameters
 from .resources import Resources
 from .setup import Setup
@@ -100,7 +99,7 @@ class ForwardDriver:
                 views.guard()
         new_record = training and iteration.record.consumed
         if new_record:
-            iteration.record = ForwardRecord(knows_late=iteration.record.asks_late)
+            iteration.record = ForwardRecord()
             self.gradient_flow.unhook()
         if iteration.substitutes.kept:
             iteration.substitutes.drop_unused(all_kept=new_record)
@@ -183,8 +182,6 @@ class ForwardDriver:
         try:
             unit_call, outer_dtype = self._before(unit, outermost, recomputing, given, runs=again)
             dtype = None if (low := unit.built.mixed_precision.buffer_dtype) is None or unit.in_full_precision else low
-            if self.iteration.record.knows_late and not recomputing:
-                called = functools.partial(follow_customs, unit, self.backwards.of_unit[unit].custom_ran, called)
             with cast_buffers(unit.built.modules, dtype):
                 output = called(*given.args, **given.kwargs)
             if not (recomputing or self.iteration.turns.plain):
@@ -362,9 +359,6 @@ class ForwardDriver:
             if keep:
                 self._keep_unsharded(unit)
         if recomputing:
-            if self.iteration.backward is not None and training:
-                for owner in (unit, *unit.owning_units):
-                    self.iteration.backward.schedule.has_graph(owner)
             return
         if not turns.plain:
             by_any = turns.ran(unit, reached=reached)

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 import torch
 
+from ...errors import UsageError
 from ..agreement.agreement import Agreement
 from ..agreement.ops import RUNS, STAYED, with_unsharded
 from ..base import _torch
@@ -19,7 +20,7 @@ from .coalesced_collectives import Coalescer
 from .iteration import Iteration
 from .replica_checks import ReplicaChecks
 from .setup import Setup
-from .unit import Unit
+from .unit import Unit, shared_under_reentrance
 from .user_writes import apply_shard_writes, follow_other_ranks
 
 
@@ -93,9 +94,11 @@ class ForwardGathers(ForwardSchedule[Unit]):
             for owning_unit in unit.owning_units:
                 record.enter_sharing(owning_unit)
         elif self.iteration.training:
-            record.enter_without_graph(
-                unit, checkpoint=_torch.custom_forward(), segment=_torch.saving(), segments=_torch.segments
-            )
+            checkpoint = _torch.custom_forward()
+            if checkpoint is not None:
+                for other in (*unit.owning_units, *unit.alive_sharing_units()):
+                    raise UsageError(shared_under_reentrance(unit, other))
+            record.enter_without_graph(unit, checkpoint=checkpoint, segment=_torch.saving(), segments=_torch.segments)
             for owning_unit in unit.owning_units:
                 record.enter_sharing_without_graph(owning_unit)
         for each in (*unit.owning_units, unit):

@@ -182,7 +182,7 @@ class Iteration:
         """A forward failed: restore the state before it."""
         self._agreement.abandon(sys.exc_info()[1])
         if not self.record.continues:  # else a backward may reach an earlier pass, too
-            self.record = ForwardRecord(knows_late=self.record.asks_late)
+            self.record = ForwardRecord()
         self.is_at_rest = True
         self.ahead.clear()
         self.requested.clear()

@@ -3,9 +3,8 @@
 [Note: late gradients] Autograd accumulates a gradient when all uses in its graph task have contributed. A segment that
 a reentrant checkpoint recomputes inside of a unit's module contributes later, in a graph task of its own, when the
 backward reaches it. Only the node of a custom Function shows such a checkpoint, and most of these nodes are others. So
-a unit waits for pending custom Functions in two cases only: if nothing shows the end of its part, until a backward has
-shown that none of them contributes; and if graphs of several passes are alive, since this backward may reach another
-one.
+a unit waits for pending custom Functions only if nothing shows the end of its part, and until a backward has shown that
+none of them contributes.
 """
 
 from __future__ import annotations
@@ -13,11 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from ..base import _torch
 from ..base import autograd as hooks
-from ..base.nested_tensors import tensors_in
 from .unit import Unit
 
 
@@ -33,17 +29,6 @@ def came(unit: Unit, ran: Callable[[], None]) -> None:
     if leaves.runs_late is False and own.ends_unseen and (running := _torch.custom_backward()) is not None:
         await_customs(unit, own.ends_unseen, ran, running)  # it was not expected
     leaves.runs_late = True
-
-
-def follow_customs(unit: Unit, ran: Callable[[], None], called: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of `called`, the forward of `unit`; records the custom Functions inside of it."""
-    if not torch.is_grad_enabled() or unit.leaves.single_use is False:  # it waits for all of its calls
-        return called(*args, **kwargs)
-    given = [tensor.grad_fn for tensor in tensors_in((args, kwargs))]
-    output = called(*args, **kwargs)
-    made = [tensor.grad_fn for tensor in tensors_in(output)]
-    unit.leaves.customs.add(hooks.customs_before(made, until=given), ran)
-    return output
 
 
 def count_late(unit: Unit) -> int:

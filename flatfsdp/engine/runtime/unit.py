@@ -393,3 +393,13 @@ def refuse_without_model(unit: Unit) -> NoReturn:
         "its units share. Keep a reference to the outermost wrapper while any part of it is in use; or wrap the part "
         "again, and load the model's state dict into it"
     )
+
+
+def shared_under_reentrance(unit: Unit, other: Unit) -> str:
+    """Words that refuse a reentrant checkpoint around `unit`, which shares parameters with `other`: their gradients
+    would arrive in several graph tasks, and ranks would not know when the last has come."""
+    return (
+        f"unit {unit.label}, which shares parameters with unit {other.label}, runs under a reentrant checkpoint, or "
+        "inside another custom autograd Function. Use checkpoint(..., use_reentrant=False), or wrap the modules that "
+        "share parameters as one unit"
+    )

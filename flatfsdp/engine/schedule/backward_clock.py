@@ -1,17 +1,15 @@
 """The clock of one backward, whose ticks are counted down from the end of the forward; pure. [Note: one clock]
 
-[Note: lifetimes] A *lifetime* is the interval of the clock in which a unit is unsharded. The unit is gathered once in
-it, when the first of its uses is due, and freed when the clock has passed the last: the beginning of its first call, or
-of the region that a checkpoint may recompute with that. Ranks reach different uses, so a rank frees a unit earlier only
-if it cannot reach it again. A unit that has a graph, or is inside of a non-reentrant checkpoint, has one lifetime for
-all of its uses, and its gather has a turn. A unit that gets graphs only in reentrant checkpoints has a lifetime for
-each of these: no rank can skip such a checkpoint, so all ranks gather when it runs.
+[Note: lifetimes] A unit that a backward may reach more than once has one *lifetime*, the interval of the clock in which
+it is unsharded. It is gathered once in it, in its turn, when the first of its uses is due, and freed when the clock has
+passed the last: the beginning of its first call, or of the region that a checkpoint may recompute with that. Ranks
+reach different uses, so a rank frees a unit earlier only if it is alone in a reentrant checkpoint, and all of its
+gradients have come.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
@@ -25,25 +23,16 @@ NEVER = math.inf  # the tick of the beginning and the end of a unit that did not
 
 @dataclass(eq=False)
 class Lifetime(Generic[U]):
-    """An interval of the clock in which `unit` is unsharded. [Note: lifetimes]
+    """The interval of the clock in which `unit` is unsharded. [Note: lifetimes]
 
     Attributes:
-        due: the tick at which it is gathered; over: the tick at which it is freed at the latest.
-        region: the reentrant checkpoint in which it is gathered; None: the gather has a turn.
-        shared: whether the unit has several uses in the interval, the last of which is not known to a rank.
-        reruns: the number of times that non-reentrant checkpoints run it again together with others.
-        makes_graph: whether its only use has no graph yet.
-        behind: if the gather has no turn: the number of groups whose turn is before it.
+        over: the tick at which it is freed at the latest.
+        until_over: whether it is freed at that tick, and not when all gradients have come.
     """
 
     unit: U
-    due: int
     over: int
-    region: CheckpointRegion | None = None
-    shared: bool = False
-    reruns: int = 0
-    makes_graph: bool = False
-    behind: int = 0
+    until_over: bool = True
 
 
 class BackwardClock(Generic[U]):
@@ -54,8 +43,7 @@ class BackwardClock(Generic[U]):
         began: the ticks at which units began that the backward may reach, in ascending order.
         ended: the ticks at which units last finished; due: those at which their gathers are due, with checkpoints'.
         recomputed: units that reentrant checkpoints will run again.
-        gathers: units whose gathers have a turn: the sequence, and units without a graph that non-reentrant checkpoints
-            run again, before reentrant ones inside of these make the graph.
+        gathers: units whose gathers have a turn: the sequence, and units without a graph that checkpoints run again.
         begun: units that get gradients and are not known to be over, the next one last.
         several: units that get gradients from several graphs.
         in_passes: units that ran in several passes, of which a backward may reach only one.
@@ -63,9 +51,7 @@ class BackwardClock(Generic[U]):
         called_again: all units that gradients reach more than once.
         reached_once: units that ran once, which have only one part in this backward.
         recomputes: whether units ran without a graph, so that reentrant checkpoints may still make one.
-        lifetimes: of units that this backward may reach more than once, without those that are over; the next to end
-            is the last.
-        to_come: lifetimes in reentrant checkpoints that have not been gathered, the next one last.
+        lifetimes: those that are not over; the next to end is the last.
     """
 
     def __init__(self, record: ForwardRecord[U], will_recompute: Callable[[object], bool] = lambda each: True) -> None:
@@ -89,11 +75,10 @@ class BackwardClock(Generic[U]):
         self.recomputes = record.may_recompute or bool(recomputed)
         self.reached_once = self.planned - self.several - record.begun_again - self.recomputed
         self.begun = [unit for unit in self.began if unit in self.planned or unit in self.recomputed]
-        self.to_come: list[Lifetime[U]] = []
         self._lifetime_of: dict[U, Lifetime[U]] = {}
         self.lifetimes: list[Lifetime[U]] = []
         if self._inside or self.called_again:
-            self._find_spans(Counter(each[0] for each in recomputed))
+            self._find_spans()
         self._passed = 0  # the number of gathers that are due before the last issued reduction
 
     def _read(self, record: ForwardRecord[U]) -> None:
@@ -124,43 +109,36 @@ class BackwardClock(Generic[U]):
         self._regions = dict.fromkeys((region for _, _, region in recomputed), False)
         self.began = dict(sorted(began.items(), key=itemgetter(1)))
 
-    def _find_spans(self, recomputed: Mapping[U, int]) -> None:
-        """Compute the lifetimes. `recomputed`: the number of each unit's uses that reentrant checkpoints run again."""
+    def _find_spans(self) -> None:
+        """Compute the lifetimes."""
         began, due = self.began, self.ended.copy()
         for unit in {**self._inside, **dict.fromkeys(self.called_again)}:
-            inside = self._inside.get(unit, ())
-            outermost = {each.outermost: None for each in inside}
-            if unit not in self.planned and all(each.checkpoint is not None for each in outermost):
-                shared = unit in self.called_again
-                self.to_come += [
-                    Lifetime(unit, each.ended, each.began, each, shared, makes_graph=True) for each in outermost
-                ]
-                continue
+            outermost = [each.outermost for each in self._inside.get(unit, ())]
+            if unit not in self.planned and not outermost:
+                continue  # its forward runs: no backward inside of it reaches it
             due[unit] = max([due.get(unit, 0), *(each.ended for each in outermost)])
-            over = min(each.began for each in outermost) if outermost else began[unit]
+            over = min([each.began for each in outermost], default=began.get(unit, 0))
             own = began.get(unit, over)
-            lifetime = Lifetime(unit, due[unit], min(own, over))
-            if unit in self.called_again and (unit in recomputed or unit in self.tied_owners):
-                lifetime.shared = unit in recomputed or lifetime.over < own
-            elif unit in recomputed or unit not in self.planned:
-                lifetime.makes_graph = True
-            elif lifetime.over < own:
-                lifetime.reruns = sum(1 for each in inside for _ in each.outwards())
-            elif unit not in self.called_again:
+            if unit in self.called_again:
+                # One without checkpoints is freed when its first call is over.
+                until_over = unit in self.recomputed or over < own
+            elif unit in self.recomputed:
+                until_over = False
+            elif over < own or unit not in self.planned:
+                until_over = True
+            else:
                 continue  # the checkpoint contains only this unit
-            self._lifetime_of[unit] = lifetime
+            self._lifetime_of[unit] = Lifetime(unit, min(own, over), until_over)
         if self._inside:
             self.due = due
             turns = dict.fromkeys((*self.sequence, *self._lifetime_of))
             self.gathers = tuple(sorted(turns, key=lambda unit: -due.get(unit, NEVER)))
-        self.to_come.sort(key=attrgetter("due"))
-        self.lifetimes = sorted([*self._lifetime_of.values(), *self.to_come], key=attrgetter("over"))
+        self.lifetimes = sorted(self._lifetime_of.values(), key=attrgetter("over"))
 
     # -- properties of units -----------------------------------------------------------------------------------------
 
     def lifetime_of(self, unit: U) -> Lifetime[U] | None:
-        """The lifetime of `unit` that has begun or has a turn, and is not over; None for a unit with one use that no
-        checkpoint runs again."""
+        """The lifetime of `unit`, if it is not over; None for a unit with one use that no checkpoint runs again."""
         return self._lifetime_of.get(unit)
 
     def is_around(self, unit: U, others: Sequence[U]) -> bool:
@@ -191,16 +169,7 @@ class BackwardClock(Generic[U]):
         """Whether reentrant checkpoints of the backward are not known to have run."""
         return not all(self._regions.values())
 
-    def begin_lifetime(self, unit: U, running: CheckpointRegion | None) -> Lifetime[U] | None:
-        """Called when `unit` is recomputed; returns its lifetime, if it has one."""
-        for lifetime in reversed(self.to_come) if running is not None else ():
-            if lifetime.unit == unit and lifetime.region is running:
-                self._lifetime_of[unit] = lifetime
-                return lifetime
-        return self._lifetime_of.get(unit)
-
     def end_lifetime(self, lifetime: Lifetime[U]) -> None:
         """End `lifetime`, the last one in `lifetimes`."""
         self.lifetimes.pop()
-        if self._lifetime_of.get(lifetime.unit) is lifetime:
-            del self._lifetime_of[lifetime.unit]
+        del self._lifetime_of[lifetime.unit]

@@ -84,9 +84,6 @@ class Driver(Protocol[U_contra]):
     def brings_gradients(self) -> bool:
         """Whether a gradient of a parameter has arrived or will arrive."""
 
-    def may_bring_more(self, unit: U_contra) -> bool:
-        """Whether gradients of `unit` may arrive late, from calls in the record, unlike in earlier backwards."""
-
     def gradient_arrived(self, *, watched: bool) -> None:
         """Start to take part in this backward's reductions, until its end."""
 

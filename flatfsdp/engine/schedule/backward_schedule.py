@@ -6,11 +6,10 @@ clock, one for each communicator, and never back. Three rules couple them:
 
 1. When a unit is reached or recomputed, the cursor of reductions moves past all units that began after its end, then
    that of gathers to it. Units without gradients on this rank are *completed*, with zeros ([Note: passed over]).
-2. A reduction is issued after all gathers that are due before it: these are issued ahead of their use. If a gather has
-   no turn in the plan, because a reentrant checkpoint makes the graph, the reduction waits for it.
-3. A prefetch moves the cursor of gathers to the group after that of the reached unit, never past a gather without a
-   turn, and never moves the cursor of reductions. Ranks may reach units in different orders, or prefetch less: the
-   order of their gathers is fixed before the backward.
+2. A reduction is issued after all gathers that are due before it: these are issued ahead of their use.
+3. A prefetch moves the cursor of gathers to the group after that of the reached unit, and never moves the cursor of
+   reductions. Ranks may reach units in different orders, or prefetch less: the order of their gathers is fixed before
+   the backward.
 
 A unit is unsharded during its lifetimes ([Note: lifetimes]). Both cursors rest while it is unknown which gradients this
 rank will compute: in a graph task inside of this one, where all units in use are unsharded, and if no gradient of a
@@ -65,31 +64,15 @@ class BackwardSchedule(Generic[U]):
         `conditional`: units that ranks run or not, depending on their data."""
         clock = self.clock = BackwardClock(record, driver.will_recompute)
         self._rules, self._facts, self._driver, self._conditional = rules, facts, driver, conditional
-        self._knows_late = record.knows_late
-        record.asks_late = record.asks_late or bool(clock.in_passes)
         targets = {unit: rules[unit].targets for unit in record.anchored if rules[unit].targets}
         self.gathers: GatherOrder[U] = GatherOrder(clock.gathers[::-1], targets, coalesce=coalesce, together=together)
-        self.reductions: ReduceOrder[U] = ReduceOrder(record, clock.began)
+        self.reductions: ReduceOrder[U] = ReduceOrder(record)
         self.windows: dict[U, None] = {}
         self.tied_owners: TiedOwners[U] = TiedOwners(clock, rules, facts)
         self._halfway: HalfwayTrigger[U] = HalfwayTrigger()
-        self._reruns: dict[U, int] = {}
-        self._rerun: set[U] = set()  # units that non-reentrant checkpoints inside of reentrant ones may run again
-        self._unforeseen: dict[U, None] = {}  # units that got a graph unexpectedly
         trained = tuple(filter(facts.is_trained, clock.recomputed))
         self.recomputes_trained = bool(trained)
         self._awaited = clock.planned.union(trained) if trained else clock.planned
-        if clock.to_come:
-            ticks = [lifetime.due for lifetime in clock.to_come]
-            for lifetime, behind in zip(clock.to_come, self.gathers.due_after(clock.due, ticks), strict=True):
-                lifetime.behind = behind
-            self._limit()
-
-    def _limit(self) -> None:
-        """Hold back gathers and reductions that are due after the next gather without a turn."""
-        to_come = self.clock.to_come
-        self.gathers.limit = to_come[-1].behind if to_come else len(self.clock.gathers)
-        self.reductions.awaited = to_come[-1].due if to_come else 0
 
     # -- properties of units -----------------------------------------------------------------------------------------
 
@@ -100,19 +83,14 @@ class BackwardSchedule(Generic[U]):
     def reaches_again(self, unit: U) -> bool:
         """Whether this backward may reach `unit` again: it then stays unsharded, as others would not gather it."""
         clock = self.clock
-        if clock.lifetimes and (lifetime := clock.lifetime_of(unit)) is not None:
-            if lifetime.shared or (lifetime.makes_graph and not self._is_through(unit)):
-                return True
-            if self._reruns.get(unit, 0) < lifetime.reruns:
-                return True
+        lifetime = clock.lifetime_of(unit) if clock.lifetimes else None
+        if lifetime is not None and (
+            lifetime.until_over or (unit in clock.recomputed and not self._facts.completed(unit))
+        ):
+            return True
         return (unit in clock.several and not self._facts.is_over(unit)) or (
             bool(clock.tied_owners) and self.tied_owners.may_be_used(unit)
         )
-
-    def _is_through(self, unit: U) -> bool:
-        """Whether the only use of `unit`, which had no graph, is over after its backward: an inner non-reentrant
-        checkpoint may run it again before its own gradients arrive, or together with others if it has none."""
-        return self._facts.completed(unit) or not (unit in self._rerun or self._facts.is_trained(unit))
 
     def _is_awaited(self, unit: U) -> bool:
         """Whether ranks still await gradients of `unit`, as far as this one knows."""
@@ -173,8 +151,7 @@ class BackwardSchedule(Generic[U]):
         # Its first call may not be over, or, if it was in another pass, this backward may not reach it.
         if waits and (clock.recomputes or unit not in clock.in_passes):
             return
-        # Late gradients are possible in this backward even if earlier ones had none.
-        if waits and not (self._knows_late and facts.is_used_once(unit) and not self._driver.may_bring_more(unit)):
+        if waits and not facts.is_used_once(unit):
             return
         self.reductions.ready(unit)
         self._reduce(self.reductions.due())
@@ -185,40 +162,24 @@ class BackwardSchedule(Generic[U]):
         if rules.prefetch == "after" and not rules.targets and unit in self.clock.planned:
             self._gather(self.gathers.ahead(unit), ahead=True)
 
-    def recomputed(self, unit: U, *, again: bool) -> None:
-        """Gather `unit`, after all units before it, because its forward runs in this backward, and may run `again`."""
+    def recomputed(self, unit: U) -> None:
+        """Gather `unit`, after all units before it, because its forward runs in this backward."""
         clock, needed = self.clock, (*self._rules[unit].owners, unit)
-        if clock.lifetimes:
-            self._reruns[unit] = self._reruns.get(unit, 0) + 1
-        if again:
-            self._rerun.add(unit)
         if self._driver.in_inner_task():
             for each in needed:
                 if not self._facts.is_unsharded(each):
                     self.gather_in_turn(each)
             return
         running = clock.running(self._driver.is_running)
-        lifetimes = {each: clock.begin_lifetime(each, running) for each in needed}
-        due = [clock.due.get(each, NEVER) if lifetime is None else lifetime.due for each, lifetime in lifetimes.items()]
+        due = [clock.due.get(each, NEVER) for each in needed]
         if running is not None:
             due.append(running.ended)
         # No rank skips a reentrant checkpoint: the others wait for its gathers, and have reduced all units before it.
         self._pass(min(due), rests=running is None and unit in clock.planned)
-        for each, lifetime in lifetimes.items():
-            if lifetime is None or lifetime.region is None:
-                self.gather_in_turn(each)
-            elif lifetime in clock.to_come:
-                self._gather_without_turn(lifetime)
-        if (lifetime := lifetimes[unit]) is not None and lifetime.region is not None:
-            self._prefetch_after(unit, behind=lifetime.behind)
-            self._reduce_due()
-
-    def has_graph(self, unit: U) -> None:
-        """Called when `unit` was recomputed and has a graph: if not foreseen, its gradients may still arrive."""
-        clock = self.clock
-        if not (unit in self._awaited or unit in clock.began or unit in clock.due) and self._facts.is_trained(unit):
-            self.expect(unit)
-            self._unforeseen[unit] = None
+        for each in needed:
+            self.gather_in_turn(each)
+        if unit in clock.recomputed and unit not in clock.planned:
+            self._prefetch_after(unit)
 
     def ended(self) -> None:
         """At the end of the graph task, complete all units that other ranks' backwards may have reached, and reduce
@@ -231,7 +192,7 @@ class BackwardSchedule(Generic[U]):
                 return
             driver.gradient_arrived(watched=True)
         self._pass(-1, rests=False, awaits=False)
-        for unit in (*self._unforeseen, *self.clock.sequence):
+        for unit in self.clock.sequence:
             if not facts.completed(unit):
                 self._complete(unit)
         rest = self.reductions.due(rest=True)
@@ -260,22 +221,14 @@ class BackwardSchedule(Generic[U]):
             if reading:
                 self._driver.gather(reading, ahead=ahead)
 
-    def _gather_without_turn(self, lifetime: Lifetime[U]) -> None:
-        """Gather the unit of `lifetime`, whose reentrant checkpoint runs."""
-        self._gather(self.gathers.first(lifetime.behind), ahead=True)
-        self._gather([(lifetime.unit,)])
-        self.clock.to_come.remove(lifetime)
-        self._limit()
-
-    def _prefetch_after(self, unit: U, *, behind: int = 0) -> None:
-        """Prefetch after `unit`. `behind`: if it has no turn, the number of groups whose turn was before it."""
+    def _prefetch_after(self, unit: U) -> None:
         rules = self._rules[unit]
         if rules.targets:
             self._gather(self.gathers.through(rules.targets, ahead=True), ahead=True)
         elif rules.prefetch == "halfway" and unit in self.clock.planned:
             self._begin_halfway(unit)
         elif rules.prefetch in ("before", "halfway"):
-            self._gather(self.gathers.ahead(unit, behind=behind), ahead=True)
+            self._gather(self.gathers.ahead(unit), ahead=True)
 
     def _begin_halfway(self, unit: U) -> None:
         """Await half of the gradients of `unit`, unless none will arrive or it encloses the next. [Note: half-way]"""
@@ -303,11 +256,6 @@ class BackwardSchedule(Generic[U]):
                 self._gather(self.gathers.through(due), ahead=True)
             driver.reduce(group)
         driver.end_turn()
-
-    def _reduce_due(self) -> None:
-        """Issue reductions that have waited for a gather without a turn."""
-        if due := self.reductions.due():
-            self._reduce(due)
 
     def _reduce_in_turn(self, unit: U) -> None:
         """Reduce `unit`, which awaits no gradients, if it has any to reduce, and all units whose turn it is."""
@@ -372,14 +320,9 @@ class BackwardSchedule(Generic[U]):
 
     def _end_lifetime(self, lifetime: Lifetime[U], *, reads: bool) -> None:
         """Free the parameters, which are not read any more, after they were gathered as on ranks that read them."""
-        clock = self.clock
-        clock.end_lifetime(lifetime)
-        if lifetime.region is None and reads:
+        self.clock.end_lifetime(lifetime)
+        if reads:
             self._gather(self.gathers.through((lifetime.unit,)))
-        elif lifetime in clock.to_come:  # it was not recomputed
-            clock.to_come.remove(lifetime)
-            self._limit()
-            self._reduce_due()
         # A unit that is left unsharded and has its turn to come is freed later: no rank may gather it again.
         if not (self.keeps_unsharded(lifetime.unit) or (not reads and self.gathers.has_turn(lifetime.unit))):
             self._driver.reshard(lifetime.unit)

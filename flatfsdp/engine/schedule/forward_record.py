@@ -90,17 +90,14 @@ class ForwardRecord(Generic[U]):
     Attributes:
         running: the pass that runs, if one does.
         continues: whether there were passes before the last, and no backward over them.
-        recomputed: (unit, tick, region) of units that began in a reentrant checkpoint, or whose parameters such a unit
-            used, with the region that is recomputed.
+        recomputed: (unit, tick, region) of units that began in a reentrant checkpoint, with the region that is
+            recomputed.
         begun_again: units that began more than once, at least the last time without a graph.
         entered_at: the tick at which a unit was last entered.
         consumed: whether a backward has begun, and no unit has finished since: the next forward opens a new record.
-        knows_late: whether calls that may bring gradients late are recorded; asks_late: whether the next record does
-            so, because a backward over this record, or an earlier one, found several passes.
     """
 
-    def __init__(self, *, knows_late: bool = False) -> None:
-        self.knows_late = self.asks_late = knows_late
+    def __init__(self) -> None:
         self._entered: dict[U, None] = {}  # in the order of first entry
         self._begun: dict[U, int] = {}  # the tick of the first beginning, also of units that began without a graph
         self._anchored: dict[U, None] = {}  # in the order of last anchoring
@@ -193,9 +190,7 @@ class ForwardRecord(Generic[U]):
     def enter_sharing_without_graph(self, owning_unit: U) -> None:
         """Record that the last entered unit, which has no graph, uses parameters of `owning_unit`."""
         now, inside = self._tick(owning_unit), self._entered_inside
-        if inside is not None and inside.checkpoint is not None:
-            self.recomputed.append((owning_unit, now, inside))
-        elif inside is not None:
+        if inside is not None:
             self._now.runs.append((owning_unit, now, "none", inside))
 
     def repeat(self, unit: U) -> None:

@@ -9,7 +9,6 @@ ranks, and so are the groups.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -26,7 +25,6 @@ class GatherOrder(Generic[U]):
 
     Attributes:
         is_over: whether all groups were returned.
-        limit: the number of groups that may be prefetched: those that are due before the next gather without a turn.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class GatherOrder(Generic[U]):
         self._position = {unit: i for i, group in enumerate(self._groups) for unit in group}
         self._coalesced = together
         self._next = 0
-        self.limit = len(self._groups)
         self.is_over = not self._groups
 
     def until(self, unit: U) -> Sequence[tuple[U, ...]]:
@@ -71,34 +68,18 @@ class GatherOrder(Generic[U]):
         if self._coalesced and not ahead:
             units = [each for unit in units for each in self._coalesced.get(unit, (unit,))]
         count = max([self._position.get(unit, -1) for unit in units], default=-1) + 1
-        due = self._groups[self._next : min(count, self.limit) if ahead else count]
-        self._next += len(due)
-        self.is_over = self._next == len(self._groups)
-        return due
-
-    def first(self, count: int) -> Sequence[tuple[U, ...]]:
-        """Those of the first `count` groups that were not returned before."""
         due = self._groups[self._next : count]
         self._next += len(due)
         self.is_over = self._next == len(self._groups)
         return due
 
-    def due_after(self, due: Mapping[U, float], ticks: Iterable[float]) -> Iterator[int]:
-        """For each of `ticks`, in ascending order, the number of groups before a gather without a turn due then."""
-        count = len(self._groups)
-        for tick in ticks:
-            while count and all(due.get(unit, math.inf) <= tick for unit in self._groups[count - 1]):
-                count -= 1
-            yield count
-
     def has_turn(self, unit: U) -> bool:
         """Whether the plan contains `unit`, and has not passed it."""
         return self._position.get(unit, -1) >= self._next
 
-    def ahead(self, unit: U, *, behind: int = 0) -> Sequence[tuple[U, ...]]:
-        """The next group of the plan; none at the end, or if one after the group of `unit` (if it has no turn: after
-        the first `behind` groups) was returned already."""
-        due = self._upcoming(self._position.get(unit, behind - 1))
+    def ahead(self, unit: U) -> Sequence[tuple[U, ...]]:
+        """The next group of the plan; none at the end, or if one after the group of `unit` was returned already."""
+        due = self._upcoming(self._position.get(unit, -1))
         self._next += len(due)
         self.is_over = self._next == len(self._groups)
         return due
@@ -108,22 +89,17 @@ class GatherOrder(Generic[U]):
         return itertools.chain.from_iterable(self._upcoming(self._position.get(unit, self._next)))
 
     def _upcoming(self, last: int) -> Sequence[tuple[U, ...]]:
-        return () if last < self._next - 1 else self._groups[self._next : min(self._next + 1, self.limit)]
+        return () if last < self._next - 1 else self._groups[self._next : self._next + 1]
 
 
 class ReduceOrder(Generic[U]):
     """The reductions of one backward: a unit is due when it is ready and no unit that began later is outstanding.
 
     Coalesced units are due together, when all of them are ready.
-
-    Attributes:
-        awaited: the tick at which the next gather without a turn is due: units that began before it wait for it.
     """
 
-    def __init__(self, record: ForwardRecord[U], began: Mapping[U, int] = MappingProxyType({})) -> None:
-        """`began`: the ticks at which the units that this backward may reach began."""
-        self._record, self._began = record, began
-        self.awaited = 0
+    def __init__(self, record: ForwardRecord[U]) -> None:
+        self._record = record
         self._coalesced: dict[U, tuple[U, ...]] = {}
         self._outstanding: dict[U, int] = {}
         self._in_order: list[U] | None = []  # the outstanding units, the next one last; None when it must be sorted
@@ -172,8 +148,6 @@ class ReduceOrder(Generic[U]):
             group = self._group(in_order[-1])
             if not (rest or self._ready.issuperset(group)):
                 break
-            if self.awaited and not rest and min(map(self._when_began, group)) < self.awaited:
-                break
             out.append(group)
             for unit in group:
                 del self._outstanding[unit]
@@ -184,9 +158,6 @@ class ReduceOrder(Generic[U]):
             else:
                 self._in_order = None
         return out
-
-    def _when_began(self, unit: U) -> int:
-        return self._began.get(unit, self._outstanding[unit])
 
     def _group(self, unit: U) -> tuple[U, ...]:
         return self._coalesced.get(unit) or (unit,)

@@ -271,11 +271,10 @@ class Net(nn.Module):
             more = random.Random(f"mixed {seed}")
             self.again = [more.random() < 0.7 for _ in self.parts]
             self.recompute = [[more.choice(ways) for _ in range(2)] for _ in self.parts]
+        ties: list[tuple[int, int]] = []
         for place, unit in enumerate(self.units):
             if corners and drawn.random() < 0.3:
-                owner = self.units[drawn.randrange(place + 1)]
-                if owner.b.requires_grad == unit.b.requires_grad:
-                    unit.b = owner.b
+                ties.append((place, drawn.randrange(place + 1)))
             if corners and isinstance(unit, Leafy):
                 unit.in_tuple = drawn.random() < 0.3
         if how.recursive:
@@ -292,6 +291,9 @@ class Net(nn.Module):
         if siblings:
             cuts = sorted({0, len(self.parts), *(drawn.randrange(len(self.parts)) for _ in range(2))})
             self.stretches = [Stretch(*ends, drawn.choice(ways)) for ends in itertools.pairwise(cuts)]
+        for place, owner in ties:
+            if not (self._is_reentrant(place) or self._is_reentrant(owner)):  # which is refused
+                self._tie(self.units[place], self.units[owner])
         self.head: nn.Parameter | None = None
         if outputs:
             if drawn.random() < 0.7 or how.apart or not how.alike:
@@ -306,6 +308,17 @@ class Net(nn.Module):
                 if part.recompute is not True and drawn.random() < 0.7:
                     leafy = unit.inner if isinstance(unit, Nest) else unit
                     leafy.returns = tuple(drawn.sample(BESIDE, drawn.randint(1, len(BESIDE))))
+
+    def _is_reentrant(self, place: int) -> bool:
+        """Whether a reentrant checkpoint runs this unit, or a part of it."""
+        around = any(each.recompute and each.first <= place < each.end for each in self.stretches)
+        own = True in self.recompute[place] and not self.parts[place].nested
+        return around or own or self.parts_of_units
+
+    @staticmethod
+    def _tie(unit: Any, owner: Any) -> None:
+        if owner.b.requires_grad == unit.b.requires_grad:
+            unit.b = owner.b
 
     def forward(self, x: Tensor, seed: int) -> Any:
         """Another `seed` draws the use of the parts. With several outputs: nested, some of them the same tensors."""

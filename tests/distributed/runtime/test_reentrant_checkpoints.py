@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel
 from tests.conftest import Run
+from tests.harness.pool import JobFailed
 
 WIDTH = 6
 reentrant = partial(checkpoint, use_reentrant=True)
@@ -337,7 +338,11 @@ def test_gradients_that_come_late_in_an_earlier_forward_are_reduced_with_the_oth
     assert pool2(_two_forwards) == [[], []]
 
 
-# Where graphs of two lived before, forwards have been looked into.
+# On one rank only: the other would not reduce it once more.
 @pytest.mark.parametrize("before", [(1, 1), (2,), (2, 2, 2)])
-def test_so_they_are_where_steps_before_have_shown_none(before: Sequence[int], pool2: Run) -> None:
-    assert pool2(_two_forwards, before) == [[], []]
+def test_they_are_refused_where_steps_before_have_shown_none(before: Sequence[int], pool2: Run) -> None:
+    with pytest.raises(JobFailed) as found:
+        pool2(_two_forwards, before)
+    words = str(found.value)
+    assert "unit 'a': a part of it that was recomputed by a reentrant checkpoint brought a gradient after" in words
+    assert "The unit ran in several forwards before this backward" in words and "use_reentrant=False" in words

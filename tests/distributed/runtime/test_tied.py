@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.thorough import some
 
@@ -100,12 +102,17 @@ CALLS = [
 
 
 # In which of all ways, goes round: each occurs with each of everything else.
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize(("turn", "recomputed"), list(enumerate(["02", "0", "2", "012"])))
+@pytest.mark.parametrize(
+    ("turn", "recomputed", "reentrant"),
+    [
+        *((0, "02", False), (1, "0", False), (2, "2", False), (3, "012", False), (4, "1", True)),
+    ],
+)
 def test_recomputed_units_that_share_a_parameter(turn: int, recomputed: str, reentrant: bool, pool2: Run) -> None:
+    """Only the unit that shares none is recomputed reentrantly."""
     strategies = itertools.cycle(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
     for number, (calls, strategy) in enumerate(zip(CALLS, strategies, strict=False)):
-        ways = some(WAYS, 6, number + 2 * turn + reentrant)
+        ways = some(WAYS, 6, number + 2 * turn)
         assert pool2(_train, [calls, calls], recomputed, reentrant, strategy, ways) == [[], []]
 
 
@@ -121,7 +128,40 @@ DIFFERENT = [
 def test_where_ranks_use_different_ones(turn: int, recomputed: str, pool2: Run) -> None:
     for number, (calls, strategy) in enumerate(zip(DIFFERENT, itertools.cycle(("FULL_SHARD", "SHARD_GRAD_OP")))):
         ways = some(WAYS, 3, number // 2 + turn)
-        assert pool2(_train, list(calls), recomputed, True, strategy, ways) == [[], []]
+        assert pool2(_train, list(calls), recomputed, False, strategy, ways) == [[], []]
+
+
+class Parted(Net):
+    """A part of one of two units that share a parameter is recomputed."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        unit = self.units[2]
+        unit.forward = lambda x, use: checkpoint(lambda x: (x @ unit.a).tanh(), x, use_reentrant=True)
+
+
+def _refused(rank: int, world: int, made: type[Net], recomputed: str) -> str:
+    """The error of a step."""
+    net = made(["0ab", "1ab", "2ab"], recomputed, True)
+    model = FullyShardedDataParallel(net, auto_wrap_policy={Leaf})
+    with pytest.raises(UsageError) as found:
+        model(torch.ones(3, WIDTH, requires_grad=True)).sum().backward()
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("made", "recomputed", "expected"),
+    [
+        (Net, "0", "unit 'units.0', which shares parameters with unit 'units.2', runs under a reentrant checkpoint"),
+        (Net, "2", "unit 'units.2', which shares parameters with unit 'units.0', runs under a reentrant checkpoint"),
+        (Parted, "", "a part of unit 'units.2', which shares parameters with unit 'units.0', runs under a reentrant"),
+    ],
+)
+def test_a_reentrant_checkpoint_around_one_of_them_is_refused(
+    made: type[Net], recomputed: str, expected: str, pool2: Run
+) -> None:
+    for message in pool2(_refused, made, recomputed):
+        assert expected in message and "use_reentrant=False" in message
 
 
 class Behind(nn.Module):

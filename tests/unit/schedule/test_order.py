@@ -120,22 +120,23 @@ def test_what_a_reentrant_checkpoint_recomputes_is_over_with_the_last_of_it() ->
     for unit, checkpoint in (("a", 1), ("b", 1), ("c", 2), ("d", None), ("e", None)):
         record.enter_without_graph(unit, checkpoint=checkpoint)
         record.leave_without_graph(unit)
-    lifetimes = [(lifetime.unit, lifetime.due, lifetime.over) for lifetime in BackwardClock(record).to_come]
-    assert lifetimes == [("a", 4, 1), ("b", 4, 1), ("c", 6, 5)]
+    clock = BackwardClock(record)
+    assert clock.gathers == ("c", "a", "b")  # each has its turn
+    assert clock.due == {"a": 4, "b": 4, "c": 6}
+    assert [(lifetime.unit, lifetime.over) for lifetime in clock.lifetimes] == [("a", 1), ("b", 1), ("c", 5)]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_what_has_run_without_a_graph_is_over_with_that_run(shared: bool) -> None:
+def test_what_has_run_without_a_graph_is_over_with_that_run() -> None:
     record: ForwardRecord[str] = ForwardRecord()
     record.begin()
     record.enter_without_graph("a", checkpoint=1)
     record.leave_without_graph("a")
     for unit in "b", "a":
-        (record.enter_sharing if shared and unit == "a" else record.enter)(unit)
+        record.enter(unit)
         record.leave(unit)
     assert list(BackwardClock(record).began.items()) == [("a", 1), ("b", 3)]
     clock = BackwardClock(record)
-    assert clock.called_again == {"a"} and clock.due["a"] == 6 and not clock.to_come
+    assert clock.called_again == {"a"} and clock.due["a"] == 6
 
 
 def test_a_segment_is_over_when_its_units_are_though_others_use_their_parameters() -> None:
