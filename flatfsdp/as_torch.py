@@ -4,8 +4,6 @@
 `torchrun ... -m flatfsdp.as_torch script.py args...`, runs a program that was written for FSDP1 or FSDP2 unchanged. In
 a program of your own `install()` does the same.
 
-`torch.nn.utils.clip_grad_norm_`, which would clip each rank's shards separately, takes the norm over all ranks.
-
 Names are replaced in modules: in torch's public modules, in `torch.distributed.checkpoint.state_dict`,
 whose `get_state_dict` and `set_state_dict` then work on flatfsdp's models, and in every module that has imported one
 of them by then. References that a program keeps elsewhere (in an object, a default argument) before `install()` stay
@@ -36,12 +34,10 @@ import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
 import torch.distributed.fsdp.wrap as torchs_wrap
 import torch.distributed.pipelining.stage
 from torch import nn
-from torch.nn.utils import clip_grad
 
 from . import FullyShardedDataParallel, ShardedGradScaler, fsdp_module, wrap
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .engine.config import fsdp1_mode, state_dict_configs
-from .engine.features.clip import clips_over_ranks
 from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.flat import flat_param
 from .engine.fully_shard.class_swap import swapped
@@ -93,7 +89,6 @@ def install() -> None:
         return
     fsdp1_mode.active = True
     by_id: dict[int, Any] = {}
-    by_id[id(clip_grad.clip_grad_norm_)] = clips_over_ranks(clip_grad.clip_grad_norm_)
     by_id[id(torchs_runtime._lazy_init)] = _of_either(torchs_runtime._lazy_init)
     for module in _PUBLIC:
         for name, ours in _OURS.items():
@@ -135,7 +130,7 @@ def uninstall() -> None:
 
 def _has_names_to_replace(module: ModuleType) -> bool:
     """Whether the names of `module` are a program's, or those under which programs find torch's FSDP."""
-    if module in (*_PUBLIC, dcp_state_dict, nn.utils, clip_grad) or module.__name__ in _IN_TORCH:
+    if module in (*_PUBLIC, dcp_state_dict) or module.__name__ in _IN_TORCH:
         return True
     package = module.__name__.partition(".")[0]
     return package not in ("torch", "flatfsdp") or module.__name__ == __name__ == "__main__"

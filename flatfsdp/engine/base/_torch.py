@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
-from types import FrameType
+from types import CellType, FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -61,6 +61,8 @@ REASONS = {
     "every call, for longer than a small collective takes; likewise _reduce_scatter_base",
     "torch.distributed.ProcessGroup.*_coalesced": "NCCL coalesces several small operations into one without a copy; "
     "the public way to do so, a list per tensor, copies",
+    "torch.nn.utils.clip_grad._no_grad": "programs import clip_grad_norm_ by name before a model is sharded, and what "
+    "the wrapper of this decorator calls is the one place that all these names share; likewise get_total_norm",
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "the composable replicate() runs a model inside a "
     "DistributedDataParallel that no module holds, and units compare their ranks with it",
     "torch.distributed._composable.contract.REGISTRY_KEY": "replicate() leaves alone modules that are registered as "
@@ -85,6 +87,10 @@ def missing() -> list[str]:
         ),
         "torch.distributed.ProcessGroup.*_coalesced": lambda: (_gather_grouped(), _reduce_scatter_grouped()),
         "torch.distributed.checkpoint.filesystem._StorageInfo": storage_info,
+        "torch.nn.utils.clip_grad._no_grad": lambda: (
+            implementation_of(torch.nn.utils.clip_grad_norm_),
+            implementation_of(torch.nn.utils.get_total_norm),
+        ),
         "torch.distributed._composable.contract.REGISTRY_KEY": _registry_key,
         "torch._subclasses.FakeTensorMode": lambda: fake_tensors().FakeTensorMode,
         "torch.testing._internal.distributed.fake_pg": _fake_backend,
@@ -352,6 +358,19 @@ def accumulate_hooks(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[
 hooks_on: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None] = _HOOKS
 # The hooks registered on a tensor with `register_hook` and not removed; false if there are none.
 has_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
+
+
+def implementation_of(function: Any) -> CellType:
+    """The cell that holds what `function` of `torch.nn.utils.clip_grad` calls, under whichever name it was imported.
+
+    Raises:
+        AttributeError: this torch, or a library that has replaced the function, wraps it in another way.
+    """
+    names: tuple[str, ...] = function.__code__.co_freevars
+    if "func" not in names:
+        raise AttributeError(f"{function.__name__} is not wrapped by _no_grad")
+    cell: CellType = function.__closure__[names.index("func")]
+    return cell
 
 
 def in_functional_call() -> bool:

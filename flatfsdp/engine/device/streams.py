@@ -83,15 +83,6 @@ class Device:
         if event is not None:
             event.synchronize()
 
-    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start to copy `tensor`, which is on this device or the host, in the caller's order. Returns the copy, and the
-        event that the device must have reached before the host reads the copy."""
-        if self._module is None or tensor.device.type == "cpu":
-            return tensor, None
-        copy = pinned_like(tensor)
-        copy.copy_(tensor, non_blocking=True)
-        return copy, self.mark()
-
     def is_past(self, event: Any) -> bool:
         """Whether the device has reached `event` (always, on CPU)."""
         return event is None or event.query()

@@ -12,7 +12,7 @@ from torch import nn
 from ...errors import UsageError
 from ..features.clip import clip_grad_norm
 from ..runtime.model import check_outermost
-from ..runtime.rest import before_clipping, check_outside, quiesce
+from ..runtime.rest import check_outside, quiesce
 from ..runtime.unit import Unit
 
 
@@ -27,7 +27,8 @@ class GradientControls:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 
         Ignored parameters count once. Every rank gets the same norm, a tensor without dimensions. Collective.
-        For modules of `fully_shard`, `torch.nn.utils.clip_grad_norm_` does the same, with operations on DTensors.
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` does the same, for modules of `fully_shard` with
+        operations on DTensors.
 
         Args:
             max_norm: the upper limit.
@@ -38,16 +39,15 @@ class GradientControls:
         Raises:
             NonFiniteError: for such a norm, on every rank.
             AgreementError: on every rank, within seconds, if other ranks do something else.
-            UsageError: on a nested wrapper or module; an optimizer steps in backwards.
+            UsageError: on a nested wrapper or module; an optimizer steps in backwards; inside of a forward, of
+                `summon_full_params()`, or after a `no_sync()` whose gradients are not reduced.
             ConfigTypeError, ConfigValueError: for arguments that are not such numbers.
         """
         model = check_outermost(self._unit, "clip_grad_norm_")
-        before_clipping(model)
         parameters: Iterable[torch.Tensor] = cast(nn.Module, self).parameters()
         if self._unit.entries.in_place:  # modules may hold the unsharded parameters, which have no gradients
             parameters = chain(model.steppable, parameters)
-        with model.agreement.collective_call("clip_grad_norm_()"):
-            return clip_grad_norm(model, parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return clip_grad_norm([model], parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def reduce_accumulated_gradients(self) -> None:
         """Reduce the gradients accumulated by backwards without synchronization into `.grad`, without a backward.

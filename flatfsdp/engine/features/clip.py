@@ -1,26 +1,37 @@
-"""The norm of all gradients of a model, inside and outside of its units, and clipping by that norm."""
+"""The norm of all gradients of models, inside and outside of their units, and clipping by that norm.
+
+[Note: torch's norms] `torch.nn.utils.clip_grad_norm_` and `get_total_norm` compute with the tensors of one process. For
+shards each rank would scale by a factor of its own, so for shards these functions are executed here, over all ranks.
+Programs have imported them by name before a model is sharded, so what is replaced is what these names call. They then
+are collective; a rank without any of the gradients takes part with zero. A call with other tensors costs one comparison
+with the parameters of the live models. Norms that a program computes by itself (`p.grad.norm()`) stay those of a rank.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ...api import check_bool
 from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, warn
 from ..base import _torch
 from ..base._dtensor import is_dtensor
 from ..comm.transport import Transport
+from ..flat.flat_param import FlatParamHandle
+from ..flat.states import SUMMONED
 from ..runtime import param_registry as registry
 from ..runtime.model import Model, model_of
 from ..runtime.part_axes import part_axes
-from ..runtime.rest import before_clipping
+from ..runtime.rest import before_norm, models_of, open_windows, reduce_left
 from ..runtime.unit import Unit
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
@@ -65,45 +76,54 @@ class _Gradients(NamedTuple):
     """Gradients of some parameters, as optimizers see them.
 
     Attributes:
-        sharded: sharded gradients, by the process groups over which their norms are summed, with their transports.
+        sharded: sharded gradients, by the process groups over which their norms are summed, with their transports. The
+            same groups on all ranks, whichever parameters a rank has chosen.
         whole: gradients that every rank holds completely (NO_SHARD, ignored parameters).
         dtypes: of the gradients on any rank, including dtypes of which this rank holds none.
+        summed: dtypes that the models have for gradients, the same on all ranks.
     """
 
     sharded: dict[tuple[Any, ...], tuple[list[Transport], list[torch.Tensor]]]
     whole: list[torch.Tensor]
     dtypes: set[torch.dtype]
+    summed: set[torch.dtype]
 
     @classmethod
-    def of(cls, model: Model, parameters: Iterable[torch.Tensor]) -> _Gradients:
-        """The gradients of `parameters`, in units of `model` or outside of them."""
-        found = cls({}, [], set())
+    def of(cls, models: Iterable[Model], chosen: Mapping[int, torch.Tensor]) -> _Gradients:
+        """The gradients of the `chosen` parameters, by their ids, in units of `models` or outside of them."""
+        found = cls({}, [], set(), set())
         managed: set[int] = set()
-        norm_axes = model.setup.norm_axes
-        chosen = {id(parameter): parameter for parameter in parameters}
-        for unit in model.units:
+        for unit, axes_of in [(unit, model.setup.norm_axes) for model in models for unit in model.units]:
             for kind, handle in enumerate(unit.handles):
                 managed.update(map(id, handle.parameters))
-                if chosen.keys().isdisjoint(map(id, handle.face.holders)):
-                    continue
-                if handle.trainable_indices():
+                found.summed.add(handle.precision.grad)
+                if handle.trainable_indices() and not chosen.keys().isdisjoint(map(id, handle.face.holders)):
                     found.dtypes.add(handle.precision.grad)
                 own = [] if handle.is_unsharded_at_rest else [unit.axes.transports_of(handle).gather]
                 if unit.views[kind].extended:
-                    for axes, grads in _by_axes(unit, kind, chosen.keys()):
+                    for axes, grads in _by_axes(unit, kind, chosen):
                         found.over([*own, *axes]).extend(grads)
                     continue
-                if handle in norm_axes:
-                    own = norm_axes[handle]
+                if handle in axes_of:
+                    own = axes_of[handle]
                 grads = found.whole  # `over`, without a call per unit
                 if own:
                     key = (own[0].group.process_group,) if len(own) == 1 else tuple(a.group.process_group for a in own)
                     grads = found.sharded.setdefault(key, (own, []))[1]
                 present = [p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None]
                 grads.extend(map(handle.face.local_of, present) if handle.face.is_distributed else present)
-        found.whole.extend([p.grad for key, p in chosen.items() if key not in managed and p.grad is not None])
-        found.dtypes.update(map(attrgetter("dtype"), found.whole))
+        found.add_whole(p.grad for key, p in chosen.items() if key not in managed and p.grad is not None)
         return found
+
+    def add_whole(self, grads: Iterable[torch.Tensor]) -> None:
+        """Add `grads` of parameters in no unit, which every rank holds completely."""
+        added = list(grads)
+        self.whole.extend(added)
+        self.dtypes.update(map(attrgetter("dtype"), added))
+
+    def in_their_dtype(self, norm: torch.Tensor) -> torch.Tensor:
+        """`norm`, in the widest dtype of these gradients."""
+        return norm.to(max(map(torch.dtype.to_real, self.dtypes), key=attrgetter("itemsize"))) if self.dtypes else norm
 
     def over(self, axes: list[Transport]) -> list[torch.Tensor]:
         """The list of gradients of which the ranks of `axes` hold different pieces; `whole` if there are no axes."""
@@ -113,7 +133,8 @@ class _Gradients(NamedTuple):
 
     def norm(self, p: float, device: torch.device) -> torch.Tensor:
         """The norm of all these gradients, in float32 or float64. Collective over the groups of `sharded`."""
-        wide = torch.float32 if self.dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
+        is_wide = not (self.dtypes | self.summed).isdisjoint((torch.float64, torch.complex128))
+        wide = torch.float64 if is_wide else torch.float32
         total = _power_sum(self.whole, p, device, wide)
         for axes, grads in self.sharded.values():
             part = _power_sum(grads, p, device, wide)
@@ -136,43 +157,90 @@ def _by_axes(unit: Unit, kind: int, chosen: Container[int]) -> Iterator[tuple[li
 
 @torch.no_grad()
 def clip_grad_norm(
-    model: Model, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    models: Sequence[Model],
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """Scale the gradients of `parameters`, as optimizers see them, by one factor on all ranks, so that their joint norm
-    is at most `max_norm`; returns the norm before scaling.
+    is at most `max_norm`; returns the norm before scaling. `models`: all those of which there are parameters.
 
     A sharded gradient counts once over its shard group, and over the ranks of tensor parallelism that split its
     parameter; a gradient that every rank holds counts once. Collective over these groups: one scalar each, with or
     without gradients. A norm that is not finite is so on all ranks; with `error_if_nonfinite` all of them then exchange
     the gradient that caused it.
     """
+    call = "clip_grad_norm_"
     check_bool("error_if_nonfinite", error_if_nonfinite)
-    if stepping := optimizers_of(model).active:
-        raise UsageError(
-            f"clip_grad_norm_: {type(stepping[0]).__name__} steps during backwards, so gradients are gone before "
-            "their norm is known. Run the backward, the clipping and the optimizer's own step() inside no_step() of "
-            "the OptimizerInBackward, or clip each gradient separately, in a post-accumulate hook"
-        )
     if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool):
         raise ConfigTypeError(f"max_norm: got {max_norm!r}. Accepted: a number")
+    p = _order_of(norm_type)
+    for model in models:
+        before_norm(model, f"{call}()")
+        reduce_left(model)
+    chosen = {id(parameter): parameter for parameter in parameters}
+    with _collective_call(models, chosen.keys(), call):
+        found = _Gradients.of(models, chosen)
+        norm = _norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite)
+        every = [*chain.from_iterable(map(itemgetter(1), found.sharded.values())), *found.whole]
+        if not every:
+            warn(
+                f"clip_grad_norm_: no parameter of rank {current_rank()} has a gradient; the norm counts only "
+                "other ranks' gradients"
+            )
+        _scale(every, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return found.in_their_dtype(norm)
+
+
+def _order_of(norm_type: float) -> float:
     try:
         p = float(norm_type)
     except (TypeError, ValueError):
         raise ConfigTypeError(f"norm_type: got {norm_type!r}. Accepted: a number, or 'inf'") from None
     if math.isnan(p) or p < 0:
         raise ConfigValueError(f"norm_type: got {norm_type!r}. Accepted: 0, a positive number, or inf")
-    found = _Gradients.of(model, parameters)
-    norm = found.norm(p, model.resources.device.device)
+    return p
+
+
+@contextmanager
+def _collective_call(models: Iterable[Model], chosen: Set[int], call: str) -> Iterator[None]:
+    """A context for a `call` that all ranks make about the gradients of parameters with the `chosen` ids.
+
+    Raises:
+        UsageError: these gradients are gone, or are not reduced.
+    """
+    with ExitStack() as calls:
+        for model in models:
+            if stepping := optimizers_of(model).active:
+                raise UsageError(
+                    f"{call}: {type(stepping[0]).__name__} steps during backwards, so gradients are gone before "
+                    "their norm is known. Run the backward, the clipping and the optimizer's own step() inside "
+                    "no_step() of the OptimizerInBackward, or clip each gradient separately, in a post-accumulate hook"
+                )
+            if any(window.is_stepped_by(chosen) for window in open_windows(model)):
+                raise UsageError(
+                    f"{call}: the gradients were accumulated under no_sync(), and no backward has reduced them, so "
+                    ".grad shows parts of this rank's own sums. Run the last backward outside of no_sync(), under "
+                    "fully_shard after set_requires_gradient_sync(True), and make this call after it"
+                )
+            calls.enter_context(model.agreement.collective_call(f"{call}()"))
+        yield
+
+
+def _norm_of(
+    found: _Gradients, models: Sequence[Model], p: float, call: str, *, error_if_nonfinite: bool
+) -> torch.Tensor:
+    norm = found.norm(p, models[0].resources.device.device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        _refuse_norm(model, norm, p)
-    every = [*chain.from_iterable(map(itemgetter(1), found.sharded.values())), *found.whole]
-    if not every:
-        warn(
-            f"clip_grad_norm_: no parameter of rank {current_rank()} has a gradient; the norm counts only "
-            "other ranks' gradients"
+        culprits = [of_all_ranks(first_gradient(each.units), each.agreement, each.units) for each in models]
+        none = "each gradient of the units is finite, so parameters outside of them cause it, or it is too large"
+        raise NonFiniteError(
+            f"{call}: the norm of order {p:g} of all gradients is {float(norm)}: "
+            f"{'; '.join(filter(None, culprits)) or none}. No gradient was changed"
         )
-    _scale(every, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return norm.to(max(map(torch.dtype.to_real, found.dtypes), key=attrgetter("itemsize"))) if found.dtypes else norm
+    return norm
 
 
 def _scale(grads: Iterable[torch.Tensor], by: torch.Tensor) -> None:
@@ -185,9 +253,27 @@ def _scale(grads: Iterable[torch.Tensor], by: torch.Tensor) -> None:
         grad.mul_(scales[grad.device])
 
 
-def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.nn.utils.clip_grad_norm_`, with the norm over all ranks if any of the parameters is of a wrapped model and
-    no DTensor; collective in this case. In all other cases `torchs_own`."""
+# -- torch's functions -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def serve_torchs_norms() -> None:
+    """Let torch's functions of gradient norms see the shards of all ranks, once per process. [Note: torch's norms]"""
+    try:
+        cells = [_torch.implementation_of(function) for function in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)]
+    except AttributeError:
+        warn(
+            f"clip_grad_norm_ and get_total_norm in torch.nn.utils, of torch {torch.__version__} or replaced by a "
+            "library, cannot be made to see the shards of other ranks: each rank would scale by a factor of its own. "
+            "Call model.clip_grad_norm_() of the outermost FullyShardedDataParallel"
+        )
+        return
+    for cell, made in zip(cells, (_clips, _total), strict=True):
+        cell.cell_contents = made(cell.cell_contents)
+
+
+def _clips(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.nn.utils.clip_grad_norm_`; `torchs_own` for parameters of which this rank has the whole."""
 
     @functools.wraps(torchs_own)
     def clip_grad_norm_(
@@ -197,35 +283,85 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        ids = set(map(id, given))
-        units = {unit for model in registry.models for unit in model.units}
-        # A wrapper inside another one had a model of its own before, which may be collected: look up each unit's now.
-        found = {
-            model_of(unit)
-            for unit in units
-            for handle in unit.handles
-            if not (handle.face.is_distributed or ids.isdisjoint(map(id, handle.face.holders)))
-        }
-        if not found:
-            return torchs_own(given, max_norm, norm_type, error_if_nonfinite, foreach)
-        if len(found) > 1:
-            raise UsageError(
-                f"clip_grad_norm_: got parameters of {len(found)} wrapped models. Clip the gradients of one at a time, "
-                "or wrap them as one model"
-            )
-        (model,) = found
-        before_clipping(model)
-        with model.agreement.collective_call("clip_grad_norm_()"):
-            return clip_grad_norm(model, given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        given = _listed(parameters)
+        models = _models_among(given, _places())
+        if not models:
+            return torchs_own(given or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return clip_grad_norm(models, given, float(max_norm), norm_type, error_if_nonfinite=error_if_nonfinite)
 
     return clip_grad_norm_
 
 
-def _refuse_norm(model: Model, norm: torch.Tensor, p: float) -> NoReturn:
-    found = of_all_ranks(first_gradient(model.units), model.agreement, model.units)
-    raise NonFiniteError(
-        f"clip_grad_norm_: the norm of order {p:g} of all gradients is {float(norm)}: "
-        f"{found or 'each gradient of the units is finite, so parameters outside of them cause it, or it is too large'}"
-        ". No gradient was changed"
-    )
+def _total(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.nn.utils.get_total_norm`; `torchs_own` for tensors that are no gradients of shards."""
+
+    @functools.wraps(torchs_own)
+    def get_total_norm(
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        given, places, call = _listed(tensors), _places(), "get_total_norm"
+        holders = {id(grad): each.holder for each in places.values() if (grad := each.holder.grad) is not None}
+        chosen = {id(holder): holder for each in given if (holder := holders.get(id(each))) is not None}
+        for each in given:
+            if (place := places.get(id(each))) is not None and place.is_split:
+                raise UsageError(
+                    f"{call}: got parameters of unit {place.unit.label}, which show this rank's shards. Expected "
+                    "gradients; compute norms of parameters inside summon_full_params()"
+                )
+        models = _models_among(list(chosen.values()) if given else [], places)
+        if not models:
+            return torchs_own(given, norm_type, error_if_nonfinite, foreach)
+        p = _order_of(norm_type)
+        for model in models:
+            before_norm(model, f"{call}()")
+        with _collective_call(models, chosen.keys(), call):
+            found = _Gradients.of(models, chosen)
+            found.add_whole(each for each in given if id(each) not in holders)
+            return found.in_their_dtype(_norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite))
+
+    return get_total_norm
+
+
+def _listed(given: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [given] if isinstance(given, torch.Tensor) else list(given)
+
+
+class _Place(NamedTuple):
+    """Where a parameter that optimizers see belongs."""
+
+    holder: nn.Parameter
+    unit: Unit
+    handle: FlatParamHandle
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it shows the shard of this rank now."""
+        return not (self.handle.is_unsharded_at_rest or self.unit.phase is SUMMONED)
+
+
+def _places() -> dict[int, _Place]:
+    """The parameters that optimizers see, by their ids, except DTensors, of which torch takes the norm over ranks."""
+    return {
+        id(holder): _Place(holder, unit, handle)
+        for model in registry.models
+        for unit in model.units
+        for handle in unit.handles
+        if not handle.face.is_distributed
+        for holder in handle.face.holders
+    }
+
+
+def _models_among(parameters: Sequence[torch.Tensor], places: Mapping[int, _Place]) -> list[Model]:
+    """The models of `parameters`, in their order; [] if torch's own function does what is right for them.
+
+    A rank may have no elements of the parameters whose gradients others pass; so no parameters are those of the only
+    model, if there is a single one.
+    """
+    units = [place.unit for each in parameters if (place := places.get(id(each))) is not None]
+    if not parameters:
+        living = [model for model in registry.models if model_of(model.outermost) is model]
+        units = [place.unit for place in places.values()] if len(living) == 1 else []
+    return [] if all(unit.phase is SUMMONED for unit in units) else models_of(units)

@@ -37,7 +37,7 @@ and the window continues in other memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -295,7 +295,7 @@ class Accumulation:
         """Whether something is left to reduce: the next backward that reduces does, on all ranks."""
         return self.window_open or self.partial is not None
 
-    def is_stepped_by(self, held: set[int]) -> bool:
+    def is_stepped_by(self, held: Container[int]) -> bool:
         """Whether an optimizer with these parameters, by their ids, would step on gradients that a window left."""
         return any(mark.is_there and id(mark.parameter) in held for mark in self._window_grads)
 

@@ -21,11 +21,12 @@ from ..base import _dtensor
 from ..base.overrides import Override
 from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParameter, FlatParamHandle
+from ..flat.gradient_slots import Accumulation
 from . import param_registry as registry
 from .device_checks import check_registered
 from .model import Model
 from .optimizer_options import compare_options, is_compared
-from .rest import before_step
+from .rest import before_step, open_windows
 
 
 class _CheckedOptimizer(NamedTuple):
@@ -68,7 +69,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not is_at_work(optimizer):
         before_step(optimizer)
         for model in stepped_by(optimizer):
-            _check_reduced(optimizer, model)
+            if windows := open_windows(model):
+                _check_reduced(optimizer, windows)
         compare_at_first_step(optimizer)
     for ref in [*looking]:
         if (each := ref()) is not None:
@@ -92,23 +94,16 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
     return known
 
 
-def _check_reduced(optimizer: torch.optim.Optimizer, model: Model) -> None:
-    """Warn if `optimizer` would step on gradients that are not reduced over ranks."""
-    windows = [
-        grads.accumulation
-        for unit in model.units
-        for grads in unit.grads
-        if grads.accumulation.window_open and not grads.handle.is_unsharded_at_rest
-    ]
-    if windows:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if any(window.is_stepped_by(held) for window in windows) and is_new("unreduced"):
-            warn_once_per_job(
-                f"{type(optimizer).__name__} steps on gradients that are not averaged over ranks: they were "
-                "accumulated under no_sync(), and no backward has reduced them, so each rank's shard depends on that "
-                "rank's data alone. Run the last backward before a step outside of no_sync(), under fully_shard "
-                "after set_requires_gradient_sync(True)"
-            )
+def _check_reduced(optimizer: torch.optim.Optimizer, windows: list[Accumulation]) -> None:
+    """Warn if `optimizer` would step on gradients of `windows`, which are not reduced over ranks."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(window.is_stepped_by(held) for window in windows) and is_new("unreduced"):
+        warn_once_per_job(
+            f"{type(optimizer).__name__} steps on gradients that are not averaged over ranks: they were "
+            "accumulated under no_sync(), and no backward has reduced them, so each rank's shard depends on that "
+            "rank's data alone. Run the last backward before a step outside of no_sync(), under fully_shard "
+            "after set_requires_gradient_sync(True)"
+        )
 
 
 def compare_at_first_step(optimizer: torch.optim.Optimizer) -> None:

@@ -19,6 +19,7 @@ import torch
 from ...errors import UsageError
 from ..base import _torch
 from ..comm.error_feedback import Residuals
+from ..flat.gradient_slots import Accumulation
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from . import param_registry as registry
@@ -136,18 +137,32 @@ def before_step(optimizer: torch.optim.Optimizer) -> None:
             handles = (handle for unit in model.units for handle in unit.handles)
             if any(id(parameter) in stepped for handle in handles for parameter in handle.face.holders):
                 model.iteration.show_shards()
-                _reduce_left(model)
+                reduce_left(model)
 
 
-def before_clipping(model: Model) -> None:
-    """Finish the iteration of `model`, and reduce the gradients that are left unreduced. Collective."""
+def before_norm(model: Model, call: str) -> None:
+    """Finish the iteration of `model`, before a `call` about its gradients. Collective the first time.
+
+    Raises:
+        UsageError: a unit computes, or shows whole parameters.
+    """
     model.setup.lazy_init()
     model.iteration.finish_interrupted()
-    if model.iteration.left_unreduced:
-        _reduce_left(model)
+    for unit in [unit for unit in model.units if unit.phase is not IDLE]:
+        check_idle(unit, call)
 
 
-def _reduce_left(model: Model) -> None:
+def open_windows(model: Model) -> list[Accumulation]:
+    """The sums of microbatches without synchronization in `model`, of this rank's data alone."""
+    return [
+        grads.accumulation
+        for unit in model.units
+        for grads in unit.grads
+        if grads.accumulation.window_open and not grads.handle.is_unsharded_at_rest
+    ]
+
+
+def reduce_left(model: Model) -> None:
     """Reduce the gradients of microbatches without synchronization, if the last backward did not. Collective in this
     case. [Note: left unreduced]"""
     iteration = model.iteration

@@ -56,7 +56,6 @@ from .store import AlarmReader, StoreClient, StoreGone, does_not_answer, where_i
 from .wake import Wake
 
 JOIN = 10.0  # seconds that the thread has to finish its output when the interpreter exits
-LAST_ERRANDS = 0.3  # seconds that errands have then
 MISSED = 3.0  # periods without an answer of the store after which the second thread takes over
 MODELS = 64  # the last ones, whose progress is reported
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late legitimately: torch's own limit
@@ -81,7 +80,6 @@ class Watchdog:
         self.progress: dict[str, reports.Progress] = {}
         self._closed = False
         self._store_is_gone = False
-        self._errands: list[Callable[[], bool]] = []  # called by the thread once per period
         # Set while the main thread, after a lost connection, waits until the first is true; and the poll's purpose.
         self._requested_poll: tuple[Callable[[], Any], reports.Purpose] | None = None
         self._lost: AgreementError | None = None  # the error for the main thread to raise
@@ -113,13 +111,6 @@ class Watchdog:
         """The progress with models that exist: with deleted ones, ranks may have stopped in different steps."""
         living = [each.progress for each in list(self._local.watched)]
         return {scope: each for scope, each in [*self.progress.items()] if any(each is known for known in living)}
-
-    def run(self, errand: Callable[[], bool]) -> None:
-        """Let the thread call `errand` at once and then once per period, until it returns True."""
-        with self._lock:
-            self._errands.append(errand)
-            self._start()
-        self._wake.set()
 
     @contextlib.contextmanager
     def waiting(self, ranks: Sequence[int], what: str, *, ends_by_notes: bool = False) -> Iterator[None]:
@@ -213,9 +204,6 @@ class Watchdog:
                 if time.monotonic() > deadline or self.store.unanswered_for() > self._polls.period:
                     break
                 thread.join(timeout=0.1)
-        if self._errands and not self.store.unanswered_for():
-            with contextlib.suppress(RuntimeError):  # the store is gone
-                self.store.wait(self._run_errands, LAST_ERRANDS)
 
     @property
     def failure(self) -> AgreementError | None:
@@ -269,7 +257,6 @@ class Watchdog:
         purpose = requested[1] if requested is not None and not requested[0]() else self._local.suspicion()
         if purpose is not None:
             self._polls.start(purpose, alarms=self._alarms.received)
-        self._run_errands()
         self._publish_left()
 
     def _publish_left(self, *, of_all: bool = False) -> None:
@@ -278,13 +265,6 @@ class Watchdog:
             self._left = [words for words in self._left if words not in gone]
         for _, publish in gone:
             publish()
-
-    def _run_errands(self) -> bool:
-        """Call all errands; returns whether all are done."""
-        for errand in [*self._errands]:
-            if errand():
-                self._errands.remove(errand)
-        return not self._errands
 
     def _receive(self) -> None:
         ended = []

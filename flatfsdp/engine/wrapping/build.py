@@ -29,8 +29,8 @@ from ..device.streams import Device
 from ..dtensor.data_mesh import DataMesh, DataMeshes
 from ..dtensor.spmd_mesh import SpmdMesh
 from ..dtensor.tensor_parallel import TensorParallel
+from ..features.clip import serve_torchs_norms
 from ..features.conditional_units import ConditionalUnits
-from ..features.local_clipping import LocalClipping
 from ..features.persistent_params import PersistentParams
 from ..features.pipelines import serve_stages
 from ..features.post_forward import PostForwardShards
@@ -360,10 +360,10 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
         PersistentParams(model),
         ConditionalUnits(),
         UnsteppedCheck(model),
-        LocalClipping(model),
     )
     stamp_state_dicts()
     serve_stages()
+    serve_torchs_norms()
     return model
 
 

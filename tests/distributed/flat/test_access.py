@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.engine.features.clip import clips_over_ranks
 from flatfsdp.errors import FlatFSDPError, FlatFSDPWarning, UsageError
 from tests.conftest import Run
 from tests.harness import inspect
@@ -118,43 +117,6 @@ def clipped(rank: int, world: int, p: float) -> list[str]:
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.5, float("inf")])
 def test_clip_counts_each_gradient_once(p: float, pool2: Run) -> None:
     assert not joined(pool2(clipped, p))
-
-
-def linears() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def clipped_by_torchs_name(rank: int, world: int, orig: bool) -> list[str]:
-    """`torch.nn.utils.clip_grad_norm_` as `as_torch` replaces it: of all parameters, of some, of none of a model."""
-    torchs = torch.nn.utils.clip_grad_norm_
-    clip = clips_over_ranks(torchs)
-    lines = []
-    for some in (False, True):
-        plain = linears()
-        model: Any = FullyShardedDataParallel(linears(), auto_wrap_policy={nn.Linear}, use_orig_params=orig)
-        loss_of(model(torch.ones(3, 4) + rank)).backward()
-        for of in range(world):
-            (loss_of(plain(torch.ones(3, 4) + of)) / world).backward()
-        ours, others = (net[0] if some else net for net in (model, plain))
-        norm, expected = clip(ours.parameters(), 0.01), torchs(others.parameters(), 0.01)
-        if not torch.isclose(norm, expected):
-            lines.append(f"some {some}: norm {norm}, expected {expected}")
-        for net in model, plain:
-            torch.optim.SGD(net.parameters(), lr=1.0).step()
-        found = full_parameters(model)
-        lines += [f"some {some}: {name}" for name, p in plain.named_parameters() if not torch.allclose(found[name], p)]
-    norms = []
-    for function in clip, torchs:
-        alone = linears()
-        loss_of(alone(torch.ones(3, 4) + rank)).backward()
-        norms.append(float(function(alone.parameters(), 0.01)))
-    return lines if norms[0] == norms[1] else [*lines, f"of no model of ours: {norms}"]
-
-
-@pytest.mark.parametrize("orig", [True, False])
-def test_torchs_function_as_it_is_replaced(orig: bool, pool2: Run) -> None:
-    assert not joined(pool2(clipped_by_torchs_name, orig))
 
 
 def clipped_like_torch(rank: int, world: int, hybrid: bool) -> list[str]:

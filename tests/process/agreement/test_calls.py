@@ -51,6 +51,8 @@ WAITS = {
     "FullyShardedDataParallel.optim_state_dict_to_load": load_optimizer_of_first,
     "ShardedGradScaler": scale,
     "join": loop,
+    "torch.nn.utils.clip_grad_norm_": lambda s: torch.nn.utils.clip_grad_norm_(s.model.parameters(), 1.0),
+    "torch.nn.utils.get_total_norm": lambda s: torch.nn.utils.get_total_norm([p.grad for p in s.model.parameters()]),
 }
 EVERY = CALLS | WAITS if is_thorough() else {name: CALLS[name] for name in USUAL}
 

@@ -1,4 +1,4 @@
-"""torch's clip_grad_norm_ as `as_torch` replaces it, next to other models."""
+"""torch's clip_grad_norm_ for shards: next to other models, in graphs, and where torch hides them from it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.features.clip import clips_over_ranks
+from flatfsdp.engine.base import _torch
+from flatfsdp.engine.features.clip import serve_torchs_norms
 from flatfsdp.engine.runtime import param_registry
+from flatfsdp.errors import FlatFSDPWarning
 from tests.harness.fake import fake_world
 
 
@@ -45,7 +47,27 @@ def test_models_that_are_collected_meanwhile_do_not_matter(monkeypatch: pytest.M
             for _ in range(3):
                 garbage()
             monkeypatch.setattr(param_registry, "models", CollectedWhileAsked(param_registry.models))
-            norm = clips_over_ranks(torch.nn.utils.clip_grad_norm_)(model.parameters(), 1.0)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         finally:
             gc.enable()
     assert float(norm) > 0
+
+
+def test_a_torch_that_wraps_it_in_another_way_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda *args, **kwargs: None)
+    with pytest.raises(AttributeError):
+        _torch.implementation_of(nn.utils.clip_grad_norm_)
+    with pytest.warns(
+        FlatFSDPWarning, match=r"cannot be made to see the shards of other ranks.* Call model\.clip_grad"
+    ):
+        serve_torchs_norms.__wrapped__()
+
+
+def test_compiled_code_clips_other_parameters() -> None:
+    with fake_world(2):
+        FullyShardedDataParallel(nn.Linear(2, 2))  # from here on torch's function looks for shards
+    clips = torch.compile(lambda given: nn.utils.clip_grad_norm_(given, 1.0), backend="eager")
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    assert float(clips([parameter])) == 2.0
+    assert torch.allclose(parameter.grad, torch.full((4,), 0.5))

@@ -34,9 +34,7 @@ OF_SINGLE_CLASSES = frozenset(
     distributed/agreement/test_calls.py:_lost
     distributed/checkpoint/test_weights.py:_LARGEST_FILE
     distributed/checkpoint/test_weights.py:_plans
-    distributed/features/test_local_clipping.py:_errands
     distributed/runtime/test_parity.py:_scatter
-    distributed/runtime/test_random_programs.py:_found
     distributed/flat/test_requires_grad.py:_reachable
     distributed/features/test_fuse_optimizer_steps.py:_planned
     distributed/trainer/test_checkpoints.py:_saving
