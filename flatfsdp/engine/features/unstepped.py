@@ -1,22 +1,21 @@
-"""A model that gets gradients while no optimizer steps on it, or only on some of its flat parameters: one warning.
+"""A model, or some of its flat parameters, that get gradients while no optimizer steps on them: one warning.
 
 [Note: unstepped] Param groups are often selected by name: those that end in "bias" get no weight decay, the others
 some. Names of flat parameters all end in `_flat_param`, so such groups are empty, which torch accepts, and the model is
-not trained. The warning comes only if nothing else explains this: between two backwards that reduced gradients of the
-model an optimizer stepped that holds no parameter with a gradient; no optimizer stepped, or exists, that holds a
-parameter of the model; and no parameter was written to. This excludes adversarial training of two models, gradients
-that are only read, manual updates and optimizers of other libraries. Only the backwards around the first step of any
-optimizer are checked.
+not trained. Modules inside of a unit list no parameters, so that a group of theirs is empty while others are not. The
+warning comes only if nothing else explains it: between two backwards that reduced gradients an optimizer stepped that
+holds other parameters of the model, or none with a gradient; no optimizer that exists holds those without a step; and
+they were not written to. This excludes adversarial training of two models, gradients that are only read, manual updates
+and optimizers of other libraries. Only the backwards around the first step of any optimizer are checked.
 
-If an optimizer steps on some flat parameters of the model, each of the others is checked in the same way: modules
-inside of a unit list no parameters, so that a group of theirs is empty while other groups are not. For original
-parameters this is not checked: an optimizer with some of them has those that the program selected.
+An optimizer with some original parameters has those that the program selected, so these count only all together.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
 
 import torch
 
@@ -66,8 +65,7 @@ class UnsteppedCheck(Observer):
         self._model = weakref.ref(model)
         self._before: list[_ParamSnapshot] = []  # empty before the first gradients
         self._stepped = False  # any optimizer, since then
-        self._in_vain = ""  # one that found no gradient, in words
-        self._stepper = ""  # one that holds some of the model, in words; `_before` is of flat parameters since then
+        self._stepper = ""  # one that left parameters out, in words
 
     def backward_ended(self, backward: Backward) -> None:
         """Take the snapshots, or compare them."""
@@ -76,10 +74,9 @@ class UnsteppedCheck(Observer):
             return
         if self._stepped:
             if self._stepper:
-                _warn_of_some([each for each in self._before if each.is_unchanged()], model, self._stepper)
-            elif self._in_vain and all(each.is_unchanged() for each in self._before):
-                _warn(model, self._in_vain)
-            self._end(model)
+                self._warn(model)
+            looking.discard(weakref.ref(self))
+            model.observers.remove(self)
         elif not self._before and not backward.deferred:  # to read a deferred gradient would wait for it
             self._before = [
                 _ParamSnapshot(handle, fqn(unit.place.name, flat_name(kind)))
@@ -91,70 +88,43 @@ class UnsteppedCheck(Observer):
                 looking.add(weakref.ref(self, looking.discard))
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record whether `optimizer` steps on this model, or on no gradient."""
-        model = self._model()
-        if model is None or not self._before:
+        """Record whether `optimizer` leaves out parameters of this model, or steps on no gradient."""
+        if (model := self._model()) is None or not self._before:
             return
         self._stepped = True
-        groups = optimizer.param_groups
-        empty = sum(not group["params"] for group in groups)
-        if _holds_some_of(model, optimizer):
-            held = _held_by(optimizer)
-            self._before = [each for each in self._before if each.is_flat and not each.is_in(held)]
-            what = f"{empty} of its {len(groups)} param groups are empty"
-            self._stepper = f"{type(optimizer).__name__} holds other parameters ({what})"
-            if not self._before:
-                self._end(model)
+        groups, held = optimizer.param_groups, _held_by([optimizer])
+        empty = f"{sum(not group['params'] for group in groups)} of its {len(groups)} param groups are empty"
+        if any(id(parameter) in held for parameter in model.steppable):
+            self._stepper = f"{type(optimizer).__name__} that stepped between them holds other parameters ({empty})"
         elif not any(parameter.grad is not None for group in groups for parameter in group["params"]):
-            self._in_vain = (
+            self._stepper = self._stepper or (
                 f"{type(optimizer).__name__} that stepped between them does not hold any parameter with a gradient "
-                f"({empty} of its {len(groups)} param groups are empty)"
+                f"({empty})"
             )
 
-    def _end(self, model: Model) -> None:
-        looking.discard(weakref.ref(self))
-        model.observers.remove(self)
-        self._before = []
-
-
-def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _every_optimizer() -> list[torch.optim.Optimizer]:
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-
-
-def _holds_some_of(model: Model, optimizer: torch.optim.Optimizer) -> bool:
-    held = _held_by(optimizer)
-    return any(id(parameter) in held for parameter in model.steppable)
-
-
-def _warn_of_some(left: list[_ParamSnapshot], model: Model, stepper: str) -> None:
-    held = set[int]().union(*map(_held_by, _every_optimizer() if left else ()))  # those that step later, too
-    names = [each.name for each in left if not each.is_in(held)]
-    if names:
+    def _warn(self, model: Model) -> None:
+        """Warn of parameters that were not written to, and that no optimizer holds, one that steps later included."""
+        held = _held_by(each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer))
+        left = [each for each in self._before if not each.is_in(held) and each.is_unchanged()]
+        whole = len(left) == len(self._before)
+        left = [each for each in left if whole or each.is_flat]
+        if not left:
+            return
+        names = few([each.name for each in left])
+        cause = "Pass parameters to the optimizer that were taken from model.named_parameters() after wrapping"
+        if any(each.is_flat for each in left):
+            cause = (
+                f"The names of flat parameters end in '_flat_param' ({names}), {FlatFace.words.names}. Only "
+                "parameters() of a wrapped module returns its flat parameter; modules inside of it do not"
+            )
         with one_rank_warns(this_rank=model.agreement.peers.is_first):
             warn_once(
-                "unstepped in part",
-                f"no optimizer steps on some flat parameters of this model ({few(names)}): they received gradients in "
-                f"two backwards, and the {stepper}. Only parameters() of a wrapped module returns its flat parameter; "
-                "modules inside of it do not. Pass all of model.parameters() to the optimizer, wrap modules that need "
-                f"their own param group{FlatFace.words.or_remedy}. If this is intended, call requires_grad_(False) on "
-                "them to avoid computing their gradients",
+                "unstepped",
+                f"no optimizer steps on {'the' if whole else 'some flat'} parameters of this model: they received "
+                f"gradients in two backwards, and the {self._stepper}. {cause}. If this is intended, call "
+                "requires_grad_(False) on them to avoid computing their gradients",
             )
 
 
-def _warn(model: Model, in_vain: str) -> None:
-    if any(_holds_some_of(model, each) for each in _every_optimizer()):
-        return  # it may step after more backwards
-    cause = "Pass parameters to the optimizer that were taken from model.named_parameters() after wrapping"
-    if any(handle.face.is_flat for unit in model.units for handle in unit.handles):
-        names = [f"{unit.place.name}._flat_param".lstrip(".") for unit in model.units if unit.handles]
-        cause = f"The names of flat parameters end in '_flat_param' ({few(names)}), {FlatFace.words.names}"
-    with one_rank_warns(this_rank=model.agreement.peers.is_first):
-        warn_once(
-            "unstepped",
-            "no optimizer steps on the parameters of this model: it received gradients in two backwards, and the "
-            f"{in_vain}. {cause}",
-        )
+def _held_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    return {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}

@@ -17,6 +17,12 @@ from flatfsdp import errors, optimizer_in_backward
 from tests.conftest import Run
 
 STEPS = 4
+OF_FLAT = (
+    "The names of flat parameters end in '_flat_param' ({}), so param groups selected by names such as 'bias' are "
+    "empty; use_orig_params=True keeps the original names. Only parameters() of a wrapped module returns its flat "
+    "parameter; modules inside of it do not. If this is intended, call requires_grad_(False) on them to avoid "
+    "computing their gradients"
+)
 
 
 def wrapped(**settings: Any) -> Any:
@@ -274,10 +280,9 @@ def test_groups_by_names_that_match_nothing_are_reported_once(pool2: Run) -> Non
     (message,), others = pool2(reported, groups_by_name)
     assert others == []
     assert message == (
-        "no optimizer steps on the parameters of this model: it received gradients in two backwards, and the AdamW "
+        "no optimizer steps on the parameters of this model: they received gradients in two backwards, and the AdamW "
         "that stepped between them does not hold any parameter with a gradient (2 of its 2 param groups are empty). "
-        "The names of flat parameters end in '_flat_param' (0._flat_param, 2._flat_param), so param groups selected "
-        "by names such as 'bias' are empty; use_orig_params=True keeps the original names"
+        + OF_FLAT.format("0._flat_param, 2._flat_param")
     )
 
 
@@ -285,11 +290,9 @@ def test_flat_parameters_that_no_optimizer_has_beside_others_are_reported_once(p
     (message,), others = pool2(reported, head_group_beside_body)
     assert others == []
     assert message == (
-        "no optimizer steps on some flat parameters of this model (_flat_param): they received gradients in two "
-        "backwards, and the SGD holds other parameters (1 of its 2 param groups are empty). Only parameters() of a "
-        "wrapped module returns its flat parameter; modules inside of it do not. Pass all of model.parameters() to "
-        "the optimizer, wrap modules that need their own param group, or wrap with use_orig_params=True. If this is "
-        "intended, call requires_grad_(False) on them to avoid computing their gradients"
+        "no optimizer steps on some flat parameters of this model: they received gradients in two backwards, and the "
+        "SGD that stepped between them holds other parameters (1 of its 2 param groups are empty). "
+        + OF_FLAT.format("_flat_param")
     )
 
 
