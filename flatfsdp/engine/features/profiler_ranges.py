@@ -82,16 +82,15 @@ class ProfilerRanges(Observer):
 
     def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)
+        self._checked: tuple[bool, int] | None = None  # whether a profiler ran, and the version of the model
 
     def step_begins(self, unit: Unit | None) -> bool:
-        """Decorate methods, or stop that, if needed. Called at every step, and so without a call per unit."""
+        """Decorate methods, or stop that, if needed. Called at every step, and so without a loop over units."""
         wanted, model = _torch.profiler_runs() or logger.isEnabledFor(logging.DEBUG), self._model()
-        if model is None:
+        if model is None or (wanted, model.setup.version) == self._checked:
             return False
-        for each in model.units:  # some were of other models
-            if ("reshard" in each.__dict__) is not wanted:
-                break
-        else:
+        self._checked = wanted, model.setup.version
+        if all([("reshard" in each.__dict__) is wanted for each in model.units]):  # some were of other models
             return False
         decorate = _decorate if wanted else _undecorate
         for each in model.units:
