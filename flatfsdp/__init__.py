@@ -5,9 +5,9 @@ from __future__ import annotations
 from . import fsdp_module as _fsdp_module
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .engine.base.wait_limits import set_collective_timeout
-from .engine.comm.shared_memory.groups import share_host_memory
 from .engine.config import state_dict_configs as _state_dict_configs
 from .engine.config.state_dict_configs import *  # noqa: F403
+from .engine.cpu.groups import share_host_memory
 from .engine.device.malloc import retain_host_memory
 from .engine.features.check_replicas import check_replicas
 from .engine.features.flat_optimizer.api import FusedSteps, fuse_optimizer_steps

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm.shared_memory import attendant
 from flatfsdp.engine.comm.transport import doubled
+from flatfsdp.engine.cpu import attendant
 from flatfsdp.engine.device.memory import poison
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.wrap import ModuleWrapPolicy

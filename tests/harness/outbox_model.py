@@ -18,11 +18,11 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from flatfsdp.engine.comm.shared_memory import bell as bells
-from flatfsdp.engine.comm.shared_memory import chunks, exchange
-from flatfsdp.engine.comm.shared_memory.bell import Bell, OwnBell
-from flatfsdp.engine.comm.shared_memory.chunks import ALIGNMENT, Chunk, ChunkStream
-from flatfsdp.engine.comm.shared_memory.exchange import SharedMemory, SharedWork
+from flatfsdp.engine.cpu import bell as bells
+from flatfsdp.engine.cpu import chunks, exchange
+from flatfsdp.engine.cpu.bell import Bell, OwnBell
+from flatfsdp.engine.cpu.chunks import ALIGNMENT, Chunk, ChunkStream
+from flatfsdp.engine.cpu.exchange import SharedMemory, SharedWork
 from tests.harness.interleavings import BARRIER, Interleavings, Replay, Request, Wrong
 
 

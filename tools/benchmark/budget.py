@@ -17,8 +17,8 @@ from typing import Any
 from unittest.mock import patch
 
 from flatfsdp.engine.comm.pieces import Row
-from flatfsdp.engine.comm.shared_memory.exchange import SharedMemory, SharedWork
-from flatfsdp.engine.comm.shared_memory.operations import Gather, Sum
+from flatfsdp.engine.cpu.exchange import SharedMemory, SharedWork
+from flatfsdp.engine.cpu.operations import Gather, Sum
 from flatfsdp.engine.flat.gradient_slots import GradientSlots
 from flatfsdp.engine.flat.reduction import ReductionInput
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import flatfsdp
 from flatfsdp.engine.comm.axes import Axis
 from flatfsdp.engine.comm.comm_stats import CommStats
-from flatfsdp.engine.comm.transport import transport
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
+from flatfsdp.engine.wrapping.exchanges import EXCHANGES
 
 from .ranks import World
 from .rounds import Cell, attempt, note
@@ -62,7 +62,10 @@ def time_lists(rank: int, unit: str, way: str) -> dict[str, Any]:
     flatfsdp.share_host_memory(way != "gloo")
     stats, device = CommStats(), Device(torch.device("cpu"))
     axis = Axis.of(dist.group.WORLD, device.device)
-    over, stream = transport(axis, device, comm_stats=stats, tracker=MemoryTracker()), device.new_stream("exchange")
+    over, stream = (
+        EXCHANGES.transport(axis, device, comm_stats=stats, tracker=MemoryTracker()),
+        device.new_stream("exchange"),
+    )
     numels = UNITS[unit]
     flat, full = torch.ones(sum(numels)), torch.ones(sum(numels))
     shard, output = (torch.ones(flat.numel() // RANKS) for _ in range(2))

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import flatfsdp
-from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
-from flatfsdp.engine.comm.shared_memory.exchange import CONTROL
-from flatfsdp.engine.comm.shared_memory.segments import MemorySegment
+from flatfsdp.engine.cpu.chunks import ChunkStream
+from flatfsdp.engine.cpu.exchange import CONTROL
+from flatfsdp.engine.cpu.segments import MemorySegment
 
 from .jobs import Setting, Training
 from .memory import Counter

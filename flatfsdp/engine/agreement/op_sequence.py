@@ -26,7 +26,7 @@ from ..base.foreign_text import parse
 from ..base.hashing import hash63
 from ..base.wait_limits import blocked_since, unfinished_since
 from ..comm.comm_stats import CommStats
-from ..comm.shared_memory.exchange import OtherCollectiveError
+from ..comm.process_group_transport import OtherCollectiveError
 from ..watchdog.process_exit import end_process_unless, print_immediately
 from ..watchdog.status_report import ExitRecord, Progress, in_one_sentence
 from ..watchdog.store import PERIOD

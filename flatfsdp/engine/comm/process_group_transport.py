@@ -31,6 +31,10 @@ _KNOWN_TO_ALL = frozenset({torch.float32, torch.float64, torch.float16, torch.bf
 TAG = 2**30  # of all blocking messages, one at a time; `monitored_barrier` and users use small ones
 
 
+class OtherCollectiveError(dist.DistBackendError):
+    """A peer issued another collective than this rank."""
+
+
 class ProcessGroupTransport:
     """torch's flat collectives over one group, on one device.
 
@@ -159,6 +163,11 @@ class ProcessGroupTransport:
         if len(outputs) == 1:
             return self.reduce_scatter_base(outputs[0], fulls[0], stream)
         return _all_of([self.reduce_scatter_base(*each, stream) for each in zip(outputs, fulls, strict=True)])
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of this process that must be the same on all ranks."""
+        return {}
 
     def rest(self) -> None:
         """Release memory that only collectives use, because none follows for a while. Not collective."""

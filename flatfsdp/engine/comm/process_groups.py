@@ -24,12 +24,12 @@ from ...api import HYBRIDS, Config, ShardingStrategy
 from ...errors import ConfigValueError, UsageError, set_rank, warn_once
 from ..base import _torch
 from ..base.hashing import hash63
-from ..base.per_group import for_group, forget_after
+from ..base.per_group import for_group, forget_after, known_for_group
 from ..device.streams import accelerator, accelerator_count
 from ..watchdog.regions import expecting
 from .axes import Axis, ProcessGroups, backend_for
-from .shared_memory.groups import only_reduces
 
+_ONLY_REDUCES = "only reduces"  # the key of that mark of a process group
 # The plans in use: units over the same groups share one, so that the ranks of a large group are queried only once.
 _plans: weakref.WeakValueDictionary[tuple[object, ...], ProcessGroups] = weakref.WeakValueDictionary()
 
@@ -117,7 +117,7 @@ def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> P
     if strategy in HYBRIDS:
         shard_group, replicate_group = given
         across = _axis(replicate_group, device)
-        only_reduces(replicate_group)
+        _mark_for_reductions(replicate_group)
         axes = _axis(shard_group, device), _axis(_for_reductions(shard_group, device), device), across
     elif strategy is ShardingStrategy.NO_SHARD:
         axes = alone, alone, _axis(_for_reductions(given, device), device)
@@ -150,10 +150,19 @@ def _for_reductions(process_group: Any, device: torch.device) -> Any:
     def make() -> Any:
         made = new_group(ranks, "wraps a module", like=process_group, backend=backend)
         forget_after(process_group, made)  # for example shared memory
-        only_reduces(made)
+        _mark_for_reductions(made)
         return made
 
     return for_group(process_group, ("reductions", backend), make, usable=_exists)
+
+
+def _mark_for_reductions(process_group: Any) -> None:
+    for_group(process_group, _ONLY_REDUCES, lambda: True)
+
+
+def only_reduces(process_group: Any) -> bool:
+    """Whether only gradients are exchanged in `process_group`: transports may use smaller buffers for it."""
+    return known_for_group(process_group, _ONLY_REDUCES, bool) or False
 
 
 def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:

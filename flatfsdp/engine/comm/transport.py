@@ -1,17 +1,15 @@
 """All collectives on tensors (all-gather, reduce-scatter, all-reduce, broadcast), by backend. Asynchronous ones return
 `PendingWork`.
 
-[Note: transports] Only this module decides how a collective is carried out on a backend. `ProcessGroupTransport` uses
-torch's flat collectives. `DeterministicGloo` serves gloo, whose own reductions sum in an unspecified order: every rank
-sends each peer its piece by an all-to-all and sums the received pieces in rank order, so that results are bitwise
-reproducible for any world size and timing (`gloo.py`). Tensors on the CPU are exchanged through shared memory instead,
-if the ranks have it (`shared_memory/`). `SingleRank` serves an axis of one rank.
+[Note: transports] A transport carries out collectives over one axis, and `Exchanges` chooses it. `SingleRank` serves an
+axis of one rank, `CoalescingNccl` NCCL. `ProcessGroupTransport` uses torch's flat collectives, and serves every backend
+for which the model was given no transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,107 +21,10 @@ from ..base.wait_limits import blocked
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work, accelerator
-from . import gloo
 from .axes import Axis
 from .comm_stats import CommStats
-from .pieces import Row, copy_apart, rows_of
+from .pieces import Row, copy_apart
 from .process_group_transport import ProcessGroupTransport, as_bytes, real, wait_for
-from .shared_memory.collectives import SharedMemoryExchange, SimulatedSharedMemory
-from .shared_memory.groups import capacity_of, of_group, would_share
-from .tensor_lists import TensorList
-
-
-class DeterministicGloo(ProcessGroupTransport):
-    """gloo: reductions sum in rank order, and tensors on the CPU are exchanged through shared memory if the ranks have
-    it. [Note: transports]"""
-
-    rests = True
-
-    def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
-        super().__init__(group, device, comm_stats=comm_stats, tracker=tracker)
-        all_to_all = gloo.SimulatedExchange if is_memoryless() else gloo.GlooAllToAll
-        self._all_to_all = all_to_all(group.process_group, tracker=tracker, comm_stats=comm_stats)
-
-    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
-        shared = self._shared_memory(output)
-        if shared is None:
-            return super().all_gather_base(output, shard, stream)
-        return self._gather_by(shared, rows_of([output], self.group.size), [shard], stream)
-
-    def all_gather_coalesced(
-        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        listed = self.lists.of(outputs)
-        shared = self._shared_memory(listed)
-        if shared is None:
-            return super().all_gather_coalesced(outputs, shards, stream)
-        return self._gather_by(shared, listed.rows, shards, stream)
-
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
-        shared = self._shared_memory(full)
-        if shared is None:
-            self.comm_stats.log("reduce_scatter", full.nbytes)
-            return self._exchange(stream, lambda: self._all_to_all.reduce_scatter(output, full), full, output)
-        return self._reduce_by(shared, Row([output]), rows_of([full], self.group.size), stream)
-
-    def reduce_scatter_coalesced(
-        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        listed = self.lists.of(fulls)
-        shared = self._shared_memory(listed)
-        if shared is None:
-            return super().reduce_scatter_coalesced(output, fulls, stream)
-        return self._reduce_by(shared, listed.rows[0].of(output), listed.rows, stream)
-
-    def _gather_by(
-        self, shared: SharedMemoryExchange, rows: Sequence[Row], shards: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        self.comm_stats.log("all_gather", self.group.size * rows[0].nbytes)
-        return self._exchange(stream, lambda: shared.gather(rows, shards), *shards)
-
-    def _reduce_by(self, shared: SharedMemoryExchange, output: Row, rows: Sequence[Row], stream: Stream) -> PendingWork:
-        self.comm_stats.log("reduce_scatter", self.group.size * rows[0].nbytes)
-        keep = output.pieces if output.memory is None else [output.memory]
-        return self._exchange(stream, lambda: shared.reduce_scatter(output, rows), *keep)
-
-    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
-        self.comm_stats.log("all_reduce", tensor.nbytes)
-        way = self._shared_memory(tensor) or self._all_to_all
-        return self._exchange(stream, lambda: way.all_reduce(tensor), tensor)
-
-    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
-        shared = self._shared_memory(sent)
-        if shared is None:
-            return super().all_to_all(arrived, sent, stream)
-        return self._exchange(stream, lambda: shared.all_to_all(arrived, sent), sent)
-
-    def rest(self) -> None:
-        if (shared := self.__dict__.get("_in_memory")) is not None:  # without creating it
-            shared.rest()
-
-    def _shared_memory(self, of: torch.Tensor | TensorList) -> SharedMemoryExchange | None:
-        return self._in_memory if of.device.type == "cpu" and of.nbytes else None
-
-    @cached_property
-    def _in_memory(self) -> SharedMemoryExchange | None:
-        group = self.group.process_group
-        if is_memoryless():
-            return (
-                SimulatedSharedMemory(group, capacity_of(group), tracker=self.tracker, comm_stats=self.comm_stats)
-                if would_share(group)
-                else None
-            )
-        shared = of_group(group)
-        if shared is None:
-            return None
-        return SharedMemoryExchange(shared, tracker=self.tracker, comm_stats=self.comm_stats)
-
-    def _exchange(self, stream: Stream, start: Callable[[], PendingWork], *keep: torch.Tensor) -> PendingWork:
-        if stream.is_callers or not any(tensor.numel() for tensor in keep):
-            return start() if any(tensor.numel() for tensor in keep) else DONE
-        with stream.running():
-            start().wait()
-            return stream.communicating(*keep)
 
 
 class CoalescingNccl(ProcessGroupTransport):
@@ -219,8 +120,6 @@ class SingleRank(ProcessGroupTransport):
         return tensor.unsqueeze(0)
 
 
-_BY_BACKEND: dict[str, type[ProcessGroupTransport]] = {"gloo": DeterministicGloo, "nccl": CoalescingNccl}
-
 Transport = ProcessGroupTransport
 
 
@@ -240,13 +139,21 @@ _double: Override[Callable[[Transport], Transport] | None] = Override(None)
 doubled = _double.being  # a context in which every new transport is wrapped (for tests, for example to delay works)
 
 
-def transport(group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
-    """The transport for `group`, chosen by backend and world size."""
-    kind = SingleRank if group.process_group is None else _BY_BACKEND.get(group.served_as, ProcessGroupTransport)
-    if kind is DeterministicGloo:
-        gloo.wait_at_exit()
-    made = kind(group, device, comm_stats=comm_stats, tracker=tracker)
-    return _double.value(made) if _double.value is not None else made
+@dataclass(frozen=True)
+class Exchanges:
+    """The ways in which a model exchanges tensors; by default those of torch's backends. [Note: transports]
+
+    Attributes:
+        by_backend: the transports of backends, by name, that have one of their own.
+    """
+
+    by_backend: Mapping[str, type[Transport]] = field(default_factory=lambda: {"nccl": CoalescingNccl})
+
+    def transport(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
+        """A new transport for `group`, chosen by backend and world size."""
+        kind = SingleRank if group.process_group is None else self.by_backend.get(group.served_as, Transport)
+        made = kind(group, device, comm_stats=comm_stats, tracker=tracker)
+        return _double.value(made) if _double.value is not None else made
 
 
 def is_initialized() -> bool:

@@ -15,7 +15,7 @@ from ...errors import ROOT, UsageError
 from ..base._dtensor import local_bytes
 from ..comm.error_feedback import KIND, residual_numels
 from ..comm.process_groups import extent_of, groups_in_words
-from ..comm.shared_memory.groups import waits_early
+from ..cpu.groups import waits_early
 from ..features.persistent_params import persistence_of
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.model import Model

@@ -17,7 +17,6 @@ from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
 from ..base import _torch
 from ..base.hashing import hash63
 from ..comm.process_groups import extent_of
-from ..comm.shared_memory.collectives import waits_early_if_large
 from ..comm.transport import Transport
 from ..flat.faces import fact_of
 from .apart import apart
@@ -45,7 +44,8 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
     """All facts that must be equal on the ranks of a model, in a fixed order."""
     facts = [("construction", "succeeded", True), ("check_values", check_values, True)]
     facts.append(("join_units_below", str(join_units_below), True))
-    facts.append(("share_host_memory, early_waits", str(waits_early_if_large()), True))
+    settings = {name: value for axis in own_axes(units) for name, value in axis.settings.items()}
+    facts += [(name, value, True) for name, value in settings.items()]
     places = {unit: str(place) for place, unit in enumerate(units)}
     for unit in units:
         subject, groups = f"unit {unit.label}", unit.groups

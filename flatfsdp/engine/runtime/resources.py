@@ -12,7 +12,7 @@ from ..comm.axes import Axis
 from ..comm.block_codec import BlockCodec
 from ..comm.comm_stats import CommStats
 from ..comm.quantized import QuantizedTransport
-from ..comm.transport import Transport, transport
+from ..comm.transport import Exchanges, Transport
 from ..device.memory import Limiter, MemoryTracker
 from ..device.streams import Device, Stream
 from ..flat.flat_param import FlatParamHandle
@@ -57,11 +57,14 @@ class Resources:
         tracker, comm_stats, events: bytes by kind, collectives by kind, events.
     """
 
-    def __init__(self, device: Device, tracker: MemoryTracker, *, limit_all_gathers: bool) -> None:
+    def __init__(
+        self, device: Device, tracker: MemoryTracker, exchanges: Exchanges, *, limit_all_gathers: bool
+    ) -> None:
         self.device = device
         self.tracker = tracker
         self.comm_stats = CommStats()
         self.events = EventLog()
+        self._exchanges = exchanges
         self._transports: dict[tuple[int, str | BlockCodec], Transport] = {}
         self.resting: list[Transport] = []
         self.streams = Streams(
@@ -76,7 +79,7 @@ class Resources:
         """The transport over `axis`; one per process group and role."""
         key = (id(axis.process_group), role)
         if key not in self._transports:
-            made = transport(axis, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
+            made = self._exchanges.transport(axis, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
             self._transports[key] = made
             if made.rests:
                 self.resting.append(made)

@@ -59,6 +59,7 @@ from ..runtime.unit_state import BuiltWith
 from ..state.model.submodules import watch
 from ..state.optim.stamp import stamp_state_dicts
 from .auto_wrap import check_called
+from .exchanges import EXCHANGES
 from .init_sync import meeting_axes, reporting_failure, synchronize
 from .materialize import materialize, replace_referenced
 from .shared_storage import follow_ties
@@ -346,7 +347,7 @@ def _fsdp1_faces(config: Config) -> Faces:
 
 def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, nested: list[Unit]) -> Model:
     """A model of `unit`, whose handles count in `tracker`, and the units nested in it."""
-    resources = Resources(Device(settings.device), tracker, limit_all_gathers=settings.limit_all_gathers)
+    resources = Resources(Device(settings.device), tracker, EXCHANGES, limit_all_gathers=settings.limit_all_gathers)
     model = Model(unit, resources, settings)
     wait_for_gradients(nested)
     model.adopt(nested)

@@ -17,17 +17,18 @@ from ..agreement.model_check import compare_facts
 from ..base.fqns import fqn
 from ..comm.axes import ProcessGroups
 from ..comm.comm_stats import CommStats
-from ..comm.transport import Transport, transport
+from ..comm.transport import Transport
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..flat.gather_hooks import inner_of
+from .exchanges import EXCHANGES
 
 
 def meeting_axes(groups: ProcessGroups, device: Device) -> list[Transport]:
     """The axes over which the constructors of a unit meet. [Note: constructors]"""
     comm_stats, tracker = CommStats(), MemoryTracker()
     return [
-        transport(axis, device, comm_stats=comm_stats, tracker=tracker)
+        EXCHANGES.transport(axis, device, comm_stats=comm_stats, tracker=tracker)
         for axis in (groups.scatter, groups.replicate)
         if axis is not None and axis.size > 1
     ]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, checkpoint
-from flatfsdp.engine.comm.shared_memory.groups import over_gloo
+from flatfsdp.engine.cpu.groups import over_gloo
 from flatfsdp.errors import NonFiniteError
 from tests.conftest import Run
 from tests.distributed.comm.test_quantized import Net, loss

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp.engine.base import per_group
-from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.comm.axes import Axis
 from flatfsdp.engine.comm.comm_stats import CommStats
-from flatfsdp.engine.comm.shared_memory import peers
-from flatfsdp.engine.comm.shared_memory.chunks import longest_chunk
-from flatfsdp.engine.comm.shared_memory.groups import of_group, over_gloo
 from flatfsdp.engine.comm.transport import Transport
+from flatfsdp.engine.cpu import peers
+from flatfsdp.engine.cpu.chunks import longest_chunk
+from flatfsdp.engine.cpu.groups import of_group, over_gloo
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device, PendingWork
+from flatfsdp.engine.wrapping.exchanges import EXCHANGES
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.memory import peak_bytes
@@ -39,7 +39,7 @@ ONLY_GATHERED = [torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch
 
 
 def over(group: dist.ProcessGroup | None = None) -> Transport:
-    return comm.transport(
+    return EXCHANGES.transport(
         Axis.of(group or dist.group.WORLD, CPU), Device(CPU), comm_stats=CommStats(), tracker=MemoryTracker()
     )
 

@@ -19,12 +19,13 @@ from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.comm.axes import Axis, served_as
 from flatfsdp.engine.comm.comm_hook import HookReducer
 from flatfsdp.engine.comm.comm_stats import CommStats
-from flatfsdp.engine.comm.shared_memory.collectives import LARGE
 from flatfsdp.engine.comm.tensor_lists import SMALL
 from flatfsdp.engine.comm.transport import Transport
 from flatfsdp.engine.config.unit_options import CommHook
+from flatfsdp.engine.cpu.collectives import LARGE
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
+from flatfsdp.engine.wrapping.exchanges import EXCHANGES
 from tests.conftest import Run
 from tests.distributed.comm.test_exchange import CPU, WAYS, going, in_rank_order, values
 from tests.harness import inspect
@@ -46,7 +47,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.complex64]
 
 def over(double: Callable[[Transport], Transport] | None = None) -> Transport:
     with comm.doubled(double) if double else contextlib.nullcontext():
-        return comm.transport(
+        return EXCHANGES.transport(
             Axis.of(dist.group.WORLD, CPU), Device(CPU), comm_stats=CommStats(), tracker=MemoryTracker()
         )
 

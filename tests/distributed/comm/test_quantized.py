@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.comm_hooks import allreduce_hook
-from flatfsdp.engine.comm.shared_memory.groups import over_gloo
 from flatfsdp.engine.config.arguments import check_arguments
+from flatfsdp.engine.cpu.groups import over_gloo
 from flatfsdp.errors import NonFiniteError, UsageError
 from flatfsdp.examples.own_model import make_data, make_eval_data, make_model
 from tests.conftest import Run

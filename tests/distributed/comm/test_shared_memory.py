@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.comm.pieces import Row, rows_of
-from flatfsdp.engine.comm.shared_memory import attendant, peers
-from flatfsdp.engine.comm.shared_memory.attendant import Attendant
-from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
-from flatfsdp.engine.comm.shared_memory.collectives import SharedMemoryExchange
-from flatfsdp.engine.comm.shared_memory.groups import connect, over_gloo, shares
-from flatfsdp.engine.comm.shared_memory.operations import Gather, Sum
-from flatfsdp.engine.comm.shared_memory.segments import MemorySegment
+from flatfsdp.engine.cpu import attendant, peers
+from flatfsdp.engine.cpu.attendant import Attendant
+from flatfsdp.engine.cpu.chunks import ChunkStream
+from flatfsdp.engine.cpu.collectives import SharedMemoryExchange
+from flatfsdp.engine.cpu.groups import connect, over_gloo, shares
+from flatfsdp.engine.cpu.operations import Gather, Sum
+from flatfsdp.engine.cpu.segments import MemorySegment
 from flatfsdp.engine.device import malloc
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import PendingWork

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, fully_shard, wrap
-from flatfsdp.engine.comm.shared_memory import attendant, collectives
-from flatfsdp.engine.comm.shared_memory.groups import over_gloo
+from flatfsdp.engine.cpu import attendant, collectives
+from flatfsdp.engine.cpu.groups import over_gloo
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.gradients import Gradients
 from flatfsdp.engine.flat.reduction import ReductionInput

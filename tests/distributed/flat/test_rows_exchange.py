@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.engine.comm.shared_memory.groups import over_gloo
+from flatfsdp.engine.cpu.groups import over_gloo
 from tests.conftest import Run
 
 WIDTH = 192

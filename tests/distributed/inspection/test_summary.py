@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, stats, summary
-from flatfsdp.engine.comm.shared_memory.groups import over_gloo
+from flatfsdp.engine.cpu.groups import over_gloo
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.fake import fake_world

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatfsdp.engine.comm import gloo
-from flatfsdp.engine.comm.shared_memory.exchange import SharedMemory
-from flatfsdp.engine.comm.shared_memory.groups import over_gloo
+from flatfsdp.engine.cpu import gloo
+from flatfsdp.engine.cpu.exchange import SharedMemory
+from flatfsdp.engine.cpu.groups import over_gloo
 from flatfsdp.engine.flat.flat_param import FlatParamHandle
 from tests.harness import parity, pool
 from tests.harness.fake_device import streams

@@ -38,8 +38,8 @@ from flatfsdp import (
     inference,
     register_fsdp_forward_method,
 )
-from flatfsdp.engine.comm.shared_memory import attendant
-from flatfsdp.engine.comm.shared_memory.groups import over_gloo
+from flatfsdp.engine.cpu import attendant
+from flatfsdp.engine.cpu.groups import over_gloo
 from tests.conftest import Run
 from tests.distributed.comm.test_shared_memory import delayed as delayed_hand_shakes
 from tests.harness import inspect

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.comm.axes import Axis
 from flatfsdp.engine.comm.comm_stats import CommStats
-from flatfsdp.engine.comm.shared_memory.groups import over_gloo
 from flatfsdp.engine.comm.transport import Transport
+from flatfsdp.engine.cpu.groups import over_gloo
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
 from flatfsdp.engine.watchdog.watchdog import is_lost_connection
+from flatfsdp.engine.wrapping.exchanges import EXCHANGES
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import fresh
 
@@ -119,7 +119,9 @@ CPU = torch.device("cpu")
 
 def over_all() -> Transport:
     dist.init_process_group("gloo")
-    return comm.transport(Axis.of(dist.group.WORLD, CPU), Device(CPU), comm_stats=CommStats(), tracker=MemoryTracker())
+    return EXCHANGES.transport(
+        Axis.of(dist.group.WORLD, CPU), Device(CPU), comm_stats=CommStats(), tracker=MemoryTracker()
+    )
 
 
 def die(rank: int, world: int, kind: str) -> str:

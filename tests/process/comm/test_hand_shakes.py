@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from flatfsdp.engine.comm.shared_memory.chunks import ChunkStream
+from flatfsdp.engine.cpu.chunks import ChunkStream
 from tests.harness import fresh
 from tests.harness.thorough import some
 from tests.process.comm.test_shared_memory import begun, step

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, env
-from flatfsdp.engine.comm.shared_memory import groups, peers
+from flatfsdp.engine.cpu import groups, peers
 from flatfsdp.engine.watchdog.watchdog import is_lost_connection
 from tests.distributed.comm.test_shared_memory import KINDS, at_random, exchange, issue, wrong
 from tests.harness import fresh

@@ -13,6 +13,7 @@ from flatfsdp.engine.comm.axes import Axis, served_as
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
+from flatfsdp.engine.wrapping.exchanges import EXCHANGES
 from tests.harness.fake import fake_world
 from tests.single_process.comm.test_communication import Collectives
 
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 def scattered(rank: int, backend: str) -> Collectives:
     with fake_world(WORLD, rank) as world, served_as(backend), Collectives() as seen:
         axis = Axis.of(world, CPU)
-        made = comm.transport(axis, Device(CPU), comm_stats=CommStats(), tracker=MemoryTracker())
+        made = EXCHANGES.transport(axis, Device(CPU), comm_stats=CommStats(), tracker=MemoryTracker())
         made.scatter_now(torch.zeros(6, dtype=torch.int64), lambda to: torch.full((6,), to))
         assert made.comm_stats.messages == (1 if rank else WORLD - 1)
     return seen

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.comm.axes import Axis, served_as
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
 from flatfsdp.engine.flat.gradients import Gradients
+from flatfsdp.engine.wrapping.exchanges import EXCHANGES
 from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
@@ -267,7 +267,7 @@ def test_a_backend_that_groups_by_itself_needs_no_staging() -> None:
     with fake_world(4) as group, served_as("nccl"):
         cpu, traffic, ledger = Device(torch.device("cpu")), CommStats(), MemoryTracker()
         stream = cpu.new_stream("any")
-        transport = comm.transport(Axis.of(group, cpu.device), cpu, comm_stats=traffic, tracker=ledger)
+        transport = EXCHANGES.transport(Axis.of(group, cpu.device), cpu, comm_stats=traffic, tracker=ledger)
         shards = [torch.full((2,), 3.0), torch.full((3,), 5.0)]
         outputs = [torch.zeros(8), torch.zeros(12)]
         nothing = torch.zeros(0)  # of parameters without elements, which do not hold up the others

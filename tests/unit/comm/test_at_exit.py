@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flatfsdp.engine.comm import gloo
+from flatfsdp.engine.cpu import gloo
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed on Linux only")
 
@@ -58,14 +58,16 @@ def test_an_idle_one_is_not() -> None:
 def test_it_happens_once_when_the_interpreter_ends() -> None:
     code = """
 import torch, torch.distributed as dist
-from flatfsdp.engine.comm import gloo, transport as comm
+from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.cpu import gloo
 from flatfsdp.engine.device.streams import Device
 from flatfsdp.engine.device.memory import MemoryTracker
+from flatfsdp.engine.wrapping.exchanges import EXCHANGES
 gloo.wait_for_workers = lambda: print("waited")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = comm.Axis.of(dist.group.WORLD, torch.device("cpu"))
 for _ in range(2):
-    comm.transport(group, Device(torch.device("cpu")), comm_stats=comm.CommStats(), tracker=MemoryTracker())
+    EXCHANGES.transport(group, Device(torch.device("cpu")), comm_stats=comm.CommStats(), tracker=MemoryTracker())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "waited\n", done.stderr

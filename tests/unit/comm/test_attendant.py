@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flatfsdp.engine.comm.shared_memory import attendant
-from flatfsdp.engine.comm.shared_memory.attendant import LONG_AGO, PERIOD, SLOWEST
+from flatfsdp.engine.cpu import attendant
+from flatfsdp.engine.cpu.attendant import LONG_AGO, PERIOD, SLOWEST
 from tests.harness import inspect
 
 

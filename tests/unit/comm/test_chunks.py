@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from flatfsdp.engine.comm.shared_memory import chunks
-from flatfsdp.engine.comm.shared_memory.chunks import ALIGNMENT, Chunk, ChunkStream
+from flatfsdp.engine.cpu import chunks
+from flatfsdp.engine.cpu.chunks import ALIGNMENT, Chunk, ChunkStream
 from tests.harness import thorough
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flatfsdp.engine.comm.shared_memory.chunks import Chunk, ChunkStream
+from flatfsdp.engine.cpu.chunks import Chunk, ChunkStream
 from tests.harness.interleavings import Wrong
 from tests.harness.outbox_model import Scope, explore
 from tests.harness.thorough import is_thorough

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
-from flatfsdp.engine.comm.shared_memory import segments
-from flatfsdp.engine.comm.shared_memory.segments import MemorySegment, create, is_sealed
+from flatfsdp.engine.cpu import segments
+from flatfsdp.engine.cpu.segments import MemorySegment, create, is_sealed
 
 PAGE, SIZE = 4096, 64 * 1024
 

@@ -13,8 +13,8 @@ import pytest
 
 import flatfsdp
 from flatfsdp import env
-from flatfsdp.engine.comm.shared_memory import groups
-from flatfsdp.engine.comm.shared_memory.groups import of_group, would_share
+from flatfsdp.engine.cpu import groups
+from flatfsdp.engine.cpu.groups import of_group, would_share
 from flatfsdp.errors import ConfigTypeError
 
 

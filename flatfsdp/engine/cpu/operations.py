@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from ...base import _torch
-from ...base.hashing import hash63
-from ..pieces import Row, add_up, cut
+from ..base import _torch
+from ..base.hashing import hash63
+from ..comm.pieces import Row, add_up, cut
 from .chunks import Chunk
 
 

@@ -26,10 +26,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ....errors import UsageError
-from ...base import _torch
-from ...device.malloc import retains_host_memory
-from ..pieces import Row
+from ...errors import UsageError
+from ..base import _torch
+from ..comm.pieces import Row
+from ..comm.process_group_transport import OtherCollectiveError
+from ..device.malloc import retains_host_memory
 from .attendant import LONG_AGO, Attendant
 from .bell import Bell, OwnBell, forget_in_child, ring_value
 from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream
@@ -43,10 +44,6 @@ CONTROL = 4096  # bytes before an outbox, for counters and tags
 _POSTED, _TAKEN, _BROKEN, _FIRST_TAG = 0, ALIGNMENT // 8, ALIGNMENT // 8 + 1, 2 * ALIGNMENT // 8
 _LOOKS, _LOOKS_ALONE = 10, 100  # polls of the counters before this rank sleeps: some 3 us each [Note: looks]
 _NAP = 0.1  # seconds between two checks whether a peer has ended
-
-
-class OtherCollectiveError(dist.DistBackendError):
-    """A peer issued another collective than this rank."""
 
 
 class _Outbox:

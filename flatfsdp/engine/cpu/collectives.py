@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ...device.memory import MemoryTracker
-from ...device.streams import PendingWork
-from ..comm_stats import CommStats
-from ..pieces import Row
+from ..comm.comm_stats import CommStats
+from ..comm.pieces import Row
+from ..device.memory import MemoryTracker
+from ..device.streams import PendingWork
 from .chunks import longest_chunk
 from .exchange import SharedMemory, SharedWork
 from .operations import Operation

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from ...base import _torch
-from ...base.wait_limits import blocked
+from ..base import _torch
+from ..base.wait_limits import blocked
 from .segments import MemorySegment, create, is_sealed
 
 NAME, SECRET, REASON = 16, 32, 160  # bytes

@@ -1,7 +1,7 @@
-"""Reductions on gloo that sum in rank order, and the end of gloo's threads.
+"""The transport of gloo: through shared memory where ranks have it, and otherwise with sums in rank order.
 
 gloo's own reductions sum in an order of their own. `GlooAllToAll` sends each rank its pieces by gloo's all-to-all, and
-that rank adds them up.
+that rank adds them up, so that results are bitwise reproducible for any world size and timing.
 
 [Note: at exit] A worker thread of gloo releases an operation's tensors a moment after the operation was waited for. If
 Python has released them before, the worker frees them, which takes the interpreter's lock. A native thread that
@@ -17,6 +17,7 @@ import atexit
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,117 @@ import torch
 import torch.distributed as dist
 
 from ..base.wait_limits import blocked
+from ..comm.axes import Axis
+from ..comm.comm_stats import CommStats
+from ..comm.pieces import Row, add_up, copy, cut, rows_of
+from ..comm.process_group_transport import ProcessGroupTransport
+from ..comm.tensor_lists import TensorList
+from ..device.fake_tensors import is_memoryless
 from ..device.memory import MemoryTracker
-from ..device.streams import PendingWork, Work
-from .comm_stats import CommStats
-from .pieces import add_up, copy, cut
+from ..device.streams import DONE, Device, PendingWork, Stream, Work
+from .collectives import SharedMemoryExchange, SimulatedSharedMemory, waits_early_if_large
+from .groups import capacity_of, of_group, would_share
 
 WORKER = "pt_gloo_runloop"  # torch's name of its gloo threads, truncated by Linux
 SECONDS = 2.0  # limit of the wait at exit; a worker in an operation that never completes sleeps, so is not waited for
+
+
+class DeterministicGloo(ProcessGroupTransport):
+    """gloo: reductions sum in rank order, and tensors on the CPU are exchanged through shared memory if the ranks have
+    it."""
+
+    rests = True
+
+    def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
+        super().__init__(group, device, comm_stats=comm_stats, tracker=tracker)
+        wait_at_exit()
+        all_to_all = SimulatedExchange if is_memoryless() else GlooAllToAll
+        self._all_to_all = all_to_all(group.process_group, tracker=tracker, comm_stats=comm_stats)
+
+    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
+        shared = self._shared_memory(output)
+        if shared is None:
+            return super().all_gather_base(output, shard, stream)
+        return self._gather_by(shared, rows_of([output], self.group.size), [shard], stream)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        listed = self.lists.of(outputs)
+        shared = self._shared_memory(listed)
+        if shared is None:
+            return super().all_gather_coalesced(outputs, shards, stream)
+        return self._gather_by(shared, listed.rows, shards, stream)
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
+        shared = self._shared_memory(full)
+        if shared is None:
+            self.comm_stats.log("reduce_scatter", full.nbytes)
+            return self._exchange(stream, lambda: self._all_to_all.reduce_scatter(output, full), full, output)
+        return self._reduce_by(shared, Row([output]), rows_of([full], self.group.size), stream)
+
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        listed = self.lists.of(fulls)
+        shared = self._shared_memory(listed)
+        if shared is None:
+            return super().reduce_scatter_coalesced(output, fulls, stream)
+        return self._reduce_by(shared, listed.rows[0].of(output), listed.rows, stream)
+
+    def _gather_by(
+        self, shared: SharedMemoryExchange, rows: Sequence[Row], shards: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        self.comm_stats.log("all_gather", self.group.size * rows[0].nbytes)
+        return self._exchange(stream, lambda: shared.gather(rows, shards), *shards)
+
+    def _reduce_by(self, shared: SharedMemoryExchange, output: Row, rows: Sequence[Row], stream: Stream) -> PendingWork:
+        self.comm_stats.log("reduce_scatter", self.group.size * rows[0].nbytes)
+        keep = output.pieces if output.memory is None else [output.memory]
+        return self._exchange(stream, lambda: shared.reduce_scatter(output, rows), *keep)
+
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
+        self.comm_stats.log("all_reduce", tensor.nbytes)
+        way = self._shared_memory(tensor) or self._all_to_all
+        return self._exchange(stream, lambda: way.all_reduce(tensor), tensor)
+
+    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
+        shared = self._shared_memory(sent)
+        if shared is None:
+            return super().all_to_all(arrived, sent, stream)
+        return self._exchange(stream, lambda: shared.all_to_all(arrived, sent), sent)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {"share_host_memory, early_waits": str(waits_early_if_large())}
+
+    def rest(self) -> None:
+        if (shared := self.__dict__.get("_in_memory")) is not None:  # without creating it
+            shared.rest()
+
+    def _shared_memory(self, of: torch.Tensor | TensorList) -> SharedMemoryExchange | None:
+        return self._in_memory if of.device.type == "cpu" and of.nbytes else None
+
+    @cached_property
+    def _in_memory(self) -> SharedMemoryExchange | None:
+        group = self.group.process_group
+        if is_memoryless():
+            return (
+                SimulatedSharedMemory(group, capacity_of(group), tracker=self.tracker, comm_stats=self.comm_stats)
+                if would_share(group)
+                else None
+            )
+        shared = of_group(group)
+        if shared is None:
+            return None
+        return SharedMemoryExchange(shared, tracker=self.tracker, comm_stats=self.comm_stats)
+
+    def _exchange(self, stream: Stream, start: Callable[[], PendingWork], *keep: torch.Tensor) -> PendingWork:
+        if stream.is_callers or not any(tensor.numel() for tensor in keep):
+            return start() if any(tensor.numel() for tensor in keep) else DONE
+        with stream.running():
+            start().wait()
+            return stream.communicating(*keep)
 
 
 class GlooAllToAll:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ....api import check_bool
-from ...base.overrides import Override
-from ...base.per_group import for_group, known_for_group
-from ...device.fake_tensors import is_memoryless
-from ..axes import Axis
+from ...api import check_bool
+from ..base.overrides import Override
+from ..base.per_group import for_group, known_for_group
+from ..comm.axes import Axis
+from ..comm.process_groups import only_reduces
+from ..device.fake_tensors import is_memoryless
 from .bell import SIZE as BELL_SIZE
 from .bell import own_bell
 from .collectives import LARGE, choose_early_waits, is_waited_for_early
@@ -24,7 +25,7 @@ from .segments import MemorySegment, create
 logger = logging.getLogger(__name__)
 
 MOST_RANKS = 8  # the most that was measured
-_KEY, _OUTBOX = "shared memory", "outbox"  # keys of state per process group
+_KEY = "shared memory"  # of the state of a process group
 
 _wanted = True
 _reasons: dict[str, str] = {}  # reasons why process groups of this process share no memory, and the first such group
@@ -82,15 +83,13 @@ def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None =
     return obstacle() or (groups if enabled is None else "")
 
 
-def only_reduces(process_group: Any) -> None:
-    """Declare that only gradients are exchanged in `process_group`, so its outboxes may be small: reductions from
-    `LARGE` on are waited for at once, so they need not fit as a whole, unlike shards that are prefetched."""
-    for_group(process_group, _OUTBOX, lambda: 2 * LARGE)
-
-
 def capacity_of(process_group: Any) -> int:
-    """Bytes of an outbox of `process_group`, the same on all ranks."""
-    return known_for_group(process_group, _OUTBOX, int) or CAPACITY
+    """Bytes of an outbox of `process_group`, the same on all ranks.
+
+    Where only gradients are exchanged it may be small: reductions from `LARGE` on are waited for at once, so they need
+    not fit as a whole, unlike shards that are prefetched.
+    """
+    return 2 * LARGE if only_reduces(process_group) else CAPACITY
 
 
 def of_group(process_group: Any) -> SharedMemory | None:
