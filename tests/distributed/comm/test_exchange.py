@@ -21,7 +21,7 @@ from flatfsdp.engine.base import per_group
 from flatfsdp.engine.comm.axes import Axis
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.comm.transport import Transport
-from flatfsdp.engine.cpu import peers
+from flatfsdp.engine.cpu import gloo, peers
 from flatfsdp.engine.cpu.chunks import longest_chunk
 from flatfsdp.engine.cpu.groups import of_group, over_gloo
 from flatfsdp.engine.device.memory import MemoryTracker
@@ -44,7 +44,8 @@ def over(group: dist.ProcessGroup | None = None) -> Transport:
     )
 
 
-WAYS = ["shared memory", "gloo", "two hosts"]  # how exchanges go, or why not through shared memory
+# How exchanges go, or why not through shared memory; "in place" are those of large tensors over gloo.
+WAYS = ["shared memory", "gloo", "in place", "two hosts"]
 
 
 @contextlib.contextmanager
@@ -52,8 +53,9 @@ def going(way: str, rank: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if way == "shared memory":
             of_group(dist.group.WORLD)  # asked once
-        elif way == "gloo":
+        elif way != "two hosts":
             stack.enter_context(over_gloo())
+            stack.enter_context(patch.object(gloo, "LARGE", 0 if way == "in place" else 2**40))
         else:
             stack.enter_context(patch.object(per_group, "_made", weakref.WeakKeyDictionary()))
             stack.enter_context(patch.object(peers, "_host", lambda: bytes([min(rank, 1)] * 16)))
@@ -114,7 +116,7 @@ def wrong_answers(rank: int, world: int, way: str, thorough: bool) -> list[str]:
 
 
 # Every way with an odd number of ranks, and most with an even one, too.
-SOME = [(2, way) for way in WAYS[:2]] + [(3, way) for way in WAYS] + [(4, "two hosts"), (5, "gloo")]
+SOME = [(2, way) for way in WAYS[:3]] + [(3, way) for way in WAYS] + [(4, "two hosts"), (5, "gloo")]
 
 
 @pytest.mark.parametrize(("world", "way"), [*product((2, 3, 4, 5), WAYS)] if is_thorough() else SOME)
@@ -162,7 +164,7 @@ def many_in_flight(rank: int, world: int, way: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("world", "way"), some([*product((2, 3), ("shared memory", "gloo")), (4, "gloo"), (5, "shared memory")], 3)
+    ("world", "way"), some([*product((2, 3), ("shared memory", "in place")), (4, "gloo"), (5, "shared memory")], 3)
 )
 def test_many_exchanges_in_flight_are_not_confused(run: Run, world: int, way: str) -> None:
     assert run(world, many_in_flight, way) == [[]] * world
@@ -245,16 +247,16 @@ def memory(rank: int, world: int, way: str) -> dict[str, tuple[float, float]]:
         return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
-def test_scratch_over_gloo_is_the_pieces_of_peers(run: Run, world: int) -> None:
-    """gloo itself takes a whole output for a gather. Ranks that are neither first nor last also hold a copy of what
-    they send; of two ranks, a sum arrives in its output."""
+@pytest.mark.parametrize(("world", "way"), [(2, "gloo"), *((world, "in place") for world in (2, 3, 4, 5, 8))])
+def test_scratch_over_gloo_is_the_pieces_of_peers(run: Run, world: int, way: str) -> None:
+    """gloo itself takes a whole output for a gather of a small tensor. Ranks that are neither first nor last also hold
+    a copy of what they send; of two ranks, a sum arrives in its output."""
     others = world - 1
-    for rank, found in enumerate(run(world, memory, "gloo")):
+    for rank, found in enumerate(run(world, memory, way)):
         sent = others if 0 < rank < world - 1 else 0
         arrived = others if world > 2 else 0
         in_place = sent + others + (rank > 1)  # and the sum of the terms before this rank's own
-        assert found["gather"] == (world, 0)
+        assert found["gather"] == (world if way == "gloo" else 0, 0)
         assert found["reduce-scatter"] == (sent + arrived,) * 2
         assert found["all-reduce"] == (in_place, sent + others)
 

@@ -127,7 +127,7 @@ def test_lists_bring_what_single_exchanges_bring(run: Run, world: int, way: str)
     assert run(world, wrong_answers, way) == [[]] * world
 
 
-@pytest.mark.parametrize("way", ["shared memory", "gloo"])
+@pytest.mark.parametrize("way", ["shared memory", "in place"])
 def test_lists_arrive_late(pool2: Run, way: str) -> None:
     assert pool2(wrong_answers, way, DelayedTransport) == [[]] * 2
 

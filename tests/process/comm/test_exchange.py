@@ -25,7 +25,7 @@ from flatfsdp.engine.wrapping.exchanges import EXCHANGES
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import fresh
 
-WIDTH = 768
+WIDTH = 768  # a unit is large enough to be gathered in place
 
 
 class Block(nn.Module):
