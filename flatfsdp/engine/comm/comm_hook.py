@@ -26,6 +26,7 @@ from ..config.precision import gradient_scaling
 from ..config.unit_options import CommHook
 from ..device.streams import Device, PendingWork, Stream
 from .axes import ProcessGroups
+from .error_feedback import Residuals
 from .pieces import rows_of
 from .transport import Reducer, Transport
 
@@ -66,6 +67,10 @@ class HookReducer:
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         """Let the hook reduce `tensor` in place. Collective over the groups that the hook uses."""
         return self._run(stream, tensor)
+
+    def compensated(self, residuals: Sequence[Residuals]) -> HookReducer:
+        """This reducer: the hook sees gradients unquantized."""
+        return self
 
     def _run(self, stream: Stream, *tensors: torch.Tensor) -> PendingWork:
         handed = [tensor.data for tensor in tensors]

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ...api import MixedPrecision
 from ..base import _torch
 from ..base.overrides import Override
 from ..base.wait_limits import blocked
@@ -23,6 +24,7 @@ from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work, accelerator
 from .axes import Axis
 from .comm_stats import CommStats
+from .error_feedback import Residuals
 from .pieces import Row, copy_apart
 from .process_group_transport import ProcessGroupTransport, as_bytes, real, wait_for
 
@@ -121,6 +123,7 @@ class SingleRank(ProcessGroupTransport):
 
 
 Transport = ProcessGroupTransport
+Encoding = Callable[[Transport], Transport]  # from a transport to one that sends the same numbers in fewer bits
 
 
 class Reducer(Protocol):
@@ -134,6 +137,8 @@ class Reducer(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork: ...
 
+    def compensated(self, residuals: Sequence[Residuals]) -> Reducer: ...
+
 
 _double: Override[Callable[[Transport], Transport] | None] = Override(None)
 doubled = _double.being  # a context in which every new transport is wrapped (for tests, for example to delay works)
@@ -145,9 +150,11 @@ class Exchanges:
 
     Attributes:
         by_backend: the transports of backends, by name, that have one of their own.
+        in_few_bits: the encodings of parameters and of gradients with this precision; None: as they are.
     """
 
     by_backend: Mapping[str, type[Transport]] = field(default_factory=lambda: {"nccl": CoalescingNccl})
+    in_few_bits: Callable[[MixedPrecision], tuple[Encoding | None, Encoding | None]] = lambda mixed: (None, None)
 
     def transport(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
         """A new transport for `group`, chosen by backend and world size."""

@@ -20,7 +20,6 @@ import torch
 
 from ..comm.comm_hook import to_wait_for
 from ..comm.error_feedback import Residuals
-from ..comm.quantized import compensated
 from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Reducer
 from ..device.huge_pages import LEAST, advise_tensor
@@ -162,7 +161,8 @@ class Reduction:
         first = parts[0]
         if first.residuals is not None:
             residuals = [part.residuals for part in parts if part.residuals is not None]
-            scatter, replicate = compensated(scatter, residuals), compensated(replicate, residuals)
+            scatter = scatter.compensated(residuals)
+            replicate = replicate.compensated(residuals) if replicate is not None else None
         self.replicate = replicate
         self._stream = stream  # of the stage that was issued last
         self._across = across

@@ -9,10 +9,8 @@ import torch
 from ...api import Config
 from ..base.events import EventLog
 from ..comm.axes import Axis
-from ..comm.block_codec import BlockCodec
 from ..comm.comm_stats import CommStats
-from ..comm.quantized import QuantizedTransport
-from ..comm.transport import Exchanges, Transport
+from ..comm.transport import Encoding, Exchanges, Transport
 from ..device.memory import Limiter, MemoryTracker
 from ..device.streams import Device, Stream
 from ..flat.flat_param import FlatParamHandle
@@ -53,6 +51,7 @@ class Resources:
 
     Attributes:
         device, streams, limiter: the compute device, and the orders of execution and of memory there.
+        exchanges: the ways in which tensors are exchanged.
         resting: transports that free memory while they are idle.
         tracker, comm_stats, events: bytes by kind, collectives by kind, events.
     """
@@ -64,8 +63,8 @@ class Resources:
         self.tracker = tracker
         self.comm_stats = CommStats()
         self.events = EventLog()
-        self._exchanges = exchanges
-        self._transports: dict[tuple[int, str | BlockCodec], Transport] = {}
+        self.exchanges = exchanges
+        self._transports: dict[tuple[int, str | Encoding], Transport] = {}
         self.resting: list[Transport] = []
         self.streams = Streams(
             _unshard_stream(device, on_callers=False),
@@ -79,19 +78,19 @@ class Resources:
         """The transport over `axis`; one per process group and role."""
         key = (id(axis.process_group), role)
         if key not in self._transports:
-            made = self._exchanges.transport(axis, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
+            made = self.exchanges.transport(axis, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
             self._transports[key] = made
             if made.rests:
                 self.resting.append(made)
         return self._transports[key]
 
-    def quantized(self, over: Transport, codec: BlockCodec | None) -> Transport:
-        """`over` with the codes of `codec`; `over` itself if that is None, or if there is only one rank."""
-        if codec is None or over.group.size == 1:
+    def encoded(self, over: Transport, encoding: Encoding | None) -> Transport:
+        """`over` with an encoding; `over` itself if that is None, or if there is only one rank."""
+        if encoding is None or over.group.size == 1:
             return over
-        key = (id(over), codec)
+        key = (id(over), encoding)
         if key not in self._transports:
-            self._transports[key] = QuantizedTransport(over, codec)
+            self._transports[key] = encoding(over)
         return self._transports[key]
 
     def gather_on_callers_stream(self, on_callers: bool) -> None:

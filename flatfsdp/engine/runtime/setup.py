@@ -17,7 +17,6 @@ from ..agreement.model_check import Checksums
 from ..agreement.once_per_job import warn_once_per_job
 from ..base.events import Observers
 from ..comm.axes import ProcessGroups
-from ..comm.block_codec import codecs
 from ..comm.comm_hook import reducers
 from ..comm.process_groups import extent_of, groups_in_words
 from ..comm.transport import Transport
@@ -170,15 +169,15 @@ class Setup:
         gather = transport(groups.shard if hook is None else groups.scatter, "gather")
         scatter = transport(groups.scatter, "scatter")
         replicate = transport(groups.replicate, "replicate") if groups.replicate is not None else None
-        parameters, gradients = codecs(unit.built.mixed_precision)
-        quantized = self.resources.quantized
-        across = quantized(replicate, gradients) if replicate is not None else None
+        parameters, gradients = self.resources.exchanges.in_few_bits(unit.built.mixed_precision)
+        encoded = self.resources.encoded
+        across = encoded(replicate, gradients) if replicate is not None else None
         return Transports(
             gather,
             scatter,
             replicate,
-            reducers(hook, groups, scatter, replicate) if hook is not None else (quantized(scatter, gradients), across),
-            quantized(gather, parameters),
+            reducers(hook, groups, scatter, replicate) if hook is not None else (encoded(scatter, gradients), across),
+            encoded(gather, parameters),
         )
 
     def choose_unshard_stream(self) -> None:

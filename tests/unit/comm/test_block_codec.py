@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp.engine.comm.block_codec import BLOCK, BlockCodec
+from flatfsdp.engine.few_bits.block_codec import BLOCK, BlockCodec
 
 INT8, INT4 = BlockCodec.of_bits(8), BlockCodec.of_bits(4)
 FP8 = BlockCodec.of_dtype(torch.float8_e4m3fn)

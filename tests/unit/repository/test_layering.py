@@ -25,7 +25,7 @@ ROWS = (
     "engine/layout engine/schedule",
     "engine/config engine/watchdog engine/device",
     "wrap engine/comm",
-    "engine/cpu",
+    "engine/cpu engine/few_bits",
     "engine/flat engine/agreement",
     "engine/runtime extensions messages",
     "engine/state engine/dtensor",

@@ -18,22 +18,21 @@ Reductions store their quantization errors in the residuals that they are given 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
 
 import torch
 
+from ...api import MixedPrecision
+from ..comm.error_feedback import Residuals, joined
+from ..comm.process_group_transport import ProcessGroupTransport, real
+from ..comm.transport import Encoding, Transport
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer
 from ..device.streams import DONE, PendingWork, Stream
-from .block_codec import BlockCodec
-from .error_feedback import Residuals, joined
-from .process_group_transport import ProcessGroupTransport, real
-from .transport import Reducer, Transport
+from .block_codec import BlockCodec, codecs
 
 KIND = "quantized"  # of bytes
-
-R = TypeVar("R", bound=Reducer | None)
 
 
 class QuantizedTransport(ProcessGroupTransport):
@@ -155,6 +154,12 @@ class QuantizedTransport(ProcessGroupTransport):
 
         return self._followed(arriving, stream, share, tensor)
 
+    def compensated(self, residuals: Sequence[Residuals]) -> QuantizedTransport:
+        """A copy with these `residuals`, for the reduction of one flat gradient or of several joined ones."""
+        made = copy.copy(self)
+        made._residuals = residuals
+        return made
+
     def _encode(self, values: torch.Tensor, rows: torch.Tensor, lost: torch.Tensor | None = None) -> None:
         if values.numel():
             self._compute(values.numel(), self._codec.encode, values, rows, lost, with_lost=lost is not None)
@@ -178,15 +183,15 @@ class QuantizedTransport(ProcessGroupTransport):
         return buffer
 
 
-def compensated(reducer: R, residuals: Sequence[Residuals]) -> R:
-    """`reducer`; if it quantizes, a copy that compensates with these `residuals`, for the reduction of one flat
-    gradient or of several concatenated ones."""
-    if not isinstance(reducer, QuantizedTransport):
-        return reducer
-    made: Any = copy.copy(reducer)
-    made._residuals = residuals
-    found: R = made
-    return found
+def in_few_bits(mixed: MixedPrecision) -> tuple[Encoding | None, Encoding | None]:
+    """The encoding of parameters and that of gradients; None if they are communicated unquantized."""
+    parameters, gradients = (_encoding(codec) if codec is not None else None for codec in codecs(mixed))
+    return parameters, gradients
+
+
+@functools.cache  # transports of one encoding are the same object
+def _encoding(codec: BlockCodec) -> Encoding:
+    return functools.partial(QuantizedTransport, codec=codec)
 
 
 def _pieces(flat: torch.Tensor, rows: torch.Tensor, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
