@@ -22,7 +22,7 @@ from torch import nn
 
 from ..engine.runtime.module_tree import units_in
 from ..engine.runtime.rest import check_idle, quiesce
-from ..engine.state.named_param import NamedParam, named_buffers, named_state
+from ..engine.state.named_param import NamedParam, named_buffers, named_state, refuse_rows_of_their_class
 from ..errors import CheckpointError, few, refuse_type, refuse_value
 from . import form
 from .disk import Files, disk
@@ -202,9 +202,11 @@ def _params_at_rest(model: nn.Module, what: str) -> list[NamedParam]:
     communication.
 
     Raises:
-        UsageError: `what` (a function, for the message) was called while a unit computes.
+        UsageError: `what` (a function, for the message) was called while a unit computes, or for parameters whose class
+            keeps their rows.
     """
     units = units_in(model)
+    refuse_rows_of_their_class(units, what)
     quiesce(units, collective=False, check=lambda unit: check_idle(unit, what))
     return [*named_state(model), *named_buffers(model)]
 

@@ -24,7 +24,7 @@ from ..engine.runtime.module_tree import units_in
 from ..engine.runtime.rest import check_idle, models_of, quiesce, residuals_of
 from ..engine.runtime.unit import Unit
 from ..engine.state.model.types import sharing_memory
-from ..engine.state.named_param import NamedParam, named_buffers, named_state
+from ..engine.state.named_param import NamedParam, named_buffers, named_state, refuse_rows_of_their_class
 from ..engine.state.optim.descriptions import value_of
 from ..engine.state.optim.loading import TensorSpec
 from ..engine.state.owned_interval import OwnedInterval
@@ -91,6 +91,7 @@ class _ModelSection(Section):
         super().__init__("model", {})
         self._model = model
         _refuse_apart(model)
+        refuse_rows_of_their_class(units_in(model), "a checkpoint of flatfsdp")
 
     def take(self, *, in_use: bool) -> None:
         with _sharded(self._model), sharing_memory() if in_use else nullcontext():

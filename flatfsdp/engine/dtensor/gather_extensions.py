@@ -95,6 +95,13 @@ class GatherExtensions(Transform):
         made = state.hooks.around(stored)
         return made if state.outer is None else self._parallel.around(made, state.outer)
 
+    def stored_in(self, seen: torch.Tensor) -> torch.Tensor:
+        """The master of a tensor that `around` made; a replacement of another class itself."""
+        if _dtensor.is_dtensor(seen):
+            seen = self._parallel.stored_in(seen)
+        master = master_of(seen) if has_gather_hooks(seen) else None
+        return seen if master is None else master
+
     def part(self, state: ExtendedParam) -> Part | None:
         """The position of the stored part in the whole, under tensor parallelism."""
         return None if state.outer is None else self._parallel.part(state.outer)

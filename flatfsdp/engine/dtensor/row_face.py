@@ -124,8 +124,19 @@ class _Rows:
         return None if self.hooks is None else self.hooks.rows
 
     def plain(self, value: torch.Tensor) -> torch.Tensor:
-        """The value of `value`, which may be of the parameter's class, for the shard."""
-        return value if self.hooks is None else self.hooks.master_of(value)
+        """The value of `value`, which may be of the parameter's class, for the shard.
+
+        Raises:
+            UsageError: it has no plain one. [Note: rows of their class]
+        """
+        if self.hooks is None:
+            return value
+        if self.kept is not None and isinstance(value, self.hooks.kind):
+            raise UsageError(
+                f"a gradient or an optimizer's state of {self.name!r} is a {type(value).__name__}; expected plain "
+                "elements. The state dicts of torch.distributed.checkpoint.state_dict keep it as it is"
+            )
+        return self.hooks.master_of(value)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -335,7 +346,8 @@ class RowFace(Face):
     def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         if not _dtensor.is_dtensor(value) or value.shape != self.holders[index].shape:
             return value
-        return self._rows[index].piece(_dtensor.local_of(value), self._at_rest.views[index])
+        rows = self._rows[index]
+        return rows.piece(rows.plain(_dtensor.local_of(value)), self._at_rest.views[index])
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         grads = [holder.grad for holder in self.holders]

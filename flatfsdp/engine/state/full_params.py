@@ -26,6 +26,7 @@ from ..runtime.module_tree import put_at_rest, register_leaves
 from ..runtime.rest import collective_call, models_of, quiesce
 from ..runtime.unit import Unit
 from .consolidate import consolidated, gather_shard, is_first, scatter, store
+from .named_param import refuse_rows_of_their_class
 from .parts import broadcast_tensor
 
 
@@ -221,6 +222,7 @@ def _check_summonable(unit: Unit, *, with_grads: bool) -> None:
             f"summon_full_params() inside a forward or backward (unit {unit.label} is in {unit.phase.value}); call "
             "it between iterations"
         )
+    refuse_rows_of_their_class([unit], "summon_full_params()")
     if with_grads and any(grads.accumulation.window_open for grads in unit.grads):
         raise UsageError(
             f"summon_full_params(with_grads=True): the gradients of unit {unit.label} were accumulated under "

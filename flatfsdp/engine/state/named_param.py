@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ...errors import UsageError
 from ..base.fqns import clean, fqn
 from ..comm.axes import ProcessGroups
 from ..flat.flat_param import FlatParamHandle
@@ -119,6 +120,23 @@ def by_handle(params: Iterable[NamedParam]) -> list[tuple[Unit, int, list[NamedP
         if each.unit is not None:
             found.setdefault((id(each.unit), each.kind), (each.unit, each.kind, []))[2].append(each)
     return list(found.values())
+
+
+def refuse_rows_of_their_class(units: Iterable[Unit], what: str) -> None:
+    """Refuse parameters of `units` whose shards have no values ([Note: rows of their class]).
+
+    Raises:
+        UsageError: `what`, a function or its subject, handles the elements of such a parameter.
+    """
+    for unit in units:
+        for handle in [handle for handle in unit.handles if not handle.has_memory]:
+            name, hooks = handle.layout.params[0].name, handle.options.gathers[0]
+            raise UsageError(
+                f"{what}: parameter {unit.entries.fqn(name)!r} is a {hooks.kind.__name__}, whose class keeps its rows; "
+                "expected plain elements. Save and load the state dicts of torch.distributed.checkpoint.state_dict, or "
+                "`model.state_dict()`, with torch.distributed.checkpoint; `full_tensor()` of the parameter has the "
+                "whole"
+            )
 
 
 def named_state(module: nn.Module) -> list[NamedParam]:

@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import flatfsdp
+from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp import checkpoint
 from flatfsdp.errors import AgreementError, UsageError
 from tests.conftest import Run
 from tests.distributed.fully_shard.test_beside_torchs import (
@@ -385,6 +387,41 @@ def checkpoints(rank: int, world: int, folder: str) -> list[str]:
 
 def test_checkpoints(pool2: Run, tmp_path: Path) -> None:
     assert not [each for found in pool2(checkpoints, str(tmp_path), timeout=60) for each in found]
+
+
+def own_files(rank: int, world: int, folder: str) -> list[str]:
+    """Checkpoints and exports of this package have the masters, and what is summoned are these."""
+    warnings.simplefilter("ignore")
+    batches = torch.randint(0, WORDS, (2, 3, 4), generator=torch.Generator().manual_seed(rank))
+    model: Any = sharded(net(AsBfloat16), flatfsdp, named_mesh(world), Case())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, batches[0])
+    whole = {name: each.full_tensor() for name, each in model.state_dict().items()}
+    with FSDP.summon_full_params(model):
+        shown = [getattr(each, "_data", each).detach().clone() for each in model.parameters()]
+    found = ["other values are summoned"] * (not all(map(torch.equal, shown, whole.values())))
+    checkpoint.save(f"{folder}/saved", model=model, optimizer=optimizer)
+    checkpoint.export_safetensors(model, f"{folder}/exported")
+    for name in ("saved", "exported"):
+        torch.manual_seed(1)
+        other: Any = sharded(extend(Net(), AsBfloat16), flatfsdp, named_mesh(world), Case())  # type: ignore[arg-type]
+        its = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        if name == "saved":
+            checkpoint.load(f"{folder}/{name}", model=other, optimizer=its)
+        else:
+            checkpoint.load_safetensors(other, f"{folder}/{name}")
+        found += [f"{name}: {each}" for each in differences(model, other)]
+    with FSDP.summon_full_params(other), torch.no_grad():
+        for each in other.parameters():
+            each.mul_(2.0)
+    written = [each.full_tensor() for each in other.parameters()]
+    found += ["not written back"] * (not all(torch.equal(a, b * 2.0) for a, b in zip(written, shown, strict=True)))
+    step(other, its, batches[1])
+    return found
+
+
+def test_own_files(pool2: Run, tmp_path: Path) -> None:
+    assert not [each for found in pool2(own_files, str(tmp_path), timeout=60) for each in found]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as theirs
+import torch.utils._pytree as pytree
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 import flatfsdp
+from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp import checkpoint
+from flatfsdp.errors import FlatFSDPError
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.gather_hooks import Gathered, Halving, extend
@@ -245,6 +257,99 @@ def kept_and_restored(rank: int, world: int, kind: Any, folder: str) -> list[str
 @pytest.mark.parametrize("kind", [Pair, Rounded, Blocks])
 def test_kept_and_restored(kind: Any, pool2: Run, tmp_path: Path) -> None:
     assert not [each for found in pool2(kept_and_restored, kind, str(tmp_path)) for each in found]
+
+
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def values_in(tree: Any) -> list[torch.Tensor]:
+    """Copies of the plain tensors in a state dict."""
+    found = [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor)]
+    return [part.detach().clone() for each in found for part in parts(each)]
+
+
+def whole_states(model: Any, optimizer: torch.optim.Optimizer, twin: Any, its: torch.optim.Optimizer) -> Any:
+    yield values_in([each.full_tensor() for each in model.parameters()])
+    yield values_in(get_model_state_dict(model, options=WHOLE))
+    yield values_in(get_optimizer_state_dict(model, optimizer, options=WHOLE))
+
+
+def sharded_states(model: Any, optimizer: torch.optim.Optimizer, twin: Any, its: torch.optim.Optimizer) -> Any:
+    set_model_state_dict(twin, get_model_state_dict(model))
+    set_optimizer_state_dict(twin, its, get_optimizer_state_dict(model, optimizer))
+    yield values_in(twin.state_dict())
+    yield values_in(get_optimizer_state_dict(twin, its))
+
+
+def from_whole_states(model: Any, optimizer: torch.optim.Optimizer, twin: Any, its: torch.optim.Optimizer) -> Any:
+    set_model_state_dict(twin, get_model_state_dict(model, options=WHOLE), options=WHOLE)
+    set_optimizer_state_dict(twin, its, get_optimizer_state_dict(model, optimizer, options=WHOLE), options=WHOLE)
+    yield values_in(twin.state_dict())
+    yield values_in(get_optimizer_state_dict(twin, its))
+
+
+def torchs_state_dicts(rank: int, world: int, kind: Any, states: Callable[..., Any]) -> list[str]:
+    """What torch's functions read and set, and the step after it, beside torch's units."""
+    warnings.simplefilter("ignore")
+    mesh, found = named_mesh(world), []
+    for api in (flatfsdp, theirs):
+        both: list[Any] = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            model = sharded(Net(kind, WIDTH), api, mesh, ROWS)
+            both += [model, optimizer_of(model, ROWS)]
+        stepped(*both[:2], rank, 0)
+        seen = [*states(*both)]
+        stepped(*both[2:], rank, 1)
+        found.append([*seen, values_in(both[2].state_dict())])
+    ours, torchs = found
+    same = [len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(ours, torchs, strict=True)]
+    return [f"{number} of {len(same)} differs" for number, each in enumerate(same) if not each]
+
+
+# With whole states of `Pair`, torch frees memory that its own gathers still write to.
+STATES = [(kind, each) for kind in (Pair, Rounded, Blocks) for each in (whole_states, sharded_states)]
+
+
+@pytest.mark.parametrize(("kind", "states"), [*STATES, (Rounded, from_whole_states), (Blocks, from_whole_states)])
+def test_state_dicts_of_torch(kind: Any, states: Callable[..., Any], pool2: Run) -> None:
+    assert not [each for found in pool2(torchs_state_dicts, kind, states) for each in found]
+
+
+def summoned(model: nn.Module) -> None:
+    with FSDP.summon_full_params(model):
+        pass
+
+
+PLAIN = {
+    "checkpoint.save": lambda model, optimizer, folder: checkpoint.save(
+        f"{folder}/saved", model=model, optimizer=optimizer
+    ),
+    "checkpoint.load": lambda model, optimizer, folder: checkpoint.load(f"{folder}/saved", model=model),
+    "export_safetensors": lambda model, optimizer, folder: checkpoint.export_safetensors(model, f"{folder}/exported"),
+    "load_safetensors": lambda model, optimizer, folder: checkpoint.load_safetensors(model, f"{folder}/plain"),
+    "summon_full_params": lambda model, optimizer, folder: summoned(model),
+    "optim_state_dict": lambda model, optimizer, folder: FSDP.optim_state_dict(model, optimizer),
+}
+
+
+def refused(rank: int, world: int, name: str, folder: str) -> str:
+    checkpoint.export_safetensors(nn.Linear(2, 2), f"{folder}/plain")
+    model, optimizer = made(Pair, named_mesh(world))
+    stepped(model, optimizer, rank, 0)
+    try:
+        PLAIN[name](model, optimizer, folder)
+    except FlatFSDPError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_functions_of_plain_elements_refuse_them(name: str, pool2: Run, tmp_path: Path) -> None:
+    """Their shards have no values, and files would have zeros."""
+    what = "state of 'weight' is a Pair" if name == "optim_state_dict" else "'layers.0.weight' is a Pair, whose class"
+    for message in pool2(refused, name, str(tmp_path)):
+        assert what in message and "torch.distributed.checkpoint" in message, message
 
 
 def written(rank: int, world: int, folder: str) -> Any:
