@@ -10,8 +10,8 @@ from .engine.config.state_dict_configs import *  # noqa: F403
 from .engine.cpu.groups import share_host_memory
 from .engine.device.malloc import retain_host_memory
 from .engine.features.check_replicas import check_replicas
-from .engine.features.flat_optimizer.api import FusedSteps, fuse_optimizer_steps
 from .engine.features.forward_methods import register_fsdp_forward_method
+from .engine.features.fused_steps import FusedSteps, fuse_optimizer_steps
 from .engine.features.nonfinite import detect_nonfinite
 from .engine.features.optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from .engine.features.participation import ensure_unit_participation

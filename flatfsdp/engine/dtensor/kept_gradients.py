@@ -28,7 +28,7 @@ MOST = 4 * 1024  # bytes of a gradient, on average
 _COUNTS = hasattr(torch.Tensor, "_use_count") and getattr(sys, "_is_gil_enabled", lambda: True)()
 
 _SPEC, _LOCAL, _SHAPE = attrgetter("_spec"), attrgetter("_local_tensor"), attrgetter("shape")
-_GRAD, _STRIDE = attrgetter("grad"), torch.Tensor.stride
+_STRIDE = torch.Tensor.stride
 
 Parts = tuple[list[int], list[torch.Tensor]]
 
@@ -107,13 +107,3 @@ class KeptGradients:
         self._flat.copy_(total)
         self.shows = True
         return self._made
-
-    def are_grads_of(self, holders: Sequence[torch.Tensor]) -> bool:
-        """Whether they are the gradients of their parameters among `holders`, and have their own local tensors."""
-        if not self.shows:
-            return False
-        if not self.is_whole:
-            holders = [holders[index] for index in self.indices]
-        with _torch.as_plain_tensors():
-            are_gradients = all(map(is_, map(_GRAD, holders), self._made))
-            return are_gradients and all(map(is_, map(_LOCAL, self._made), self._locals))

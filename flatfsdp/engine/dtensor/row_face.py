@@ -285,10 +285,6 @@ class RowFace(Face):
             _dtensor.set_local(held, rows.held(view), rows.spec(view.dtype))
             self._note_memory()
 
-    def shown(self) -> KeptGradients | None:
-        kept = self.kept
-        return kept if kept is not None and kept.are_grads_of(self.holders) and not self.replaced() else None
-
     # -- modules -----------------------------------------------------------------------------------------------------
 
     def put(self, param_ref: ParamRef) -> None:

@@ -56,11 +56,9 @@ class Keeps(Protocol):
     """Memory kept from gradients that were shown, for showing the next ones.
 
     Attributes:
-        indices: the leaves that have these gradients.
         shows: whether current gradients use the memory.
     """
 
-    indices: list[int]
     shows: bool
 
     def release(self) -> bool:
@@ -179,11 +177,6 @@ class Face(Protocol):
         `taken`: the `.grad` of leaves that was taken away before the backward; it is restored. The gradients own the
         memory of `total` afterwards.
         """
-
-    def shown(self) -> Keeps | None:
-        """`kept`, if the holders' gradients are those that it showed last, and holders show their places in the shard;
-        None if that is unknown."""
-        return None
 
     def window_shares(
         self, flat: torch.Tensor, awaited: frozenset[int]

@@ -1,1 +1,0 @@
-"""Element-wise optimizers over original parameters that step on runs of a shard."""
