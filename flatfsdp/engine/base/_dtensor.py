@@ -75,9 +75,10 @@ def locals_of(values: Iterable[Any]) -> list[Any]:
     if module is None:
         return list(values)
     dtensor, every = module.DTensor, list(values)
-    if set(map(type, every)) <= {dtensor}:
+    found = {issubclass(each, dtensor) for each in set(map(type, every))}
+    if found == {True}:
         return list(map(_LOCAL, every))
-    return [value._local_tensor if isinstance(value, dtensor) else value for value in every]
+    return [value._local_tensor if isinstance(value, dtensor) else value for value in every] if True in found else every
 
 
 def are_split_alike(one: Any, other: Any) -> bool:

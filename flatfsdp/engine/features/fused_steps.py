@@ -203,18 +203,18 @@ class _Plan:
         self._facts = self._now()
         self._remember(optimizer.state, publish=True)
 
-    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+    def holds(self, listing: tuple[list[int], list[nn.Parameter]], states: States) -> bool:
         """Whether no fact from which the runs were found has changed. Calls no Python function for each parameter but
         `hash`."""
-        (sizes, listed), (expected, known) = _listing(optimizer), self._listing
-        states = self._states_in(optimizer.state)
+        (sizes, listed), (expected, known) = listing, self._listing
+        now = self._states_in(states)
         return (
             sizes == expected
             and _same(listed, known)
             and self._facts is not None
             and self._now() == self._facts
-            and _same(states, self._states)
-            and _same(_values(states), self._values)
+            and _same(now, self._states)
+            and _same(_values(now), self._values)
             and list(map(_VERSION, self._counts)) == self._versions
         )
 
@@ -347,10 +347,10 @@ class FusedSteps:
         return (self._stand_in, *args[1:]), kwargs
 
     def _plan_of(self, optimizer: torch.optim.Optimizer) -> _Plan:
-        listed = _listing(optimizer)[1]
+        listing = _, listed = _listing(optimizer)
         key = id(listed[0]) if listed else 0
         plan = self._plans.pop(key, None)
-        if plan is None or not plan.holds(optimizer):
+        if plan is None or not plan.holds(listing, optimizer.state):
             plan = None  # frees its tensors before anything is copied
             ids = set(map(id, listed))
             self._plans = {k: each for k, each in self._plans.items() if ids.isdisjoint(map(id, each.members))}
@@ -397,7 +397,7 @@ def _find_runs(
             for handle in unit.handles if unit is not None else ():
                 if not (handle.face.is_flat or handle.options.gathers):
                     places |= {id(holder): (handle, i) for i, holder in enumerate(handle.face.holders)}
-            if id(each) not in places:
+            if id(each) not in places or not (each.numel() or _dtensor.is_dtensor(each)):
                 alone[number].append(each)
             elif each.grad is None:
                 absent.append(each)
