@@ -403,6 +403,17 @@ def test_dtensors_beside_others_of_their_group_step_by_themselves() -> None:
         assert twin.steps.runs == 0
 
 
+def test_a_parameter_that_is_listed_twice_is_stepped_on_twice() -> None:
+    def momentum(parameters: Any) -> torch.optim.Optimizer:
+        listed = list(parameters)
+        return optim.SGD([*listed, listed[0]], lr=0.1, momentum=0.9)
+
+    with fake_world(1), pytest.warns(UserWarning, match="duplicate parameters"):
+        twin = Twin(momentum)
+        twin.step(3)
+        assert twin.steps.runs == 0
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_frozen_dtensors_have_no_gradient_and_are_not_stepped_on(rank: int) -> None:
     with fake_world(3, rank=rank):
