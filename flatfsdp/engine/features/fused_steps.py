@@ -86,7 +86,7 @@ def _drop_grads_quickly(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer)["zero_grad"] = zero_grad  # not in pickles and copies
 
 
-class _Run:
+class _FusedRun:
     """Adjacent parameters of a shard as one plain tensor.
 
     Attributes:
@@ -189,7 +189,7 @@ class _Plan:
         # Torch accepts no list of DTensors and other tensors: a group has runs of DTensors, or single ones.
         mixed = {run.group for run, _ in found if run.kind is None and _dtensor.is_dtensor(run.members[0])}
         mixed |= {number for number, alone in enumerate(self._alone) if any(map(_dtensor.is_dtensor, alone))}
-        self.runs: list[_Run] = []
+        self.runs: list[_FusedRun] = []
         for run, handle in found:
             if len(run.members) > 1 if not handle.face.is_distributed else run.group not in mixed:
                 self.runs.append(run)
@@ -382,7 +382,7 @@ def _listing(optimizer: torch.optim.Optimizer) -> tuple[list[int], list[nn.Param
 
 def _find_runs(
     optimizer: torch.optim.Optimizer,
-) -> tuple[list[tuple[_Run, FlatParamHandle]], list[nn.Parameter], list[list[nn.Parameter]]]:
+) -> tuple[list[tuple[_FusedRun, FlatParamHandle]], list[nn.Parameter], list[list[nn.Parameter]]]:
     """The runs, of one parameter and more, with their handles; parameters of wrapped models without a gradient; and
     the others, by param group."""
     (across, *_), listed = _listing(optimizer)
@@ -404,16 +404,16 @@ def _find_runs(
             else:
                 handle, index = places[id(each)]
                 held.setdefault(handle, {})[index] = each, number
-    found: list[tuple[_Run, FlatParamHandle]] = []
+    found: list[tuple[_FusedRun, FlatParamHandle]] = []
     for handle, members in held.items():
-        last: _Run | None = None
+        last: _FusedRun | None = None
         for index in range(len(handle.leaves)):
             span = handle.layout.span_in_shard(index, handle.rank)
             if index not in members:
                 last = None if not span.is_empty else last
                 continue
             parameter, number = members[index]
-            run = _Run(parameter, number, span, _kind_of(parameter, number, optimizer.state, handle, index))
+            run = _FusedRun(parameter, number, span, _kind_of(parameter, number, optimizer.state, handle, index))
             joins = last is not None and last.kind == run.kind is not None and (across or last.stop == span.start)
             if joins and last is not None and not span.is_empty:
                 last.add(parameter, span)

@@ -29,14 +29,12 @@ OF_SINGLE_CLASSES = frozenset(
     single_process/device/test_downloads.py:_event
     single_process/device/test_downloads.py:_keep
     single_process/device/test_streams.py:_stream
-    single_process/features/test_fuse_optimizer_steps.py:_planned
     harness/fake_device.py:_kind
     distributed/agreement/test_calls.py:_lost
     distributed/checkpoint/test_weights.py:_LARGEST_FILE
     distributed/checkpoint/test_weights.py:_plans
     distributed/runtime/test_parity.py:_scatter
     distributed/flat/test_requires_grad.py:_reachable
-    distributed/features/test_fuse_optimizer_steps.py:_planned
     distributed/trainer/test_checkpoints.py:_saving
     unit/agreement/test_agreement.py:_letters
     unit/agreement/test_agreement.py:_past
