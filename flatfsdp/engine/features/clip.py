@@ -29,7 +29,7 @@ from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
 from ..flat.states import SUMMONED
 from ..runtime import param_registry as registry
-from ..runtime.model import Model, model_of
+from ..runtime.model import Model
 from ..runtime.part_axes import part_axes
 from ..runtime.rest import before_norm, models_of, open_windows, reduce_left
 from ..runtime.unit import Unit
@@ -217,7 +217,7 @@ def _collective_call(models: Iterable[Model], chosen: Set[int], call: str) -> It
                 raise UsageError(
                     f"{call}: {type(stepping[0]).__name__} steps during backwards, so gradients are gone before "
                     "their norm is known. Run the backward, the clipping and the optimizer's own step() inside "
-                    "no_step() of the OptimizerInBackward, or clip each gradient separately, in a post-accumulate hook"
+                    "no_step() of the OptimizerInBackward, or clip each gradient by value, in a post-accumulate hook"
                 )
             if any(window.is_stepped_by(chosen) for window in open_windows(model)):
                 raise UsageError(
@@ -311,7 +311,7 @@ def _total(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
                     f"{call}: got parameters of unit {place.unit.label}, which show this rank's shards. Expected "
                     "gradients; compute norms of parameters inside summon_full_params()"
                 )
-        models = _models_among(list(chosen.values()) if given else [], places)
+        models = [] if given and not chosen else _models_among(list(chosen.values()), places)
         if not models:
             return torchs_own(given, norm_type, error_if_nonfinite, foreach)
         p = _order_of(norm_type)
@@ -362,6 +362,7 @@ def _models_among(parameters: Sequence[torch.Tensor], places: Mapping[int, _Plac
     """
     units = [place.unit for each in parameters if (place := places.get(id(each))) is not None]
     if not parameters:
-        living = [model for model in registry.models if model_of(model.outermost) is model]
-        units = [place.unit for place in places.values()] if len(living) == 1 else []
+        living = [model for model in registry.models if model.outermost.place.is_outermost]
+        its_units = set(living[0].units) if len(living) == 1 else ()
+        units = [place.unit for place in places.values() if place.unit in its_units]
     return [] if all(unit.phase is SUMMONED for unit in units) else models_of(units)

@@ -144,8 +144,13 @@ def before_norm(model: Model, call: str) -> None:
     """Finish the iteration of `model`, before a `call` about its gradients. Collective the first time.
 
     Raises:
-        UsageError: a unit computes, or shows whole parameters.
+        UsageError: inside a backward; a unit computes, or shows whole parameters.
     """
+    if _torch.in_backward():
+        raise UsageError(
+            f"{call} was called inside a backward, as by a hook on a gradient, which ranks without elements of that "
+            "parameter do not run. Call it after the backward; hooks may clip by value"
+        )
     model.setup.lazy_init()
     model.iteration.finish_interrupted()
     for unit in [unit for unit in model.units if unit.phase is not IDLE]:

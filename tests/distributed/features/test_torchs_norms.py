@@ -191,11 +191,15 @@ def test_parameters_of_several_models(pool2: Run) -> None:
 
 
 def plain_beside(rank: int, world: int) -> list[float]:
-    """A model that is not wrapped, whose data only this rank has, while others are."""
+    """A model that is not wrapped, on one rank after the other, while another model is wrapped."""
     model = trained(wrapped(Setting()), rank)
+    for _ in range(rank):
+        torch.distributed.barrier()
     net = seeded(Net)
     loss_of(net(data(rank, 5))).backward()
     norms = [get_total_norm([p.grad for p in net.parameters()]), clip(net.parameters(), 2.0)]
+    for _ in range(world - rank):
+        torch.distributed.barrier()
     del model
     return [float(norm) for norm in norms]
 
@@ -307,6 +311,10 @@ def refused(rank: int, world: int, orig: bool) -> list[str]:
     ]
     trained(model, rank)
     texts.append(said(lambda: get_total_norm(model.parameters())))
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(lambda given: clip([given], 2.0))
+    texts.append(said(lambda: trained(model, rank)))
+    model = trained(wrapped(Setting(orig=orig)), rank)
     with summon(model, with_grads=orig):
         texts.append(said(lambda: model.clip_grad_norm_(BOUND)))
     return texts
@@ -315,7 +323,8 @@ def refused(rank: int, world: int, orig: bool) -> list[str]:
 @pytest.mark.parametrize("orig", [True, False])
 def test_what_has_no_sum_over_ranks_is_refused(orig: bool, pool2: Run) -> None:
     for texts in pool2(refused, orig):
-        *windows, parameters, summoned = texts
+        *windows, parameters, hooks, summoned = texts
+        assert "was called inside a backward, as by a hook on a gradient" in hooks
         assert all("accumulated under no_sync(), and no backward has reduced them" in each for each in windows)
         assert parameters.startswith("get_total_norm: got parameters of unit ")
         assert "leave summon_full_params() first" in summoned
