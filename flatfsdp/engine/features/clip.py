@@ -311,7 +311,7 @@ def _total(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
                     f"{call}: got parameters of unit {place.unit.label}, which show this rank's shards. Expected "
                     "gradients; compute norms of parameters inside summon_full_params()"
                 )
-        models = [] if given and not chosen else _models_among(list(chosen.values()), places)
+        models = _models_among(chosen.values(), places)
         if not models:
             return torchs_own(given, norm_type, error_if_nonfinite, foreach)
         p = _order_of(norm_type)
@@ -354,15 +354,7 @@ def _places() -> dict[int, _Place]:
     }
 
 
-def _models_among(parameters: Sequence[torch.Tensor], places: Mapping[int, _Place]) -> list[Model]:
-    """The models of `parameters`, in their order; [] if torch's own function does what is right for them.
-
-    A rank may have no elements of the parameters whose gradients others pass; so no parameters are those of the only
-    model, if there is a single one.
-    """
+def _models_among(parameters: Iterable[torch.Tensor], places: Mapping[int, _Place]) -> list[Model]:
+    """The models of `parameters`, in their order; [] if torch's own function does what is right for them."""
     units = [place.unit for each in parameters if (place := places.get(id(each))) is not None]
-    if not parameters:
-        living = [model for model in registry.models if model.outermost.place.is_outermost]
-        its_units = set(living[0].units) if len(living) == 1 else ()
-        units = [place.unit for place in places.values() if place.unit in its_units]
     return [] if all(unit.phase is SUMMONED for unit in units) else models_of(units)

@@ -787,11 +787,14 @@ def step(player: Player) -> None:
 def clip(player: Player) -> None:
     kind = player.drawn.choice((2.0, 1.0, float("inf")))
     held = [parameter for group in player.optimizer.param_groups for parameter in group["params"]]
+    grads = [each.grad for each in held if each.grad is not None]
+    fewest = torch.tensor(len(grads))  # no gradients are not known to be those of shards
+    dist.all_reduce(fewest, dist.ReduceOp.MIN)
     match random.Random(f"clip {player.number} {player.turn}").randrange(4):
         case 0:
             found = nn.utils.clip_grad_norm_(held, 0.01, kind)
-        case 1:
-            found = nn.utils.get_total_norm([each.grad for each in held if each.grad is not None], kind)
+        case 1 if fewest:
+            found = nn.utils.get_total_norm(grads, kind)
             nn.utils.clip_grads_with_norm_(held, 0.01, found)
         case _:
             found = player.model.clip_grad_norm_(0.01, kind)
