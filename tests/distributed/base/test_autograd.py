@@ -325,7 +325,7 @@ CORNERS["a_tied_parameter_whose_owner_does_not_run"] = Corner(
     units=(nn.Linear,),
 )
 CORNERS["a_tied_parameter_whose_owner_is_recomputed"] = Corner(
-    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Tied(nested), Tied(nested, bias=True)), _step, 1e-6, (nn.Linear,)
+    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Tied(again), Tied(again, bias=True)), _step, 1e-6, (nn.Linear,)
 )
 
 

@@ -786,6 +786,8 @@ def step(player: Player) -> None:
 
 def clip(player: Player) -> None:
     kind = player.drawn.choice((2.0, 1.0, float("inf")))
+    if player.front is InPlace and kind == float("inf"):
+        kind = 2.0  # torch's functions fail on DTensors of which a rank has no elements, as under its FSDP2
     held = [parameter for group in player.optimizer.param_groups for parameter in group["params"]]
     grads = [each.grad for each in held if each.grad is not None]
     fewest = torch.tensor(len(grads))  # no gradients are not known to be those of shards
