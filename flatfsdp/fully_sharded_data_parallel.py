@@ -248,9 +248,6 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return copying.reduce(self, copying.blank, type(self))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        copying.set_state(self, state)
-
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The state of the module under plain names, of the kind that `state_dict_type` sets; arguments as in torch.
 

@@ -3,8 +3,9 @@
 [Note: torch's norms] `torch.nn.utils.clip_grad_norm_` and `get_total_norm` compute with the tensors of one process. For
 shards each rank would scale by a factor of its own, so for shards these functions are executed here, over all ranks.
 Programs have imported them by name before a model is sharded, so what is replaced is what these names call. They then
-are collective; a rank without any of the gradients takes part with zero. A call with other tensors costs one comparison
-with the parameters of the live models. Norms that a program computes by itself (`p.grad.norm()`) stay those of a rank.
+are collective; a rank that passes parameters without gradients takes part with zero, one that passes nothing does not.
+A call with other tensors costs one comparison with the parameters of the live models. Norms that a program computes by
+itself (`p.grad.norm()`) stay those of a rank.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ...api import BackwardPrefetch
 from ...errors import UsageError, few
 from ..agreement.once_per_job import warn_once_per_job
 from ..base.fqns import WRAPPED, fqn
@@ -388,8 +387,7 @@ def blank(cls: type[nn.Module]) -> nn.Module:
 
 
 def _load(data: bytes) -> nn.Module:
-    found, plans, lists = torch.load(io.BytesIO(data), weights_only=False)
-    module, plans = _of_earlier(found, plans) if isinstance(found, type) else (found, plans)
+    module, plans, lists = torch.load(io.BytesIO(data), weights_only=False)
     meshes: dict[str, Any] = {}
 
     def mesh_of(described: Any, groups: ProcessGroups) -> Any:
@@ -409,55 +407,6 @@ def _load(data: bytes) -> nn.Module:
     _build([_on(plan, mesh_of) if plan.in_place else plan for plan in plans], lists)
     loaded: nn.Module = module
     return loaded
-
-
-# [Note: earlier pickles] Wrappers once had plans of their own: each was pickled with its attributes and the data of its
-# unit, which names leaves themselves. Nested wrappers are read before those around them.
-_earlier: list[tuple[nn.Module, dict[str, Any]]] = []
-_blank = blank
-
-
-def set_state(wrapper: nn.Module, state: dict[str, Any]) -> None:
-    """The value of `__setstate__` for a blank `wrapper`."""
-    if state.keys() == {"attributes", "unit"}:
-        _earlier.append((wrapper, state["unit"]))
-        state = state["attributes"]
-    wrapper.__dict__.update(state)
-
-
-def _of_earlier(cls: type[nn.Module], state: dict[str, Any]) -> tuple[nn.Module, list[UnitPlan]]:
-    outermost = blank(cls)
-    set_state(outermost, state)
-    found = [*_earlier]
-    _earlier.clear()
-    owned = {
-        id(leaf): (number, kind, index)
-        for number, (_, of_unit) in enumerate(found)
-        for kind, handle in enumerate(of_unit["handles"])
-        for index, leaf in enumerate(handle["leaves"])
-    }
-    return outermost, [
-        UnitPlan(
-            entries=[wrapper],
-            handles=[{name: each[name] for name in ("shard", *_OF_HANDLE)} for each in of_unit["handles"]],
-            leaves=[
-                [(leaf, *kind) for leaf, kind in zip(each["leaves"], each["kinds"], strict=True)]
-                for each in of_unit["handles"]
-            ],
-            homes=[(*where, *owned[id(leaf)][1:]) for *where, leaf in of_unit["homes"]],
-            shared=[(*where, *owned[id(leaf)]) for *where, leaf in of_unit["aliases"]],
-            extended=[(*owned[id(leaf)][1:], *how) for leaf, *how in of_unit["extended"]],
-            elsewhere={},
-            mesh=None,
-            settings=of_unit["root"],
-            built={name: of_unit[name] for name in _BUILT if name in of_unit}
-            | {"counts_gradients": of_unit["backward_prefetch"] is BackwardPrefetch.BACKWARD_MID},
-            options={name: of_unit[name] for name in _OPTIONS},
-            in_place=False,
-            **{name: of_unit[name] for name in ("modules", "left_alone", "groups", "is_last_backward", "residuals")},
-        )
-        for wrapper, of_unit in found
-    ]
 
 
 def _reduce_groups(groups: ProcessGroups) -> tuple[Any, ...]:
