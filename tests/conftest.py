@@ -50,6 +50,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def no_wait_is_left() -> Iterator[None]:
+    """What a test leaves among the waits of this process is reported to a user as a rank that hangs, and keeps the
+    watches of later tests busy."""
+    yield
+    waits = sys.modules.get("flatfsdp.engine.base.wait_limits")
+    if waits is not None:
+        left = {**waits.issued, **waits.blocking}
+        waits.issued.clear()
+        assert not left, f"waits that were never over: {left}"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test, with its fixtures, runs in an empty folder of its own, and so do the ranks and commands that it starts:

@@ -103,6 +103,9 @@ class DeterministicGloo(ProcessGroupTransport):
             copy_apart([pieces[self.group.rank]], [as_bytes(shard)])
             each = zip(pieces, self.group.ranks, strict=True)
             works = [dist.broadcast(piece, rank, group=group, async_op=True) for piece, rank in each]
+            # This rank's own broadcast is waited for last: gloo reports a lost peer to ranks that receive from it, but
+            # not to those that send to it.
+            works.append(works.pop(self.group.rank))
             return PendingWork(work=Several(works), keep=(output, shard))
 
         return self._exchange(stream, start, output, shard)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, Plan, dry_run, memory_plan, stats
+from flatfsdp.engine.base import wait_limits
 from flatfsdp.errors import ConfigValueError, UsageError, current_rank
 from flatfsdp.trainer.arguments import OPTIMIZERS
 from tests.harness.calls import calls_of
@@ -160,6 +161,7 @@ def test_memory_of_an_accelerator_is_given_back_late() -> None:
     assert peak(accelerator=False, limit=False) == 2
     assert peak(accelerator=True, limit=True) == 2
     assert peak(accelerator=True, limit=False) == 6
+    assert not wait_limits.issued, "the watch would report a rank that hangs"
 
 
 def test_it_refuses_in_words() -> None:
