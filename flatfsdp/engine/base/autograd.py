@@ -125,6 +125,21 @@ def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
     return leaf.register_hook(lambda grad: callback())
 
 
+def follow(leaf: torch.Tensor, holder: torch.Tensor) -> None:
+    """Run the hooks of `register_hook()` on `holder` on the gradients of `leaf` from now on."""
+    leaf.register_hook(functools.partial(_run_hooks_of, weakref.ref(holder)))
+
+
+def _run_hooks_of(holder: weakref.ref[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
+    found = holder()
+    with _torch.as_plain_tensors():
+        registered = _torch.has_hooks(found) if found is not None else None
+    for hook in tuple((registered or {}).values()):
+        made = hook(grad)
+        grad = grad if made is None else made
+    return grad
+
+
 _our_ids = itertools.count(-1, -1)  # of hooks on tensors; users' hooks have the ids of their handles, from 0 on
 
 

@@ -17,20 +17,18 @@ from torch import nn
 from ...errors import UsageError
 from ..base import _dtensor, _torch
 from ..device.fake_tensors import is_memoryless
-from ..flat.faces import Face, FaceWords, Sums, adoptions, assign_grad, set_grad
+from ..flat.apart_face import ApartFace
+from ..flat.faces import FaceWords, Sums, adoptions, assign_grad, set_grad
 from ..flat.gather_hooks import GatherHooks, hollow, inner_of
 from ..flat.layout_views import ShardViews
-from ..flat.param_refs import ParamRef
 from ..flat.write_tracker import FlatParameter
 from ..layout.layout import FlatLayout, ParamSpec
 from .data_assignment import follow
 from .holder_classes import mark
 from .kept_gradients import KeptGradients
-from .module_places import ModulePlaces
 from .specs import spec_at_rest
 
 _LOCAL, _GRAD = attrgetter("_local_tensor"), attrgetter("grad")
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +181,7 @@ def _apart(piece: torch.Tensor) -> torch.Tensor:
     return piece.narrow(0, 0, 0).set_(own, 0, piece.shape, piece.stride())
 
 
-class RowFace(Face):
+class RowFace(ApartFace):
     """One `Parameter` that is a DTensor for each leaf: this rank's rows, in memory of the shard. [Note: faces]
 
     Holders are made once. A user's replacement for one (`load_state_dict(assign=True)`, `swap_tensors`) becomes a
@@ -192,7 +190,7 @@ class RowFace(Face):
     """
 
     words = FaceWords("parameters at rest", "DTensors", "fully_shard", holder="the DTensor")
-    holds_leaves, is_flat, by_parameter, is_distributed = False, False, True, True
+    is_distributed = True
 
     def __init__(
         self,
@@ -203,21 +201,15 @@ class RowFace(Face):
         stored: Sequence[Any],
         hooks: Sequence[GatherHooks | None],
     ) -> None:
-        self._leaves = leaves
-        self.holders: list[nn.Parameter] = []
+        super().__init__(leaves, [])
+        self.originals = leaves
         specs = zip(layout.params, stored, hooks, strict=True)
         self._rows = [_Rows(spec, layout, rank, mesh, one, other) for spec, one, other in specs]
         self._without = [i for i, rows in enumerate(self._rows) if not rows.numel]
         self._shapes = [rows.shape for rows in self._rows]
         self._folded = [i for i, shape in enumerate(self._shapes) if shape != ()]
-        self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
-        self._places = ModulePlaces(leaves, self.holders)
-        self.displaced = self._places.displaced
-        self._computes = self._reached = False  # modules hold the leaves; also since flags were last followed
-        self.flags = self._followed = tuple(map(_REQUIRES_GRAD, leaves))
         self._specs: dict[torch.dtype, list[Any]] = {}
         self.kept: KeptGradients | None = None
-        self.counters: list[torch.Tensor] = []
 
     # -- the shard ---------------------------------------------------------------------------------------------------
 
@@ -227,13 +219,13 @@ class RowFace(Face):
             for i, (rows, view) in enumerate(zip(self._rows, at_rest.views, strict=True)):
                 local, spec = rows.held(view), rows.spec(shard.dtype)
                 if i == len(self.holders):
-                    made = nn.Parameter(_dtensor.dtensor(local, spec), self._leaves[i].requires_grad)
-                    mark(made, self._leaves[i])
+                    made = nn.Parameter(_dtensor.dtensor(local, spec), self.leaves[i].requires_grad)
+                    mark(made, self.leaves[i])
                     self.holders.append(made)
                 holder = self.holders[i]
                 if holder.dtype != shard.dtype or holder.device != shard.device:
                     made = nn.Parameter(_dtensor.dtensor(local, spec), holder.requires_grad)
-                    mark(made, self._leaves[i])
+                    mark(made, self.leaves[i])
                     torch.utils.swap_tensors(holder, made)  # keeps the object, to which optimizers refer
                 _dtensor.set_local(holder, local, spec)
         self._note_memory()
@@ -267,7 +259,7 @@ class RowFace(Face):
             return hollow(self._at_rest.views[index])
         return rows.piece(rows.plain(local), self._at_rest.views[index])
 
-    def adopt(self, index: int, held: nn.Parameter) -> None:
+    def adopt(self, index: int, held: nn.Parameter) -> bool:
         rows, view = self._rows[index], self._at_rest.views[index]
         if rows.hooks is not None and rows.kept is not None:
             rows.hooks.take(_dtensor.local_of(held) if _dtensor.is_dtensor(held) else held)
@@ -279,54 +271,12 @@ class RowFace(Face):
                 if held.grad is None and before.grad is not None:
                     assign_grad(held, before.grad)
                 self.holders[index] = held
-                self._places.forget()
-            mark(held, self._leaves[index])
+                self._slots = None  # it is another object in the places
+            mark(held, self.leaves[index])
             adoptions.count += 1  # also for the same object: it may have been swapped with another one
             _dtensor.set_local(held, rows.held(view), rows.spec(view.dtype))
             self._note_memory()
-
-    # -- modules -----------------------------------------------------------------------------------------------------
-
-    def put(self, param_ref: ParamRef) -> None:
-        index = self._index[id(param_ref.leaf)]
-        self._places.add(param_ref, index)
-        param_ref.hold((self._leaves if self._computes else self.holders)[index])
-
-    def leave(self, param_ref: ParamRef) -> None:
-        self._places.remove(param_ref)
-
-    def compute(self) -> None:
-        self._computes, self.flags = True, None
-        self._places.show(computing=True)
-
-    def rest(self) -> None:
-        if self._computes:
-            with _torch.as_plain_tensors():  # leaves may be hidden
-                if tuple(map(_REQUIRES_GRAD, self._leaves)) != self._followed:
-                    self._reached = True
-                    self.follow_requires_grad()
-        self._computes = self._reached = False
-        self.flags = self._followed
-        self._places.show(computing=False)
-
-    def follow_requires_grad(self) -> None:
-        with _torch.as_plain_tensors():
-            asked = tuple(map(_REQUIRES_GRAD, self.holders))
-            found = tuple(map(_REQUIRES_GRAD, self._leaves)) if self._reached else self._followed
-        self._reached = self._computes
-        if asked != found:
-            # Users set it on the parameters that modules hold: the leaves between a forward and its backward, else the
-            # holders. The flag that differs from their common value is the one that was set.
-            flags = list(asked)
-            for i, (one, other) in enumerate(zip(asked, found, strict=True)):
-                if one is not other:
-                    flags[i] = not self._followed[i]
-                    self.holders[i].requires_grad_(flags[i])
-                    self._leaves[i].requires_grad_(flags[i])
-            asked = tuple(flags)
-        self._followed = asked
-        if not self._computes:
-            self.flags = asked
+        return True
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

@@ -206,7 +206,7 @@ class FSDP1Names:
     def _use_orig_params(self) -> bool:
         # A wrapper without parameters reports the others' value: all wrappers of an FSDP1 model agree.
         units = [self._unit, *model_of(self._unit).units]
-        return next((handle.face.holds_leaves for unit in units for handle in unit.handles), False)
+        return next((not handle.face.is_flat for unit in units for handle in unit.handles), False)
 
     _device_mesh = property(attrgetter("_unit.built.device_mesh"))
     _use_full_prec_in_eval = property(attrgetter("_unit.built.mixed_precision.full_precision_in_eval"))

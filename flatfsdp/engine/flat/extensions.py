@@ -201,12 +201,12 @@ class TransformedParam:
             for param_ref in self.param_refs:
                 param_ref.hold(shown)
 
-    def taken(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def taken(self, whole: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The value that the modules hold now, in its stored form, and its gradient: those that `show` has shown, or a
         user's replacement."""
         held = self.param_refs[0].current
         if not isinstance(held, nn.Parameter):
-            return self.leaf, self.leaf.grad
+            return whole, whole.grad
         grad = None if held.grad is None else self.transform.stored_in(held.grad)
         return self.transform.stored_in(held.detach()), grad
 

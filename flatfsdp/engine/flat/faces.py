@@ -80,6 +80,12 @@ class Face(Protocol):
             are described as their shards while users may access them.
         is_flat: whether one holder has all of the shard, so that an optimizer has one state for it.
         by_parameter: whether each parameter has a holder of its own, whose memory kernels expect aligned to 16 bytes.
+        moves: whether modules hold the holders at rest, and the leaves for as long as these are unsharded (`compute`,
+            `rest`).
+        two_lives: whether leaves are private. [Note: two lives]
+        leaves: the leaves.
+        originals: the parameters for which the face was made, the user's: they show the shard at rest, and whole
+            parameters while users have these (`summon_full_params()`).
         is_distributed: whether holders are distributed tensors of whole parameters: modules hold them at rest, and the
             leaves for as long as these are unsharded (`compute`, `rest`). Torch's own functions see whole parameters
             (norms, state dicts), and every rank has each gradient.
@@ -97,6 +103,10 @@ class Face(Protocol):
     is_flat: bool
     by_parameter: bool
     is_distributed: bool = False
+    moves: bool = False
+    two_lives: bool = False
+    leaves: Sequence[nn.Parameter]
+    originals: Sequence[nn.Parameter]
     counters: list[torch.Tensor]
     displaced: Callable[[], set[int]]
     kept: Keeps | None = None
@@ -110,6 +120,12 @@ class Face(Protocol):
     def put(self, param_ref: ParamRef) -> None:
         """Let a module hold, in the place `param_ref` of a leaf, the parameter for that place at rest; `compute` and
         `rest` include that place from now on."""
+
+    def list_whole(self, param_ref: ParamRef) -> None:
+        """Let a module list, in the place `param_ref` of a leaf, the parameter that shows the whole one while users
+        have it, until `put`."""
+        if not self.holds_leaves:
+            param_ref.register()
 
     def leave(self, param_ref: ParamRef) -> None:
         """Undo `put`. Called for distributed holders only."""
@@ -135,9 +151,10 @@ class Face(Protocol):
         """
         return held.detach()
 
-    def adopt(self, index: int, held: nn.Parameter) -> None:
+    def adopt(self, index: int, held: nn.Parameter) -> bool:
         """Let `held`, a user's replacement for a holder whose value is in the shard already, show the shard from now
-        on, if it can be a holder; then `holder_of(index)` returns it."""
+        on, if it can be a holder; then `holder_of(index)` returns it. Returns whether it may be one."""
+        return False
 
     def local_of(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's local tensor of a holder, of its `.grad`, or of a state that an optimizer made like one."""
@@ -165,6 +182,11 @@ class Face(Protocol):
     def follow_requires_grad(self) -> None:
         """Copy the `requires_grad` that users have set on holders to the leaves, or the one that they have set on
         leaves to distributed holders. Called only if these differ."""
+
+    def follow_hooks(self) -> None:
+        """Let hooks of `register_hook()` on holders run on the gradients of their leaves. Called if leaves are private
+        only. [Note: two lives]"""
+        return
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         """The `.grad` of each leaf's place in the shard, in the shape of `ShardViews.views_of`; [] if no leaf has
@@ -239,12 +261,23 @@ class OriginalFace(Face):
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         self.holders, self.counters = list(leaves), list[torch.Tensor]()
+        self.leaves = self.originals = self.holders
+        self._layout = layout
 
     def put(self, param_ref: ParamRef) -> None:
         param_ref.register()
 
+    def adopt(self, index: int, held: nn.Parameter) -> bool:
+        adoptions.pass_over(held, self._layout.params[index].name)
+        return False
+
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         self._at_rest, self._dtype = at_rest, shard.dtype
+
+    def follow_hooks(self) -> None:
+        """Let hooks of `register_hook()` on holders run on the gradients of their leaves. Called if leaves are private
+        only. [Note: two lives]"""
+        return
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         return [leaf.grad for leaf in self.holders]
@@ -285,6 +318,7 @@ class FlatFace(Face):
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         self._leaves, self._flat_param, self._layout, self._rank = leaves, flat_param, layout, rank
+        self.leaves = self.originals = leaves
         self._every = tuple(range(len(leaves)))
         self.holders: list[nn.Parameter] = [flat_param]
         self.counters: list[torch.Tensor] = []
@@ -318,6 +352,11 @@ class FlatFace(Face):
             f"{words.setting} it is part of a flat parameter, whose requires_grad ({wanted}) applies to all of it. "
             f"Set it before wrapping, or set that of the flat parameter in model.parameters(){words.or_remedy}"
         )
+
+    def follow_hooks(self) -> None:
+        """Let hooks of `register_hook()` on holders run on the gradients of their leaves. Called if leaves are private
+        only. [Note: two lives]"""
+        return
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         flat = self._flat_param.grad

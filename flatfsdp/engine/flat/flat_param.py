@@ -36,7 +36,7 @@ from .gather_hooks import GatherHooks
 from .layout_views import ShardViews, dense, full_views, is_dense, segments_of, spec_of
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
 from .states import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
-from .write_tracker import FlatParameter, WriteTracker
+from .write_tracker import VERSION, FlatParameter, WriteTracker
 
 
 class _NotUnsharded(UnshardedParam):
@@ -161,6 +161,7 @@ class FlatParamHandle:
         self.flat_param = FlatParameter(shard, requires_grad=options.trainable)
         self.flat_param._handle_ref = weakref.ref(self)
         self.face: Face = options.face(self.leaves, self.flat_param, layout, rank)
+        self.leaves = list(self.face.leaves)
         self._refresh_views()
 
     @classmethod
@@ -223,12 +224,20 @@ class FlatParamHandle:
         """All parameters of this handle that modules may list, or users hold."""
         return [*self.leaves, self.flat_param, *self.face.holders]
 
+    def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The leaf for one of the parameters for which the handle was made; `parameter` itself if it is another."""
+        if self.face.two_lives:
+            for original, leaf in zip(self.face.originals, self.leaves, strict=True):
+                if original is parameter:
+                    return leaf
+        return parameter
+
     # -- the shard ---------------------------------------------------------------------------------------------------
 
     def _refresh_views(self) -> None:
         """Rebuild all state that depends on the shard (it moved or changed its dtype)."""
         empty = torch.empty(0, dtype=self.precision.compute, device=self.device)
-        self.at_rest = ShardViews(self.leaves, self.layout, self.rank, self.shard, empty)
+        self.at_rest = ShardViews(self.face.originals, self.layout, self.rank, self.shard, empty)
         self.face.moved(self.at_rest, self.shard)
         self.writes = WriteTracker(self.shard, self.flat_param, self.leaves, self.face.counters)
         self._unsharded.clear()
@@ -343,7 +352,10 @@ class FlatParamHandle:
             refuse_step(self.state, GATHERING, SHARD_STEPS, self.label, None)
         self.state = GATHERING
         writes = self.writes
-        writes.gathered = writes.of_shard if writes.counters else self.shard._version + self.flat_param._version
+        writes.gathered = self.shard._version + self.flat_param._version
+        if writes.counters:  # as `of_shard`, without its call
+            with as_plain_tensors():
+                writes.gathered += writes.replacements + sum(map(VERSION, writes.counters))
         target = self.unsharded = self._unsharded.get(source.dtype) or self._target(source.dtype)
         target.filled_from = source
         self.pending = None

@@ -197,6 +197,10 @@ def _expanded(leaf: nn.Parameter) -> torch.Tensor:
     [Note: accumulators]"""
     handle, index = handle_and_index_of(leaf)
     handle.accumulator_was_requested = True
+    if leaf is not handle.leaves[index]:  # a holder, whose accumulator has its shape
+        with _torch.as_plain_tensors(), torch.enable_grad():
+            made = leaf.expand_as(leaf)
+        return _as_expanded(made, leaf)
     with torch.no_grad(), _torch.as_plain_tensors():
         shown = leaf.data
         leaf.data = shown.new_zeros(()).expand(handle.layout.params[index].shape)
@@ -205,6 +209,10 @@ def _expanded(leaf: nn.Parameter) -> torch.Tensor:
                 made = leaf.expand_as(leaf)
         finally:
             leaf.data = shown
+    return _as_expanded(made, leaf)
+
+
+def _as_expanded(made: torch.Tensor, leaf: nn.Parameter) -> torch.Tensor:
     made.__class__ = ExpandedParameter  # `as_subclass` would add an operation
     assert isinstance(made, ExpandedParameter)
     made.leaf = leaf
@@ -244,8 +252,8 @@ _handles: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
 def may_hide(handle: FlatParamHandle) -> None:
     """Register the leaves of `handle`, which will be hidden, so that operations on them can look the handle up."""
     this = weakref.ref(handle)
-    ids = list(map(id, handle.leaves))
-    _handles.update({each: (this, index) for index, each in enumerate(ids)})
+    ids = [*map(id, handle.leaves), *map(id, handle.face.originals)]
+    _handles.update({each: (this, index % len(handle.leaves)) for index, each in enumerate(ids)})
     weakref.finalize(handle, _forget, ids, this)
 
 

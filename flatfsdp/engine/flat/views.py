@@ -24,7 +24,6 @@ from ..base._functorch import modes_active
 from ..base._torch import as_plain_tensors
 from .deferred_grad import ARRIVALS, show_deferred
 from .extensions import TransformedParam
-from .faces import adoptions
 from .flat_param import FlatParamHandle
 from .layout_views import are_set_to, dense
 from .left_unsharded import LEFT_CAST, LEFT_WHOLE
@@ -98,7 +97,7 @@ class ParamViews:
                 change_classes(handle.leaves, HIDDEN)
                 self.some_hidden = True
         self.mode = mode
-        if handle.face.is_distributed:
+        if handle.face.moves:
             handle.face.compute() if mode is SHOWS_UNSHARDED else handle.face.rest()
         if self.extended and mode is not SHOWS_UNSHARDED:
             for each in self.extended:
@@ -123,11 +122,12 @@ class ParamViews:
             change_classes(handle.leaves, HIDDEN)
             self.some_hidden = True
 
-    def track_writes(self, *, described_as_unsharded: bool = False) -> None:
+    def track_writes(self, *, described_as_unsharded: bool = False, in_use: bool = False) -> None:
         """After a forward that left the leaves unsharded: detect writes to them, which would be lost when they are
         freed, including in-place writes to `.data`, which raise no version.
 
-        Leaves that users hold are described as their shards are, unless a user has asked for unsharded ones.
+        Leaves that users hold are described as their shards are, unless a user has asked for unsharded ones. `in_use`:
+        modules of other units compute with them.
         [Note: left unsharded]
         """
         handle = self.handle
@@ -150,6 +150,9 @@ class ParamViews:
             if ARRIVALS:
                 show_deferred(self.handle.leaves)
 
+    def note_classes(self) -> None:
+        """Leaves, which are not hidden now, have other classes than before."""
+
     @property
     def was_replaced(self) -> bool:
         """Whether leaves do not show the unsharded form: the user replaced their `.data`, maybe by another view of the
@@ -164,7 +167,7 @@ class ParamViews:
             for fact in () if alike else _FACTS:
                 if list(map(fact, leaves)) != list(map(fact, views)):
                     return True
-        displaced = handle.face.displaced() if handle.face.is_distributed else None
+        displaced = handle.face.displaced() if handle.face.moves else None
         return bool(displaced and self._own(displaced))
 
     @property
@@ -173,7 +176,7 @@ class ParamViews:
         rows = enumerate(self.handle.unsharded.shown)
         with as_plain_tensors():
             found = {i for i, (leaf, view) in rows if any(fact(leaf) != fact(view) for fact in _FACTS)}
-        found |= self._own(self.handle.face.displaced()) if self.handle.face.is_distributed else set()
+        found |= self._own(self.handle.face.displaced()) if self.handle.face.moves else set()
         return [spec.name for i, spec in enumerate(self.handle.layout.params) if i in found]
 
     def _own(self, displaced: set[int]) -> set[int]:
@@ -269,17 +272,18 @@ class ParamViews:
         replaced = handle.at_rest.replaced()
         if replaced:
             found = True
-            dtypes = {leaf.dtype for leaf in handle.leaves}
-            if len(replaced) == len(handle.leaves) and len(dtypes) == 1 and dtypes != {handle.shard.dtype}:
+            originals = handle.face.originals
+            dtypes = {each.dtype for each in originals}
+            if len(replaced) == len(originals) and len(dtypes) == 1 and dtypes != {handle.shard.dtype}:
                 raise UsageError(
                     f"the parameters of unit {handle.label} were converted from {handle.shard.dtype} to "
                     f"{dtypes.pop()} one by one after wrapping; call .to()/.half()/.double() on the "
                     "FullyShardedDataParallel module itself, or before wrapping"
                 )
             words = [f"the .data of {handle.layout.params[i].name!r}" for i in replaced]
-            self._take_over(replaced, [handle.leaves[i].detach() for i in replaced], words, free)
+            self._take_over(replaced, [originals[i].detach() for i in replaced], words, free)
             for i in replaced:
-                handle.leaves[i].data = handle.at_rest.views[i]
+                originals[i].data = handle.at_rest.views[i]
         taken = []
         for param_ref, held in put:
             index = next((i for i, leaf in enumerate(handle.leaves) if leaf is param_ref.leaf), None)
@@ -333,11 +337,8 @@ class ParamViews:
         face, leaf = self.handle.face, self.handle.leaves[index]
         if vars(held) is not vars(leaf):
             vars(leaf).update(marks_of(held))
-        if face.is_distributed:
-            face.adopt(index, held)
+        if face.adopt(index, held):
             self.handle.writes.on_replacement()
-        elif face.holds_leaves:
-            adoptions.pass_over(held, self.handle.layout.params[index].name)
 
     def abandon(self, index: int) -> None:
         """Stop training leaf `index`, which no module holds any more, and do not wait for its values."""
@@ -423,12 +424,13 @@ def check_unwritten(views: ParamViews) -> None:
         _refuse_writes(views, "inside a forward")
 
 
-def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef]) -> None:
+def keep_packed(views: ParamViews, param_refs: Iterable[ParamRef]) -> None:
     """After a forward: keep modules' changes to quantized weights, which are unsharded, valid. [Note: packed bytes]
 
     A new parameter around the same bytes, which carries the state for dequantization, is our leaf with that
     state. Bytes in another order are refused: the next gather brings the original ones, which do not fit that state.
     """
+    handle = views.handle
     for spec, (leaf, view) in zip(handle.layout.params, handle.unsharded.shown, strict=True):
         if leaf.shape != view.shape or leaf.dtype != view.dtype:
             fail(
@@ -444,9 +446,12 @@ def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef]) -> None
     for param_ref in ParamRef.changed([param_ref for param_ref in param_refs if id(param_ref.leaf) in leaves]):
         held = param_ref.current
         if isinstance(held, nn.Parameter) and held.data_ptr() == param_ref.leaf.data_ptr():
-            param_ref.leaf.__class__ = type(held)
+            of_leaf = next(i for i, leaf in enumerate(handle.leaves) if leaf is param_ref.leaf)
+            for each in (param_ref.leaf, param_ref.held, handle.face.originals[of_leaf]):
+                each.__class__ = HIDDEN[type(held)] if type(each) in ORIGINAL else type(held)
             vars(param_ref.leaf).update(vars(held))
             handle.face.put(param_ref)
+            views.note_classes()
 
 
 def check_exposed(views: ParamViews) -> None:

@@ -91,6 +91,7 @@ class WriteTracker:
         gathered: the number of writes to the shard when its last gather was issued.
         in_buffer: that number when the gather that filled the unsharded buffer was issued.
         counters: tensors whose versions also count writes to the shard. [Note: faces]
+        replacements: a number that changes with each replaced holder.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class WriteTracker:
         counters: Sequence[torch.Tensor] = (),
     ) -> None:
         self.counters = counters
-        self._replacements = 0
+        self.replacements = 0
         self._shard = shard
         self._flat_param = flat_param
         self._leaves = leaves
@@ -117,11 +118,11 @@ class WriteTracker:
         if not self.counters:
             return writes
         with _torch.as_plain_tensors():  # their class is special
-            return writes + self._replacements + sum(map(VERSION, self.counters))
+            return writes + self.replacements + sum(map(VERSION, self.counters))
 
     def on_replacement(self) -> None:
         """Count a replaced holder, whose new tensor may have any version."""
-        self._replacements += _NO_VERSION
+        self.replacements += _NO_VERSION
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -135,7 +136,8 @@ class WriteTracker:
             # The leaves see the write, made through the flat parameter, without a change of their versions.
             torch.autograd.graph.increment_version(self._leaves)
             self.in_buffer = writes
-        self._saved = self.known = list(map(VERSION, self._leaves))
+        with _torch.as_plain_tensors():
+            self._saved = self.known = list(map(VERSION, self._leaves))
 
     def on_overwrite(self, indices: Collection[int]) -> None:
         """Before the places of these parameters are overwritten: make autograd refuse saved views of them."""
@@ -149,7 +151,8 @@ class WriteTracker:
 
         A leaf that other code wrote to since the last fill also keeps its version.
         """
-        found = list(map(VERSION, self._leaves))
+        with _torch.as_plain_tensors():  # they may refuse to be used
+            found = list(map(VERSION, self._leaves))
         if changed or not self.known:
             self._saved = self.known = found
             return

@@ -207,6 +207,8 @@ class ForwardDriver:
             raise
         if recomputing or again:
             unit.phase = phase  # of its backward, or of the forward around this one
+            for each in (*unit.owning_units, unit) if again else ():
+                each.wait_unshard()  # which goes on computing with the leaves
         else:
             unit.enter_phase(IDLE)
         self._leave(unit)
@@ -448,7 +450,7 @@ def _own_output(unit: Unit, output: Any, given: Given) -> Any:
     for each in (unit, *unit.owning_units) if unit.owning_units else (unit,):
         for handle, views, _ in each.kinds:
             if handle.state is UNSHARDED and handle.options.packed:
-                keep_packed(handle, each.param_refs)
+                keep_packed(views, each.param_refs)
             check_unwritten(views)
             if handle.state is UNSHARDED and handle.unsharded.buffer is not None:
                 occupied.add(handle.unsharded.flat.data_ptr())

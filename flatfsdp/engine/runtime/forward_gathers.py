@@ -131,8 +131,9 @@ class ForwardGathers(ForwardSchedule[Unit]):
 
     def leave_unsharded(self, unit: Unit) -> None:
         """Track writes to the parameters that are left unsharded."""
+        in_use = bool(unit.sharing_units) and any(each.phase is FORWARD for each in unit.alive_sharing_units())
         for views in unit.views:
-            views.track_writes()
+            views.track_writes(in_use=in_use)
 
 
 FACTS: ForwardFacts[Unit] = ForwardFacts(

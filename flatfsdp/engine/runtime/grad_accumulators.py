@@ -108,7 +108,8 @@ class GradAccumulators:
         places, leaves = [], []
         for unit in units:
             for handle, views, _ in unit.kinds:
-                if handle.accumulator_was_requested or not views.some_hidden:  # hidden ones record the request
+                seen = handle.face.two_lives or handle.accumulator_was_requested
+                if seen or not views.some_hidden:  # hidden ones record the request
                     places.append((handle, views))
                     leaves += handle.leaves
                     if not handle.face.holds_leaves:
@@ -131,14 +132,15 @@ class GradAccumulators:
         known = self._held.setdefault(handle, [])
         seen = {id(held.after()) for held in known}
         face, specs = handle.face, zip(handle.leaves, handle.layout.params, strict=True)
-        apart = [] if face.holds_leaves else [(holder, face.words.holder, holder.shape) for holder in face.holders]
+        holders = [] if face.holds_leaves else face.holders
+        apart = [(holder, _name_of(handle, i), holder.shape) for i, holder in enumerate(holders)]
         for leaf, name, shape in [*apart, *((leaf, repr(spec.name), spec.shape) for leaf, spec in specs)]:
             if (node := found.get(id(leaf))) is None:
                 continue
             held = HeldAccumulator(leaf, node, name)
             if id(held.after()) not in seen:
                 known.append(held)
-            if hooks.shape_admitted(node) != shape and views.mode is SHOWS_SHARD:
+            if hooks.shape_admitted(node) != shape and views.mode is SHOWS_SHARD and not face.two_lives:
                 views.renew_accumulator(leaf)
 
     def _postpone(self) -> None:
@@ -152,16 +154,23 @@ class GradAccumulators:
         self._stepped = {}
         for handle in handles:
             face = handle.face
-            if not face.holds_leaves and any(hasattr(p, _OPTIMIZERS) for p in (*face.holders, *handle.leaves)):
+            if not (face.holds_leaves or face.two_lives) and any(
+                hasattr(p, _OPTIMIZERS) for p in (*face.holders, *handle.leaves)
+            ):
                 raise UsageError(
                     f"unit {handle.label}: _apply_optimizer_in_backward() was called on parameters that were "
                     f"flattened, or on {face.words.holder}, and would never step: autograd accumulates no gradient "
                     f"there. Step with flatfsdp.optimizer_in_backward(model, optimizer){face.words.or_remedy}"
                 )
-            stepped = [leaf for leaf in handle.leaves if hasattr(leaf, _OPTIMIZERS)]
+            stepped = [each for each in face.originals if hasattr(each, _OPTIMIZERS)]
             if stepped:
                 self._stepped[handle] = stepped
         self.expects_gradients = {*self._held, *self._stepped}
+
+
+def _name_of(handle: FlatParamHandle, number: int) -> str:
+    face = handle.face
+    return repr(handle.layout.params[number].name) if face.two_lives else face.words.holder
 
 
 def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
@@ -169,7 +178,7 @@ def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
     for handle, known in held.items():
         where, words = f"of unit {handle.label}", handle.face.words
         for each in known:
-            if each.after() and not handle.face.holds_leaves:
+            if each.after() and not (handle.face.holds_leaves or handle.face.two_lives):
                 return (
                     f"{each.name} {where} has a hook on its AccumulateGrad node, but with {words.setting} no "
                     "gradient is accumulated into it: the hook would never run. To step in the backward, use "

@@ -162,7 +162,7 @@ def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
         for unit in units
         for handle in unit.handles
         for index, (leaf, spec) in enumerate(zip(handle.leaves, handle.layout.params, strict=True))
-        for parameter in (leaf, *((handle.face.holder_of(index),) if handle.face.is_distributed else ()))
+        for parameter in (leaf, *((handle.face.holder_of(index),) if handle.face.by_parameter else ()))
     }
 
 

@@ -125,8 +125,7 @@ def register_leaves(unit: Unit) -> None:
     """Let modules of `unit` list the leaves themselves, until `put_at_rest`."""
     unlist(places_of(unit.leaves.listing.flat))
     for param_ref, face in faced_refs(unit):
-        if not face.holds_leaves:
-            param_ref.register()
+        face.list_whole(param_ref)
 
 
 def leaves_of(param_refs: Iterable[ParamRef]) -> list[tuple[nn.Parameter, str]]:

@@ -199,13 +199,17 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             unit = registry.owner_of(parameter)
             if unit is None and parameter.requires_grad:
                 strangers.add(id(parameter))
-            if unit is None or registry.handle_of_holder(unit, parameter) is not None:
+            if unit is None:
                 continue
-            handle = next(h for h in unit.handles if any(leaf is parameter for leaf in h.leaves))
-            index = next(i for i, leaf in enumerate(handle.leaves) if leaf is parameter)
+            holding = registry.handle_of_holder(unit, parameter)
+            if holding is not None and (holding.face.is_flat or holding.face.is_distributed):
+                continue
+            handle = holding or next(h for h in unit.handles if any(leaf is parameter for leaf in h.leaves))
+            parameters = handle.leaves if holding is None else handle.face.holders
+            index = next(i for i, each in enumerate(parameters) if each is parameter)
             spec = handle.layout.params[index]
             where = f"parameter {spec.name!r} of unit {unit.label} (param group {number})"
-            if not handle.face.holds_leaves:
+            if holding is None:
                 words = handle.face.words
                 raise UsageError(
                     f"the optimizer holds {where}, which was flattened: with {words.setting} it would never be "

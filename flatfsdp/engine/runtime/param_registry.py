@@ -74,9 +74,8 @@ def owner_of(parameter: torch.Tensor) -> Unit | None:
 
 
 def handle_of_holder(unit: Unit, parameter: torch.Tensor) -> FlatParamHandle | None:
-    """The handle of `unit` of which `parameter` is a holder that is no leaf. [Note: faces]"""
-    apart = (handle for handle in unit.handles if not handle.face.holds_leaves)
-    return next((handle for handle in apart if any(parameter is each for each in handle.face.holders)), None)
+    """The handle of `unit` of which `parameter` is a holder. [Note: faces]"""
+    return next((each for each in unit.handles if any(parameter is holder for holder in each.face.holders)), None)
 
 
 def _find_holders() -> None:
@@ -107,8 +106,8 @@ def own(unit: Unit) -> None:
         _with_holders.add(unit)
         _of_holders_at = -1
     for handle in unit.handles:
-        for leaf in handle.leaves:
-            _of_parameters.add(leaf, unit)
+        for parameter in {*handle.leaves, *handle.face.originals}:
+            _of_parameters.add(parameter, unit)
     for module in unit.built.modules if unit.handles else ():
         if _of_modules.find(module) is None:  # a module that several share stays with the first
             _of_modules.add(module, unit)
@@ -126,8 +125,8 @@ def disown(unit: Unit) -> None:
     """Remove `unit`, which is being taken apart."""
     _with_holders.discard(unit)
     for handle in unit.handles:
-        for leaf in handle.leaves:
-            _of_parameters.discard(leaf)
+        for parameter in {*handle.leaves, *handle.face.originals}:
+            _of_parameters.discard(parameter)
     for module in unit.built.modules:
         if _of_modules.find(module) is unit:
             _of_modules.discard(module)

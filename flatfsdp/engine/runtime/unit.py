@@ -25,11 +25,12 @@ from ..comm.axes import ProcessGroups
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
+from ..flat.leaf_views import views_of
 from ..flat.param_refs import ParamRef, flat_name
 from ..flat.reduction import Reduction, ReductionInput
 from ..flat.sources import DEVICE, UnshardSource
 from ..flat.states import GATHERING, IDLE, PHASE_STEPS, PRE_BACKWARD, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
-from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ParamViews, ViewMode, check_exposed
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ViewMode, check_exposed
 from .entries import Entries
 from .resources import Resources
 from .unit_axes import UnitAxes
@@ -75,7 +76,8 @@ class Unit:
         self.place = UnitPlace()
         self.entries = entries
         self.handles = list(handles)
-        self.views = [ParamViews(handle) for handle in self.handles]
+        self._retarget(param_refs)
+        self.views = [views_of(handle) for handle in self.handles]
         self.grads = [Gradients(handle, views) for handle, views in zip(self.handles, self.views, strict=True)]
         self.kinds = list(zip(self.handles, self.views, self.grads, strict=True))
         self.param_refs, self.shared_refs = list(param_refs), list(shared_refs)
@@ -104,8 +106,16 @@ class Unit:
         """The name in messages."""
         return label_of(self.place.name)
 
+    def _retarget(self, param_refs: Iterable[ParamRef]) -> None:
+        """Let `param_refs`, places of parameters as users have them, refer to their leaves."""
+        for param_ref in param_refs:
+            for handle in self.handles:
+                param_ref.leaf = handle.leaf_of(param_ref.leaf)
+
     def share_params_of(self, owning_units: Sequence[Unit]) -> None:
         """Hold parameters of `owning_units` too."""
+        for owning_unit in owning_units:
+            owning_unit._retarget(self.shared_refs)
         for owning_unit in owning_units:
             if owning_unit not in self.owning_units:
                 owning_unit.sharing_units.append(weakref.ref(self))
@@ -247,10 +257,8 @@ class Unit:
     def wait_unshard(self) -> None:
         """Order the caller after the gathers and let the leaves show the unsharded parameters."""
         arrived = False
-        for handle, views, _ in self.kinds:
+        for handle in self.handles:
             if handle.state is GATHERING:
-                if views.some_hidden:
-                    views.unhide()
                 handle.wait_unshard()
                 arrived = True
         if arrived:

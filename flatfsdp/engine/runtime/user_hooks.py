@@ -25,24 +25,24 @@ def defer_user_hooks(unit: Unit, kind: int, *, on_leaves: bool) -> None:
     if handle.face.holds_leaves:
         if on_leaves:
             hooks.defer_user_hooks(handle.leaves)
-    elif on_leaves or _holders_have_hooks(unit, kind):
-        _check_hooks(unit, handle)
+        return
+    # Each registration of a hook, on any tensor, increments a counter of torch. So holders are looked at only if it has
+    # increased since they had no hooks, or if a user's parameter has become a holder.
+    as_of = RemovableHandle.next_id, adoptions.count
+    if on_leaves or (unit.leaves.unhooked_as_of.get(kind) != as_of and _holders_have_hooks(unit, kind)):
+        if handle.face.two_lives:
+            handle.face.follow_hooks()
+        else:
+            _check_hooks(unit, handle)
 
 
 def _holders_have_hooks(unit: Unit, kind: int) -> bool:
-    """Whether holders that are no leaves have hooks, of either kind.
-
-    Each registration of a hook, on any tensor, increments a counter of torch. So holders are checked only if it has
-    increased since they had no hooks, or if a user's parameter has become a holder.
-    """
-    known, as_of = unit.leaves.unhooked_as_of, (RemovableHandle.next_id, adoptions.count)
-    if known.get(kind) == as_of:
-        return False
+    """Whether holders that are no leaves have hooks, of either kind; if not, when that was found is recorded."""
     holders = unit.handles[kind].face.holders
     with _torch.as_plain_tensors():
         found = any(map(_torch.has_hooks, holders)) or any(map(_torch.hooks_on, holders))
     if not found:
-        known[kind] = as_of
+        unit.leaves.unhooked_as_of[kind] = RemovableHandle.next_id, adoptions.count
     return found
 
 
@@ -73,7 +73,8 @@ def run_user_hooks(unit: Unit, complete: Collection[FlatParamHandle]) -> None:
         if handle not in complete:
             continue
         if not handle.face.holds_leaves:
-            if _holders_have_hooks(unit, kind):
+            as_of = RemovableHandle.next_id, adoptions.count
+            if unit.leaves.unhooked_as_of.get(kind) != as_of and _holders_have_hooks(unit, kind):
                 hooks.run_hooks(handle.face.holders)
         elif hooks.are_more_than_ours(unit.leaves.hooked[kind].values()):
             hooks.run_user_hooks(handle.leaves)

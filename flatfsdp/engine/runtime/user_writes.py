@@ -55,7 +55,7 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
     cast = False
     for kind, (handle, views, _) in enumerate(unit.kinds):
         if views.mode is SHOWS_SHARD:
-            if views.some_hidden:
+            if views.some_hidden and not handle.face.two_lives:
                 views.unhide()
             before = handle.precision
             if handle.state is UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
@@ -80,7 +80,7 @@ def _holds_leaf_again(unit: Unit, param_ref: ParamRef) -> bool:
     if param_ref.current is not param_ref.leaf:
         return False
     for handle in [handle for each in (unit, *unit.owning_units) for handle in each.handles]:
-        if handle.face.is_distributed and any(leaf is param_ref.leaf for leaf in handle.leaves):
+        if handle.face.moves and any(leaf is param_ref.leaf for leaf in handle.leaves):
             handle.face.put(param_ref)
             return True
     return False
@@ -137,7 +137,7 @@ def apply_shard_writes(unit: Unit) -> None:
     for handle, views, _ in unit.kinds:
         if views.mode is not SHOWS_SHARD:
             continue
-        if not (handle.face.holds_leaves or handle.flat_shows_shard):
+        if handle.face.is_flat and not handle.flat_shows_shard:
             views.adopt_flat()
         if handle.state is not SHARDED and handle.writes.was_written_since_gathered:
             if handle.state is GATHERING:

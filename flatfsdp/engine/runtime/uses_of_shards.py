@@ -88,7 +88,7 @@ class UsesOfShards:
         drives = self._units[-1].resources  # forwards of a unit that another root has taken are known to that root
         for unit in [each for each in self._units if each.resources is drives and each not in self.whole]:
             for handle in unit.handles:
-                for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True):
+                for leaf, spec in zip(handle.face.originals, handle.layout.params, strict=True):
                     if id(leaf) in used and not _is_usable_at_rest(unit, handle):
                         fail(
                             UsageError(
@@ -105,8 +105,10 @@ class UsesOfShards:
         with _torch.as_plain_tensors():
             for unit in entered:
                 for handle in unit.handles:
-                    for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True):
-                        if leaf.requires_grad and hooks.will_accumulate(leaf, unless=spec.shape):
+                    usable = handle.face.two_lives and _is_usable_at_rest(unit, handle)
+                    for leaf, spec in zip(handle.face.originals, handle.layout.params, strict=True):
+                        fits = None if handle.face.two_lives else spec.shape
+                        if leaf.requires_grad and not usable and hooks.will_accumulate(leaf, unless=fits):
                             fail(
                                 UsageError(
                                     f"this backward brings gradients to {spec.name!r} of unit {unit.label}, with which "
@@ -122,4 +124,6 @@ class UsesOfShards:
 def _is_usable_at_rest(unit: Unit, handle: FlatParamHandle) -> bool:
     """Whether a parameter at rest is what the unit computes with: graphs over it are as in a model without units."""
     shard = handle.shard
+    if handle.face.two_lives and unit.axes.of(handle).world > 1:
+        return False  # gradients of holders are not reduced
     return handle.is_unsharded_at_rest and shard.dtype == unit.dtype_of(handle) and shard.device == handle.device

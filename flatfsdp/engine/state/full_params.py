@@ -50,6 +50,7 @@ class _SummonedHandle:
         self.unit = unit
         self.kind = kind
         self.handle = unit.handles[kind]
+        self.whole = self.handle.face.originals
         self.views = unit.views[kind]
         self.keep = keep
         handle = self.handle
@@ -72,29 +73,34 @@ class _SummonedHandle:
     def show(self) -> None:
         """Let the leaves show the full parameters, and their full gradients."""
         if self.keep:
-            self._sharded_grads = [leaf.grad for leaf in self.handle.leaves]
-            for leaf in self.handle.leaves:
+            self._sharded_grads = [leaf.grad for leaf in self.whole]
+            for leaf in self.whole:
                 leaf.grad = None
             self.views.show_borrowed_views(full_views(self.flat, self.handle.layout))
             self.handle.face.show_flat(self.flat[: self.handle.layout.numel])
-            for leaf, grad in zip(self.handle.leaves, self.grads or [], strict=False):
+            for leaf, grad in zip(self.whole, self.grads or [], strict=False):
                 if grad is not None:
                     assign_grad(leaf, grad)
 
     def show_seen(self) -> None:
         """Let modules list the seen forms of parameters, if these differ from the stored ones. Precondition: `show`."""
         for each in self.views.extended if self.keep else ():
-            each.show(each.leaf.detach(), each.leaf.grad)
+            whole = self._whole_of(each.leaf)
+            each.show(whole.detach(), whole.grad)
+
+    def _whole_of(self, leaf: nn.Parameter) -> nn.Parameter:
+        return next(whole for each, whole in zip(self.handle.leaves, self.whole, strict=True) if each is leaf)
 
     def _take_seen(self) -> None:
         """Let the leaves show the parameters that modules list instead of those of `show_seen`."""
         for each in self.views.extended:
-            stored, grad = each.taken()
-            if stored.data_ptr() != each.leaf.data_ptr() or stored.shape != each.leaf.shape:
-                each.leaf.data = stored
-            each.leaf.grad = None
+            whole = self._whole_of(each.leaf)
+            stored, grad = each.taken(whole)
+            if stored.data_ptr() != whole.data_ptr() or stored.shape != whole.shape:
+                whole.data = stored
+            whole.grad = None
             if grad is not None:
-                assign_grad(each.leaf, grad)
+                assign_grad(whole, grad)
 
     def hide(self, *, writeback: bool, from_rank0: bool) -> list[str]:
         """Let the leaves show the shard again, after copying this rank's piece back with `writeback`; returns messages
@@ -113,7 +119,7 @@ class _SummonedHandle:
                     unlike += self._take_flat()
                 replaced = []
                 for spec, leaf, view in zip(
-                    handle.layout.params, handle.leaves, full_views(self.flat, handle.layout), strict=True
+                    handle.layout.params, self.whole, full_views(self.flat, handle.layout), strict=True
                 ):
                     if leaf.shape != view.shape:
                         unlike.append(f"{spec.name} of unit {self.unit.label}: {tuple(leaf.shape)}, not {spec.shape}")
@@ -121,12 +127,12 @@ class _SummonedHandle:
                         replaced.append((view, unaliased(leaf, self.flat)))
                 for view, value in replaced:
                     view.copy_(value)
-            unsharded_grads = [leaf.grad if self.keep else None for leaf in handle.leaves]
+            unsharded_grads = [leaf.grad if self.keep else None for leaf in self.whole]
             if self.keep:
-                for leaf in handle.leaves:
+                for leaf in self.whole:
                     leaf.grad = None
                 self.views.end_borrowed_views()
-                for leaf, grad in zip(handle.leaves, self._sharded_grads, strict=True):
+                for leaf, grad in zip(self.whole, self._sharded_grads, strict=True):
                     if grad is not None:
                         assign_grad(leaf, grad)
             if writeback:
@@ -196,14 +202,15 @@ def _end_replaced(unit: Unit, *, takes: bool) -> list[str]:
         refused.append(str(error))
     for param_ref in changed:
         held = param_ref.current
-        param_ref.hold(param_ref.leaf)
+        whole = param_ref.held
+        param_ref.hold(whole)
         if not isinstance(held, nn.Parameter):
             continue
         adoptions.pass_over(held, param_ref.path)
         try:
             if takes:
-                param_ref.leaf.data = held.detach()
-                param_ref.leaf.grad = held.grad if held.grad is not None else param_ref.leaf.grad
+                whole.data = held.detach()
+                whole.grad = held.grad if held.grad is not None else whole.grad
         except RuntimeError:  # all others are taken, so that this rank does not leave the waiting ones
             found = "has no memory (meta)" if held.is_meta else f"is a {type(held).__name__} of {held.layout}"
             where = f"{param_ref.path!r} of unit {unit.label} was changed after wrapping"

@@ -28,7 +28,7 @@ class NamedParam:
 
     Attributes:
         name: its first clean name; `names`: all of them. [Note: clean names]
-        leaf: the user's parameter, which shows a shard of itself at rest if it is in a unit; or the buffer.
+        leaf: the parameter with which modules compute; or the buffer.
         unit: the unit that owns it; None outside of every unit (ignored, not wrapped, a buffer).
         kind, index: it is leaf number `index` of `unit.handles[kind]`; 0 without a unit.
     """
@@ -45,6 +45,11 @@ class NamedParam:
         """The handle that owns it."""
         assert self.unit is not None
         return self.unit.handles[self.kind]
+
+    @property
+    def original(self) -> torch.Tensor:
+        """The user's parameter itself: it shows a shard at rest, and the whole inside `summon_full_params()`."""
+        return self.leaf if self.unit is None else self.handle.face.originals[self.index]
 
     @property
     def spec(self) -> ParamSpec:

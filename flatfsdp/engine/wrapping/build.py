@@ -6,6 +6,7 @@ All checks that depend on the user's input run before the first parameter is cha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from ...errors import UsageError, warn
 from ..agreement.checksums import InitialChecksums
 from ..comm.process_groups import plan_groups, resolve_groups
 from ..config.arguments import check_shardable
+from ..config.precision import resolve
 from ..config.schedule_options import AS_BUILT, Schedule, reshard_choices
 from ..config.strategy import traits
 from ..config.unit_options import UnitOptions
@@ -42,6 +44,7 @@ from ..flat.faces import FaceMaker, FlatFace, OriginalFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.gather_hooks import GatherHooks, has_gather_hooks
 from ..flat.param_refs import ParamRef
+from ..flat.piece_face import PieceFaces
 from ..layout.part import Part
 from ..runtime import fast_paths
 from ..runtime.device_checks import compute_device, move_buffers
@@ -220,6 +223,8 @@ def _built_with(config: Config, modules: Sequence[nn.Module], front: Front, *, i
 def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None:
     """Let modules of `unit` hold the results of extensions for some leaves."""
     for handle, views, _ in unit.kinds:
+        for each in extended:
+            each.leaf = handle.leaf_of(each.leaf)
         leaves = set(map(id, handle.leaves))
         views.extended = [each for each in extended if id(each.leaf) in leaves]
         for each in views.extended:
@@ -341,8 +346,17 @@ def _flatten(
 
 
 def _fsdp1_faces(config: Config) -> Faces:
-    face: FaceMaker = OriginalFace if config.use_orig_params else FlatFace
-    return lambda transformed, leaves, mesh: face
+    if not config.use_orig_params:
+        return lambda transformed, leaves, mesh: FlatFace
+    if not os.environ.get("FLATFSDP_TWO_LIVES"):
+        return lambda transformed, leaves, mesh: OriginalFace
+
+    def original(transformed: Any, leaves: Sequence[nn.Parameter], mesh: Any) -> FaceMaker:
+        stored = leaves[0].dtype
+        cast = resolve(config.mixed_precision, stored).compute is not stored
+        return PieceFaces(copied=cast or config.cpu_offload.offload_params)
+
+    return original
 
 
 def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, nested: list[Unit]) -> Model:

@@ -134,8 +134,8 @@ def _plan(unit: Unit, entries: list[nn.Module], owned: Mapping[int, tuple[int, i
             for handle in unit.handles
         ],
         leaves=[
-            [(leaf.requires_grad if in_place else leaf, ORIGINAL[type(leaf)], marks_of(leaf)) for leaf in handle.leaves]
-            for handle in unit.handles
+            [(each.requires_grad if in_place else each, ORIGINAL[type(each)], marks_of(each)) for each in originals]
+            for originals in [handle.face.originals for handle in unit.handles]
         ],
         homes=[(ref.module, ref.attribute, ref.path, *owned[id(ref.leaf)][1:]) for ref in unit.param_refs],
         shared=[(ref.module, ref.attribute, ref.path, *owned[id(ref.leaf)]) for ref in unit.shared_refs],

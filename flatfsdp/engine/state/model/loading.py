@@ -82,19 +82,19 @@ class UnitLoad:
 
     def _take_intervals(
         self, state_dict: dict[str, Any], prefix: str, within: nn.Module | None
-    ) -> dict[str, nn.Parameter]:
+    ) -> dict[str, torch.Tensor]:
         """Store the intervals that this rank owns, before modules see full values; returns the leaves by key."""
         keys = {
             id(param_ref.leaf): f"{prefix}{param_ref.path if within is None else param_ref.attribute}"
             for param_ref in self.unit.param_refs
             if within is None or param_ref.module is within
         }
-        taken: dict[str, nn.Parameter] = {}
+        taken: dict[str, torch.Tensor] = {}
         for _, _, params in by_handle(params_of([self.unit])):
             own = {key: each for each in params if (key := keys.get(id(each.leaf))) is not None}
             own = {key: each for key, each in own.items() if isinstance(state_dict.get(key), OwnedInterval)}
             self._store_each([(each, state_dict[key]) for key, each in own.items()])
-            taken |= {key: each.handle.leaves[each.index] for key, each in own.items()}
+            taken |= {key: each.original for key, each in own.items()}
         return taken
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ def _take_own(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str) -> di
     taken = {}
     for param in named_state(wrapper):
         for key in [prefix + name for name in param.names] if param.unit is not None else ():
-            if any(state_dict.get(key) is each for each in (param.leaf, param.handle.flat_param)):
+            if any(state_dict.get(key) is each for each in (param.original, param.leaf, param.handle.flat_param)):
                 del state_dict[key]
                 taken[key] = param.in_place()
     return taken

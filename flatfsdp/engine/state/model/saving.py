@@ -174,18 +174,19 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
 
 def has_own_classes(unit: Unit) -> bool:
     """Whether parameters have user-defined classes, on whose attributes modules may depend."""
-    return any(type(each.leaf) is not nn.Parameter for each in params_of([unit])) and unit.shows_shard
+    return any(type(each.original) is not nn.Parameter for each in params_of([unit])) and unit.shows_shard
 
 
 def _add_values(job: StateDictCall, unit: Unit, destination: Any, prefix: str, start: int) -> None:
     """Let the modules of `unit` see full parameters."""
     with summon([unit]):
         unit.entries.first.state_dict(destination=destination, prefix=prefix, keep_vars=True)
-        leaves = {id(each.leaf): each.leaf for each in params_of([unit])}
-        memory = {_storage(leaf) for leaf in leaves.values()} - {None}
+        params = list(params_of([unit]))
+        leaves = {id(each.original): each.handle.leaves[each.index] for each in params}
+        memory = {_storage(each.original) for each in params} - {None}
         for key, value in list(islice(destination.items(), start, None)):
             if id(value) in leaves:
-                destination[key] = placeholder_for(value, [unit])
+                destination[key] = placeholder_for(leaves[id(value)], [unit])
             elif id(value) not in job.made and _storage(value) in memory:  # a view or a part of a parameter
                 _put(job, destination, key, job.request.copy(value))
 

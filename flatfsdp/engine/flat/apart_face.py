@@ -1,0 +1,170 @@
+"""Faces whose holders are other objects than the leaves, each in the other's place in modules.
+
+[Note: two lives] A *holder* is always this rank's part of a parameter: listed at rest, and what optimizers step on. Its
+*leaf* is in the modules' places while the unit is unsharded, and autograd accumulates in it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter, is_not
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..base import _torch
+from .faces import Face
+from .param_refs import ParamRef
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class _Contents(NamedTuple):
+    """Contents of places: by place; and by module's dictionary, for one update of all of its places."""
+
+    held: list[nn.Parameter]
+    by_module: list[dict[str, nn.Parameter]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slots:
+    """Places that are updated without a call of a Python function for each.
+
+    Attributes:
+        held: the present object of each; the dictionary of each, its key there, and the index of its parameter.
+        modules: each dictionary once.
+        at_rest, computing: their contents.
+        others: places in modules with their own method for setting a parameter, such as recurrent ones.
+    """
+
+    held: list[nn.Parameter]
+    dictionaries: list[dict[str, Any]]
+    names: list[str]
+    indices: list[int]
+    modules: list[dict[str, Any]]
+    at_rest: _Contents
+    computing: _Contents
+    others: list[tuple[ParamRef, int]]
+
+
+class ApartFace(Face):
+    """One holder for each leaf. [Note: two lives]
+
+    Modules hold the leaves while a unit computes, else the holders. Their places change together, four times in a step.
+    """
+
+    holds_leaves, is_flat, by_parameter, moves = False, False, True, True
+
+    def __init__(self, leaves: Sequence[nn.Parameter], holders: list[nn.Parameter]) -> None:
+        """`holders`: the list of them, which may change."""
+        self.leaves, self.holders = leaves, holders
+        self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
+        self._places: list[tuple[ParamRef, int]] = []
+        self._slots: _Slots | None = None
+        self._listed: bool | None = None  # whether the places had the leaves when they were last changed
+        self._computes = self._reached = False  # modules hold the leaves; also since flags were last followed
+        self.flags = self._followed = tuple(map(_REQUIRES_GRAD, leaves))
+        self.counters = []
+
+    # -- modules -----------------------------------------------------------------------------------------------------
+
+    def put(self, param_ref: ParamRef) -> None:
+        index = self._index[id(param_ref.leaf)]
+        self._slots = None  # its module may have another dictionary now
+        if not any(param_ref is each for each, _ in self._places):
+            self._places.append((param_ref, index))
+            param_ref.keeps_place = True
+        param_ref.hold((self.leaves if self._computes else self.holders)[index])
+
+    def leave(self, param_ref: ParamRef) -> None:
+        self._slots = None
+        self._places = [each for each in self._places if each[0] is not param_ref]
+        param_ref.hold_in([param_ref.held], 0)
+
+    def compute(self) -> None:
+        self._computes, self.flags = True, None
+        if self._listed is not True:
+            self._listed = True
+            slots = self._slots or self._find_slots()
+            slots.held[:], by_module = slots.computing
+            deque(map(dict.update, slots.modules, by_module), 0)
+            for param_ref, index in slots.others:
+                param_ref.hold(self.leaves[index])
+
+    def rest(self) -> None:
+        if self._computes:
+            with _torch.as_plain_tensors():  # leaves may be hidden
+                if tuple(map(_REQUIRES_GRAD, self.leaves)) != self._followed:
+                    self._reached = True
+                    self.follow_requires_grad()
+        self._computes = self._reached = False
+        self.flags = self._followed
+        if self._listed is not False:
+            self._listed = False
+            slots = self._slots or self._find_slots()
+            slots.held[:], by_module = slots.at_rest
+            deque(map(dict.update, slots.modules, by_module), 0)
+            for param_ref, index in slots.others:
+                param_ref.hold(self.holders[index])
+
+    def displaced(self) -> set[int]:
+        """The indices of parameters in whose places modules hold other objects than the last shown. Modules with their
+        own method for setting parameters are left out."""
+        slots = self._slots
+        if slots is None or self._listed is None:
+            return set()
+        found = map(dict.get, slots.dictionaries, slots.names)
+        others = map(is_not, found, slots.held)
+        return set(compress(slots.indices, others))
+
+    def _find_slots(self) -> _Slots:
+        refs, held = list[ParamRef](), list[nn.Parameter]()
+        dictionaries, indices, others = list[dict[str, Any]](), list[int](), []
+        for param_ref, index in self._places:
+            module = param_ref.module_ref()
+            if module is None or type(module).__setattr__ is not nn.Module.__setattr__:
+                others.append((param_ref, index))
+                continue
+            refs.append(param_ref)
+            held.append(param_ref.held)
+            dictionaries.append(module._parameters)
+            indices.append(index)
+        for number, param_ref in enumerate(refs):
+            param_ref.hold_in(held, number)
+        names = [param_ref.attribute for param_ref in refs]
+        modules = list({id(each): each for each in dictionaries}.values())
+
+        def contents(parameters: Sequence[nn.Parameter]) -> _Contents:
+            shown = [parameters[index] for index in indices]
+            taken: dict[int, dict[str, nn.Parameter]] = {id(each): {} for each in modules}
+            for dictionary, name, parameter in zip(dictionaries, names, shown, strict=True):
+                taken[id(dictionary)][name] = parameter
+            return _Contents(shown, list(taken.values()))
+
+        at_rest, computing = contents(self.holders), contents(self.leaves)
+        self._slots = _Slots(held, dictionaries, names, indices, modules, at_rest, computing, others)
+        return self._slots
+
+    # -- flags -------------------------------------------------------------------------------------------------------
+
+    def follow_requires_grad(self) -> None:
+        with _torch.as_plain_tensors():
+            asked = tuple(map(_REQUIRES_GRAD, self.holders))
+            found = tuple(map(_REQUIRES_GRAD, self.leaves)) if self._reached else self._followed
+        self._reached = self._computes
+        if asked != found:
+            # Users set it on the parameters that modules hold: the leaves between a forward and its backward, else the
+            # holders. The flag that differs from their common value is the one that was set.
+            flags = list(asked)
+            for i, (one, other) in enumerate(zip(asked, found, strict=True)):
+                if one is not other:
+                    flags[i] = not self._followed[i]
+                    self.holders[i].requires_grad_(flags[i])
+                    self.leaves[i].requires_grad_(flags[i])
+            asked = tuple(flags)
+        self._followed = asked
+        if not self._computes:
+            self.flags = asked

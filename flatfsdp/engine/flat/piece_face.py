@@ -1,0 +1,107 @@
+"""Original parameters that are the shard at any time, and private leaves with which their modules compute."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..base import _torch
+from ..base import autograd as hooks
+from ..layout.layout import FlatLayout
+from .apart_face import ApartFace
+from .faces import Face, FaceMaker, OriginalFace, Sums, adoptions, assign_grad
+from .layout_views import ShardViews
+from .param_guard import ORIGINAL
+from .param_refs import ParamRef
+from .write_tracker import FlatParameter
+
+
+def _leaf_for(holder: nn.Parameter) -> nn.Parameter:
+    """A parameter of the class of `holder`, with which it shares its attributes. [Note: marks of parameters]"""
+    # `.data`: a version counter of its own.
+    made = nn.Parameter(holder.data, holder.requires_grad)
+    with contextlib.suppress(TypeError):  # objects of another layout
+        made.__class__ = ORIGINAL[type(holder)]
+    made.__dict__ = vars(holder)
+    return made
+
+
+@dataclass(frozen=True)
+class PieceFaces:
+    """Makes the faces of original parameters.
+
+    Attributes:
+        copied: whether the unsharded form is a copy of the shard on an axis of one rank, too: in another dtype, or on
+            another device. Otherwise it is the shard itself there, and a parameter is its own leaf.
+    """
+
+    copied: bool
+    by_parameter = True
+
+    def __call__(
+        self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
+    ) -> Face:
+        make: FaceMaker = PieceFace if self.copied or layout.world > 1 else OriginalFace
+        return make(leaves, flat_param, layout, rank)
+
+
+class PieceFace(ApartFace):
+    """`use_orig_params=True`: the user's parameters, each with its piece of the shard. [Note: two lives]"""
+
+    words = OriginalFace.words
+    two_lives = True
+
+    def __init__(
+        self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
+    ) -> None:
+        super().__init__([_leaf_for(each) for each in leaves], list(leaves))
+        self.originals = self.holders
+        self._layout = layout
+        self._following: set[int] = set()  # the leaves on whose gradients hooks of their holders run
+
+    # -- the shard ---------------------------------------------------------------------------------------------------
+
+    def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
+        self._at_rest, self._dtype = at_rest, shard.dtype
+        for holder, view in at_rest.shown:
+            holder.data = view
+        self.counters[:] = self.holders
+
+    def adopt(self, index: int, held: nn.Parameter) -> bool:
+        adoptions.pass_over(held, self._layout.params[index].name)
+        return False
+
+    # -- modules -----------------------------------------------------------------------------------------------------
+
+    def list_whole(self, param_ref: ParamRef) -> None:
+        param_ref.hold(self.holders[self._index[id(param_ref.leaf)]])
+
+    def follow_hooks(self) -> None:
+        with _torch.as_plain_tensors():  # holders refuse to be used
+            for index, (leaf, holder) in enumerate(zip(self.leaves, self.holders, strict=True)):
+                if index not in self._following and _torch.has_hooks(holder):
+                    self._following.add(index)
+                    hooks.follow(leaf, holder)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
+        return [holder.grad for holder in self.holders]
+
+    def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
+        holders, fits = self.holders, total.dtype == self._dtype
+        sums = []
+        for i, grad in zip(*self._at_rest.pieces_of(total), strict=True):
+            if i not in trained:
+                continue
+            if (old := holders[i].grad) is not None:
+                sums.append((old, grad))
+            elif fits:
+                holders[i].grad = grad
+            else:
+                assign_grad(holders[i], grad)
+        return sums
