@@ -19,11 +19,11 @@ from .api import (
     ShardingStrategy,
 )
 from .engine.base import _torch
-from .engine.comm.process_groups import groups_in_words, is_first_of, resolve_groups
+from .engine.comm.axes import groups_in_words
 from .engine.config.arguments import as_fsdp1, check_arguments
 from .engine.facade.fsdp1_compat import FSDP1Names
 from .engine.facade.schedule_api import ScheduleControls
-from .engine.features.comm_hook_registration import register_comm_hook
+from .engine.features.comm_hook import register_comm_hook
 from .engine.features.forward_methods import put_through_wrapper, through_wrapper
 from .engine.runtime import enclosing_ddp
 from .engine.runtime.model import model_of
@@ -36,6 +36,7 @@ from .engine.wrapping import serialization as copying
 from .engine.wrapping import wrapper_support
 from .engine.wrapping.auto_wrap import auto_wrapped
 from .engine.wrapping.build import build_unit
+from .engine.wrapping.process_groups import is_first_of, resolve_groups
 from .errors import one_rank_warns
 
 

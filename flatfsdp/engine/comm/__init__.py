@@ -1,4 +1,4 @@
-"""Process groups and the collectives over them, each of which returns its pending work.
+"""Axes of ranks and the collectives over them, each of which returns its pending work.
 
-Imports `base`, `config`, `device` and `watchdog`.
+Imports `base` and `device`.
 """

@@ -24,7 +24,6 @@ from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
 from .axes import Axis
 from .comm_stats import CommStats
-from .error_feedback import Residuals
 from .tensor_lists import TensorLists
 
 # All backends support these dtypes. Gathers of other dtypes move bytes.
@@ -164,10 +163,6 @@ class ProcessGroupTransport:
         if len(outputs) == 1:
             return self.reduce_scatter_base(outputs[0], fulls[0], stream)
         return _all_of([self.reduce_scatter_base(*each, stream) for each in zip(outputs, fulls, strict=True)])
-
-    def compensated(self, residuals: Sequence[Residuals]) -> ProcessGroupTransport:
-        """A transport whose reductions compensate with these `residuals`: this one, which loses nothing."""
-        return self
 
     @property
     def settings(self) -> dict[str, str]:

@@ -24,7 +24,6 @@ from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work, accelerator
 from .axes import Axis
 from .comm_stats import CommStats
-from .error_feedback import Residuals
 from .pieces import Row, copy_apart
 from .process_group_transport import ProcessGroupTransport, as_bytes, real, wait_for
 
@@ -136,8 +135,6 @@ class Reducer(Protocol):
     ) -> PendingWork: ...
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork: ...
-
-    def compensated(self, residuals: Sequence[Residuals]) -> Reducer: ...
 
 
 _double: Override[Callable[[Transport], Transport] | None] = Override(None)

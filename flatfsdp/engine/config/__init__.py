@@ -1,4 +1,4 @@
 """User-defined configuration, validated once and kept as frozen values: arguments, unit options, strategies, precision.
 
-Imports `schedule`, and flatfsdp's errors, `api` and `comm_hooks`.
+Imports `schedule`, and flatfsdp's errors and `api`.
 """

@@ -9,13 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ... import comm_hooks
 from ...api import BackwardPrefetch
 from .schedule_options import AS_BUILT, Schedule
 from .state_dict_configs import StateDictSettings
 
 U = TypeVar("U")  # a unit
-_TORCHS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,24 +23,15 @@ class CommHook:
     Attributes:
         state: passed to each call.
         function: called with the state, a gradient, and for sharded parameters the output for this rank's piece.
+        reducers: from this hook, the axes of a unit and its transports of reductions to the reducers that take their
+            place, and to the number of ranks over which the engine averages after these.
+        alike: whether its results are equal on all ranks.
     """
 
     state: Any
     function: Callable[..., Any]
-
-    @staticmethod
-    def of(state: Any, function: Callable[..., Any]) -> CommHook:
-        """The hook of `function` with `state`. torch's compress hooks are replaced by ours, with the same results:
-        torch's record streams, which fails on a CPU and holds memory longer on an accelerator."""
-        name = getattr(function, "__name__", "")
-        if getattr(function, "__module__", "") == _TORCHS and name in ("fp16_compress_hook", "bf16_compress_hook"):
-            function = getattr(comm_hooks, name)
-        return CommHook(state, function)
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is one of `flatfsdp.comm_hooks`, whose results are equal on all ranks."""
-        return getattr(self.function, "__module__", "") == comm_hooks.__name__
+    reducers: Callable[[CommHook, Any, Any, Any], tuple[Any, int]]
+    alike: bool = False
 
     @property
     def description(self) -> str:

@@ -12,8 +12,7 @@ import torch
 from ...api import check_bool
 from ..base.overrides import Override
 from ..base.per_group import for_group, known_for_group
-from ..comm.axes import Axis
-from ..comm.process_groups import only_reduces
+from ..comm.axes import Axis, only_reduces
 from ..device.fake_tensors import is_memoryless
 from .bell import SIZE as BELL_SIZE
 from .bell import own_bell

@@ -15,6 +15,7 @@ from ..base import _functorch, _torch
 from ..config.schedule_options import reshard_choices
 from ..config.unit_options import PrefetchTargets
 from ..device.streams import Device
+from ..features.comm_hook import all_reduce_hook
 from ..features.persistent_params import keep_frozen
 from ..flat.states import IDLE, SUMMONED
 from ..runtime import rest
@@ -191,7 +192,7 @@ class ScheduleControls(GradientControls):
         check_outside(unit, method)
         if hook is not None and stream is not None:
             hook = _on_stream(hook, stream, device)
-        model_of(unit).setup.set_options(unit, all_reduce_hook=hook)
+        model_of(unit).setup.set_options(unit, all_reduce_hook=all_reduce_hook(hook) if hook is not None else None)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Whether parameters are freed between a forward and its backward, in place of the strategy's choice.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..base.events import Observer
-from ..comm.process_groups import post_forward_axis
+from ..comm.axes import Axis
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
 from ..flat.sources import PostForwardShard
@@ -31,7 +33,12 @@ class KeepShards:
 class PostForwardShards(Observer):
     """The post-forward shards of one model, for units with the option `post_forward_ranks`."""
 
-    def __init__(self, units: Sequence[Unit], resources: Resources) -> None:
+    def __init__(
+        self, units: Sequence[Unit], resources: Resources, axis_of: Callable[[Axis, int, torch.device], Axis]
+    ) -> None:
+        """`axis_of`: from an axis, a number of ranks and their device to the axis of so many neighbors of this rank;
+        collective over these."""
+        self._axis_of = axis_of
         self._units = units
         self._resources = resources
         self._due = True
@@ -49,7 +56,7 @@ class PostForwardShards(Observer):
         for unit in self._units:
             count, device = unit.options.schedule.post_forward_ranks or 0, self._resources.device.device
             found = {
-                handle: self._resources.transport(post_forward_axis(axis, count, device), "neighbors")
+                handle: self._resources.transport(self._axis_of(axis, count, device), "neighbors")
                 for handle in unit.handles
                 if 0 < count < (axis := unit.axes.of(handle).shard).size  # else both shards would be the same
             }

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from ..base import _torch
-from ..comm.error_feedback import Residuals
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
 from .faces import Sums, assign_grad
 from .flat_param import FlatParamHandle
 from .gradient_slots import Accumulation, GradientSlots, SlotMemory
-from .reduction import ReductionInput, release_inputs
+from .reduction import ReductionInput, Residuals, release_inputs
 from .states import UNSHARDED
 from .views import ParamViews
 
@@ -42,7 +41,7 @@ class Gradients:
         accumulation: the state that lasts from backward to backward.
         contributed: leaves for which this rank added a gradient to the current reductions, or to earlier ones.
         absent: leaves of which none did, on any rank: `.grad` stays unchanged. [Note: unused]
-        residuals: the errors of earlier reductions; None without error feedback.
+        residuals: the errors of earlier reductions, attached where these lose bits; else None.
     """
 
     def __init__(self, handle: FlatParamHandle, views: ParamViews) -> None:
@@ -51,8 +50,7 @@ class Gradients:
         self.reducing: list[ReductionInput] = []
         self._forget_expectations()
         self.accumulation = Accumulation(handle)
-        pieces = [place.numel for place in handle.layout.pieces_in_shard]
-        self.residuals = Residuals(pieces, handle.tracker) if handle.precision.error_feedback else None
+        self.residuals: Residuals | None = None
         self._memory = SlotMemory(handle, views, self.reducing)
         self.slots = GradientSlots(self._memory, handle.precision.reduce, 1.0)
         self._factor_of_sum = 1.0

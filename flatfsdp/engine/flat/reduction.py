@@ -14,18 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ..comm.comm_hook import to_wait_for
-from ..comm.error_feedback import Residuals
 from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Reducer
 from ..device.huge_pages import LEAST, advise_tensor
-from ..device.memory import FlatBuffer, free_held
-from ..device.streams import DONE, PendingWork, Stream
+from ..device.memory import FlatBuffer, MemoryTracker, free_held
+from ..device.streams import DONE, PendingWork, Stream, Work
 from .flat_param import FlatParamHandle
+
+
+class Residuals(Protocol):
+    """The errors of earlier reductions of one flat parameter, which an encoding in few bits keeps."""
+
+    def compensated(self, reducer: Reducer, residuals: Sequence[Any]) -> Reducer: ...
+
+    def rescale(self, factor: float) -> None: ...
+
+    def move_to_tracker(self, tracker: MemoryTracker) -> None: ...
 
 
 @dataclass(eq=False)
@@ -39,9 +47,9 @@ class ReductionInput:
         shares_unsharded_buffer: whether the buffer is the parameters' place.
         scale: the factor that the result must still be multiplied by.
         earlier: a partial sum that is added between the stages.
-        hook: runs on the sum of both, before it is scaled.
+        hook: runs on the sum of both, before it is scaled; returns a work to wait for, if any.
         downloads: whether the result is copied to the host, which waits for nothing else.
-        residuals: the errors of earlier reductions; None without error feedback.
+        residuals: the errors of earlier reductions, if they lose bits.
         reduction: the exchange that includes this part; None until that is issued.
         result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` finishes.
         in_place: whether the result lies in the buffer; bytes: its size otherwise.
@@ -55,7 +63,7 @@ class ReductionInput:
     shares_unsharded_buffer: bool
     scale: float
     earlier: torch.Tensor | None
-    hook: Callable[[torch.Tensor], Any] | None
+    hook: Callable[[torch.Tensor], Work | None] | None
     downloads: bool
     residuals: Residuals | None = None
     reduction: Reduction | None = None
@@ -91,7 +99,7 @@ class ReductionInput:
         if self.hook is not None:
             hook, self.hook = self.hook, None
             with torch.no_grad():
-                work = to_wait_for(hook(self.result), "an all-reduce hook", result=self.result)
+                work = hook(self.result)
             if work is not None:
                 work.wait()
             stream.follow_compute()
@@ -161,8 +169,8 @@ class Reduction:
         first = parts[0]
         if first.residuals is not None:
             residuals = [part.residuals for part in parts if part.residuals is not None]
-            scatter = scatter.compensated(residuals)
-            replicate = replicate.compensated(residuals) if replicate is not None else None
+            scatter = first.residuals.compensated(scatter, residuals)
+            replicate = first.residuals.compensated(replicate, residuals) if replicate is not None else None
         self.replicate = replicate
         self._stream = stream  # of the stage that was issued last
         self._across = across

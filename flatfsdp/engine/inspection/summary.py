@@ -13,10 +13,10 @@ from torch import nn
 
 from ...errors import ROOT, UsageError
 from ..base._dtensor import local_bytes
-from ..comm.error_feedback import KIND, residual_numels
-from ..comm.process_groups import extent_of, groups_in_words
+from ..comm.axes import extent_of, groups_in_words
 from ..cpu.groups import waits_early
 from ..features.persistent_params import persistence_of
+from ..few_bits.quantized import RESIDUAL, residual_numels
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.model import Model
 from ..runtime.model_facts import steppable_of
@@ -237,7 +237,7 @@ class Stats:
     @property
     def bytes_residuals(self) -> int:
         """Bytes of the errors of quantized gradients, with error feedback; 0 before the first."""
-        return sum(model.resources.tracker.live[KIND] for model in self._models())
+        return sum(model.resources.tracker.live[RESIDUAL] for model in self._models())
 
     @property
     def bytes_unsharded(self) -> int:

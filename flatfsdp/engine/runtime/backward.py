@@ -22,7 +22,6 @@ from ...api import BackwardPrefetch
 from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base import autograd as hooks
-from ..comm.comm_hook import left_to_average
 from ..flat.reduction import Reduction
 from ..flat.states import POST_BACKWARD
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHAPE
@@ -307,11 +306,10 @@ class Backward:
         hooked, divide_by = unit.options.comm_hook is not None, unit.options.schedule.divide_by
         sync, participates = self._rules[unit].reduces, False
         for kind, (handle, _, grads) in enumerate(unit.kinds):
-            groups = unit.axes.of(handle) if unit.axes.elsewhere else unit.groups
-            world = left_to_average(groups) if hooked else groups.world
+            transports = unit.axes.transports_of(handle) if unit.axes.elsewhere else unit.axes.own_transports
             grads.expect_gradients(
                 handle.trainable_indices(),
-                world=world,
+                world=transports.averaged,
                 divide_by=divide_by,
                 weight=self.weight if divide_by is None else min(self.weight, 1.0),
                 sync=sync,

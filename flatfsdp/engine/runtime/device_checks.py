@@ -10,7 +10,7 @@ from torch import nn
 
 from ...api import Config
 from ...errors import ConfigValueError, UsageError
-from ..comm.process_groups import serves
+from ..comm.axes import serves
 from ..device.fake_tensors import is_memoryless
 from ..device.streams import accelerator, concrete
 from .module_tree import unmanaged_parameters

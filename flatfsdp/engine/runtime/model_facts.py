@@ -16,7 +16,7 @@ from ..agreement.model_check import Checksums, Fact
 from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
 from ..base import _torch
 from ..base.hashing import hash63
-from ..comm.process_groups import extent_of
+from ..comm.axes import extent_of
 from ..comm.transport import Transport
 from ..flat.faces import fact_of
 from .apart import apart

@@ -84,7 +84,7 @@ def _stays_alike(unit: Unit) -> bool:
     """Whether replicas of `unit` get the same gradients: a user-defined hook instead of the all-reduce need not ensure
     that."""
     hook = unit.options.comm_hook
-    return hook is None or unit.groups.shard.size > 1 or hook.is_ours
+    return hook is None or unit.groups.shard.size > 1 or hook.alike
 
 
 def differences(peers: RankExchange, rows: Sequence[Replicated]) -> str:

@@ -18,7 +18,6 @@ import torch
 
 from ...errors import UsageError
 from ..base import _torch
-from ..comm.error_feedback import Residuals
 from ..flat.gradient_slots import Accumulation
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
@@ -92,16 +91,6 @@ def take_over(units: Collection[Unit]) -> None:
     """Take over tensors that users assigned instead of parameters of `units`, if these show their shards, or raise."""
     for model in models_of(units):
         model.setup.write_back([unit for unit in units if model_of(unit) is model])
-
-
-def residuals_of(unit: Unit) -> list[Residuals]:
-    """The residuals of gradients of `unit`, for each kind with error feedback; the caller's stream waits for them.
-    [Note: error feedback]"""
-    found = [grads.residuals for grads in unit.grads if grads.residuals is not None]
-    streams = unit.resources.streams
-    for stream in (streams.reduce, streams.replicate) if found else ():
-        unit.resources.device.await_mark(stream.mark())
-    return found
 
 
 def free_unsharded(model: Model) -> None:

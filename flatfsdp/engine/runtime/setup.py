@@ -16,9 +16,7 @@ from ..agreement.divergence import ModelNames
 from ..agreement.model_check import Checksums
 from ..agreement.once_per_job import warn_once_per_job
 from ..base.events import Observers
-from ..comm.axes import ProcessGroups
-from ..comm.comm_hook import reducers
-from ..comm.process_groups import extent_of, groups_in_words
+from ..comm.axes import ProcessGroups, extent_of, groups_in_words
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
 from . import fast_paths
@@ -172,13 +170,10 @@ class Setup:
         parameters, gradients = self.resources.exchanges.in_few_bits(unit.built.mixed_precision)
         encoded = self.resources.encoded
         across = encoded(replicate, gradients) if replicate is not None else None
-        return Transports(
-            gather,
-            scatter,
-            replicate,
-            reducers(hook, groups, scatter, replicate) if hook is not None else (encoded(scatter, gradients), across),
-            encoded(gather, parameters),
-        )
+        reducers, averaged = (encoded(scatter, gradients), across), groups.world
+        if hook is not None:
+            reducers, averaged = hook.reducers(hook, groups, scatter, replicate)
+        return Transports(gather, scatter, replicate, reducers, encoded(gather, parameters), averaged)
 
     def choose_unshard_stream(self) -> None:
         """Issue gathers on the caller's stream, or on one of their own, according to the options.

@@ -66,6 +66,7 @@ class Transports:
         gather, scatter, replicate: over its axes; replicate is None without replicas.
         quantized: gathers handles with a `gather` dtype. [Note: quantization]
         reducers: scatter and replicate, quantized on request, or with a communication hook instead of one of them.
+        averaged: the number of ranks over whose gradients the engine takes the mean.
     """
 
     gather: Transport
@@ -73,6 +74,7 @@ class Transports:
     replicate: Transport | None
     reducers: tuple[Reducer, Reducer | None]
     quantized: Transport
+    averaged: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from torch import nn
 from ...api import BackwardPrefetch, Config, MixedPrecision
 from ...errors import UsageError, warn
 from ..agreement.checksums import InitialChecksums
-from ..comm.process_groups import plan_groups, resolve_groups
 from ..config.arguments import check_shardable
 from ..config.precision import resolve
 from ..config.schedule_options import AS_BUILT, Schedule, reshard_choices
@@ -33,6 +32,7 @@ from ..dtensor.spmd_mesh import SpmdMesh
 from ..dtensor.tensor_parallel import TensorParallel
 from ..features.clip import serve_torchs_norms
 from ..features.conditional_units import ConditionalUnits
+from ..features.error_feedback import attach_residuals
 from ..features.persistent_params import PersistentParams
 from ..features.pipelines import serve_stages
 from ..features.post_forward import PostForwardShards
@@ -65,6 +65,7 @@ from .auto_wrap import check_called
 from .exchanges import EXCHANGES
 from .init_sync import meeting_axes, reporting_failure, synchronize
 from .materialize import materialize, replace_referenced
+from .process_groups import plan_groups, post_forward_axis, resolve_groups
 from .shared_storage import follow_ties
 
 # From the transformed parameters, the leaves of one handle, and the mesh over which they are sharded, to the function
@@ -362,6 +363,7 @@ def _fsdp1_faces(config: Config) -> Faces:
 def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, nested: list[Unit]) -> Model:
     """A model of `unit`, whose handles count in `tracker`, and the units nested in it."""
     resources = Resources(Device(settings.device), tracker, EXCHANGES, limit_all_gathers=settings.limit_all_gathers)
+    attach_residuals(unit)
     model = Model(unit, resources, settings)
     wait_for_gradients(nested)
     model.adopt(nested)
@@ -371,7 +373,8 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     refuse_reparametrizations()
     model.observers.set(
         ProfilerRanges(model),
-        PostForwardShards(model.units, resources),  # persistent parameters may be gathered over its axes
+        # Before persistent parameters, which may be gathered over its axes.
+        PostForwardShards(model.units, resources, post_forward_axis),
         PersistentParams(model),
         ConditionalUnits(),
         UnsteppedCheck(model),

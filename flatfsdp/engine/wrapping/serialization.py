@@ -24,9 +24,9 @@ from ...errors import UsageError, few
 from ..agreement.once_per_job import warn_once_per_job
 from ..base.fqns import WRAPPED, fqn
 from ..comm.axes import ProcessGroups
-from ..comm.process_groups import mesh_over, plan_over
 from ..config.unit_options import PrefetchTargets, UnitOptions
 from ..device.memory import MemoryTracker
+from ..features.error_feedback import residuals_of
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
 from ..flat.extended_handle import handle_class
 from ..flat.extensions import Transform, TransformedParam, as_transform
@@ -37,10 +37,11 @@ from ..runtime.entries import PLAIN_CLASS, Entries, WeakModules
 from ..runtime.model import model_of
 from ..runtime.module_tree import ignore, ignored_in, put_at_rest, units_in, units_inside
 from ..runtime.resources import ModelSettings
-from ..runtime.rest import quiesce, residuals_of
+from ..runtime.rest import quiesce
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
 from .build import install_extensions, new_model
+from .process_groups import mesh_over, plan_over
 from .wrapper_support import keep_model
 
 _OF_UNIT = ("_unit", "_kept_root")

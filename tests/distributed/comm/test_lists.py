@@ -17,14 +17,13 @@ from flatfsdp import comm_hooks
 from flatfsdp.engine.comm import tensor_lists
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.comm.axes import Axis, served_as
-from flatfsdp.engine.comm.comm_hook import HookReducer
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.comm.tensor_lists import SMALL
 from flatfsdp.engine.comm.transport import Transport
-from flatfsdp.engine.config.unit_options import CommHook
 from flatfsdp.engine.cpu.collectives import LARGE
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
+from flatfsdp.engine.features.comm_hook import HookReducer, comm_hook
 from flatfsdp.engine.wrapping.exchanges import EXCHANGES
 from tests.conftest import Run
 from tests.distributed.comm.test_exchange import CPU, WAYS, going, in_rank_order, values
@@ -233,7 +232,7 @@ def hooked(rank: int, world: int) -> list[str]:
         seen.append((grad.clone(), shard.numel()))
         comm_hooks.reduce_scatter_hook(state, grad, shard)
 
-    reducer = HookReducer(CommHook.of(state, hook), transport, replicas=1)
+    reducer = HookReducer(comm_hook(state, hook), transport, replicas=1)
     sizes, wrong = [3, 40_000, 0, 5], []
     fulls = [values(world * size, torch.float32, 10 * k + rank) for k, size in enumerate(sizes)]
     output = torch.full((sum(sizes),), torch.nan)

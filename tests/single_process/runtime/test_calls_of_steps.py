@@ -164,7 +164,6 @@ OFF = {
     "schedule/conditional.py": 0,
     "schedule/mid_backward.py": 1,
     "flat/deferred_grad.py": 0,
-    "comm/comm_hook.py": 0,
 }
 
 

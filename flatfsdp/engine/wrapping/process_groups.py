@@ -24,12 +24,11 @@ from ...api import HYBRIDS, Config, ShardingStrategy
 from ...errors import ConfigValueError, UsageError, set_rank, warn_once
 from ..base import _torch
 from ..base.hashing import hash63
-from ..base.per_group import for_group, forget_after, known_for_group
+from ..base.per_group import for_group, forget_after
+from ..comm.axes import Axis, ProcessGroups, backend_for, groups_in_words, mark_for_reductions, serves
 from ..device.streams import accelerator, accelerator_count
 from ..watchdog.regions import expecting
-from .axes import Axis, ProcessGroups, backend_for
 
-_ONLY_REDUCES = "only reduces"  # the key of that mark of a process group
 # The plans in use: units over the same groups share one, so that the ranks of a large group are queried only once.
 _plans: weakref.WeakValueDictionary[tuple[object, ...], ProcessGroups] = weakref.WeakValueDictionary()
 
@@ -87,12 +86,6 @@ def is_first_of(process_group: Any, device_mesh: Any) -> bool:
     return all(member == dist.get_rank() for member in members)
 
 
-def serves(process_group: Any, device: torch.device) -> bool:
-    """Whether a backend of `process_group` (of a pair: the first) supports tensors on `device`."""
-    group = process_group[0] if isinstance(process_group, tuple) else process_group
-    return device.type in str(dist.get_backend_config(group))
-
-
 def plan_groups(config: Config, device: torch.device) -> ProcessGroups:
     """The axes for `config`, whose groups are resolved. Creates the communicator for reductions, once per group."""
     return _plan(config.sharding_strategy, config.process_group, device)
@@ -117,7 +110,7 @@ def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> P
     if strategy in HYBRIDS:
         shard_group, replicate_group = given
         across = _axis(replicate_group, device)
-        _mark_for_reductions(replicate_group)
+        mark_for_reductions(replicate_group)
         axes = _axis(shard_group, device), _axis(_for_reductions(shard_group, device), device), across
     elif strategy is ShardingStrategy.NO_SHARD:
         axes = alone, alone, _axis(_for_reductions(given, device), device)
@@ -150,19 +143,10 @@ def _for_reductions(process_group: Any, device: torch.device) -> Any:
     def make() -> Any:
         made = new_group(ranks, "wraps a module", like=process_group, backend=backend)
         forget_after(process_group, made)  # for example shared memory
-        _mark_for_reductions(made)
+        mark_for_reductions(made)
         return made
 
     return for_group(process_group, ("reductions", backend), make, usable=_exists)
-
-
-def _mark_for_reductions(process_group: Any) -> None:
-    for_group(process_group, _ONLY_REDUCES, lambda: True)
-
-
-def only_reduces(process_group: Any) -> bool:
-    """Whether only gradients are exchanged in `process_group`: transports may use smaller buffers for it."""
-    return known_for_group(process_group, _ONLY_REDUCES, bool) or False
 
 
 def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
@@ -268,37 +252,6 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
             f"this model was pickled on a rank of the group {ranks}; rank {dist.get_rank()} is not in that group"
         )
     return for_group(dist.group.WORLD, ranks, lambda: new_group(ranks, "loads a pickled model"))
-
-
-def extent_of(plan: ProcessGroups) -> str:
-    """The numbers of shards and replicas, for example "2 x 4"."""
-    return f"{plan.shard.size} x {plan.replicate.size if plan.replicate is not None else 1}"
-
-
-def groups_in_words(plan: ProcessGroups) -> str:
-    """The axes in words, for example "2 shards on ranks 0-1, 2 replicas on ranks 0, 2"."""
-    axes = []
-    if plan.shard.size > 1 or plan.replicate is None:
-        axes.append(f"{_counted(plan.shard, 'shard')} on {_ranks(plan.shard)}")
-    if plan.replicate is not None:
-        axes.append(f"{_counted(plan.replicate, 'replica')} on {_ranks(plan.replicate)}")
-    return ", ".join(axes)
-
-
-def _counted(group: Axis, noun: str) -> str:
-    return f"{group.size} {noun}{'' if group.size == 1 else 's'}"
-
-
-def _ranks(group: Axis) -> str:
-    """The global ranks in short form: "ranks 0-7", "ranks 0, 8, .. 56", "rank 3"."""
-    ranks = group.ranks
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    if len(ranks) > 4:
-        return f"ranks {ranks[0]}, {ranks[1]}, .. {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def world_mesh() -> Any:

@@ -16,19 +16,25 @@ different ranks ([Note: backward order]). So a model with a hook gathers over th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ...errors import UsageError, fail, shown
+from ... import comm_hooks
+from ...errors import UsageError, fail, refuse_type, shown
+from ..comm.axes import ProcessGroups
+from ..comm.pieces import rows_of
+from ..comm.transport import Reducer, Transport
 from ..config.precision import gradient_scaling
 from ..config.unit_options import CommHook
-from ..device.streams import Device, PendingWork, Stream
-from .axes import ProcessGroups
-from .error_feedback import Residuals
-from .pieces import rows_of
-from .transport import Reducer, Transport
+from ..device.streams import Device, PendingWork, Stream, Work
+from ..runtime.model import check_outermost
+from ..runtime.rest import check_outside, quiesce
+from ..runtime.unit import Unit
+
+_TORCHS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
 
 class HookReducer:
@@ -67,10 +73,6 @@ class HookReducer:
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         """Let the hook reduce `tensor` in place. Collective over the groups that the hook uses."""
         return self._run(stream, tensor)
-
-    def compensated(self, residuals: Sequence[Residuals]) -> HookReducer:
-        """This reducer: the hook sees gradients unquantized."""
-        return self
 
     def _run(self, stream: Stream, *tensors: torch.Tensor) -> PendingWork:
         handed = [tensor.data for tensor in tensors]
@@ -125,14 +127,72 @@ def to_wait_for(returned: Any, what: str, *, result: torch.Tensor) -> Any:
     )
 
 
-def left_to_average(groups: ProcessGroups) -> int:
-    """The number of replicas over which the engine averages after the hook's reduction."""
-    return groups.replicate.size if groups.shard.size > 1 and groups.replicate is not None else 1
-
-
 def reducers(
     hook: CommHook, groups: ProcessGroups, scatter: Transport, replicate: Transport | None
-) -> tuple[Reducer, Reducer | None]:
-    """The reducers along the shard axis and along the replicate axis, one of which is replaced by `hook`."""
-    hooked = HookReducer(hook, scatter, replicas=left_to_average(groups))
-    return (scatter, hooked) if groups.shard.size == 1 else (hooked, replicate)
+) -> tuple[tuple[Reducer, Reducer | None], int]:
+    """The reducers along the shard axis and along the replicate axis, one of which is replaced by `hook`; and the
+    number of replicas whose results the engine averages after that."""
+    replicas = groups.replicate.size if groups.shard.size > 1 and groups.replicate is not None else 1
+    hooked = HookReducer(hook, scatter, replicas=replicas)
+    return ((scatter, hooked) if groups.shard.size == 1 else (hooked, replicate)), replicas
+
+
+def comm_hook(state: Any, function: Callable[..., Any]) -> CommHook:
+    """The hook of `function` with `state`. torch's compress hooks are replaced by ours, with the same results: torch's
+    record streams, which fails on a CPU and holds memory longer on an accelerator."""
+    name = getattr(function, "__name__", "")
+    if getattr(function, "__module__", "") == _TORCHS and name in ("fp16_compress_hook", "bf16_compress_hook"):
+        function = getattr(comm_hooks, name)
+    return CommHook(state, function, reducers, alike=getattr(function, "__module__", "") == comm_hooks.__name__)
+
+
+def all_reduce_hook(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Work | None]:
+    """`hook`, whose return value is checked: the work that it returns, if any. Copied with `hook`."""
+    return functools.partial(_reduce_sum, hook)
+
+
+def _reduce_sum(hook: Callable[[torch.Tensor], Any], total: torch.Tensor) -> Work | None:
+    work: Work | None = to_wait_for(hook(total), "an all-reduce hook", result=total)
+    return work
+
+
+# --- registration, with the checks of model and time ------------------------------------------------------------------
+
+
+def register_comm_hook(unit: Unit, state: Any, function: Callable[..., Any]) -> None:
+    """Replace the reductions of all units by a user-defined hook; only on the outermost wrapper."""
+    method = "register_comm_hook()"
+    if not callable(function):
+        refuse_type("register_comm_hook: hook", function, "a callable (state, grad) or (state, grad, shard)")
+    check_outside(unit, method)
+    model = check_outermost(unit, method)
+    quiesce([unit], collective=False, shards=False)
+    for each in model.units:
+        _check_hookable(each, method)
+    hook = comm_hook(state, function)
+    for each in model.units:
+        model.setup.set_options(each, comm_hook=hook)
+        if model.setup.ready:
+            model.setup.connect(each)
+
+
+def _check_hookable(unit: Unit, method: str) -> None:
+    if unit.options.comm_hook is not None:
+        problem = "it already has one. Register a single hook for the whole life of the model, on its outermost wrapper"
+    elif any(grads.accumulation.pending for grads in unit.grads):
+        problem = "gradients have accumulated that are not reduced yet. First run a backward that reduces them"
+    elif unit.built.mixed_precision.reduce_bits is not None:
+        bits = unit.built.mixed_precision.reduce_bits
+        problem = (
+            f"MixedPrecision(reduce_bits={bits}) determines how its gradients are sent, but a hook sends them itself. "
+            "Use only one of the two"
+        )
+    elif unit.options.schedule.divide_by is not None:
+        problem = (
+            "set_gradient_divide_factor() was called, but a hook scales gradients itself. Divide in the hook instead"
+        )
+    elif unit.groups.shard.size == 1 and unit.built.traits.shards and unit.groups.replicate is not None:
+        problem = "its shard group, over which a hook reduces, contains only this rank. Use NO_SHARD over the replicas"
+    else:
+        return
+    raise UsageError(f"{method} of unit {unit.label}: {problem}")
