@@ -18,6 +18,7 @@ from .api import (
     MixedPrecision,
     ShardingStrategy,
 )
+from .engine.agreement.process_groups import is_first_of, resolve_groups
 from .engine.base import _torch
 from .engine.comm.axes import groups_in_words
 from .engine.config.arguments import as_fsdp1, check_arguments
@@ -36,7 +37,6 @@ from .engine.wrapping import serialization as copying
 from .engine.wrapping import wrapper_support
 from .engine.wrapping.auto_wrap import auto_wrapped
 from .engine.wrapping.build import build_unit
-from .engine.wrapping.process_groups import is_first_of, resolve_groups
 from .errors import one_rank_warns
 
 

@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from flatfsdp.engine.agreement import process_groups
 from flatfsdp.engine.comm.axes import Axis, served_as
-from flatfsdp.engine.wrapping import process_groups
 from tools.benchmark import ranks
 from tools.benchmark.ranks import World
 

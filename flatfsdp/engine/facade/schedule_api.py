@@ -17,6 +17,7 @@ from ..config.unit_options import PrefetchTargets
 from ..device.streams import Device
 from ..features.comm_hook import all_reduce_hook
 from ..features.persistent_params import keep_frozen
+from ..features.post_forward import attach_post_forward_shards
 from ..flat.states import IDLE, SUMMONED
 from ..runtime import rest
 from ..runtime.model import model_of
@@ -231,6 +232,8 @@ class ScheduleControls(GradientControls):
         ]
         for unit, choice in zip(units, options, strict=True):
             model_of(unit).setup.set_schedule(unit, reshard_after_forward=choice)
+        for model in rest.models_of(units):
+            attach_post_forward_shards(model)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after a backward, in place of the strategy's choice.

@@ -10,6 +10,7 @@ from ...errors import UsageError
 from ..base.events import Observer
 from ..flat.states import FORWARD, IDLE
 from ..runtime.forward_gathers import ForwardGathers
+from ..runtime.model import Model
 from ..runtime.module_tree import nesting
 from ..runtime.turns import Turns
 from ..runtime.unit import Unit, follow_requires_grad
@@ -202,6 +203,12 @@ class ConditionalUnits(Observer, Turns):
             "part would gather in a different order. Pass use_reentrant=False to torch.utils.checkpoint, or "
             "accumulate without no_sync()"
         )
+
+
+def attach_conditional_units(model: Model) -> None:
+    """Attach them to `model` if a unit is in a branch."""
+    if model.observers.find(ConditionalUnits) is None and any(unit.options.schedule.branch for unit in model.units):
+        model.observers.add(ConditionalUnits())
 
 
 def _branch_of(unit: Unit) -> Branch | None:

@@ -12,6 +12,7 @@ from ..runtime.module_tree import nesting, units_in
 from ..runtime.rest import check_outside
 from ..runtime.unit import Unit
 from ..schedule.conditional import Branch
+from .conditional_units import attach_conditional_units
 
 _FUNCTION = "ensure_unit_participation"
 
@@ -71,6 +72,7 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
     for unit in units:
         model_of(unit).setup.set_options(unit, branch_before=targets)
         model_of(unit).setup.set_schedule(unit, branch=branch)
+    attach_conditional_units(model_of(units[0]))
 
 
 def _wrapped_in(module: nn.Module, argument: str) -> list[Unit]:

@@ -197,10 +197,24 @@ class PersistentParams(Observer):
 
 
 def persistent_params_of(model: Model) -> PersistentParams:
-    """The persistent parameters of `model`."""
+    """The persistent parameters of `model`, attached to it from now on."""
     found = model.observers.find(PersistentParams)
-    assert found is not None
+    if found is None:
+        found = PersistentParams(model)
+        model.observers.add(found)
     return found
+
+
+def attach_persistent_params(model: Model) -> None:
+    """Attach them to `model` if a unit has the option."""
+    if any(unit.options.schedule.keep_frozen is not None for unit in model.units):
+        persistent_params_of(model)
+
+
+def _is_pinned(model: Model) -> bool:
+    """Whether `inference()` keeps parameters of `model`."""
+    found = model.observers.find(PersistentParams)
+    return found is not None and found.pinned is not None
 
 
 def _budget(method: str, max_bytes: object) -> float:
@@ -228,7 +242,7 @@ def keep_frozen(outer: Unit, units: Sequence[Unit], max_bytes: object, on: str) 
     if on not in places:
         refuse_value(f"{method}: on", on, " or ".join(map(repr, places)))
     check_outside(outer, method)
-    if any(persistent_params_of(model_of(unit)).pinned is not None for unit in units):
+    if any(_is_pinned(model_of(unit)) for unit in units):
         raise UsageError(
             f"{method} of unit {outer.label} was called inside inference(); call it outside of that context"
         )
@@ -240,6 +254,8 @@ def keep_frozen(outer: Unit, units: Sequence[Unit], max_bytes: object, on: str) 
         for handle in unit.handles:
             handle.persistence = persistence_of(unit, handle)
         left -= size if fits else 0
+    for model in models_of(units):
+        attach_persistent_params(model)
 
 
 # --- inference() ------------------------------------------------------------------------------------------------------
@@ -299,7 +315,7 @@ def _check_idle(unit: Unit) -> None:
         where = "a backward" if _torch.in_backward() else "a forward"
     elif unit.phase is SUMMONED:
         where = "summon_full_params()"
-    elif persistent_params_of(model_of(unit)).pinned is not None:
+    elif _is_pinned(model_of(unit)):
         where = "inference()"
     if where is not None:
         raise UsageError(f"inference() of unit {unit.label} was entered inside {where}; enter it outside")
@@ -322,11 +338,14 @@ def _begin(models: list[Model], units: list[Unit], max_bytes: int | None) -> Non
 
 
 def _end(model: Model) -> None:
-    if persistent_params_of(model).pinned is None:
+    if not _is_pinned(model):
         return
     model.agreement.forwards_are_local = False
     free_unsharded(model)
-    persistent_params_of(model).unpin(model)
+    found = persistent_params_of(model)
+    found.unpin(model)
+    model.observers.remove(found)
+    attach_persistent_params(model)
     for unit in model.units:
         unit.kept.end_choice()
     free_at_once(model)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from ..agreement.process_groups import post_forward_axis
 from ..base.events import Observer
-from ..comm.axes import Axis
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
 from ..flat.sources import PostForwardShard
 from ..flat.states import UNSHARDED
+from ..runtime.model import Model
 from ..runtime.resources import Resources
 from ..runtime.unit import Unit
 
@@ -33,12 +32,7 @@ class KeepShards:
 class PostForwardShards(Observer):
     """The post-forward shards of one model, for units with the option `post_forward_ranks`."""
 
-    def __init__(
-        self, units: Sequence[Unit], resources: Resources, axis_of: Callable[[Axis, int, torch.device], Axis]
-    ) -> None:
-        """`axis_of`: from an axis, a number of ranks and their device to the axis of so many neighbors of this rank;
-        collective over these."""
-        self._axis_of = axis_of
+    def __init__(self, units: Sequence[Unit], resources: Resources) -> None:
         self._units = units
         self._resources = resources
         self._due = True
@@ -56,7 +50,7 @@ class PostForwardShards(Observer):
         for unit in self._units:
             count, device = unit.options.schedule.post_forward_ranks or 0, self._resources.device.device
             found = {
-                handle: self._resources.transport(self._axis_of(axis, count, device), "neighbors")
+                handle: self._resources.transport(post_forward_axis(axis, count, device), "neighbors")
                 for handle in unit.handles
                 if 0 < count < (axis := unit.axes.of(handle).shard).size  # else both shards would be the same
             }
@@ -64,3 +58,12 @@ class PostForwardShards(Observer):
             if retain != unit.kept.retain:
                 unit.drop_retained()
                 unit.kept.retain = retain
+
+
+def attach_post_forward_shards(model: Model) -> None:
+    """Attach them to `model` if a unit has the option. Persistent parameters may be gathered over their axes, so they
+    come first."""
+    if model.observers.find(PostForwardShards) is None and any(
+        type(unit.options.schedule.reshard_after_forward) is int for unit in model.units
+    ):
+        model.observers.set(PostForwardShards(model.units, model.resources), *model.observers.all)

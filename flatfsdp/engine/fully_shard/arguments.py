@@ -11,11 +11,11 @@ from torch import nn
 
 from ...api import Config
 from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
+from ..agreement.process_groups import require_process_group
 from ..config.arguments import check_arguments, check_shardable, has_forward
 from ..dtensor.spmd_mesh import SpmdMesh
 from ..runtime.entries import plain_class
 from ..runtime.unit import Unit
-from ..wrapping.process_groups import require_process_group
 from .meshes import ChosenMesh
 from .placements import placements_of
 from .policies import offload_of, precision_of

@@ -8,9 +8,9 @@ from torch import nn
 
 from ...api import MixedPrecision
 from ...errors import ConfigTypeError, did_you_mean, one_rank_warns, refuse_type
+from ..agreement.process_groups import is_first_of
 from ..config.arguments import check_arguments, own
 from ..wrapping.auto_wrap import plan_wrapping
-from ..wrapping.process_groups import is_first_of
 from ..wrapping.shared_storage import follow_ties
 from .arguments import Call, check_call
 from .in_place import shard

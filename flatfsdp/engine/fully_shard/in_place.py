@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...errors import one_rank_warns
+from ..agreement.process_groups import is_first_of, resolve_groups
 from ..base import _torch
 from ..dtensor.gather_extensions import ExtendedParam, GatherExtensions
 from ..dtensor.row_face import RowFaces
@@ -19,7 +20,6 @@ from ..runtime import enclosing_ddp
 from ..runtime.model import model_of
 from ..runtime.unit import Unit
 from ..wrapping.build import Front, build_unit
-from ..wrapping.process_groups import is_first_of, resolve_groups
 from ..wrapping.shared_storage import follow_ties
 from ..wrapping.wrapper_support import apply_to_tensors, keep_model
 from .arguments import CALL, Call

@@ -8,9 +8,9 @@ from typing import Any
 
 from ...api import Config, ShardingStrategy
 from ...errors import ConfigTypeError, ConfigValueError, refuse_type, refuse_value
+from ..agreement.process_groups import world_mesh
 from ..dtensor.specs import require_dtensors
 from ..dtensor.spmd_mesh import SpmdMesh
-from ..wrapping.process_groups import world_mesh
 
 Names = str | tuple[str, ...] | None
 _DIMS = "DataParallelMeshDims"

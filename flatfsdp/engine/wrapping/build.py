@@ -19,6 +19,7 @@ from torch import nn
 from ...api import BackwardPrefetch, Config, MixedPrecision
 from ...errors import UsageError, warn
 from ..agreement.checksums import InitialChecksums
+from ..agreement.process_groups import plan_groups, resolve_groups
 from ..config.arguments import check_shardable
 from ..config.precision import resolve
 from ..config.schedule_options import AS_BUILT, Schedule, reshard_choices
@@ -31,11 +32,11 @@ from ..dtensor.data_mesh import DataMesh, DataMeshes
 from ..dtensor.spmd_mesh import SpmdMesh
 from ..dtensor.tensor_parallel import TensorParallel
 from ..features.clip import serve_torchs_norms
-from ..features.conditional_units import ConditionalUnits
+from ..features.conditional_units import attach_conditional_units
 from ..features.error_feedback import attach_residuals
-from ..features.persistent_params import PersistentParams
+from ..features.persistent_params import attach_persistent_params
 from ..features.pipelines import serve_stages
-from ..features.post_forward import PostForwardShards
+from ..features.post_forward import attach_post_forward_shards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import UnsteppedCheck
 from ..flat.extended_handle import ExtendedHandle
@@ -65,7 +66,6 @@ from .auto_wrap import check_called
 from .exchanges import EXCHANGES
 from .init_sync import meeting_axes, reporting_failure, synchronize
 from .materialize import materialize, replace_referenced
-from .process_groups import plan_groups, post_forward_axis, resolve_groups
 from .shared_storage import follow_ties
 
 # From the transformed parameters, the leaves of one handle, and the mesh over which they are sharded, to the function
@@ -371,14 +371,10 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     models.add(model)
     guard_optimizers()
     refuse_reparametrizations()
-    model.observers.set(
-        ProfilerRanges(model),
-        # Before persistent parameters, which may be gathered over its axes.
-        PostForwardShards(model.units, resources, post_forward_axis),
-        PersistentParams(model),
-        ConditionalUnits(),
-        UnsteppedCheck(model),
-    )
+    model.observers.set(ProfilerRanges(model), UnsteppedCheck(model))
+    attach_post_forward_shards(model)
+    attach_persistent_params(model)
+    attach_conditional_units(model)
     stamp_state_dicts()
     serve_stages()
     serve_torchs_norms()

@@ -22,6 +22,7 @@ from torch import nn
 
 from ...errors import UsageError, few
 from ..agreement.once_per_job import warn_once_per_job
+from ..agreement.process_groups import mesh_over, plan_over
 from ..base.fqns import WRAPPED, fqn
 from ..comm.axes import ProcessGroups
 from ..config.unit_options import PrefetchTargets, UnitOptions
@@ -41,7 +42,6 @@ from ..runtime.rest import quiesce
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
 from .build import install_extensions, new_model
-from .process_groups import mesh_over, plan_over
 from .wrapper_support import keep_model
 
 _OF_UNIT = ("_unit", "_kept_root")

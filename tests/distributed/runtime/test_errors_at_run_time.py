@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 from flatfsdp import FullyShardedDataParallel, fully_shard
-from flatfsdp.engine.wrapping import process_groups as groups
+from flatfsdp.engine.agreement import process_groups as groups
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
 from flatfsdp.extensions import set_extensions
 from flatfsdp.wrap import CustomPolicy

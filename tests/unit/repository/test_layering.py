@@ -62,7 +62,7 @@ DISTRIBUTED = PROGRAMS | {
     "engine/agreement/once_per_job",
     "engine/state/owned_interval",
     "engine/state/model/distributed_values",
-    "engine/wrapping/process_groups",
+    "engine/agreement/process_groups",
 }
 ACCELERATOR = frozenset({"engine/device/streams"})
 # The last puts our names where programs look for torch's, private modules of FSDP2 among them.

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from flatfsdp import FullyShardedDataParallel, ShardingStrategy
+from flatfsdp.engine.agreement import process_groups
 from flatfsdp.engine.base import _torch
-from flatfsdp.engine.wrapping import process_groups
 from tests.harness import inspect
 from tests.harness.fake import fake_world
 
