@@ -26,7 +26,7 @@ from .engine.facade.fsdp1_compat import FSDP1Names
 from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.comm_hook import register_comm_hook
 from .engine.features.forward_methods import put_through_wrapper, through_wrapper
-from .engine.runtime import enclosing_ddp
+from .engine.guards import enclosing_ddp
 from .engine.runtime.model import model_of
 from .engine.runtime.module_tree import units_at, units_in, with_owning_units
 from .engine.state import full_params

@@ -95,6 +95,13 @@ class Observer:
     def options_changed(self) -> None:
         """Called when a user has changed options of a unit."""
 
+    def setup_begins(self, units: Any) -> None:
+        """Called when the `units` of a model are named and connected, before they are compared with other ranks'; may
+        raise, or change them."""
+
+    def placed(self, units: Any, device: Any) -> None:
+        """Called when tensors of `units`, which compute on `device`, may have moved; may raise."""
+
     def step_begins(self, unit: Any) -> bool:
         """Called before an outermost forward, of `unit`, or before a backward (then `unit` is None). Returns True if it
         replaced methods of the engine's objects: then the call of `unit` is repeated."""
@@ -154,6 +161,8 @@ class Observers:
     """
 
     options_changed: tuple[Callable[[], None], ...]
+    setup_begins: tuple[Callable[[Any], None], ...]
+    placed: tuple[Callable[[Any, Any], None], ...]
     step_begins: tuple[Callable[[Any], bool], ...]
     before_first_gather: tuple[Callable[[], str], ...]
     first_gather_agreed: tuple[Callable[[], None], ...]

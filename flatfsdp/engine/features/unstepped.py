@@ -25,9 +25,9 @@ from ..base.fqns import fqn
 from ..flat.faces import FlatFace
 from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import flat_name
+from ..guards.optimizer_hooks import looking
 from ..runtime.backward import Backward
 from ..runtime.model import Model
-from ..runtime.optimizer_hooks import looking
 
 SAMPLED = 64  # compared elements of a shard: they show writes that change no version
 

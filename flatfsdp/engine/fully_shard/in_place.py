@@ -16,7 +16,7 @@ from ..dtensor.gather_extensions import ExtendedParam, GatherExtensions
 from ..dtensor.row_face import RowFaces
 from ..dtensor.tensor_parallel import StoredDTensor
 from ..flat.extensions import TransformedParam
-from ..runtime import enclosing_ddp
+from ..guards import enclosing_ddp
 from ..runtime.model import model_of
 from ..runtime.unit import Unit
 from ..wrapping.build import Front, build_unit

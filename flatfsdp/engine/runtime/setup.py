@@ -22,9 +22,6 @@ from ..flat.flat_param import FlatParamHandle
 from . import fast_paths
 from .apart import axes_of_norms
 from .coalesced_collectives import Coalescer
-from .device_checks import check_hooked, check_placed, check_registered, check_targets
-from .enclosing_ddp import check_enclosing
-from .late_ties import follow_ties
 from .model_facts import axes_of, describe, initial_checksums, names_in, names_of_leaves, unit_entries
 from .module_tree import entries
 from .resources import ModelSettings, Resources
@@ -89,10 +86,10 @@ class Setup:
                 parameters += len(handle.leaves)
             self.connect(unit)
         fast_paths.keep_out_inside(names, units)
-        check_hooked(units)
-        check_targets(units)
-        check_enclosing(units)
-        self._take_over([unit for unit in units if unit.entries.in_place])
+        for observe in self.observers.setup_begins:
+            observe(units)
+        # Tensors that were loaded instead of parameters, on the meta device or not.
+        self.write_back([unit for unit in units if unit.entries.in_place])
         self.check_placed()
         self.choose_unshard_stream()
         if not any(unit.handles for unit in units):
@@ -121,16 +118,10 @@ class Setup:
             logger.info("%s over %s: %s", plan.strategy.name, extent_of(plan), groups_in_words(plan))
         logger.debug("initialized %d units: %s", len(units), ", ".join([unit.label for unit in units]))
 
-    def _take_over(self, units: list[Unit]) -> None:
-        """Take over tensors that were loaded instead of parameters, on the meta device or not, and tied after that."""
-        follow_ties(units)
-        self.write_back(units)
-
     def check_placed(self) -> None:
-        """Raise UsageError for parameters that are in no unit, or not on the device where they compute."""
-        module = self.outermost.entries.first
-        check_registered(module, self.units)
-        check_placed(module, self.units, self.resources.device.device)
+        """Tensors may have moved since: let observers refuse those that are not where they compute, and measure."""
+        for observe in self.observers.placed:
+            observe(self.units, self.resources.device.device)
         self.coalescer.measure(self.units)
         self.placed = True
 

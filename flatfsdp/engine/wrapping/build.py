@@ -46,16 +46,16 @@ from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.gather_hooks import GatherHooks, has_gather_hooks
 from ..flat.param_refs import ParamRef
 from ..flat.piece_face import PieceFaces
+from ..guards.optimizer_hooks import guard_optimizers
+from ..guards.reparametrizations import refuse_reparametrizations
+from ..guards.setup_checks import SetupChecks
 from ..layout.part import Part
 from ..runtime import fast_paths
-from ..runtime.device_checks import compute_device, move_buffers
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
 from ..runtime.model_facts import own_pieces
 from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, put_at_rest, units_in
-from ..runtime.optimizer_hooks import guard_optimizers
 from ..runtime.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
-from ..runtime.reparametrizations import refuse_reparametrizations
 from ..runtime.resources import ModelSettings, Resources
 from ..runtime.rest import wait_for_gradients
 from ..runtime.unit import Unit
@@ -65,7 +65,7 @@ from ..state.optim.stamp import stamp_state_dicts
 from .auto_wrap import check_called
 from .exchanges import EXCHANGES
 from .init_sync import meeting_axes, reporting_failure, synchronize
-from .materialize import materialize, replace_referenced
+from .materialize import compute_device, materialize, move_buffers, replace_referenced
 from .shared_storage import follow_ties
 
 # From the transformed parameters, the leaves of one handle, and the mesh over which they are sharded, to the function
@@ -371,7 +371,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     models.add(model)
     guard_optimizers()
     refuse_reparametrizations()
-    model.observers.set(ProfilerRanges(model), UnsteppedCheck(model))
+    model.observers.set(SetupChecks(), ProfilerRanges(model), UnsteppedCheck(model))
     attach_post_forward_shards(model)
     attach_persistent_params(model)
     attach_conditional_units(model)

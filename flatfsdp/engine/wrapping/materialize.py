@@ -1,4 +1,4 @@
-"""From the meta device to memory and values.
+"""From the meta device to memory and values, on the device on which a unit computes.
 
 [Note: materialization] A parameter on the meta device gets its memory in place: it stays the same object, so that ties
 inside a unit and across units, and optimizers that hold it, survive. A module whose initialization raises is put back
@@ -17,8 +17,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...errors import UsageError, label_of
+from ...api import Config
+from ...errors import ConfigValueError, UsageError, label_of
+from ..comm.axes import serves
 from ..device.fake_tensors import is_memoryless, stand_in
+from ..device.streams import accelerator, concrete
 from ..flat.gather_hooks import has_gather_hooks, rebuilt
 from ..runtime.unit import Unit
 
@@ -222,3 +225,41 @@ class _MetaDeviceMode(TorchFunctionMode):
             for tensor, address, version in self._as_they_were
             if id(tensor) in self._unused and (tensor.data_ptr(), tensor._version) == (address, version)
         ]
+
+
+def compute_device(module: nn.Module, config: Config) -> torch.device:
+    """The device on which the unit computes: `device_id`; else that of a parameter on an accelerator; else the one that
+    the process group supports. In a dry run it is always the CPU, which every machine has.
+    """
+    if is_memoryless():
+        return torch.device("cpu")
+    if isinstance(config.device_id, torch.device):
+        named, here = concrete(config.device_id), accelerator()
+        if named.type != "cpu" and (here is None or named.type != here.type):
+            found = f"the accelerator here is {here}" if here is not None else "this machine has no accelerator"
+            raise ConfigValueError(
+                f"device_id: got {str(named)!r}, but {found}, or this build of torch cannot use it; leave it out to "
+                f"train on {here.type if here is not None else 'CPU'}"
+            )
+        return named
+    if isinstance(config.device_id, int):
+        chosen = accelerator(config.device_id)
+        if chosen is None:
+            raise ConfigValueError(
+                f"device_id: got {config.device_id}, but this machine has no accelerator; leave it out to train on CPU"
+            )
+        return chosen
+    for parameter in module.parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            return parameter.device
+    current = accelerator()
+    if current is not None and serves(config.process_group, current):
+        return current
+    return torch.device("cpu")
+
+
+def move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
+    for _, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)

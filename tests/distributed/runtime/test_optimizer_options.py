@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatfsdp import optimizer_in_backward
-from flatfsdp.engine.runtime.optimizer_options import differences
+from flatfsdp.engine.guards.optimizer_options import differences
 from flatfsdp.errors import FlatFSDPWarning
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Feedforward

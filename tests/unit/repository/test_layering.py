@@ -28,6 +28,7 @@ ROWS = (
     "engine/cpu engine/few_bits",
     "engine/flat engine/agreement",
     "engine/runtime extensions messages",
+    "engine/guards",
     "engine/state engine/dtensor",
     "engine/features",
     "engine/wrapping engine/facade",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ....errors import UsageError
-from ...runtime.optimizer_hooks import handles_of, models_of
+from ...guards.optimizer_hooks import handles_of, models_of
 
 KEY = "flatfsdp_shards"
 

@@ -24,7 +24,7 @@ from ...errors import one_rank_warns, warn
 from ..base import _dtensor
 from ..base.foreign_text import parse
 from ..base.hashing import hash63
-from .model import Model
+from ..runtime.model import Model
 
 IMPLEMENTATION = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 MOST = 3  # differences in a message

@@ -1,5 +1,5 @@
-"""Devices of parameters and buffers: the device of a unit, and the checks before a forward that all parameters are in a
-unit, and that all tensors are on the device where it computes."""
+"""The checks of a model before its first collective, and after a move: that all parameters are in a unit, that all
+tensors are on the device where it computes, and that units fit together."""
 
 from __future__ import annotations
 
@@ -8,51 +8,29 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import nn
 
-from ...api import Config
-from ...errors import ConfigValueError, UsageError
-from ..comm.axes import serves
-from ..device.fake_tensors import is_memoryless
-from ..device.streams import accelerator, concrete
-from .module_tree import unmanaged_parameters
-from .unit import Unit
+from ...errors import UsageError
+from ..base.events import Observer
+from ..runtime.module_tree import unmanaged_parameters
+from ..runtime.unit import Unit
+from .enclosing_ddp import check_enclosing
+from .late_ties import follow_ties
 
 
-def compute_device(module: nn.Module, config: Config) -> torch.device:
-    """The device on which the unit computes: `device_id`; else that of a parameter on an accelerator; else the one that
-    the process group supports. In a dry run it is always the CPU, which every machine has.
-    """
-    if is_memoryless():
-        return torch.device("cpu")
-    if isinstance(config.device_id, torch.device):
-        named, here = concrete(config.device_id), accelerator()
-        if named.type != "cpu" and (here is None or named.type != here.type):
-            found = f"the accelerator here is {here}" if here is not None else "this machine has no accelerator"
-            raise ConfigValueError(
-                f"device_id: got {str(named)!r}, but {found}, or this build of torch cannot use it; leave it out to "
-                f"train on {here.type if here is not None else 'CPU'}"
-            )
-        return named
-    if isinstance(config.device_id, int):
-        chosen = accelerator(config.device_id)
-        if chosen is None:
-            raise ConfigValueError(
-                f"device_id: got {config.device_id}, but this machine has no accelerator; leave it out to train on CPU"
-            )
-        return chosen
-    for parameter in module.parameters():
-        if parameter.device.type not in ("cpu", "meta"):
-            return parameter.device
-    current = accelerator()
-    if current is not None and serves(config.process_group, current):
-        return current
-    return torch.device("cpu")
+class SetupChecks(Observer):
+    """The checks of one model."""
 
+    def setup_begins(self, units: Sequence[Unit]) -> None:
+        """Refuse `units` that do not fit together, and follow ties that were made after they were built."""
+        check_hooked(units)
+        check_targets(units)
+        check_enclosing(units)
+        follow_ties([unit for unit in units if unit.entries.in_place])
 
-def move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
-    for _, module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
+    def placed(self, units: Sequence[Unit], device: torch.device) -> None:
+        """Refuse tensors in no unit, or elsewhere than on `device`."""
+        module = units[-1].entries.first
+        check_registered(module, units)
+        check_placed(module, units, device)
 
 
 def check_registered(module: nn.Module, units: Sequence[Unit], among: Collection[int] | None = None) -> None:

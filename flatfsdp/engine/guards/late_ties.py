@@ -13,7 +13,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..flat.param_refs import ParamRef
-from .unit import Unit
+from ..runtime.unit import Unit
 
 Place = tuple[Unit, int, int]  # a leaf: its unit, the number of its handle, its own
 

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import UsageError
 from ..base import _torch
-from .module_tree import units_at
-from .unit import Unit
+from ..runtime.module_tree import units_at
+from ..runtime.unit import Unit
 
 _REMEDY = (
     "Shard the model around it as well, with a 2-D mesh (replicate, shard) for several replicas, instead of "

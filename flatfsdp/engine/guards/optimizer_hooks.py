@@ -22,11 +22,11 @@ from ..base.overrides import Override
 from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..flat.gradient_slots import Accumulation
-from . import param_registry as registry
-from .device_checks import check_registered
-from .model import Model
+from ..runtime import param_registry as registry
+from ..runtime.model import Model
+from ..runtime.rest import before_step, open_windows
 from .optimizer_options import compare_options, is_compared
-from .rest import before_step, open_windows
+from .setup_checks import check_registered
 
 
 class _CheckedOptimizer(NamedTuple):
