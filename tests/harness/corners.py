@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm.transport import doubled
-from flatfsdp.engine.cpu import attendant
+from flatfsdp.engine.cpu import exchange
 from flatfsdp.engine.device.memory import poison
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.wrap import ModuleWrapPolicy
@@ -100,7 +100,7 @@ class Setting:
             stack.enter_context(doubled(DelayedTransport))
             # With the shorter period, the thread uses a quarter of the processor.
             often = 0.0001 if is_thorough() else 0.001
-            stack.enter_context(patch.multiple(attendant, PERIOD=often, REST=2 * often))
+            stack.enter_context(patch.multiple(exchange, PERIOD=often, REST=2 * often))
             stack.enter_context(poison())
         return stack
 

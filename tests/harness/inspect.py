@@ -22,8 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flatfsdp.engine.base.events import Observer
 from flatfsdp.engine.cpu import exchange as exchanges
 from flatfsdp.engine.cpu import groups
-from flatfsdp.engine.cpu.attendant import Attendant
-from flatfsdp.engine.cpu.exchange import CONTROL
+from flatfsdp.engine.cpu.exchange import CONTROL, Attendant
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import SHARDED, UNSHARDED
 from flatfsdp.engine.runtime.model import model_of

@@ -33,8 +33,7 @@ from ..flat.states import GATHERING, IDLE, PHASE_STEPS, PRE_BACKWARD, SHARDED, S
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ViewMode, check_exposed
 from .entries import Entries
 from .resources import Resources
-from .unit_axes import UnitAxes
-from .unit_state import BuiltWith, KeptUnsharded, Resolved, UnitBackward, UnitPlace, WatchedLeaves
+from .unit_state import BuiltWith, KeptUnsharded, Resolved, UnitAxes, UnitBackward, UnitPlace, WatchedLeaves
 
 _state_of, _requires_grad = attrgetter("state"), attrgetter("requires_grad")  # faster than a generator each time
 

@@ -27,6 +27,9 @@ connection breaks there when a rank dies.
 A blocked wait cannot be canceled: gloo's `abort` blocks as well, and after the abort of an NCCL kernel the host would
 continue with garbage. So the thread prints the message and gives the main thread `GRACE` seconds to return, which it
 does if the parted ranks close their connections; otherwise the thread ends the process.
+
+[Note: finalizers] The garbage collector may run a finalizer between any two instructions of any thread, also inside of
+the methods of a `threading.Event`, which hold a lock: a finalizer that sets the same event waits for that lock forever.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -53,12 +57,28 @@ from . import status_report as reports
 from .local_waits import BlockFailure, LocalWaits, SharedBlocks, Timekeeper
 from .process_exit import end_process_unless, in_words, print_immediately
 from .store import AlarmReader, StoreClient, StoreGone, does_not_answer, where_it_was
-from .wake import Wake
 
 JOIN = 10.0  # seconds that the thread has to finish its output when the interpreter exits
 MISSED = 3.0  # periods without an answer of the store after which the second thread takes over
 MODELS = 64  # the last ones, whose progress is reported
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late legitimately: torch's own limit
+
+
+class Wake:
+    """Like an event that clears itself when it ends a wait."""
+
+    def __init__(self) -> None:
+        self._requests: SimpleQueue[None] = SimpleQueue()  # whose `put` may interrupt all of its methods
+
+    def set(self) -> None:
+        """End the running wait, or the next one."""
+        if self._requests.empty():
+            self._requests.put(None)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until `set` is called, at most so many seconds."""
+        with contextlib.suppress(Empty):
+            self._requests.get(timeout=seconds)
 
 
 class Watchdog:

@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.comm.pieces import Row, rows_of
-from flatfsdp.engine.cpu import attendant, peers
-from flatfsdp.engine.cpu.attendant import Attendant
+from flatfsdp.engine.cpu import exchange as outboxes
+from flatfsdp.engine.cpu import peers
 from flatfsdp.engine.cpu.chunks import ChunkStream
 from flatfsdp.engine.cpu.collectives import SharedMemoryExchange
+from flatfsdp.engine.cpu.exchange import Attendant
 from flatfsdp.engine.cpu.groups import connect, over_gloo, shares
 from flatfsdp.engine.cpu.operations import Gather, Sum
 from flatfsdp.engine.cpu.segments import MemorySegment
@@ -168,7 +169,7 @@ def at_random(rank: int, world: int, seed: int) -> list[str]:
     draw, own = random.Random(seed), random.Random(seed * 10 + rank)
     capacity = draw.choice([1024, TINY, 10_000])
     ways, found = [exchange(capacity), exchange(capacity)], []
-    rest = patch.object(attendant, "REST", own.choice([0.0002, attendant.REST]))
+    rest = patch.object(outboxes, "REST", own.choice([0.0002, outboxes.REST]))
     with rest, delayed(own, draw.choice([0.05, 0.3])):
         for _ in range(3):
             waits = []
@@ -345,7 +346,7 @@ def rests(rank: int, world: int, retains: bool) -> tuple[bool, list[str]]:
     with patch.object(malloc, "_retains", retains):
         found = wrong([issue(way, "gather", rank, world, size, torch.float32)])
         dist.barrier()
-        limit = time.monotonic() + (4 * attendant.REST if retains else 20)
+        limit = time.monotonic() + (4 * outboxes.REST if retains else 20)
         while (held := shared_bytes()) > 1024 * 1024 and time.monotonic() < limit:
             time.sleep(0.02)
         dist.barrier()
@@ -399,7 +400,7 @@ def rests_soon(rank: int, world: int) -> tuple[bool, bool, list[str]]:
         time.sleep(0.3)
         take(self, *args)
 
-    with patch.object(attendant, "REST", 60):
+    with patch.object(outboxes, "REST", 60):
         with patch.object(Gather, "take", late) if rank == 1 else nullcontext():
             found = wrong([issue(way, "gather", rank, world, 100, torch.float32)])
             way.rest()

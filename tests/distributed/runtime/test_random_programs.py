@@ -38,7 +38,7 @@ from flatfsdp import (
     inference,
     register_fsdp_forward_method,
 )
-from flatfsdp.engine.cpu import attendant
+from flatfsdp.engine.cpu import exchange
 from flatfsdp.engine.cpu.groups import over_gloo
 from tests.conftest import Run
 from tests.distributed.comm.test_shared_memory import delayed as delayed_hand_shakes
@@ -1055,8 +1055,8 @@ def _play(rank: int, world: int, seed: int, operations: Sequence[Callable[[Playe
     with (
         warnings.catch_warnings(record=True) as caught,
         # The delay before this rank's thread progresses pending work while the program computes.
-        patch.object(attendant, "PERIOD", random.Random(f"period {seed} {rank}").choice((0.0001, attendant.PERIOD))),
-        patch.object(attendant, "REST", random.Random(f"rest {seed} {rank}").choice((0.0001, attendant.REST))),
+        patch.object(exchange, "PERIOD", random.Random(f"period {seed} {rank}").choice((0.0001, exchange.PERIOD))),
+        patch.object(exchange, "REST", random.Random(f"rest {seed} {rank}").choice((0.0001, exchange.REST))),
         patch.object(errors, "_warned", set()),
         inspect.large_gradients() if random.Random(f"large {seed}").random() < 0.5 else nullcontext(),
     ):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flatfsdp.engine.cpu import attendant
-from flatfsdp.engine.cpu.attendant import LONG_AGO, PERIOD, SLOWEST
+from flatfsdp.engine.cpu import exchange
+from flatfsdp.engine.cpu.exchange import LONG_AGO, PERIOD, SLOWEST
 from tests.harness import inspect
 
 
@@ -99,7 +99,7 @@ def test_who_is_hurried_looks_often_again() -> None:
 
 
 def test_it_sleeps_once_all_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendant, "REST", 1)
+    monkeypatch.setattr(exchange, "REST", 1)
     busy, idle = Exchange(ago=-60), Exchange(ago=60, has_work=False)
 
     def end(count: int) -> None:

@@ -10,8 +10,7 @@ import torch
 
 from flatfsdp.engine.base import _torch
 from flatfsdp.engine.comm import pieces as lists
-from flatfsdp.engine.comm.pieces import Row, rows_of
-from flatfsdp.engine.comm.scattered import LARGEST
+from flatfsdp.engine.comm.pieces import LARGEST, Row, rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flatfsdp.engine.watchdog.wake import Wake
+from flatfsdp.engine.watchdog.watchdog import Wake
 
 
 class Node:
