@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ from flatfsdp.engine.cpu import exchange as exchanges
 from flatfsdp.engine.cpu import groups
 from flatfsdp.engine.cpu.exchange import CONTROL, Attendant
 from flatfsdp.engine.flat import gradient_slots as grads
-from flatfsdp.engine.flat.states import SHARDED, UNSHARDED
+from flatfsdp.engine.flat.states import PHASE_STEPS, SHARD_STEPS, SHARDED, UNSHARDED
+from flatfsdp.engine.runtime.iteration import STAGE_STEPS
 from flatfsdp.engine.runtime.model import model_of
 from flatfsdp.engine.runtime.module_tree import units_in
 from flatfsdp.engine.watchdog.regions import current_watch
@@ -299,6 +300,33 @@ def _model(model: Any) -> Any:
 def events(model: Any) -> Events:
     """The events of `model` from now on."""
     return Events(_model(model).resources.events)
+
+
+# The engine's tables of legal transitions, by what has such a state.
+STATE_MACHINES: Mapping[str, Mapping[Any, frozenset[Any]]] = {
+    "shards": SHARD_STEPS,
+    "phases": PHASE_STEPS,
+    "stages": STAGE_STEPS,
+}
+
+
+def states(model: Any) -> Iterator[tuple[str, str, str, str, str]]:
+    """For each flat parameter of `model` now: the stage of the iteration, the phase of the unit, the place of the data,
+    what leaves show, and where this rank's gradients are."""
+    root = _model(model)
+    for each in root.units:
+        for handle, views, own in each.kinds:
+            yield root.iteration.stage.value, each.phase.value, handle.state.value, views.mode.value, _place_of(own)
+
+
+def _place_of(own: Any) -> str:
+    if any(part.reduction is None or part.reduction.parts for part in own.reducing):
+        return "being reduced"
+    if own.reducing:
+        return "reduced"
+    if own.slots.buffer is not None or own.slots.collected:
+        return "in slots"
+    return "awaited" if own.missing else "none"
 
 
 def memory(model: Any) -> Memory:
