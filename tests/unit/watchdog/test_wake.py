@@ -42,7 +42,7 @@ def test_finalizers_may_run_inside_of_it(call: Callable[[Wake], None]) -> None:
         node = Node()
         weakref.finalize(node, wake.set).atexit = False
         del node
-        collected.append(gc.collect())
+        collected.append(gc.collect(0))  # the youngest objects: all of them, at each of the calls, took 10 s
 
     def work() -> None:
         sys.setprofile(collect)
@@ -53,4 +53,4 @@ def test_finalizers_may_run_inside_of_it(call: Callable[[Wake], None]) -> None:
     thread.start()
     thread.join(60.0)
     assert not thread.is_alive()
-    assert collected
+    assert any(collected)
